@@ -1,0 +1,1 @@
+"""The `peftkit` command: argv in, one call into `peftkit`, a screen out."""

@@ -1,0 +1,190 @@
+"""`peftkit recipes`, `peftkit env` and `peftkit schema`: what is here to start from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from peftkit.errors import ConfigError, OutputError, did_you_mean
+from peftkit_cli.arguments import Json
+
+recipes = typer.Typer(
+    help="Ready-made recipes: list them, read one, copy one to change it.", no_args_is_help=False
+)
+LIBRARIES = (
+    "torch", "transformers", "bitsandbytes", "accelerate", "datasets", "safetensors", "tokenizers",
+    "pydantic", "PyYAML", "typer", "rich", "peft", "gguf", "triton", "flash-attn",
+)  # fmt: skip
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "sve", "bf16")
+RecipeName = Annotated[str, typer.Argument(metavar="NAME", show_default=False)]
+
+
+def recipes_folder() -> Path:
+    """Return where the recipes lie: inside the installed package, or at the top of a checkout."""
+    here = Path(__file__).resolve()
+    installed = here.parent / "recipes"
+    return installed if installed.is_dir() else here.parents[2] / "recipes"
+
+
+def recipe_file(name: str) -> Path:
+    """Return the shipped recipe of this name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    files = {file.stem: file for file in sorted(recipes_folder().glob("*.yaml"))}
+    wanted = name.removesuffix(".yaml")
+    if wanted not in files:
+        raise ConfigError(
+            f"there is no recipe named '{name}'.",
+            found=f"The recipes are: {', '.join(files)}. {did_you_mean(wanted, files)}".rstrip(),
+            fix="What each is for: peftkit recipes ls",
+        )
+    return files[wanted]
+
+
+def headline(file: Path) -> str:
+    """Return a recipe's first comment line: what it gives, in a sentence."""
+    with file.open(encoding="utf-8") as lines:
+        return next(lines).lstrip("# ").strip()
+
+
+@recipes.command("ls")
+def list_recipes() -> None:
+    """List the recipes, each with what it is for."""
+    files = sorted(recipes_folder().glob("*.yaml"))
+    width = max(len(file.stem) for file in files)
+    for file in files:
+        typer.echo(f"{file.stem:{width}}  {headline(file)}")
+    typer.echo("Next: peftkit recipes cp NAME DEST, then edit it, then peftkit train DEST", err=True)
+
+
+@recipes.command("show")
+def show_recipe(name: RecipeName) -> None:
+    """Print one recipe."""
+    typer.echo(recipe_file(name).read_text(encoding="utf-8"), nl=False)
+
+
+@recipes.command("cp")
+def copy_recipe(
+    name: RecipeName,
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="A new file, or a folder.")],
+) -> None:
+    """Copy one recipe, to change it."""
+    source = recipe_file(name)
+    target = dest / source.name if dest.is_dir() else dest
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise OutputError(
+            f"'{target}' is there already.", fix="Choose another name, or remove it first."
+        ) from None
+    except OSError as error:
+        raise OutputError(
+            f"'{target}' cannot be written.",
+            found=error.strerror or str(error),
+            fix="Give a name in a folder that exists and is yours to write to.",
+        ) from None
+    typer.echo(target)
+    typer.echo(f"Next: peftkit check {target}", err=True)
+
+
+def schema() -> None:
+    """Print the JSON schema of a recipe, for editors."""
+    from peftkit.config import json_schema
+    from peftkit.recipe import Recipe
+
+    typer.echo(json.dumps(json_schema(Recipe), indent=2))
+
+
+def env(as_json: Json = False) -> None:
+    """Show versions and devices, for a bug report."""
+    facts = environment()
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {text}" for key, text in value.items())
+        elif isinstance(value, list):
+            value = "; ".join(value) or "none"
+        typer.echo(f"{name + ':':14}{value}")
+
+
+def environment() -> dict[str, Any]:
+    """Return what a bug report needs: versions, processor, memory, accelerators."""
+    import torch
+
+    libraries = {name: found for name in LIBRARIES if (found := _version(name)) is not None}
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return {
+        "peftkit": _version("peftkit") or "not installed",
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": _cores(),
+        "memory": f"{pages * page_bytes / 2**30:.1f} GiB",
+        "torch threads": torch.get_num_threads(),
+        "cpu features": _cpu_features(),
+        "accelerators": _accelerators(),
+        "cuda": torch.version.cuda or "not in this torch",
+        "libraries": libraries,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _cores() -> int:
+    """Count the cores this process may use, which in a container are fewer than the machine's."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _processor() -> str:
+    found = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
+    return found[1] if found else platform.processor() or "unknown"
+
+
+def _cpu_features() -> list[str]:
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
+    flags = set(found[1].split()) if found else set()
+    return [feature for feature in CPU_FEATURES if feature in flags]
+
+
+def _cpuinfo() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _accelerators() -> list[str]:
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        memory = f"{device.total_memory / 2**30:.1f} GiB"
+        found.append(f"cuda:{index} {device.name}, {memory}, sm_{device.major}{device.minor}")
+    if torch.backends.mps.is_available():
+        found.append("mps")
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        found += [
+            f"xpu:{index} {torch.xpu.get_device_name(index)}"
+            for index in range(torch.xpu.device_count())
+        ]
+    return found

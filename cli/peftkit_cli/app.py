@@ -1,0 +1,155 @@
+"""The command line's front door: the list of commands, and every way a command can end.
+
+Exit codes: 0 done; 2 the user's input is wrong; 1 something broke; 130 SIGINT; 143 SIGTERM.
+Data goes to stdout, everything else to stderr. Torch is imported inside the commands that need it,
+so that `--help` and a misspelt path are answered at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated, NoReturn
+
+import typer
+
+from peftkit.errors import PeftkitError
+from peftkit_cli import inspect, share, talk, train
+
+app = typer.Typer(
+    name="peftkit",
+    help="Parameter-efficient fine-tuning of transformers.",
+    epilog="Start with: peftkit recipes ls",
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+TRAIN, TALK, LOOK = "Train", "Talk and share", "Look"
+app.command(rich_help_panel=TRAIN)(train.train)
+app.command(rich_help_panel=TRAIN)(train.check)
+app.command(rich_help_panel=TALK)(talk.generate)
+app.command(rich_help_panel=TALK)(talk.chat)
+app.command("eval", rich_help_panel=TALK)(talk.evaluate)
+app.command(rich_help_panel=TALK)(share.merge)
+app.command("inspect", rich_help_panel=LOOK)(inspect.inspect)
+app.add_typer(inspect.recipes, name="recipes", rich_help_panel=LOOK)
+app.command(rich_help_panel=LOOK)(inspect.env)
+app.command(rich_help_panel=LOOK)(inspect.schema)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"peftkit {version('peftkit')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", envvar="PEFTKIT_DEBUG", help="Show tracebacks and warnings."),
+    ] = False,
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Parameter-efficient fine-tuning of transformers."""
+    if debug:
+        os.environ["PEFTKIT_DEBUG"] = "1"
+    else:
+        quiet_libraries()
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(2)
+
+
+def quiet_libraries() -> None:
+    """Keep library chatter off the screen; what a user should know comes as a peftkit event."""
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and exit with its code."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    code = run(argv)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _abandon_stdout()
+    sys.exit(code)
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; every error becomes one message on stderr."""
+    try:
+        # Not standalone: typer would wrap a usage error into a box, cut at 80 columns.
+        code = app(args=argv, prog_name="peftkit", standalone_mode=False)
+    except PeftkitError as error:
+        _say(type(error).__name__, str(error))
+        return error.exit_code
+    except BrokenPipeError:
+        _abandon_stdout()
+        return 1
+    except (KeyboardInterrupt, typer.Abort):
+        _say("Interrupted", "nothing more was done.")
+        return 130
+    except Exception as error:
+        return _end_of(error)
+    return code if isinstance(code, int) else 0
+
+
+def _end_of(error: Exception) -> int:
+    """Return the exit code of an error that is not the user's, or that typer raised."""
+    if hasattr(error, "format_message"):  # typer's usage errors, wherever typer keeps their class
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "peftkit"
+        _say("UsageError", f"{error.format_message()}\n  See: {command} --help")
+        return 2
+    if isinstance(code := getattr(error, "exit_code", None), int):  # a stop asked for by a signal
+        _say(type(error).__name__, str(error))
+        return code
+    _say(type(error).__name__, f"{error}\n  {_keep_traceback(error)}")
+    return 1
+
+
+def _keep_traceback(error: Exception) -> str:
+    """Show the traceback if asked, else write it to a file; return where to look."""
+    text = "".join(traceback.format_exception(error))
+    if os.environ.get("PEFTKIT_DEBUG"):
+        typer.echo(text, err=True)
+        return "The traceback is above."
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="peftkit-", suffix=".txt", delete=False, encoding="utf-8"
+        ) as file:
+            file.write(text)
+    except OSError:
+        return "To see the traceback, set PEFTKIT_DEBUG=1."
+    return (
+        "This is not a mistake of yours that peftkit knows. "
+        f"The traceback is in {file.name}\n  For a bug report, add the output of: peftkit env"
+    )
+
+
+def _say(name: str, text: str) -> None:
+    rank = os.environ.get("RANK", "0")
+    where = "" if rank == "0" else f"[rank {rank}] "
+    typer.echo(f"{where}{typer.style(name, fg='red', bold=True)}: {text}", err=True)
+
+
+def _abandon_stdout() -> None:
+    """Point stdout at nothing: its reader has gone, and Python would complain at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

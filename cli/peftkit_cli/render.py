@@ -1,0 +1,269 @@
+"""The screen: draws a run's events live on a terminal, as single lines anywhere else."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table as Grid
+from rich.text import Text
+
+from peftkit import events
+from peftkit.events import Event, Listener
+
+SPARKS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 48
+PLAIN_LINES = 40  # about as many lines of steps as a log should hold
+PLAIN_SECONDS = 60.0  # and a sign of life at least this often
+
+
+@contextmanager
+def listening(*, tables: Console | None = None, transient: bool = False) -> Iterator[Listener]:
+    """Draw events on stderr for as long as the block runs.
+
+    Args:
+        tables: Where tables go, when they are the command's data rather than a remark.
+        transient: Leave no trace of the stages on a terminal once they are done.
+    """
+    if os.environ.get("RANK", "0") != "0":  # under `accelerate launch` one process has the screen
+        yield events.ignore
+        return
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield PlainScreen(console, tables or console).on_event
+        return
+    screen = LiveScreen(console, tables or console, transient=transient)
+    with screen.live:
+        yield screen.on_event
+        screen.finish()
+
+
+class PlainScreen:
+    """One line per fact, for log files and pipes; steps thinned to about `PLAIN_LINES`."""
+
+    def __init__(
+        self,
+        console: Console,
+        tables: Console,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.console, self.tables, self.clock = console, tables, clock
+        self._last_line = clock()
+        self._last_tenth = ("", 0)
+
+    def on_event(self, event: Event) -> None:
+        """Print the event, or nothing if it is one of many alike."""
+        if isinstance(event, events.Table):
+            show_table(self.tables, event)
+        elif isinstance(event, events.Progress):
+            tenth = (event.text, 10 * event.done // max(event.total, 1))
+            if tenth != self._last_tenth:
+                self._last_tenth = tenth
+                self._line(f"{event.text} {event.done:,}/{event.total:,}")
+        elif isinstance(event, events.StepDone):
+            if self._is_due(event):
+                self._line("  ".join([f"step {event.step}/{event.num_steps}", *step_parts(event)]))
+        elif (text := describe(event)) is not None:
+            self._line(text)
+
+    def _is_due(self, event: events.StepDone) -> bool:
+        every = max(1, round(event.num_steps / PLAIN_LINES))
+        return (
+            event.step in (1, event.num_steps)
+            or event.step % every == 0
+            or self.clock() - self._last_line >= PLAIN_SECONDS
+        )
+
+    def _line(self, text: str) -> None:
+        self._last_line = self.clock()
+        # Unwrapped: a log line that can be searched beats one that fits 80 columns.
+        self.console.print(text, markup=False, soft_wrap=True)
+
+
+class LiveScreen:
+    """What goes on now, redrawn in place; what is done, printed once above it."""
+
+    def __init__(self, console: Console, tables: Console, *, transient: bool) -> None:
+        self.tables, self.transient = tables, transient
+        self.live = Live(
+            console=console, refresh_per_second=8, transient=transient, get_renderable=self._draw
+        )
+        self._stage: tuple[str, float] | None = None
+        self._progress: events.Progress | None = None
+        self._spinner = Spinner("dots", style="cyan")
+        self._step: events.StepDone | None = None
+        self._losses: list[float] = []
+
+    def on_event(self, event: Event) -> None:
+        """Take the event into the picture."""
+        if isinstance(event, events.StepDone):
+            self._end_stage()
+            self._step = event
+            self._losses.append(event.loss)
+        elif isinstance(event, events.Progress):
+            self._progress = event
+        elif isinstance(event, events.Stage):
+            self._end_stage()
+            self._stage = (event.text, time.monotonic())
+        elif isinstance(event, events.Table):
+            self._end_stage()
+            show_table(self.tables, event)
+        elif (text := describe(event)) is not None:
+            if not isinstance(event, events.Notice):
+                self._end_stage()
+            self.live.console.print(_styled(event, text))
+
+    def finish(self) -> None:
+        """End the picture: nothing goes on any more."""
+        self._end_stage()
+        if self.transient:
+            self._step = None
+
+    def _end_stage(self) -> None:
+        self._progress = None
+        if self._stage is None:
+            return
+        (text, began), self._stage = self._stage, None
+        if not self.transient:
+            seconds = time.monotonic() - began
+            done = f"[green]✓[/] {escape(text.rstrip('. '))} [dim]{seconds:.1f} s[/]"
+            self.live.console.print(done)
+
+    def _draw(self) -> RenderableType:
+        parts: list[RenderableType] = []
+        if self._step is not None:
+            parts.append(self._draw_training(self._step))
+        if self._progress is not None:
+            parts.append(
+                _bar(self._progress.text, self._progress.done, max(self._progress.total, 1))
+            )
+        elif self._stage is not None:
+            self._spinner.update(text=Text(self._stage[0]))
+            parts.append(self._spinner)
+        return Group(*parts)
+
+    def _draw_training(self, step: events.StepDone) -> RenderableType:
+        figures = Grid.grid(padding=(0, 2))
+        figures.add_row(*(Text(part) for part in step_parts(step)))
+        curve = Text.assemble(("loss ", "dim"), (sparkline(self._losses), "cyan"))
+        return Group(_bar("step", step.step, step.num_steps), figures, curve)
+
+
+def show_table(console: Console, table: events.Table) -> None:
+    """Print a table; off a terminal as wide as its text, so that no cell is cut."""
+    grid = Grid(title=Text(table.title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
+    for column in table.columns:
+        grid.add_column(Text(column), overflow="fold")
+    for row in table.rows:
+        grid.add_row(*(Text(cell) for cell in row))
+    wide = None if console.is_terminal else max(console.measure(grid).maximum, 20)
+    console.print(grid, width=wide, soft_wrap=not console.is_terminal)
+
+
+def describe(event: Event) -> str | None:
+    """Return the one line that tells of an event, or None if it has no line of its own."""
+    if isinstance(event, events.Stage):
+        return event.text
+    if isinstance(event, events.Notice):
+        return f"note: {event.text}"
+    if isinstance(event, events.RunStarted):
+        share = 100 * event.num_trainable / max(event.num_parameters, 1)
+        start = f", from step {event.start_step}" if event.start_step else ""
+        return (
+            f"Training {count(event.num_trainable)} of {count(event.num_parameters)} parameters "
+            f"({share:.2f} %) on {event.device}: {event.num_rows:,} rows, "
+            f"{event.num_steps:,} steps{start}"
+        )
+    if isinstance(event, events.EvalDone):
+        best = " (best so far)" if event.best else ""
+        return f"eval at step {event.step}: {metrics_line(event.metrics)}{best}"
+    if isinstance(event, events.Saved):
+        return f"saved {event.kind}: {event.path}"
+    if isinstance(event, events.RunDone):
+        took = f"Done: {event.step:,} steps in {duration(event.seconds)}"
+        return f"{took}; {metrics_line(event.metrics)}" if event.metrics else took
+    return None
+
+
+def step_parts(step: events.StepDone) -> list[str]:
+    """Return the figures of one step, each as a short text."""
+    parts = [
+        f"loss {step.loss:.4f}",
+        f"lr {step.learning_rate:.2e}",
+        f"grad {step.grad_norm:.2f}",
+        f"epoch {step.epoch:.2f}",
+        f"{step.tokens_per_second:,.0f} tokens/s",
+    ]
+    if step.peak_bytes > 0:
+        parts.append(f"peak {size(step.peak_bytes)}")
+    return [*parts, f"{duration(step.seconds_left)} left"]
+
+
+def metrics_line(metrics: events.Mapping[str, float]) -> str:
+    """Return metrics as one line."""
+    return ", ".join(f"{name} {number(value)}" for name, value in metrics.items())
+
+
+def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
+    """Return a curve of one character a point: the mean of each of `width` equal spans."""
+    if not values:
+        return ""
+    width = min(width, len(values))
+    edges = [index * len(values) // width for index in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    low, high = min(means), max(means)
+    top = len(SPARKS) - 1
+    spread = high - low
+    return "".join(SPARKS[round(top * (mean - low) / spread) if spread > 0 else 0] for mean in means)
+
+
+def count(value: int) -> str:
+    """Return a count with three figures: 4.88M."""
+    for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if value >= factor:
+            return f"{value / factor:.3g}{unit}" if value < 1000 * factor else f"{value / factor:,.0f}{unit}"
+    return str(value)
+
+
+def size(value: float) -> str:
+    """Return bytes as a text: 1.3 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as a text: 42 s, 3:07, 1:02:45."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, left = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+def number(value: float) -> str:
+    """Return a metric: counts whole, the rest with four figures."""
+    return f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 2 else f"{value:.4g}"
+
+
+def _bar(text: str, done: int, total: int) -> RenderableType:
+    row = Grid.grid(padding=(0, 1))
+    bar = ProgressBar(total=total, completed=done, width=40)
+    row.add_row(Text(text), bar, Text(f"{done:,}/{total:,}"), Text(f"{100 * done // total} %"))
+    return row
+
+
+def _styled(event: Event, text: str) -> Text:
+    style = {events.Notice: "yellow", events.RunStarted: "bold", events.RunDone: "bold"}
+    return Text(text, style=style.get(type(event), ""))

@@ -1,0 +1,1 @@
+"""`peftkit merge`."""

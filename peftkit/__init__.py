@@ -1,0 +1,1 @@
+"""peftkit: parameter-efficient fine-tuning of transformers, by roles."""

@@ -1,0 +1,133 @@
+"""Put a method's modules on a model: freeze, wrap, list, disable, detach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.errors import AdapterError, TargetError
+from peftkit.methods.protocol import AdapterModule, Method
+from peftkit.targets import Site, resolve
+
+
+class Adapter:
+    """A method's modules, in place on a frozen model.
+
+    Attributes:
+        model: The model, changed in place.
+        method: The config that it came from.
+        modules: Module path to adapter module, in the order of the model.
+    """
+
+    def __init__(self, model: nn.Module, method: Method, modules: dict[str, AdapterModule]) -> None:
+        self.model, self.method, self.modules = model, method, modules
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the trainable parameters."""
+        return (p for module in self.modules.values() for p in module.parameters() if p.requires_grad)
+
+    @property
+    def num_trainable(self) -> int:
+        """Number of trained values."""
+        return sum(p.numel() for p in self.parameters())
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Run the bare base while the context holds."""
+        before = {path: module.enabled for path, module in self.modules.items()}
+        try:
+            for module in self.modules.values():
+                module.enabled = False
+            yield
+        finally:
+            for path, module in self.modules.items():
+                module.enabled = before[path]
+
+    def detach(self) -> None:
+        """Take every adapter module out again; the model is the bare, frozen base."""
+        for path, module in self.modules.items():
+            _replace(self.model, path, module.base)
+        self.modules = {}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what is saved: "module.path.tensor_name" to tensor."""
+        return {
+            f"{path}.{name}": tensor
+            for path, module in self.modules.items()
+            for name, tensor in module.state().items()
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take the tensors of `state()`, all or none.
+
+        Raises:
+            AdapterError: Lists every missing, unexpected and misshapen tensor.
+        """
+        expected = {
+            f"{path}.{name}": shape
+            for path, module in self.modules.items()
+            for name, shape in module.state_shapes().items()
+        }
+        problems = [f"missing: {name} {expected[name]}" for name in expected.keys() - state.keys()]
+        problems += [f"unexpected: {name}" for name in state.keys() - expected.keys()]
+        problems += [
+            f"misshapen: {name} is {tuple(state[name].shape)}, not {expected[name]}"
+            for name in expected.keys() & state.keys()
+            if tuple(state[name].shape) != expected[name]
+        ]
+        if problems or not expected:
+            raise AdapterError(
+                f"the adapter does not fit {type(self.model).__name__}",
+                found="\n".join(sorted(problems)) or "it has no tensors at all",
+                fix="Use the base it was trained on: peftkit inspect ADAPTER",
+            )
+        for path, module in self.modules.items():
+            module.load({name: state[f"{path}.{name}"] for name in module.state_shapes()})
+
+
+def attach(
+    model: nn.Module, method: Method, *, sites: list[Site] | None = None, seed: int = 0
+) -> Adapter:
+    """Freeze a model and put a method's modules on it; its output is unchanged by that.
+
+    Args:
+        model: Any transformer; changed in place.
+        method: What to attach; `method.targets` say where.
+        sites: Where, when the caller already knows.
+        seed: Of the initial values; the same on every device.
+
+    Raises:
+        TargetError: A target is not in this model, or does not suit the method.
+        AdapterError: The model carries an adapter already.
+    """
+    if any(isinstance(module, AdapterModule) for module in model.modules()):
+        raise AdapterError(
+            f"{type(model).__name__} carries an adapter already",
+            fix="Call its detach() first, or merge it.",
+        )
+    if sites is None:
+        sites = resolve(model, method.targets)
+    stacked = [site.path for site in sites if site.parameter is not None]
+    if stacked:
+        raise TargetError(
+            f"{method.type} cannot sit on stacked expert parameters",
+            found=f"{stacked[0]} and {len(stacked) - 1} more",
+            fix="Leave the experts out of the targets.",
+        )
+    modules = {site.path: method.wrap(model.get_submodule(site.path), site) for site in sites}
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for path, module in modules.items():
+        module.base.requires_grad_(False)
+        module.reset(generator)
+        module.train(model.training)
+        _replace(model, path, module)
+    return Adapter(model, method, modules)
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)

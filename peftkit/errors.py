@@ -1,0 +1,70 @@
+"""Every error a user can meet says three things: what was asked, what was found, what to do.
+
+The exit codes are the command line's: 2 the input is wrong, 1 something broke while it was right.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PeftkitError(ValueError):
+    """The user's input is wrong.
+
+    Args:
+        asked: One sentence: what was asked and did not work.
+        found: What was found instead, one line or several.
+        fix: What to do, one line or several.
+    """
+
+    exit_code = 2
+
+    def __init__(self, asked: str, *, found: str = "", fix: str = "") -> None:
+        self.asked, self.found, self.fix = asked, found, fix
+        details = [line for part in (found, fix) for line in part.splitlines()]
+        super().__init__("\n".join([asked, *(f"  {line}" for line in details)]))
+
+
+class ConfigError(PeftkitError):
+    """A recipe or an override is not valid."""
+
+
+class BaseError(PeftkitError):
+    """The base model cannot be found, read or quantised as asked."""
+
+
+class TargetError(PeftkitError):
+    """A role or pattern does not fit this model."""
+
+
+class DataError(PeftkitError):
+    """A data file, row or field is not usable."""
+
+
+class AdapterError(PeftkitError):
+    """An adapter file is unreadable, or does not belong to this model."""
+
+
+class MergeError(PeftkitError):
+    """The adapter cannot be merged as asked."""
+
+
+class OutputError(PeftkitError):
+    """The place to write to is not writable, is taken, or is too small."""
+
+
+class CheckpointError(PeftkitError):
+    """No checkpoint can be resumed exactly."""
+
+
+class RunError(PeftkitError):
+    """The input was right and the run broke: non-finite numbers, a full disk, no memory."""
+
+    exit_code = 1
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """Return "Did you mean 'x'?" for the option nearest to `word`, or an empty string."""
+    near = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
+    return f"Did you mean '{near[0]}'?" if near else ""

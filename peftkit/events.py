@@ -1,0 +1,109 @@
+"""What a run says while it goes: small facts, drawn by whoever listens.
+
+The command line draws them, `metrics.jsonl` records them, tests collect them in a list.
+Sizes are bytes, times are seconds, counts are `num_*`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Anything a run says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage(Event):
+    """A long piece of work begins: one line, present participle ("Loading the base ...")."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progress(Event):
+    """A long piece of work advances."""
+
+    text: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Notice(Event):
+    """Something the user should know though the run goes on; never a substitute for an error."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table(Event):
+    """Rows worth reading once: the audit of the base, the counts of the data."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted(Event):
+    """Training is about to begin."""
+
+    num_steps: int
+    start_step: int
+    num_rows: int
+    num_trainable: int
+    num_parameters: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone(Event):
+    """One optimizer step; `loss` is the mean over the step's target tokens on all ranks."""
+
+    step: int
+    num_steps: int
+    epoch: float
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    num_tokens: int
+    tokens_per_second: float
+    peak_bytes: int
+    seconds_left: float
+
+
+@dataclass(frozen=True, slots=True)
+class EvalDone(Event):
+    """One pass over the eval rows."""
+
+    step: int
+    metrics: Mapping[str, float]
+    best: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Saved(Event):
+    """A checkpoint, adapter, or merged model is on disk, complete."""
+
+    kind: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunDone(Event):
+    """Training is over."""
+
+    step: int
+    seconds: float
+    metrics: Mapping[str, float]
+
+
+Listener = Callable[[Event], None]
+
+
+def ignore(event: Event) -> None:
+    """Listen to nothing."""

@@ -1,0 +1,1 @@
+"""Adapter files, as other tools write and read them."""

@@ -1,0 +1,164 @@
+"""What stands between a stranger's adapter file and everything else.
+
+Nothing is unpickled or imported. A file is named for what it is, its header checked in bounded time
+and memory, and its tensors' names, dtypes and numbers against what an adapter can hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from peftkit import files
+from peftkit.errors import AdapterError
+from peftkit.strict_json import shown
+from peftkit.tensor_header import Entry, Header
+
+MAX_HEADER_BYTES = 8 << 20  # 60,000 tensors
+MAX_TENSORS = 50_000
+MAX_RANK = 4
+MAX_PAYLOAD_BYTES = 16 << 30
+DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+NAME = re.compile(r"[A-Za-z0-9_.\-]{1,512}")
+
+SAFETENSORS = "safetensors"
+UNKNOWN = "a binary file of no kind known here"
+PICKLE = "a pickle"
+TORCH_ARCHIVE = "a torch.save archive (a zip with a pickle in it)"
+LFS_POINTER = "a git-lfs pointer"
+WEB_PAGE = "a web page (HTML or XML)"
+JSON_TEXT = "JSON text"
+
+_MAGIC: tuple[tuple[bytes, str], ...] = (
+    (b"PK\x03\x04", "a zip archive"),
+    (b"PK\x05\x06", "an empty zip archive"),
+    (b"version https://git-lfs.github.com/spec/", LFS_POINTER),
+    (b"GGUF", "a GGUF file"),
+    (b"\x1f\x8b", "a gzip archive"),
+    (b"BZh", "a bzip2 archive"),
+    (b"\xfd7zXZ\x00", "an xz archive"),
+    (b"\x28\xb5\x2f\xfd", "a zstd archive"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (b"\x89HDF\r\n", "an HDF5 file"),
+    (b"\x93NUMPY", "a numpy file"),
+)
+
+_NO_PICKLE = "A pickle can run code when it is read, so it is not opened: ask for safetensors."
+_FIXES = {
+    PICKLE: _NO_PICKLE,
+    TORCH_ARCHIVE: _NO_PICKLE,
+    LFS_POINTER: "The file itself was not fetched: run 'git lfs pull', or download it again.",
+    WEB_PAGE: "A download failed and kept the error page: download it again (logged in, if private).",
+}
+
+
+def what_is(path: Path) -> str:
+    """Return in a few words what kind of file this is, from its first bytes alone."""
+    with files.open_regular(path) as file:
+        head = file.read(4096)
+        size = file.seek(0, 2)
+    if not head:
+        return "an empty file"
+    # first, since the length of a header can look like any other file's beginning
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
+        return SAFETENSORS
+    for magic, name in _MAGIC:
+        if head.startswith(magic):
+            return TORCH_ARCHIVE if name == "a zip archive" and b"data.pkl" in head else name
+    if re.match(rb"\x80[\x02-\x05][^\x00]", head):
+        return PICKLE
+    if head[257:262] == b"ustar":
+        return "a tar archive"
+    return _text_kind(head)
+
+
+def _text_kind(head: bytes) -> str:
+    start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if re.match(rb"<(!doctype|html|head|body|\?xml)", start, re.IGNORECASE):
+        return WEB_PAGE
+    if any(byte < 32 and byte not in b"\t\n\r" for byte in head):
+        return UNKNOWN
+    if start[:1] in (b"{", b"["):
+        return JSON_TEXT
+    return f"text: {shown(start[:48].decode('utf-8', 'replace'))}"
+
+
+def check_safetensors(path: Path) -> Header:
+    """Return the checked header of an adapter's tensor file.
+
+    Raises:
+        AdapterError: Says what the file is instead, or what is wrong with its header or a tensor.
+    """
+    with _checked(path) as file:
+        return file.header
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return an adapter's tensors, on the CPU, checked, all of them finite.
+
+    Raises:
+        AdapterError: As `check_safetensors`; or names the tensors that hold NaN or Infinity.
+    """
+    with _checked(path) as file:
+        tensors = {name: file.tensor(name) for name in file.header.tensors}
+    if bad := files.non_finite(tensors):
+        raise AdapterError(
+            f"cannot use {path}",
+            found=f"{len(bad)} of {len(tensors)} tensors hold NaN or Infinity: {', '.join(bad[:3])}",
+            fix="Its training diverged: take an earlier checkpoint.",
+        )
+    return tensors
+
+
+def read_json(path: Path, *, max_bytes: int = files.MAX_JSON_BYTES) -> dict[str, Any]:
+    """Read an adapter's JSON file, strictly; see `peftkit.strict_json`.
+
+    Raises:
+        AdapterError: Says what the file is instead, or where it is not strict JSON.
+    """
+    kind = what_is(path)
+    if kind in _FIXES:
+        raise AdapterError(f"cannot read {path} as JSON", found=f"It is {kind}.", fix=_FIXES[kind])
+    return files.read_json(path, max_bytes=max_bytes)
+
+
+@contextlib.contextmanager
+def _checked(path: Path) -> Iterator[files.TensorFile]:
+    asked = f"cannot read {path} as safetensors"
+    kind = what_is(path)
+    if kind not in (SAFETENSORS, UNKNOWN):
+        fix = _FIXES.get(kind, "Give an adapter saved as safetensors.")
+        raise AdapterError(asked, found=f"It is {kind}.", fix=fix)
+    with files.open_tensors(path, max_header_bytes=MAX_HEADER_BYTES) as file:
+        tensors = file.header.tensors
+        if len(tensors) > MAX_TENSORS:
+            raise AdapterError(
+                asked, found=f"{len(tensors):,} tensors; the limit is {MAX_TENSORS:,}"
+            )
+        if sum(entry.end - entry.start for entry in tensors.values()) > MAX_PAYLOAD_BYTES:
+            raise AdapterError(asked, found=f"more than {MAX_PAYLOAD_BYTES:,} bytes of tensors")
+        bad = [problem for name, entry in tensors.items() if (problem := _problem(name, entry))]
+        if bad or not tensors:
+            more = [f"and {len(bad) - 5:,} more"] if len(bad) > 5 else []
+            raise AdapterError(
+                asked,
+                found="\n".join([*bad[:5], *more]) or "no tensors",
+                fix="This is no adapter, or it is damaged: fetch or save it again.",
+            )
+        yield file
+
+
+def _problem(name: str, entry: Entry) -> str:
+    """Return what keeps this from being a tensor of an adapter, or an empty string."""
+    if not NAME.fullmatch(name):
+        return f"the tensor name {shown(name)}"
+    if entry.dtype not in DTYPES:
+        return f"{name}: dtype {entry.dtype}; one of {', '.join(sorted(DTYPES))} is allowed"
+    if not 1 <= len(entry.shape) <= MAX_RANK or 0 in entry.shape:
+        return f"{name}: shape {entry.shape}"
+    return ""

@@ -1,0 +1,363 @@
+"""Adapter folders in HF PEFT's format, both ways.
+
+A folder holds adapter_config.json, adapter_model.safetensors, and, when made here, peftkit.json:
+what PEFT's config has no place for (the method as asked, the base's fingerprint, the prompt style).
+The format is PEFT 0.21's: a tensor of the module at `path` is named "base_model.model.{path}.{name}".
+Only the sixteen oldest config keys and those that differ from their defaults are written, because
+PEFT before 0.14 refuses keys that it does not know.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.adapter import Adapter, attach
+from peftkit.config import from_dict
+from peftkit.errors import AdapterError
+from peftkit.files import write_json, write_tensors
+from peftkit.formats.guard import read_json, read_tensors
+from peftkit.methods.protocol import Method
+from peftkit.methods.table import METHODS, method_from_peft
+from peftkit.targets import Site, is_linear, resolve
+
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+NOTES = "peftkit.json"
+PREFIX = "base_model.model."
+DEFAULT_NAME = re.compile(r"\.default(?=\.weight$|$)")
+"""PEFT's in-memory adapter name, which some tools leave in the file's tensor names."""
+
+OLDEST_FIELDS: dict[str, Any] = {
+    "auto_mapping": None,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "modules_to_save": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where an adapter comes from, and what it takes to use it as it was trained.
+
+    Attributes:
+        base: Hub id or path of the base. revision: Its commit, if pinned.
+        fingerprint: Of the base's weights; an adapter on other weights is refused.
+        loading: dtype, quantize and double_quant with which the base was loaded.
+        prompt_style: "chat" or "plain": how a prompt is put to the model.
+        task_type: PEFT's name of the task.
+    """
+
+    base: str | None = None
+    revision: str | None = None
+    fingerprint: str | None = None
+    loading: Mapping[str, Any] = field(default_factory=dict)
+    prompt_style: str | None = None
+    task_type: str | None = "CAUSAL_LM"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """What an adapter folder says of itself, read and checked, without its tensors."""
+
+    folder: Path
+    method: Method
+    fields: Mapping[str, Any]
+    provenance: Provenance
+    made_here: bool
+
+
+def save_adapter(adapter: Adapter, folder: str | Path, provenance: Provenance | None = None) -> Path:
+    """Write an adapter folder that peftkit and PEFT load.
+
+    Args:
+        adapter: What is trained on it is what is saved.
+        folder: Created if need be; its adapter files are replaced, each whole or not at all.
+        provenance: What is known of the base.
+
+    Raises:
+        AdapterError: A tensor is not finite.
+        OutputError: The folder is not writable.
+    """
+    folder = Path(folder)
+    provenance = provenance or Provenance()
+    tensors = {PREFIX + name: tensor.cpu() for name, tensor in adapter.state().items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    metadata = {"format": "pt"}
+    if provenance.fingerprint:
+        metadata["base_fingerprint"] = provenance.fingerprint
+    write_tensors(tensors, folder / TENSORS, metadata)
+    write_json(_config_fields(adapter, provenance), folder / CONFIG)
+    notes = {
+        "version": 1,
+        "method": adapter.method.model_dump(mode="json"),
+        "base": {
+            "name": provenance.base,
+            "revision": provenance.revision,
+            "fingerprint": provenance.fingerprint,
+            "loading": dict(provenance.loading),
+        },
+        "prompt_style": provenance.prompt_style,
+    }
+    write_json(notes, folder / NOTES)
+    return folder
+
+
+def _config_fields(adapter: Adapter, provenance: Provenance) -> dict[str, Any]:
+    paths = set(adapter.modules)
+    others = [
+        path
+        for path, module in adapter.model.named_modules()
+        if is_linear(module) and path.removesuffix(".base") not in paths
+    ]
+    transposed = any(type(m.base).__name__ == "Conv1D" for m in adapter.modules.values())
+    return {
+        **OLDEST_FIELDS,
+        "peft_type": adapter.method.peft_type,
+        "task_type": provenance.task_type,
+        "base_model_name_or_path": provenance.base,
+        "revision": provenance.revision,
+        "target_modules": shortest_endings(paths, others),
+        "fan_in_fan_out": transposed,
+        **adapter.method.to_peft(adapter.modules),
+    }
+
+
+def read_adapter(folder: str | Path) -> AdapterFile:
+    """Read what an adapter folder says of itself.
+
+    Raises:
+        AdapterError: No adapter there, a file that is not what it says, or a method unknown here.
+    """
+    folder = Path(folder)
+    fields = read_json(_existing(folder, CONFIG))
+    foreign = method_from_peft(fields)
+    if not (folder / NOTES).exists():
+        provenance = Provenance(
+            base=fields.get("base_model_name_or_path") or None,
+            revision=fields.get("revision"),
+            task_type=fields.get("task_type"),
+        )
+        return AdapterFile(folder, foreign, fields, provenance, made_here=False)
+    notes = read_json(folder / NOTES)
+    try:
+        spec, base = notes["method"], notes["base"]
+        method = from_dict(METHODS[spec["type"]], spec, str(folder / NOTES))
+        provenance = Provenance(
+            base["name"],
+            base["revision"],
+            base["fingerprint"],
+            base["loading"],
+            notes["prompt_style"],
+            fields.get("task_type"),
+        )
+    except (KeyError, TypeError) as error:
+        raise AdapterError(
+            f"{folder / NOTES} is not one that peftkit wrote",
+            found=f"{error} is missing or of the wrong type",
+            fix="Restore it, or delete it to load the folder as a plain PEFT adapter.",
+        ) from error
+    return AdapterFile(folder, method, fields, provenance, made_here=True)
+
+
+def load_adapter(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    fingerprint: str | None = None,
+    force: bool = False,
+    trainable: bool = False,
+) -> Adapter:
+    """Attach an adapter folder's method to a model and load its tensors.
+
+    Args:
+        model: The base it was trained on; changed in place.
+        folder: Made here or by PEFT.
+        fingerprint: Of `model`; compared with the one recorded in the folder.
+        force: Load although the fingerprints differ.
+        trainable: Leave the adapter's tensors trainable.
+
+    Raises:
+        AdapterError: The base is another one, or the tensors do not fit: all of them are listed.
+    """
+    file = read_adapter(folder)
+    recorded = file.provenance.fingerprint
+    if fingerprint and recorded and fingerprint != recorded and not force:
+        raise AdapterError(
+            f"the adapter in {folder} was trained on other weights than this base's",
+            found=f"trained on {file.provenance.base} ({recorded[:23]}...); "
+            f"this base is {fingerprint[:23]}...",
+            fix="Give the right base with --base, or load it all the same with --force.",
+        )
+    tensors = named_tensors(file.folder, model)
+    adapter = attach(model, file.method, sites=_sites(file, tensors, model))
+    try:
+        _check_config(file, adapter)
+        if not file.made_here:
+            tensors = _completed(adapter, tensors)
+        adapter.load_state(tensors)
+    except AdapterError:
+        adapter.detach()
+        raise
+    for parameter in adapter.parameters():
+        parameter.requires_grad_(trainable)
+    return adapter
+
+
+def named_tensors(folder: Path, model: nn.Module) -> dict[str, Tensor]:
+    """Read an adapter's tensors under the names of `Adapter.state()`.
+
+    Raises:
+        AdapterError: Unreadable, not finite, or a name that occurs twice.
+    """
+    named: dict[str, Tensor] = {}
+    for name, tensor in read_tensors(_existing(folder, TENSORS)).items():
+        plain = DEFAULT_NAME.sub("", name.removeprefix(PREFIX))
+        if plain in named:
+            raise AdapterError(f"{folder / TENSORS} holds {plain} twice", found=f"again as {name}")
+        named[plain] = tensor
+    return named
+
+
+def _sites(file: AdapterFile, tensors: Mapping[str, Tensor], model: nn.Module) -> list[Site]:
+    """Return the modules that the folder's targets mean in this model; the tensors must agree."""
+    linears = {path for path, module in model.named_modules() if is_linear(module)}
+    strange = sorted(name for name in tensors if not _owner(name, linears))
+    if strange or not tensors:
+        raise AdapterError(
+            f"the adapter in {file.folder} does not fit {type(model).__name__}",
+            found="\n".join(f"unexpected: {name}" for name in strange) or "no tensors",
+            fix="Use the base it was trained on: peftkit inspect ADAPTER",
+        )
+    if file.made_here:
+        return resolve(model, file.method.targets)
+    paths = {_owner(name, linears) for name in tensors}
+    if not any(file.fields.get(key) for key in ("layers_to_transform", "exclude_modules")):
+        targets = file.fields.get("target_modules")
+        paths |= {path for path in linears if _is_targeted(path, targets, otherwise=False)}
+    return [Site(path=path, roles=()) for path, _ in model.named_modules() if path in paths]
+
+
+def _owner(name: str, linears: Collection[str]) -> str:
+    """Return the linear whose tensor this is, or an empty string."""
+    while name and name not in linears:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _check_config(file: AdapterFile, adapter: Adapter) -> None:
+    """Refuse a config that says otherwise than the tensors' modules: its scale would be wrong."""
+    paths = set(adapter.modules)
+    if file.made_here:
+        written = adapter.method.to_peft(adapter.modules)
+        differing = [
+            f"{name}: {file.fields.get(name)!r} in {CONFIG}, {value!r} by {NOTES}"
+            for name, value in written.items()
+            if file.fields.get(name) != value
+        ]
+        if differing:
+            raise AdapterError(
+                f"{file.folder / CONFIG} was changed after the adapter was saved",
+                found="\n".join(differing),
+                fix=f"Restore it; or delete {NOTES} to load it as {CONFIG} says.",
+            )
+    missing = unmatched_targets(file.fields.get("target_modules"), paths)
+    if missing:
+        raise AdapterError(
+            f"{file.folder} has no tensors for the target {', '.join(missing)}",
+            found=f"tensors for {', '.join(shortest_endings(paths, []))}",
+            fix="The file is incomplete, or belongs to another base.",
+        )
+    extra = [path for path in paths if not _is_targeted(path, file.fields.get("target_modules"))]
+    if extra:
+        raise AdapterError(
+            f"{file.folder} has tensors for modules that its config does not target",
+            found=", ".join(sorted(extra)[:5]),
+            fix="The config or the tensors belong to another adapter.",
+        )
+
+
+def unmatched_targets(targets: Any, paths: Collection[str]) -> list[str]:
+    """Return the entries of PEFT's `target_modules` that name none of `paths`."""
+    if not isinstance(targets, list):
+        return []
+    return sorted(t for t in targets if not any(_ends_with(path, t) for path in paths))
+
+
+def _is_targeted(path: str, targets: Any, *, otherwise: bool = True) -> bool:
+    """Apply PEFT's `target_modules`: a list of endings, or one pattern for the whole path."""
+    if isinstance(targets, list):
+        return any(_ends_with(path, str(target)) for target in targets)
+    if isinstance(targets, str) and targets != "all-linear":
+        return re.fullmatch(targets, path) is not None
+    return otherwise
+
+
+def _completed(adapter: Adapter, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Let each module add what a foreign file leaves to be made from the weight."""
+    complete: dict[str, Tensor] = {}
+    for path, module in adapter.modules.items():
+        own = {n.removeprefix(path + "."): t for n, t in tensors.items() if n.startswith(path + ".")}
+        try:
+            own = dict(module.complete(own))
+        except KeyError as error:
+            raise AdapterError(f"{path} has no tensor {error}", fix="The file is incomplete.") from error
+        complete |= {f"{path}.{name}": tensor for name, tensor in own.items()}
+    return complete | {name: t for name, t in tensors.items() if name not in complete}
+
+
+def _existing(folder: Path, name: str) -> Path:
+    path = folder / name
+    if path.exists():
+        return path
+    found = sorted(p.name for p in folder.iterdir())[:12] if folder.is_dir() else []
+    fix = "Give the folder that a run wrote, or one saved by PEFT."
+    if name == TENSORS and any(f.endswith((".bin", ".pt", ".pth")) for f in found):
+        fix = "A pickle can run code when it is read; ask for the adapter as safetensors."
+    raise AdapterError(
+        f"{folder} holds no {name}",
+        found=("there is " + ", ".join(found)) if found else "no such folder, or an empty one",
+        fix=fix,
+    )
+
+
+def shortest_endings(paths: Iterable[str], others: Collection[str]) -> list[str]:
+    """Return the shortest dotted endings that name all of `paths` and none of `others`."""
+    pending, chosen, length = set(paths), set(), 1
+    while pending:
+        for path in sorted(pending):
+            ending = ".".join(path.split(".")[-length:])
+            if ending == path or not any(_ends_with(other, ending) for other in others):
+                chosen.add(ending)
+                pending.discard(path)
+        length += 1
+    return sorted(chosen)
+
+
+def _ends_with(path: str, ending: str) -> bool:
+    return path == ending or path.endswith("." + ending)
+
+
+class AdapterFolder:
+    """The adapter's side of a checkpoint: every checkpoint is an adapter folder, loadable as one."""
+
+    def __init__(self, adapter: Adapter, provenance: Provenance) -> None:
+        self._adapter, self._provenance = adapter, provenance
+
+    def save(self, folder: Path) -> None:
+        """Write the adapter files into a checkpoint."""
+        save_adapter(self._adapter, folder, self._provenance)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Take the tensors of a checkpoint's adapter files, bit for bit."""
+        self._adapter.load_state(named_tensors(folder, self._adapter.model))

@@ -1,0 +1,1 @@
+"""The arithmetic that must be fast, each beside its plain-torch reference."""

@@ -1,0 +1,97 @@
+"""DoRA: y = m * (W + s B A) x / ||W + s B A||  (Liu et al., 2024, arXiv:2402.09353).
+
+The norm is that of each output row and is a constant to the gradient (the paper's section 4.3).
+Shapes: out, in features of the layer; R columns of the full B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.kernels.lora import adapted_row_norms, add_lora
+from peftkit.methods.lora import LoRA, LoRALinear
+from peftkit.methods.protocol import AdapterModule
+from peftkit.quant import weight_of
+
+MAGNITUDE = "lora_magnitude_vector"
+
+
+class DoRALinear(LoRALinear):
+    """A frozen linear layer whose direction is adapted by LoRA and whose row norms are trained.
+
+    Attributes:
+        magnitude: (num_rows,): the trained norms of the adapted output rows.
+        squared_norms: (out,) float32: ||w||^2 of the frozen rows.
+    """
+
+    def __init__(self, base: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(base, *args, **kwargs)
+        self.lora_magnitude = nn.Parameter(self.lora_B.detach().new_ones(self.lora_B.shape[0]))
+        squared = torch.zeros(self.out_features, dtype=torch.float32, device=self.lora_B.device)
+        self.register_buffer("squared_norms", squared, persistent=False)
+        if squared.device.type != "meta":
+            with torch.no_grad():
+                squared.copy_(weight_of(base).float().square().sum(1))
+
+    def full_magnitude(self) -> Tensor:
+        """Return m of every output row (out,): the frozen norm where nothing is adapted."""
+        if self.rows is None:
+            return self.lora_magnitude
+        return self.squared_norms.sqrt().index_put((self.rows,), self.lora_magnitude.float())
+
+    def _row_norms(self, weight: Tensor, squared_norms: Tensor) -> Tensor:
+        return adapted_row_norms(
+            weight, self.full_a().detach(), self.full_b().detach(), self.scaling, squared_norms
+        )
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = self.base(x, *args, **kwargs)
+        if not self.enabled:
+            return out
+        norms = self._row_norms(weight_of(self.base), self.squared_norms)
+        ratio = self.full_magnitude().float() / norms  # (out,), exactly one at the start
+        plain = out if self.base.bias is None else out - self.base.bias
+        out = out + (ratio - 1).to(out.dtype) * plain
+        scaled_b = ratio[:, None] * self.full_b()
+        return add_lora(out, self.dropout(x), self.full_a(), scaled_b, self.scaling)
+
+    def reset(self, generator: torch.Generator) -> None:
+        super().reset(generator)
+        with torch.no_grad():
+            # by the same formula as in forward, so that the ratio starts at exactly one
+            norms = self._row_norms(weight_of(self.base), self.squared_norms)
+            self.lora_magnitude.copy_(norms if self.rows is None else norms[self.rows])
+
+    def state(self) -> dict[str, Tensor]:
+        return super().state() | {MAGNITUDE: self.full_magnitude().detach().to(self.lora_A.dtype)}
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        return super().state_shapes() | {MAGNITUDE: (self.out_features,)}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        super().load(state)
+        magnitude = state[MAGNITUDE]
+        self.lora_magnitude.copy_(magnitude if self.rows is None else magnitude[self.rows.cpu()])
+
+    def merged_weight(self, weight: Tensor) -> Tensor:
+        direction = super().merged_weight(weight)
+        magnitude = self.full_magnitude().float().to(weight.device)
+        return direction * (magnitude / direction.norm(dim=1))[:, None]
+
+
+class DoRA(LoRA):
+    """Weight-decomposed low-rank adaptation of linear layers."""
+
+    module_class: ClassVar[type[LoRALinear]] = DoRALinear
+
+    type: Literal["dora"] = "dora"  # type: ignore[assignment]
+    init: Literal["default", "gaussian"] = "default"
+    """Start of A and B: default (Kaiming A, zero B) or gaussian."""
+
+    def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
+        return super().to_peft(modules) | {"use_dora": True}

@@ -1,0 +1,37 @@
+"""All methods there are. A new one is a file beside this one and a line in this table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from peftkit.errors import AdapterError, did_you_mean
+from peftkit.methods.dora import DoRA
+from peftkit.methods.lora import LoRA
+from peftkit.methods.protocol import Method
+
+METHODS: dict[str, type[Method]] = {"lora": LoRA, "dora": DoRA}
+
+AnyMethod = Annotated[LoRA | DoRA, Field(discriminator="type")]
+
+
+def method_from_peft(fields: Mapping[str, Any]) -> Method:
+    """Return the method of a PEFT config.
+
+    Raises:
+        AdapterError: No method here reads this kind of adapter.
+    """
+    peft_type = str(fields.get("peft_type"))
+    if fields.get("use_dora") and peft_type == DoRA.peft_type:
+        return DoRA.from_peft(fields)
+    for method in METHODS.values():
+        if method.peft_type == peft_type:
+            return method.from_peft(fields)
+    kinds = sorted({method.peft_type for method in METHODS.values()})
+    raise AdapterError(
+        f"no method reads an adapter of type {peft_type!r}",
+        found=did_you_mean(peft_type, kinds),
+        fix=f"Types read here: {', '.join(kinds)}.",
+    )

@@ -1,0 +1,114 @@
+"""JSON from strangers: bounded time and depth, nothing ambiguous."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from peftkit.errors import AdapterError, PeftkitError
+
+MAX_DEPTH = 32
+
+_BRACKETS = re.compile(r'\\.|["\[\]{}]', re.DOTALL)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def parse_json(
+    data: bytes, asked: str, *, error: type[PeftkitError] = AdapterError
+) -> dict[str, Any]:
+    """Parse a JSON object; anything else raises `error` with `asked` as its first sentence.
+
+    Refused: duplicate keys, NaN and Infinity, numbers out of float64's range, integers beyond 64
+    bits, a byte order mark, other encodings than UTF-8, unpaired surrogates, nesting deeper than
+    MAX_DEPTH.
+    """
+
+    def refuse(found: str) -> PeftkitError:
+        return error(asked, found=found, fix="Write it again as plain UTF-8 JSON.")
+
+    text = _decoded(data, refuse)
+    if _nesting_exceeds(text, MAX_DEPTH):
+        raise refuse(f"It is nested more than {MAX_DEPTH} deep.")
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_unique,
+            parse_constant=_no_constant,
+            parse_int=_bounded_int,
+            parse_float=_finite_float,
+        )
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except json.JSONDecodeError as problem:
+        raise refuse(f"line {problem.lineno}, column {problem.colno}: {problem.msg}") from None
+    except UnicodeEncodeError:
+        raise refuse("It holds an unpaired surrogate escape (\\ud800 to \\udfff).") from None
+    except ValueError as problem:  # from the hooks below
+        raise refuse(str(problem)) from None
+    if not isinstance(value, dict):
+        raise refuse(f"It holds a {type(value).__name__}, not an object.")
+    return value
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """Return a short, printable form of an untrusted value: ASCII, no control characters."""
+    text = ascii(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _decoded(data: bytes, refuse: Callable[[str], PeftkitError]) -> str:
+    if not data.strip():
+        raise refuse("It is empty.")
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in data:
+        raise refuse("It is UTF-16 or binary (it holds NUL bytes), not UTF-8 text.")
+    if data.startswith(b"\xef\xbb\xbf"):
+        raise refuse("It begins with a byte order mark (BOM).")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as problem:
+        raise refuse(f"Byte {problem.start} is not UTF-8.") from None
+
+
+def _nesting_exceeds(text: str, limit: int) -> bool:
+    depth, in_string = 0, False
+    for match in _BRACKETS.finditer(text):
+        token = match[0]
+        if token == '"':
+            in_string = not in_string
+        elif in_string or token[0] == "\\":
+            continue
+        elif token in "[{":
+            depth += 1
+            if depth > limit:
+                return True
+        else:
+            depth -= 1
+    return False
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"The key {shown(twice)} stands there twice.")
+    return value
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a JSON number.")
+
+
+def _bounded_int(text: str) -> int:
+    if len(text) > 20 or not -(2**63) <= int(text) < 2**64:
+        raise ValueError(f"The integer {text[:20]} does not fit 64 bits.")
+    return int(text)
+
+
+def _finite_float(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"The number {text[:20]} is out of range.")
+    return value

@@ -1,0 +1,226 @@
+"""YAML for recipes: the 1.2 core values, a line for every key, and nothing that can surprise.
+
+PyYAML alone reads `2e-4` as text, `yes` as true, and keeps the last of two equal keys. Here `2e-4`
+is a number, only `true` and `false` are truth values, and a key that stands twice, an anchor, an
+alias or a tag is a problem with its line. Values are built from the parser's events, so no tag can
+make an object and no alias can multiply.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import yaml
+
+Key = tuple[str | int, ...]
+"""Where a value stands in the data: ("train", "epochs"), ("method", "targets", 0)."""
+
+MAX_DEPTH = 50
+MAX_VALUES = 100_000  # PyYAML reads about 50,000 values a second
+
+_NULLS = {"", "~", "null", "Null", "NULL"}
+_TRUTHS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_INTEGER = re.compile(r"[-+]?[0-9]+")
+_BASED = {"0o": (8, re.compile(r"0o[0-7]+")), "0x": (16, re.compile(r"0x[0-9a-fA-F]+"))}
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_LONGEST_NUMBER = 400  # characters; int() of thousands of digits is refused by Python itself
+
+
+class Place(NamedTuple):
+    """Where something was written: a file and line, or the text of an override (line 0)."""
+
+    label: str
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.label}:{self.line}" if self.line else self.label
+
+
+class Problem(NamedTuple):
+    """One thing wrong: where it was written, the key it is about, and plain words."""
+
+    place: Place
+    key: Key
+    text: str
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (str(self.place), dotted(self.key), self.text) if part)
+
+
+@dataclass(slots=True)
+class Parsed:
+    """What was read. `readable` is False when the text is no YAML at all, and `data` then None."""
+
+    data: object = None
+    places: dict[Key, Place] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    readable: bool = True
+
+
+class _Unreadable(Exception):
+    """Stop reading here; the problem is already noted."""
+
+
+def dotted(key: Key) -> str:
+    """Write a key as users do: train.epochs, method.targets[0]."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key)
+    return text.removeprefix(".")
+
+
+def plain_value(text: str) -> str | int | float | bool | None:
+    """Return what an unquoted scalar means in the YAML 1.2 core schema."""
+    if text in _NULLS:
+        return None
+    if text in _TRUTHS:
+        return _TRUTHS[text]
+    if len(text) > _LONGEST_NUMBER:
+        return text
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    base, pattern = _BASED.get(text[:2], (0, None))
+    if pattern and pattern.fullmatch(text):
+        return int(text[2:], base)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    if _NOT_FINITE.fullmatch(text):
+        return float(text.replace(".", ""))
+    return text
+
+
+def parse(text: str, place: Callable[[int], Place]) -> Parsed:
+    """Read one YAML document, noting every problem instead of raising at the first.
+
+    Args:
+        place: Maps a line number, from 1, to the place to name in a problem.
+    """
+    reader = _Reader(yaml.parse(text, Loader=yaml.SafeLoader), place)
+    try:
+        reader.parsed.data = reader.document()
+    except _Unreadable:
+        reader.parsed.readable = False
+    except yaml.YAMLError as error:
+        line, words = _explain(error, text)
+        reader.parsed.problems.append(Problem(place(line), (), words))
+        reader.parsed.readable = False
+    return reader.parsed
+
+
+class _Reader:
+    """Builds values out of parser events."""
+
+    def __init__(self, events: Iterator[yaml.Event], place: Callable[[int], Place]) -> None:
+        self.events, self.place = events, place
+        self.parsed = Parsed()
+        self.num_values = 0
+
+    def document(self) -> object:
+        next(self.events)  # the stream starts
+        if isinstance(next(self.events), yaml.StreamEndEvent):
+            return None
+        value = self.value(next(self.events), (), 0)
+        next(self.events)  # the document ends
+        if not isinstance(extra := next(self.events), yaml.StreamEndEvent):
+            self.note(extra, (), "a second document begins ('---'); keep one to a file")
+        return value
+
+    def note(self, event: yaml.Event, key: Key, text: str) -> None:
+        self.parsed.problems.append(Problem(self.place(_line(event)), key, text))
+
+    def value(self, event: yaml.Event, key: Key, depth: int) -> object:
+        self.num_values += 1
+        if depth > MAX_DEPTH or self.num_values > MAX_VALUES:
+            self.note(
+                event,
+                key[:3],
+                f"nested deeper than {MAX_DEPTH} levels"
+                if depth > MAX_DEPTH
+                else f"more than {MAX_VALUES} values",
+            )
+            raise _Unreadable
+        self.parsed.places.setdefault(key, self.place(_line(event)))
+        if isinstance(event, yaml.AliasEvent):
+            self.note(event, key, f"alias '*{event.anchor}'; write the value out instead")
+            return None
+        assert isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent)
+        if event.anchor is not None:
+            self.note(event, key, f"anchor '&{event.anchor}'; write values out where needed")
+        if event.tag is not None:
+            self.note(event, key, f"tag '{event.tag}'; tags are not accepted, remove it")
+        if isinstance(event, yaml.MappingStartEvent):
+            return self.mapping(key, depth)
+        if isinstance(event, yaml.ScalarEvent):
+            return plain_value(event.value) if event.implicit[0] else event.value
+        return self.sequence(key, depth)
+
+    def sequence(self, key: Key, depth: int) -> list[object]:
+        items: list[object] = []
+        while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
+            items.append(self.value(event, (*key, len(items)), depth + 1))
+        return items
+
+    def mapping(self, key: Key, depth: int) -> dict[str, object]:
+        values: dict[str, object] = {}
+        lines: dict[str, int] = {}
+        while not isinstance(event := next(self.events), yaml.MappingEndEvent):
+            name = self.name(event, key, depth)
+            if name in lines:
+                first = self.place(lines[name])
+                self.note(event, (*key, name), f"stands twice, first at {first}; keep one")
+            lines.setdefault(name, _line(event))
+            self.parsed.places[(*key, name)] = self.place(_line(event))
+            values[name] = self.value(next(self.events), (*key, name), depth + 1)
+        return values
+
+    def name(self, event: yaml.Event, key: Key, depth: int) -> str:
+        if not isinstance(event, yaml.ScalarEvent):
+            self.note(event, key, "a list, a section or an alias stands where a key belongs")
+            self.value(event, (*key, "?"), depth + 1)
+            return "?"
+        meaning = self.value(event, (*key, event.value), depth + 1)
+        if not isinstance(meaning, str):
+            self.note(event, key, f"a key must be text; put it in quotes: '{event.value}'")
+        return str(event.value)
+
+
+def _line(event: yaml.Event) -> int:
+    assert event.start_mark is not None
+    return int(event.start_mark.line) + 1
+
+
+def _explain(error: yaml.YAMLError, text: str) -> tuple[int, str]:
+    """Return the line and plain words for what PyYAML could not read."""
+    if isinstance(error, yaml.reader.ReaderError):
+        line = text.count("\n", 0, error.position) + 1
+        return line, f"character U+{ord(text[error.position]):04X} is not allowed in YAML"
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return 1, f"not valid YAML: {error}"
+    mark, problem = error.problem_mark, error.problem or ""
+    opened = error.context_mark.line + 1 if error.context_mark else mark.line + 1
+    line_text = [*text.splitlines(), ""][min(mark.line, text.count("\n"))]
+    char = line_text[mark.column : mark.column + 1]
+    if char == "\t":
+        words = "a tab; YAML takes spaces only, indent with spaces"
+    elif "cannot start any token" in problem:
+        words = f"a value cannot begin with '{char}'; put it in quotes"
+    elif "mapping values are not allowed" in problem:
+        words = (
+            "a ':' too many, or an indentation unlike the lines around it; "
+            "put text that holds ': ' in quotes"
+        )
+    elif "flow sequence" in (error.context or ""):
+        words = f"the list opened with '[' at line {opened} has no ',' or ']' here"
+    elif "flow mapping" in (error.context or ""):
+        words = f"the section opened with '{{' at line {opened} has no ',' or '}}' here"
+    elif "quoted scalar" in (error.context or "") and "end of stream" in problem:
+        return opened, "the quote opened on this line is never closed"
+    elif "<block end>" in problem:
+        words = "this line's indentation does not fit the lines above it"
+    elif "could not find expected ':'" in problem:
+        return opened, "a key without ':'"
+    else:
+        words = f"not valid YAML: {error.context or ''} {problem}".replace("  ", " ")
+    return mark.line + 1, words
