@@ -21,12 +21,14 @@ from peftkit.errors import ConfigError
 from peftkit.strict_yaml import Key, Parsed, Place, Problem, dotted, parse, plain_value
 
 MAX_BYTES = 1_000_000
+_MAX_TOLD = 50  # errors; past that a file is something else than a recipe
 
 
 class Config(BaseModel):
     """A frozen group of settings; an unknown key or a value of another type is an error.
 
-    Docstrings below the fields become their descriptions, in the JSON schema too.
+    Docstrings below the fields become their descriptions, in the JSON schema too. A section of
+    several kinds is a union discriminated by a Literal field named `type`.
 
     Raises:
         ConfigError: From the constructor, with every error at once.
@@ -80,8 +82,8 @@ def load(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
     if not isinstance(parsed.data, dict):
         raise _config_error(str(path), [_not_sections(parsed, Place(str(path), 1))])
     parsed.places[()] = Place(str(path))
-    for override in overrides:
-        _apply(override, parsed)
+    for number, override in enumerate(overrides, start=1):
+        _apply(override, number, parsed)
     return _validated(cls, str(path), parsed)
 
 
@@ -163,10 +165,10 @@ def _not_sections(parsed: Parsed, place: Place) -> Problem:
     return Problem(place, (), f"expected keys with values, such as 'train: {{...}}'; found {found}")
 
 
-def _apply(override: str, parsed: Parsed) -> None:
+def _apply(override: str, number: int, parsed: Parsed) -> None:
     """Put the value of one "section.key=value" into the data, and its place beside it."""
     label = "--set " + (override if len(override) <= 80 else override[:77] + "...")
-    place = Place(label)
+    place = Place(label, override=number)
     name, equals, text = override.partition("=")
     key: Key = tuple(part.strip() for part in name.split("."))
     if not equals or not all(key):
@@ -207,8 +209,7 @@ def _validated(cls: type[C], source: str, parsed: Parsed) -> C:
             if not any(problem.key[: len(key)] == key for key in known)
         ]
     if problems or config is None:
-        # File lines in order, then overrides in order.
-        problems.sort(key=lambda p: (not p.place.label.startswith(source), p.place.line))
+        problems.sort(key=lambda problem: problem.place.order)
         raise _config_error(source, problems)
     return config
 
@@ -216,6 +217,8 @@ def _validated(cls: type[C], source: str, parsed: Parsed) -> C:
 def _config_error(source: str, problems: Iterable[Problem]) -> ConfigError:
     lines = list(dict.fromkeys(str(problem) for problem in problems))
     count = f" ({len(lines)} errors)" if len(lines) > 1 else ""
+    if len(lines) > _MAX_TOLD:
+        lines = [*lines[:_MAX_TOLD], f"... and {len(lines) - _MAX_TOLD} more"]
     return ConfigError(f"{source} is not valid{count}.", found="\n".join(lines))
 
 
@@ -226,7 +229,7 @@ def _frozen(value: object, declared: Any) -> object:
         inner = next((get_args(o)[0] for o in options if get_origin(o) is tuple), None)
         return tuple(_frozen(item, inner) for item in value)
     if isinstance(value, Mapping):
-        inner = next((get_args(o)[1] for o in options if get_origin(o) is dict), None)
+        inner = next((get_args(o)[1] for o in options if get_origin(o) in (dict, Mapping)), None)
         return {key: _frozen(item, inner) for key, item in value.items()}
     if isinstance(value, str) and value and Path in options and str not in options:
         return Path(value)
@@ -253,6 +256,8 @@ class _Dumper(yaml.SafeDumper):
     def represent_str(self, data: str) -> yaml.ScalarNode:
         if not isinstance(plain_value(data), str):
             return self.represent_scalar("tag:yaml.org,2002:str", data, style="'")
+        if not data.isprintable():  # PyYAML folds some of these away in its other styles
+            return self.represent_scalar("tag:yaml.org,2002:str", data, style='"')
         return super().represent_str(data)
 
 

@@ -40,6 +40,7 @@ _RULES: dict[str, Callable[[dict[str, Any]], str]] = {
     "too_short": lambda ctx: _at_least(ctx["min_length"], "item"),
     "too_long": lambda ctx: f"must have at most {ctx['max_length']} items",
 }
+_TRUTH_LIKE = {"yes", "no", "on", "off", "y", "n", "true", "false"}
 _TYPE_ERRORS = {"literal_error", "is_instance_of", "int_from_float", "int_parsing_size"}
 
 
@@ -91,7 +92,10 @@ def _spot(root: type[BaseModel], loc: tuple[int | str, ...]) -> _Spot:
     for index, part in enumerate(loc):
         options = [option for option in options_of(declared) if option is not types.NoneType]
         if len(options) > 1:  # this part names the branch, not a key
-            chosen = next((o for o in options if _is_section(o) and part in _tags(o)), None)
+            chosen = next(
+                (o for o in options if _is_section(o) and part in (o.__name__, *_type_names(o))),
+                None,
+            )
             if chosen is None:
                 union = key if union is None else union
                 chosen = next((o for o in options if get_origin(o) in _CONTAINERS), declared)
@@ -118,15 +122,10 @@ def _is_section(option: Any) -> bool:
     return isinstance(option, type) and issubclass(option, BaseModel)
 
 
-def _tags(section: type[BaseModel]) -> set[Any]:
-    """Return what pydantic may call this class in a union: its name, or its `type` literal."""
-    literals = [
-        value
-        for field in section.model_fields.values()
-        if get_origin(field.annotation) is Literal
-        for value in get_args(field.annotation)
-    ]
-    return {section.__name__, *literals}
+def _type_names(section: type[BaseModel]) -> tuple[Any, ...]:
+    """Return the values of a section's `type` that choose this class."""
+    field = section.model_fields.get("type")
+    return get_args(field.annotation) if field and get_origin(field.annotation) is Literal else ()
 
 
 def _merged(spotted: list[tuple[_Spot, Any]]) -> Iterable[tuple[_Spot, Any]]:
@@ -190,14 +189,13 @@ def _unknown(root: type[BaseModel], spot: _Spot) -> str:
     fields = list(spot.section.model_fields) if spot.section else []
     if near := _near(word, fields):
         return f"unknown key. {near}"
-    elsewhere = [
-        f"{name}.{word}"
-        for name, field in root.model_fields.items()
-        for option in options_of(field.annotation)
-        if _is_section(option) and option is not spot.section and word in option.model_fields
-    ]
-    if elsewhere:
-        return f"unknown key. Did you mean '{elsewhere[0]}'?"
+    for name, field in root.model_fields.items():
+        for option in options_of(field.annotation):
+            if not _is_section(option) or word not in option.model_fields:
+                continue
+            if name != spot.key[0]:
+                return f"unknown key. Did you mean '{name}.{word}'?"
+            return f"unknown key here; it belongs to the type {_one_of(_type_names(option))}"
     return f"unknown key. Known here: {', '.join(fields)}"
 
 
@@ -227,7 +225,7 @@ def _hint(spot: _Spot, value: object) -> str:
         number = plain_value(value.replace("_", "").strip())
         if isinstance(number, float | int) and {int, float} & set(options):
             return f"Write the number without quotes or underscores: {number}"
-        if bool in options and value.lower() in {"yes", "no", "on", "off", "y", "n", "true"}:
+        if bool in options and value.lower() in _TRUTH_LIKE:
             return "Write true or false"
         if near := _near(value, literals):
             return near
@@ -240,8 +238,11 @@ def _hint(spot: _Spot, value: object) -> str:
 
 def describe(declared: Any) -> str:
     """Say in plain words what a declared type takes."""
+    options = options_of(declared)
     words = []
-    for option in options_of(declared):
+    for option in options:
+        if option is int and float in options:
+            continue
         origin = get_origin(option)
         if origin is Literal:
             words.append(_one_of(get_args(option)))

@@ -40,7 +40,7 @@ MAX_JSON_BYTES = 1 << 20
 
 def open_regular(path: Path, *, error: ErrorType = AdapterError) -> BinaryIO:
     """Open a regular file, or a symlink to one, for reading; anything else raises `error`."""
-    asked = f"cannot read {path}."
+    asked = f"cannot read {path}"
     try:
         mode = os.stat(path).st_mode  # before open: opening a fifo would wait for a writer
         # SIM115: the caller closes it
@@ -72,7 +72,7 @@ def read_json(
     """Read a JSON object, strictly (see `parse_json`); anything that is not one raises `error`."""
     with open_regular(path, error=error) as file:
         data = file.read(max_bytes + 1)
-    asked = f"cannot read {path} as JSON."
+    asked = f"cannot read {path} as JSON"
     if len(data) > max_bytes:
         raise error(asked, found=f"It is larger than {max_bytes:,} bytes.")
     return parse_json(data, asked, error=error)
@@ -92,7 +92,7 @@ class TensorFile:
         self._file.seek(self.header.payload + entry.start)
         # not mmap: a file cut short meanwhile would be a SIGBUS instead of an error
         if self._file.readinto(data.numpy().data) != data.numel():  # type: ignore[attr-defined]
-            raise self._error(f"cannot read {self.path}.", found="It shrank while it was read.")
+            raise self._error(f"cannot read {self.path}", found="It shrank while it was read.")
         return data
 
     def tensor(self, name: str) -> Tensor:
@@ -101,7 +101,7 @@ class TensorFile:
         dtype = DTYPES[entry.dtype][1]
         if dtype is None:
             raise self._error(
-                f"cannot use tensor {shown(name)} of {self.path}.",
+                f"cannot use tensor {shown(name)} of {self.path}",
                 found=f"Its dtype {entry.dtype} has no torch counterpart.",
             )
         return self.raw(name).view(dtype).reshape(entry.shape)
@@ -160,7 +160,7 @@ def free_bytes(folder: Path) -> int:
 
 def writable_folder(folder: Path) -> Path:
     """Create a folder if need be and prove that it can be written to; OutputError otherwise."""
-    asked = f"cannot write into {folder}."
+    asked = f"cannot write into {folder}"
     fix = "Choose another output folder."
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,7 @@ def replacing(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
     and on any exception of the block, what was there stays and no partial file is left. A symbolic
     link at `path` is refused: following it would write elsewhere, replacing it would lose it.
     """
-    asked = f"cannot write {path}."
+    asked = f"cannot write {path}"
     if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):
         kind = "a symbolic link" if os.path.islink(path) else "not a regular file"
         raise OutputError(asked, found=f"It exists and is {kind}.", fix="Remove it first.")
@@ -230,7 +230,7 @@ def write_json(value: Mapping[str, Any], path: Path) -> None:
     try:
         text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False)
     except ValueError as problem:
-        raise RunError(f"cannot write {path}.", found=str(problem)) from None
+        raise RunError(f"cannot write {path}", found=str(problem)) from None
     write_text(text + "\n", path)
 
 
@@ -241,7 +241,7 @@ def write_tensors(
 
     Raises RunError for no tensors and for non-finite ones, naming them; else as `replacing`.
     """
-    asked = f"cannot save {path}."
+    asked = f"cannot save {path}"
     if not tensors:
         raise RunError(asked, found="There are no tensors to save.")
     if bad := non_finite(tensors):

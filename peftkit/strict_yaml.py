@@ -27,14 +27,21 @@ _INTEGER = re.compile(r"[-+]?[0-9]+")
 _BASED = {"0o": (8, re.compile(r"0o[0-7]+")), "0x": (16, re.compile(r"0x[0-9a-fA-F]+"))}
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_ODD_BREAK = re.compile("[\x85\u2028\u2029]")  # YAML 1.1 breaks lines here, 1.2 does not
 _LONGEST_NUMBER = 400  # characters; int() of thousands of digits is refused by Python itself
 
 
 class Place(NamedTuple):
-    """Where something was written: a file and line, or the text of an override (line 0)."""
+    """Where something was written: a file and line, or the text of the n-th override."""
 
     label: str
     line: int = 0
+    override: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The order of telling: the file's lines, then the overrides."""
+        return (self.override, self.line)
 
     def __str__(self) -> str:
         return f"{self.label}:{self.line}" if self.line else self.label
@@ -48,7 +55,8 @@ class Problem(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (str(self.place), dotted(self.key), self.text) if part)
+        parts = (str(self.place), dotted(self.key), self.text)
+        return printable(": ".join(part for part in parts if part))
 
 
 @dataclass(slots=True)
@@ -69,6 +77,11 @@ def dotted(key: Key) -> str:
     """Write a key as users do: train.epochs, method.targets[0]."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key)
     return text.removeprefix(".")
+
+
+def printable(text: str) -> str:
+    """Escape what could move a terminal's cursor: control and other unprintable characters."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def plain_value(text: str) -> str | int | float | bool | None:
@@ -97,6 +110,10 @@ def parse(text: str, place: Callable[[int], Place]) -> Parsed:
     Args:
         place: Maps a line number, from 1, to the place to name in a problem.
     """
+    if odd := _ODD_BREAK.search(text):
+        line = text.count("\n", 0, odd.start()) + 1
+        words = f"character U+{ord(odd[0]):04X} is a line break to some readers; remove it"
+        return Parsed(problems=[Problem(place(line), (), words)], readable=False)
     reader = _Reader(yaml.parse(text, Loader=yaml.SafeLoader), place)
     try:
         reader.parsed.data = reader.document()
@@ -133,13 +150,9 @@ class _Reader:
     def value(self, event: yaml.Event, key: Key, depth: int) -> object:
         self.num_values += 1
         if depth > MAX_DEPTH or self.num_values > MAX_VALUES:
-            self.note(
-                event,
-                key[:3],
-                f"nested deeper than {MAX_DEPTH} levels"
-                if depth > MAX_DEPTH
-                else f"more than {MAX_VALUES} values",
-            )
+            deep = f"nested deeper than {MAX_DEPTH} levels"
+            many = f"more than {MAX_VALUES:,} values"
+            self.note(event, key[:3], deep if depth > MAX_DEPTH else many)
             raise _Unreadable
         self.parsed.places.setdefault(key, self.place(_line(event)))
         if isinstance(event, yaml.AliasEvent):
@@ -168,8 +181,8 @@ class _Reader:
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             name = self.name(event, key, depth)
             if name in lines:
-                first = self.place(lines[name])
-                self.note(event, (*key, name), f"stands twice, first at {first}; keep one")
+                words = f"stands twice, first at line {lines[name]}; keep one"
+                self.note(event, (*key, name), words)
             lines.setdefault(name, _line(event))
             self.parsed.places[(*key, name)] = self.place(_line(event))
             values[name] = self.value(next(self.events), (*key, name), depth + 1)
@@ -178,11 +191,11 @@ class _Reader:
     def name(self, event: yaml.Event, key: Key, depth: int) -> str:
         if not isinstance(event, yaml.ScalarEvent):
             self.note(event, key, "a list, a section or an alias stands where a key belongs")
-            self.value(event, (*key, "?"), depth + 1)
-            return "?"
+            raise _Unreadable
         meaning = self.value(event, (*key, event.value), depth + 1)
         if not isinstance(meaning, str):
-            self.note(event, key, f"a key must be text; put it in quotes: '{event.value}'")
+            words = f"a key must be text; put it in quotes: '{event.value}'"
+            self.note(event, (*key, event.value), words)
         return str(event.value)
 
 

@@ -95,7 +95,7 @@ def read_header(
     error: type[PeftkitError] = AdapterError,
 ) -> Header:
     """Read and check the header of an open file; anything wrong raises `error`."""
-    asked = f"cannot read {path} as safetensors."
+    asked = f"cannot read {path} as safetensors"
     size = os.fstat(file.fileno()).st_size
     if size < 8:
         raise error(asked, found=f"It holds {size} bytes; a header length alone takes 8.")
@@ -111,7 +111,7 @@ def read_header(
     text = file.read(length)
     if not text.startswith(b"{"):
         raise error(asked, found=f"Its header begins with {shown(text[:8])}, not with '{{'.")
-    content = parse_json(text, f"cannot read the header of {path}.", error=error)
+    content = parse_json(text, f"cannot read the header of {path}", error=error)
     metadata = content.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise error(asked, found="Its __metadata__ is not an object of strings.")

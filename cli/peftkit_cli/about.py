@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from peftkit.errors import ConfigError, OutputError, did_you_mean
-from peftkit_cli.arguments import Json
+from peftkit_cli.arguments import Json, neighbours
 
 recipes = typer.Typer(
     help="Ready-made recipes: list them, read one, copy one to change it.", no_args_is_help=False
@@ -48,6 +48,17 @@ def recipe_file(name: str) -> Path:
             fix="What each is for: peftkit recipes ls",
         )
     return files[wanted]
+
+
+def unknown_recipe_file(path: Path) -> ConfigError:
+    """Return the error for a recipe's path that does not exist; it may be a recipe's name."""
+    names = [file.stem for file in recipes_folder().glob("*.yaml")]
+    fix = "Start from a ready-made one: peftkit recipes ls"
+    if (name := path.name.removesuffix(".yaml")) in names:
+        fix = f"To get the ready-made recipe of this name: peftkit recipes cp {name} {name}.yaml"
+    return ConfigError(
+        f"there is no recipe file '{path}'.", found=neighbours(path, "*.yaml"), fix=fix
+    )
 
 
 def headline(file: Path) -> str:

@@ -20,7 +20,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from peftkit.errors import PeftkitError
-from peftkit_cli import inspect, share, talk, train
+from peftkit_cli import about, inspect, share, talk, train
 
 app = typer.Typer(
     name="peftkit",
@@ -38,9 +38,9 @@ app.command(rich_help_panel=TALK)(talk.chat)
 app.command("eval", rich_help_panel=TALK)(talk.evaluate)
 app.command(rich_help_panel=TALK)(share.merge)
 app.command("inspect", rich_help_panel=LOOK)(inspect.inspect)
-app.add_typer(inspect.recipes, name="recipes", rich_help_panel=LOOK)
-app.command(rich_help_panel=LOOK)(inspect.env)
-app.command(rich_help_panel=LOOK)(inspect.schema)
+app.add_typer(about.recipes, name="recipes", rich_help_panel=LOOK)
+app.command(rich_help_panel=LOOK)(about.env)
+app.command(rich_help_panel=LOOK)(about.schema)
 
 
 def _print_version(wanted: bool) -> None:

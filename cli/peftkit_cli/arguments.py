@@ -43,37 +43,42 @@ Overrides = Annotated[
 def adapter_folder(text: str) -> Path:
     """Return `text` as an adapter's folder, or say at once what it is instead.
 
-    Only names are looked at, so a misspelt path is answered before torch is imported.
+    Only names are looked at, so that a misspelt path is answered before torch is imported.
+
+    Raises:
+        AdapterError: No folder there, or no adapter in it.
     """
-    folder = Path(text)
+    folder = Path(text).expanduser()
+    if folder.name in ("adapter_config.json", "adapter_model.safetensors"):
+        folder = folder.parent
+    right = "Give the folder that holds adapter_config.json."
     if not folder.exists():
         raise AdapterError(
-            f"there is no adapter folder '{text}'.",
-            found=_neighbours(folder),
-            fix="Give the folder that holds adapter_config.json.",
+            f"there is no adapter folder '{text}'.", found=neighbours(folder), fix=right
         )
     if not folder.is_dir():
-        raise AdapterError(
-            f"'{text}' is a file, and an adapter is a folder.",
-            fix=f"Give the folder that holds adapter_config.json, here perhaps '{folder.parent}'.",
-        )
+        raise AdapterError(f"'{text}' is a file, and an adapter is a folder.", fix=right)
     if not (folder / "adapter_config.json").is_file():
         names = sorted(path.name for path in folder.iterdir())
-        unfinished = "checkpoints" in names
+        if "checkpoints" in names:
+            right = "The run has not finished: go on with peftkit train RECIPE.yaml --resume"
         raise AdapterError(
             f"'{text}' holds no adapter_config.json.",
             found=f"It holds: {', '.join(names[:8]) or 'nothing'}.",
-            fix="The run there has not finished: go on with peftkit train RECIPE.yaml --resume"
-            if unfinished
-            else "Give the folder that holds adapter_config.json.",
+            fix=right,
         )
     return folder
 
 
-def _neighbours(path: Path) -> str:
+def neighbours(path: Path, pattern: str = "*/") -> str:
     """Say what lies where `path` should be, and which name is near to it."""
     if not path.parent.is_dir():
-        return f"'{path.parent}' is not there either."
-    names = sorted(entry.name for entry in path.parent.iterdir() if entry.is_dir())
+        return f"The folder '{path.parent}' is not there either."
+    names = sorted(entry.name for entry in path.parent.glob(pattern) if _is_shown(entry, pattern))
     hint = did_you_mean(path.name, names)
-    return f"'{path.parent}' holds: {', '.join(names[:8]) or 'no folder'}. {hint}".rstrip()
+    return f"'{path.parent}' holds: {', '.join(names[:8]) or 'nothing like it'}. {hint}".rstrip()
+
+
+def _is_shown(entry: Path, pattern: str) -> bool:
+    # Before Python 3.11 a pattern that ends in a slash matches files too.
+    return not entry.name.startswith(".") and (entry.is_dir() or not pattern.endswith("/"))

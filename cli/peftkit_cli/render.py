@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -25,25 +24,33 @@ PLAIN_LINES = 40  # about as many lines of steps as a log should hold
 PLAIN_SECONDS = 60.0  # and a sign of life at least this often
 
 
-@contextmanager
-def listening(*, tables: Console | None = None, transient: bool = False) -> Iterator[Listener]:
-    """Draw events on stderr for as long as the block runs.
+class Renderer:
+    """Draws events on stderr; a context manager, so that a live picture ends with its block.
 
     Args:
         tables: Where tables go, when they are the command's data rather than a remark.
         transient: Leave no trace of the stages on a terminal once they are done.
     """
-    if os.environ.get("RANK", "0") != "0":  # under `accelerate launch` one process has the screen
-        yield events.ignore
-        return
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal or console.is_dumb_terminal:
-        yield PlainScreen(console, tables or console).on_event
-        return
-    screen = LiveScreen(console, tables or console, transient=transient)
-    with screen.live:
-        yield screen.on_event
-        screen.finish()
+
+    def __init__(self, *, tables: Console | None = None, transient: bool = False) -> None:
+        console = Console(stderr=True, highlight=False)
+        self._live: LiveScreen | None = None
+        if os.environ.get("RANK", "0") != "0":  # under `accelerate launch` one process draws
+            self._listener = events.ignore
+        elif not console.is_terminal or console.is_dumb_terminal:
+            self._listener = PlainScreen(console, tables or console).on_event
+        else:
+            self._live = LiveScreen(console, tables or console, transient=transient)
+            self._listener = self._live.on_event
+
+    def __enter__(self) -> Listener:
+        if self._live is not None:
+            self._live.live.start()
+        return self._listener
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.finish(failed=error[0] is not None)
 
 
 class PlainScreen:
@@ -121,11 +128,12 @@ class LiveScreen:
                 self._end_stage()
             self.live.console.print(_styled(event, text))
 
-    def finish(self) -> None:
+    def finish(self, *, failed: bool = False) -> None:
         """End the picture: nothing goes on any more."""
+        if failed:  # a stage that broke off is not done
+            self._stage = self._progress = None
         self._end_stage()
-        if self.transient:
-            self._step = None
+        self.live.stop()
 
     def _end_stage(self) -> None:
         self._progress = None
@@ -207,7 +215,7 @@ def step_parts(step: events.StepDone) -> list[str]:
     return [*parts, f"{duration(step.seconds_left)} left"]
 
 
-def metrics_line(metrics: events.Mapping[str, float]) -> str:
+def metrics_line(metrics: Mapping[str, float]) -> str:
     """Return metrics as one line."""
     return ", ".join(f"{name} {number(value)}" for name, value in metrics.items())
 
@@ -226,10 +234,10 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
 
 
 def count(value: int) -> str:
-    """Return a count with three figures: 4.88M."""
+    """Return a count as a text: 4.88M, 135.2M."""
     for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if value >= factor:
-            return f"{value / factor:.3g}{unit}" if value < 1000 * factor else f"{value / factor:,.0f}{unit}"
+            return f"{value / factor:,.{2 if value < 10 * factor else 1}f}{unit}"
     return str(value)
 
 

@@ -53,7 +53,7 @@ _FIXES = {
     PICKLE: _NO_PICKLE,
     TORCH_ARCHIVE: _NO_PICKLE,
     LFS_POINTER: "The file itself was not fetched: run 'git lfs pull', or download it again.",
-    WEB_PAGE: "A download failed and kept the error page: download it again (logged in, if private).",
+    WEB_PAGE: "A download failed and kept the error page: download it again (logged in?).",
 }
 
 
@@ -81,11 +81,11 @@ def _text_kind(head: bytes) -> str:
     start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if re.match(rb"<(!doctype|html|head|body|\?xml)", start, re.IGNORECASE):
         return WEB_PAGE
-    if any(byte < 32 and byte not in b"\t\n\r" for byte in head):
-        return UNKNOWN
-    if start[:1] in (b"{", b"["):
+    if start[:1] in (b"{", b"[") and b"\0" not in head:
         return JSON_TEXT
-    return f"text: {shown(start[:48].decode('utf-8', 'replace'))}"
+    if re.fullmatch(rb"[\t\n\r -~]+", head):
+        return f"text: {shown(start[:48].decode())}"
+    return UNKNOWN
 
 
 def check_safetensors(path: Path) -> Header:
@@ -109,7 +109,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if bad := files.non_finite(tensors):
         raise AdapterError(
             f"cannot use {path}",
-            found=f"{len(bad)} of {len(tensors)} tensors hold NaN or Infinity: {', '.join(bad[:3])}",
+            found=f"{len(bad)} of {len(tensors)} tensors hold NaN or Infinity, as {bad[0]}",
             fix="Its training diverged: take an earlier checkpoint.",
         )
     return tensors

@@ -43,6 +43,14 @@ OLDEST_FIELDS: dict[str, Any] = {
     "layers_to_transform": None,
     "modules_to_save": None,
 }
+WHERE_FIELDS = OLDEST_FIELDS.keys() | {
+    "peft_type",
+    "task_type",
+    "base_model_name_or_path",
+    "revision",
+    "target_modules",
+}
+"""Fields that say where an adapter sits, not what it computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,10 +267,11 @@ def _check_config(file: AdapterFile, adapter: Adapter) -> None:
     paths = set(adapter.modules)
     if file.made_here:
         written = adapter.method.to_peft(adapter.modules)
+        names = sorted(written.keys() | file.fields.keys() - WHERE_FIELDS)
         differing = [
-            f"{name}: {file.fields.get(name)!r} in {CONFIG}, {value!r} by {NOTES}"
-            for name, value in written.items()
-            if file.fields.get(name) != value
+            f"{name}: {file.fields.get(name)!r} in {CONFIG}, {written.get(name)!r} by {NOTES}"
+            for name in names
+            if (file.fields.get(name) or None) != (written.get(name) or None)
         ]
         if differing:
             raise AdapterError(

@@ -1,0 +1,87 @@
+"""`peftkit train` and `peftkit check`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from peftkit_cli.about import unknown_recipe_file
+from peftkit_cli.arguments import Overrides
+
+if TYPE_CHECKING:
+    from peftkit.recipe import Recipe
+
+RecipeFile = Annotated[
+    Path, typer.Argument(metavar="RECIPE.yaml", help="A recipe.", show_default=False)
+]
+
+
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Where to write; the same as --set train.output_dir=DIR."
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on exactly where the run in that folder stopped.")
+    ] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Train anew in a folder that holds a run already."),
+    ] = False,
+    allow_changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="Resume though this part of the recipe or data differs. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Train an adapter as a recipe says. Prints the adapter's folder."""
+    settings = _load(recipe, [*(overrides or ()), *_output_dir(out)])
+    from peftkit.recipe import run
+    from peftkit_cli.render import Renderer
+
+    with Renderer() as on_event:
+        run(
+            settings,
+            resume=resume,
+            overwrite=overwrite,
+            allow_changes=allow_changes or (),
+            on_event=on_event,
+        )
+    folder = settings.train.output_dir
+    typer.echo(folder)
+    typer.echo(f"Next: peftkit chat {folder}", err=True)
+
+
+def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Check a recipe, its data, base and targets without training; show the first rows."""
+    settings = _load(recipe, overrides or ())
+    from rich.console import Console
+
+    from peftkit.recipe import check as check_recipe
+    from peftkit_cli.render import Renderer
+
+    with Renderer(tables=Console(highlight=False)) as on_event:
+        check_recipe(settings, on_event=on_event)
+
+
+def _load(path: Path, overrides: list[str] | tuple[str, ...]) -> Recipe:
+    if not path.exists():
+        raise unknown_recipe_file(path)
+    from peftkit.recipe import load
+
+    return load(path, overrides)
+
+
+def _output_dir(out: Path | None) -> list[str]:
+    # Quoted: a folder named 2024 or "a: b" is a folder, whatever YAML makes of it.
+    return [] if out is None else [f"train.output_dir={json.dumps(str(out), ensure_ascii=False)}"]

@@ -1,0 +1,275 @@
+"""Conversations as text, and where in that text the assistant's turns stand, exactly.
+
+Turn i of a conversation is found by rendering prefixes: `prompt` is the conversation before it with
+the generation prompt, `closed` the conversation up to it. Where both are prefixes of the whole, the
+turn is whole[len(prompt):len(closed)]: what the model is to write after what it is given. Where a
+template writes earlier turns otherwise than last ones (Qwen3 strips their thinking, Phi-3 ends a
+conversation with another token), a sentinel in place of the turn's content tells what stands
+before and after it. A turn that neither finds is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from peftkit.data.format import Conversation
+from peftkit.data.messages import Message
+from peftkit.errors import DataError, did_you_mean
+
+SENTINEL = "PEFTKITsentinelTURN"
+_TEMPLATE_FIX = (
+    'Set data.chat_template to "chatml" (it writes system, tool and tool-call turns), or to a '
+    ".jinja file."
+)
+
+# ChatML; tools and calls as Qwen2.5 and Hermes write them
+CHATML = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+{{- '# Tools\\n\\nYou may call one or more of these functions:\\n<tools>' }}
+{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+{{- '\\n</tools>\\n\\nTo call a function, write a JSON object with its name and arguments:\\n' }}
+{{- '<tool_call>\\n{"name": <name>, "arguments": <object>}\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if not (tools and loop.first and message.role == 'system') %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content %}{{- message.content }}{%- endif %}
+{%- for call in message.tool_calls or [] %}
+{%- if message.content or not loop.first %}{{- '\\n' }}{%- endif %}
+{{- '<tool_call>\\n{"name": ' + (call.function.name | tojson) + ', "arguments": ' }}
+{{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+
+class Span(NamedTuple):
+    """Characters [start, end) of a rendered conversation that are learnt.
+
+    `ended` says that the last of them is a special token, which ends the turn.
+    """
+
+    start: int
+    end: int
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as text.
+
+    Args:
+        spans: The learnt turns, in order.
+        as_generated: Whether the last turn begins right after what a generation prompt ends with.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    as_generated: bool
+
+
+def choose_template(tokenizer: Any, choice: str | None) -> str | None:
+    """Return the template of `data.chat_template`; None: the tokenizer's own, if it has one.
+
+    Raises:
+        DataError: It names a file that is not there.
+    """
+    if choice is None:
+        return None
+    if choice == "chatml":
+        return CHATML
+    path = Path(choice).expanduser()
+    asked = f"Cannot use data.chat_template '{choice}'."
+    if path.suffix not in {".jinja", ".j2"}:
+        hint = did_you_mean(choice, ["chatml"])
+        raise DataError(asked, found=hint, fix='Give "chatml" or the path of a .jinja file.')
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as problem:
+        raise DataError(asked, found=str(problem)) from None
+
+
+def special_texts(tokenizer: Any) -> list[str]:
+    """Return the texts of the special tokens, the longest first."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    texts = {str(token) for token in added if getattr(token, "special", False)}
+    texts |= {str(token) for token in tokenizer.all_special_tokens}
+    return sorted((text for text in texts if text), key=lambda text: (-len(text), text))
+
+
+class Chat:
+    """A tokenizer's chat template at work.
+
+    Args:
+        template: Used instead of the tokenizer's own.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+        self._tokenizer, self._template = tokenizer, template
+        special = "|".join(re.escape(text) for text in special_texts(tokenizer)) or r"(?!)"
+        self._next_special = re.compile(rf"\s*({special})")
+        # the end of a turn: special tokens, then nothing but white space and more of them
+        self._turn_end = re.compile(rf"((?:{special})+)(?:\s|{special})*\Z")
+        self._writes_tools = False
+        self._writes_calls = False
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        source: str,
+        *,
+        generation: bool = False,
+    ) -> str:
+        """Return a conversation as text, with the beginning of an answer for `generation`.
+
+        Raises:
+            DataError: The template refuses the conversation; with its own words.
+        """
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                chat_template=self._template,
+                add_generation_prompt=generation,
+                tokenize=False,
+            )
+        except Exception as problem:  # a template is a program: it can raise anything
+            raise DataError(
+                f"The chat template cannot write {source}.",
+                found=f"{type(problem).__name__}: {problem}",
+                fix=f"Change the row, or the template. {_TEMPLATE_FIX}",
+            ) from problem
+        assert isinstance(text, str)
+        return text
+
+    def spans(self, conversation: Conversation) -> Rendered:
+        """Render a conversation and find the turns to learn.
+
+        Raises:
+            DataError: The template leaves a message out, or a turn cannot be found for certain.
+        """
+        whole = self.render(conversation.messages, conversation.tools, conversation.source)
+        self._check_nothing_is_left_out(conversation, whole)
+        spans: list[Span] = []
+        as_generated = True
+        for turn in conversation.learnt:
+            message = conversation.messages[turn]
+            if not (message.get("content") or "").strip() and "tool_calls" not in message:
+                continue  # nothing was said: there is nothing to learn
+            span, as_generated = self._span(conversation, turn, whole)
+            if not spans or span.start >= spans[-1].end:
+                spans.append(span)
+            else:
+                raise _not_found(conversation, turn, "it overlaps the turn before it")
+        return Rendered(whole, tuple(spans), as_generated)
+
+    def _span(self, conversation: Conversation, turn: int, whole: str) -> tuple[Span, bool]:
+        messages, tools, source = conversation.messages, conversation.tools, conversation.source
+        prompt = self.render(messages[:turn], tools, source, generation=True)
+        closed = self.render(messages[: turn + 1], tools, source)
+        if whole.startswith(prompt) and whole.startswith(closed) and len(closed) > len(prompt):
+            return self._ended(whole, len(prompt), len(closed)), True
+        before, after = self._around(conversation, turn, len(messages), whole)
+        start = len(prompt) if whole.startswith(prompt) else len(before)
+        end = len(whole) - len(after)
+        if whole.startswith(closed) and len(closed) > start:
+            return self._ended(whole, start, len(closed)), start == len(prompt)
+        # the end of turn is learnt where it is the one that also ends a whole conversation
+        _, last_after = self._around(conversation, turn, turn + 1, closed)
+        here, last = self._next_special.match(after), self._next_special.match(last_after)
+        ended = bool(here and last and here[1] == last[1])
+        if here and ended:
+            end += here.end()
+        if end <= start:
+            raise _not_found(conversation, turn, "the template writes nothing for it")
+        return Span(start, end, ended), start == len(prompt)
+
+    def _ended(self, whole: str, start: int, end: int) -> Span:
+        """Return a span that stops at the end-of-turn token, before the white space after it."""
+        match = self._turn_end.search(whole, start, end)
+        return Span(start, match.end(1), True) if match else Span(start, end, False)
+
+    def _around(
+        self, conversation: Conversation, turn: int, stop: int, text: str
+    ) -> tuple[str, str]:
+        """Return what `text`, messages[:stop], has before and after the content of a turn."""
+        messages = list(conversation.messages[:stop])
+        messages[turn] = {"role": "assistant", "content": SENTINEL}
+        marked = self.render(messages, conversation.tools, conversation.source)
+        before, *rest = marked.split(SENTINEL)
+        if len(rest) != 1 or len(before) + len(rest[0]) > len(text):
+            raise _not_found(conversation, turn, "its content does not stand in the text once")
+        if not text.startswith(before) or not text.endswith(rest[0]):
+            raise _not_found(conversation, turn, "the text around it changes with its content")
+        return before, rest[0]
+
+    def _check_nothing_is_left_out(self, conversation: Conversation, whole: str) -> None:
+        """Refuse templates that drop what they do not know: tools, calls, system messages."""
+        if conversation.tools:
+            self._check_tools(conversation, whole)
+        for number, message in enumerate(conversation.messages):
+            # reasoning of earlier turns is left out on purpose by the templates that know it
+            said = (message.get("content") or "").rpartition("</think>")[2].strip()
+            if said and said not in whole and not self._writes(conversation, number):
+                role = message["role"]
+                raise DataError(
+                    f"The chat template leaves out a message of {conversation.source}.",
+                    found=f"The {role} turn (number {number} from 0) is not in the text it makes.",
+                    fix=_TEMPLATE_FIX,
+                )
+            for call in message.get("tool_calls") or ():
+                self._check_call(conversation, number, call["function"], whole)
+
+    def _writes(self, conversation: Conversation, number: int) -> bool:
+        """Return whether a message's content shows in the text at all, escaped maybe."""
+        messages = list(conversation.messages)
+        messages[number] = {**messages[number], "content": SENTINEL}
+        return SENTINEL in self.render(messages, conversation.tools, conversation.source)
+
+    def _check_tools(self, conversation: Conversation, whole: str) -> None:
+        names = [tool["function"]["name"] for tool in conversation.tools]
+        if not self._writes_tools:
+            bare = self.render(conversation.messages, (), conversation.source)
+            self._writes_tools = bare != whole
+        if not self._writes_tools or any(name not in whole for name in names):
+            raise DataError(
+                f"The chat template does not write the tools of {conversation.source}.",
+                found=f"The row has the tools {', '.join(names)}; the text does not.",
+                fix=_TEMPLATE_FIX,
+            )
+
+    def _check_call(
+        self, conversation: Conversation, number: int, function: Mapping[str, Any], whole: str
+    ) -> None:
+        if not self._writes_calls:
+            messages = list(conversation.messages)
+            probe = {"name": function["name"], "arguments": {"value": SENTINEL}}
+            calls = [{**c, "function": probe} for c in messages[number]["tool_calls"]]
+            messages[number] = {**messages[number], "tool_calls": calls}
+            marked = self.render(messages, conversation.tools, conversation.source)
+            self._writes_calls = SENTINEL in marked
+        if not self._writes_calls or function["name"] not in whole:
+            raise DataError(
+                f"The chat template does not write the tool calls of {conversation.source}.",
+                found=f"Turn {number} (from 0) calls {json.dumps(function['name'])}.",
+                fix=_TEMPLATE_FIX,
+            )
+
+
+def _not_found(conversation: Conversation, turn: int, why: str) -> DataError:
+    return DataError(
+        f"Cannot tell which tokens of {conversation.source} the assistant writes.",
+        found=f"Turn {turn} (from 0): {why}.",
+        fix=f"The chat template writes it in a way of its own. {_TEMPLATE_FIX}",
+    )

@@ -1,0 +1,261 @@
+"""What the fields of a row mean: four kinds of example out of five formats.
+
+| format            | fields (and aliases)                                             |
+| messages          | messages: [{role, content, tool_calls ...}], tools               |
+| sharegpt          | conversations: [{from, value}], tools, system                    |
+| alpaca            | instruction (question, query, input), input (context),           |
+|                   | output (answer, response), system, history                       |
+| prompt_completion | prompt, completion (response, answer, output): as they stand, or |
+|                   | two lists of messages                                            |
+| text              | text (content)                                                   |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from peftkit.data.load import FormatName, Record
+from peftkit.data.messages import (
+    Message,
+    WrongField,
+    completion_messages,
+    parse_messages,
+    parse_tools,
+    text_of,
+)
+from peftkit.errors import DataError
+
+MAX_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Turns as the chat templates of transformers take them.
+
+    Args:
+        learnt: Indices of the assistant turns to learn.
+        tools: JSON schemas of the functions that the assistant may call.
+    """
+
+    messages: tuple[Message, ...]
+    learnt: tuple[int, ...]
+    tools: tuple[Mapping[str, Any], ...]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One question, maybe with material, and its answer: a conversation if there is a template."""
+
+    instruction: str
+    input: str
+    output: str
+    source: str
+
+    @property
+    def request(self) -> str:
+        """What the user says."""
+        return f"{self.instruction}\n\n{self.input}" if self.input.strip() else self.instruction
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Text that is given, and text that continues it, both as they stand."""
+
+    prompt: str
+    completion: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A document, all of it learnt."""
+
+    text: str
+    source: str
+
+
+Example = Conversation | Instruction | Completion | Text
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """The examples of one file; `unused` are the fields that none of them needed."""
+
+    format: FormatName
+    examples: tuple[Example, ...]
+    unused: tuple[str, ...]
+
+
+_TURNS = ("messages", "conversations", "conversation")
+_ANSWERS = ("output", "response", "answer", "completion")
+_QUESTIONS = ("instruction", "question", "query", "input")
+_MATERIAL = ("input", "context")
+_TEXTS = ("text", "content")
+
+# fields that change what a row teaches, and that a causal language model's loss cannot use
+_OTHER_TASKS = {
+    "chosen": "preferences (chosen and rejected)",
+    "rejected": "preferences (chosen and rejected)",
+    "images": "images",
+    "image": "images",
+    "videos": "videos",
+    "audios": "audio",
+    "audio": "audio",
+}
+
+
+def parse(
+    records: Sequence[Record], name: Literal["auto"] | FormatName, *, where: str
+) -> Parsed:
+    """Give every record its meaning; `auto` goes by the first record, and all must agree.
+
+    Raises:
+        DataError: With file, line and field of the first few rows that cannot be used.
+    """
+    first = records[0]
+    found = detect(first.fields) if name == "auto" else name
+    if found is None:
+        raise _unknown_fields(first, where)
+    examples: list[Example] = []
+    problems: list[str] = []
+    used: set[str] = set()
+    for record in records:
+        try:
+            example, fields = _example(record, found, auto=name == "auto")
+            examples.append(example)
+            used.update(fields)
+        except WrongField as problem:
+            problems.append(f"{record.source}: {problem}")
+    if problems:
+        raise _bad_rows(problems, len(records), found, where)
+    names = dict.fromkeys(key for record in records for key in record.fields)
+    return Parsed(found, tuple(examples), tuple(key for key in names if key not in used))
+
+
+def detect(fields: Mapping[str, Any]) -> FormatName | None:
+    """Return the format that a row's fields make, the richest where there are several."""
+    turns = _first(fields, _TURNS)
+    if turns is not None:
+        value = fields[turns]
+        opening = value[0] if isinstance(value, list) and value else {}
+        return "sharegpt" if isinstance(opening, Mapping) and "from" in opening else "messages"
+    if "prompt" in fields and _first(fields, _ANSWERS):
+        return "prompt_completion"
+    question = _first(fields, _QUESTIONS)
+    if question and _first(fields, [key for key in _ANSWERS if key != question]):
+        return "alpaca"
+    return "text" if _first(fields, _TEXTS) else None
+
+
+def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    return next((name for name in names if name in fields), None)
+
+
+def _example(record: Record, name: FormatName, *, auto: bool) -> tuple[Example, set[str]]:
+    """Return an example and the names of the fields that it used."""
+    fields = record.fields
+    if auto and (own := detect(fields)) != name:
+        kind = "make no known format" if own is None else f"make the format '{own}'"
+        listed = ", ".join(fields) or "none at all"
+        raise WrongField("", f"its fields ({listed}) {kind}; the first row is '{name}'")
+    for key, kind in _OTHER_TASKS.items():
+        if fields.get(key):
+            raise WrongField(key, f"the row holds {kind}, which this task cannot learn from")
+    return _BUILDERS[name](record)
+
+
+def _turns(record: Record) -> tuple[Example, set[str]]:
+    fields = record.fields
+    key = _first(fields, _TURNS)
+    if key is None:
+        raise WrongField(_TURNS[0], "missing")
+    messages, learnt = parse_messages(fields[key], key)
+    if fields.get("system"):
+        if messages[0]["role"] == "system":
+            raise WrongField("system", f"{key} begin with a system turn already")
+        system: Message = {"role": "system", "content": text_of(fields, "system")}
+        messages, learnt = [system, *messages], [turn + 1 for turn in learnt]
+    tools = parse_tools(fields.get("tools"), "tools")
+    conversation = Conversation(tuple(messages), tuple(learnt), tuple(tools), record.source)
+    return conversation, {key, "system", "tools"}
+
+
+def _instruction(record: Record) -> tuple[Example, set[str]]:
+    fields = record.fields
+    question = _first(fields, _QUESTIONS) or _QUESTIONS[0]
+    answer = _first(fields, [key for key in _ANSWERS if key != question]) or _ANSWERS[0]
+    material = _first(fields, [key for key in _MATERIAL if key != question])
+    request, output = text_of(fields, question), text_of(fields, answer)
+    given = text_of(fields, material) if material and fields[material] is not None else ""
+    if not request.strip():
+        raise WrongField(question, "empty")
+    example = Instruction(request, given, output, record.source)
+    used = {question, answer, material or "", "system", "history"}
+    if not fields.get("system") and not fields.get("history"):
+        return example, used
+    turns: list[Any] = []
+    if fields.get("system"):
+        turns.append({"role": "system", "content": text_of(fields, "system")})
+    for number, pair in enumerate(fields.get("history") or []):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise WrongField(f"history[{number}]", "expected [question, answer]")
+        turns += [
+            {"role": role, "content": text}
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
+    turns += [
+        {"role": "user", "content": example.request},
+        {"role": "assistant", "content": output},
+    ]
+    messages, learnt = parse_messages(turns, "history")
+    return Conversation(tuple(messages), tuple(learnt), (), record.source), used
+
+
+def _completion(record: Record) -> tuple[Example, set[str]]:
+    fields = record.fields
+    prompt = _first(fields, ("prompt", *_QUESTIONS)) or "prompt"
+    answer = _first(fields, ("completion", *[key for key in _ANSWERS if key != prompt]))
+    answer = answer or "completion"
+    used = {prompt, answer, "tools"}
+    if isinstance(fields.get(prompt), list):  # conversational: two lists of messages
+        messages, learnt = completion_messages(fields, prompt, answer)
+        tools = tuple(parse_tools(fields.get("tools"), "tools"))
+        return Conversation(tuple(messages), tuple(learnt), tools, record.source), used
+    if fields.get("tools"):
+        raise WrongField("tools", "tools need messages; a plain prompt says for itself what it can")
+    return Completion(text_of(fields, prompt), text_of(fields, answer), record.source), used
+
+
+def _text(record: Record) -> tuple[Example, set[str]]:
+    key = _first(record.fields, _TEXTS) or _TEXTS[0]
+    return Text(text_of(record.fields, key), record.source), {key}
+
+
+_BUILDERS: dict[FormatName, Callable[[Record], tuple[Example, set[str]]]] = {
+    "messages": _turns,
+    "sharegpt": _turns,
+    "alpaca": _instruction,
+    "prompt_completion": _completion,
+    "text": _text,
+}
+
+
+def _unknown_fields(record: Record, where: str) -> DataError:
+    return DataError(
+        f"Cannot tell the format of {where}.",
+        found=f"{record.source} has the fields: {', '.join(record.fields) or 'none'}.",
+        fix="Accepted: messages; conversations; instruction + output (input); question + answer; "
+        f"prompt + completion; text.\nOr name it: data.format = {' | '.join(get_args(FormatName))}",
+    )
+
+
+def _bad_rows(problems: Sequence[str], total: int, name: str, where: str) -> DataError:
+    more = f"\n... and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
+    return DataError(
+        f"Cannot use {len(problems)} of {total} rows of {where} (format '{name}').",
+        found="\n".join(problems[:MAX_SHOWN]) + more,
+        fix="Mend or remove these rows.",
+    )

@@ -1,0 +1,182 @@
+"""Rows from files and data sets, each with the place it came from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from peftkit.config import Config
+from peftkit.data.strict_rows import (
+    Fields,
+    named_for_what_it_is,
+    read_csv,
+    read_json,
+    read_jsonl,
+)
+from peftkit.errors import DataError, did_you_mean
+
+FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+
+
+class DataConfig(Config):
+    """What to learn from, and how its rows become tokens."""
+
+    train: str
+    """A .jsonl, .json, .csv or .parquet file, a folder or a hub data set: "org/name",
+    "org/name:split", "org/name:config:split", each also with "@revision" after the name."""
+    eval: str | None = None
+    """Rows to measure on, given as `train` is; null: no evaluation."""
+    format: Literal["auto"] | FormatName = "auto"
+    """What a row's fields mean; auto decides by their names."""
+    max_length: Annotated[int, Field(ge=2)] | None = 1024
+    """Longest row in tokens, longer ones are cut; null: as long as the model can read."""
+    packing: bool = True
+    """Put several short rows beside each other, isolated, instead of padding."""
+    chat_template: str | None = None
+    """How a conversation becomes text; null: the tokenizer's own template, "chatml": ChatML,
+    else a .jinja file."""
+    max_dropped: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Largest share of rows with nothing to learn that is left out without being an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A row as it was read; `source` is "file:line", or "data set:row" counting from 1."""
+
+    fields: Fields
+    source: str
+
+
+def read_records(where: str) -> list[Record]:
+    """Read every row of a file, a folder or a hub data set (see `DataConfig.train`).
+
+    Raises:
+        DataError: It cannot be found or read; with file, line and column where there are any.
+    """
+    path = Path(where).expanduser()
+    if path.is_file():
+        reader = _READERS.get(path.suffix.lower())
+        if reader is None:
+            raise _unknown_suffix(path)
+        records = [Record(fields, f"{where}:{line}") for line, fields in reader(path)]
+    elif path.is_dir() or _is_data_set(where):
+        records = [Record(fields, f"{where}:{row}") for row, fields in _read_data_set(where)]
+    else:
+        raise _missing(where, path)
+    if not records:
+        raise DataError(f"Cannot use {where}.", found="It holds no rows.")
+    return records
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, Fields]]:
+    import datasets  # slow to import, and most runs read JSON Lines
+
+    with open(path, "rb") as file:
+        head = file.read(64)
+    if not head.startswith(b"PAR1"):
+        found, fix = named_for_what_it_is(head) or ("It does not begin as Parquet does.", "")
+        raise DataError(f"Cannot read {path} as Parquet.", found=found, fix=fix)
+    try:
+        # streaming: the file is read where it lies, not copied into a cache
+        rows = datasets.load_dataset(
+            "parquet", data_files=str(path.resolve()), split="train", streaming=True
+        )
+        for number, row in enumerate(rows, start=1):
+            yield number, _without_filling(row)
+    except Exception as problem:  # pyarrow and datasets raise a dozen unrelated kinds
+        raise DataError(f"Cannot read {path} as Parquet.", found=_first_lines(problem)) from problem
+
+
+def _read_data_set(where: str) -> Iterator[tuple[int, Fields]]:
+    import datasets
+
+    place, *parts = where.split(":")
+    name, _, revision = place.partition("@") if not Path(place).is_dir() else (place, "", "")
+    split = parts[-1] if parts else "train"
+    config = parts[0] if len(parts) == 2 else None
+    try:
+        rows = datasets.load_dataset(name, config, split=split, revision=revision or None)
+        for number, row in enumerate(rows, start=1):
+            yield number, _without_filling(row)
+    except Exception as problem:  # network, hub, arrow and format errors share no base class
+        raise DataError(
+            f"Cannot load the data set '{where}'.",
+            found=f"There is no such file here, and as a data set: {_first_lines(problem)}",
+            fix='A data set is named "org/name", "org/name:split" or "org/name:config:split".',
+        ) from problem
+
+
+def _without_filling(row: Fields) -> Fields:
+    """Drop nulls inside nested fields: columns give each struct the union of all rows' keys."""
+
+    def cleaned(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: cleaned(item) for key, item in value.items() if item is not None}
+        return [cleaned(item) for item in value] if isinstance(value, list) else value
+
+    return {key: cleaned(value) for key, value in row.items()}
+
+
+_READERS: dict[str, Callable[[Path], Iterator[tuple[int, Fields]]]] = {
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".parquet": _read_parquet,
+}
+_DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?(:[^:]+){0,2}")
+
+
+def _is_data_set(where: str) -> bool:
+    """Return whether a name that is no file can only mean a data set."""
+    place = where.partition(":")[0]
+    if Path(place).is_dir():
+        return True
+    path = Path(where)
+    in_a_folder = path.parent != Path(".") and path.parent.is_dir()
+    return (
+        _DATA_SET.fullmatch(where) is not None
+        and path.suffix.lower() not in {*_READERS, ".gz", ".tsv", ".txt", ".zip"}
+        and not in_a_folder
+        and not did_you_mean(path.name, _files_beside(path))
+    )
+
+
+def _files_beside(path: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in path.parent.iterdir() if entry.is_file())
+    except OSError:
+        return []
+
+
+def _missing(where: str, path: Path) -> DataError:
+    names = _files_beside(path)
+    rows = [name for name in names if Path(name).suffix.lower() in _READERS]
+    found = "There is no such file."
+    if path.exists():
+        found = "It is not a regular file."
+    elif not path.parent.is_dir():
+        found = f"There is no folder {path.parent} in {Path.cwd()}."
+    elif rows:
+        found += f" In {path.parent}: {', '.join(rows[:8])}{', ...' if len(rows) > 8 else ''}"
+    return DataError(f"Cannot read {where}.", found=found, fix=did_you_mean(path.name, names))
+
+
+def _unknown_suffix(path: Path) -> DataError:
+    with open(path, "rb") as file:
+        what = named_for_what_it_is(file.read(64))
+    return DataError(
+        f"Cannot read {path}.",
+        found=what[0] if what else f"The ending '{path.suffix}' says nothing about its format.",
+        fix=what[1] if what else f"Endings that can be read: {', '.join(_READERS)}.",
+    )
+
+
+def _first_lines(problem: Exception) -> str:
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    return " ".join(lines[:3])[:400] or type(problem).__name__

@@ -1,0 +1,267 @@
+"""Rows out of text files: JSON Lines, a JSON array, CSV; each with the line it stands on.
+
+Strict, because a row that is read half is worse than one that is refused: UTF-8 only, no duplicate
+keys, no NaN, no ragged CSV. What is not text at all is named for what it is.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from peftkit.errors import DataError
+
+Fields = dict[str, Any]
+
+_JSONL_FIX = "A .jsonl file holds one complete JSON object per line."
+_TO_UTF8 = "Convert it: iconv -f {} -t UTF-8 {} > utf8{}"
+
+# the first bytes of files that are often given by mistake: (bytes, what it is, what to do)
+_SIGNATURES = (
+    (b"\x1f\x8b", "It is compressed with gzip.", "Unpack it first: gunzip FILE."),
+    (b"PK\x03\x04", "It is a zip archive.", "Unpack it and give the file inside."),
+    (b"BZh", "It is compressed with bzip2.", "Unpack it first: bunzip2 FILE."),
+    (b"\xfd7zXZ", "It is compressed with xz.", "Unpack it first: unxz FILE."),
+    (b"\x28\xb5\x2f\xfd", "It is compressed with zstd.", "Unpack it first: unzstd FILE."),
+    (b"PAR1", "It is a Parquet file.", "Rename it to .parquet."),
+    (b"ARROW1", "It is an Arrow file.", "Save it as Parquet or JSON Lines."),
+    (b"%PDF", "It is a PDF.", "Give JSON Lines, JSON, CSV or Parquet."),
+    (b"\x80\x04", "It is a pickle; peftkit never opens one.", "Save the rows as JSON Lines."),
+    (b"\x80\x05", "It is a pickle; peftkit never opens one.", "Save the rows as JSON Lines."),
+    (
+        b"version https://git-lfs",
+        "It is a git-lfs pointer, not the file itself.",
+        "Fetch the file: git lfs pull.",
+    ),
+)
+
+
+def named_for_what_it_is(head: bytes) -> tuple[str, str] | None:
+    """Return (found, fix) where the first bytes belong to something that holds no rows of text."""
+    if not head.strip():
+        return "It is empty.", "Give a file with at least one row."
+    for signature, found, fix in _SIGNATURES:
+        if head.startswith(signature):
+            return found, fix
+    start = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:64].lower()
+    if start.startswith((b"<!doctype html", b"<html")):
+        return "It is an HTML page.", "Download the file itself, not the page that shows it."
+    return None
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, Fields]]:
+    """Yield (line, object) of a JSON Lines file; blank lines are skipped."""
+    with open(path, "rb") as file:
+        _check_text(path, file.read(4096))
+        file.seek(0)
+        for number, raw in enumerate(file, start=1):
+            line = _decoded(path, raw, number)
+            if not line.strip():
+                continue
+            if number == 1 and line.lstrip().startswith("["):
+                raise DataError(
+                    f"Cannot read {path} as JSON Lines.",
+                    found="It holds a JSON array.",
+                    fix="Rename it to .json, or write one object per line.",
+                )
+            yield number, _object(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
+
+
+def read_json(path: Path) -> Iterator[tuple[int, Fields]]:
+    """Yield (line, object) of a JSON file that holds an array of objects."""
+    raw = path.read_bytes()
+    _check_text(path, raw[:4096])
+    text = _decoded(path, raw, 1)
+    if not text.lstrip().startswith("["):
+        raise _not_an_array(path, text)
+    line, counted = 1, 0
+    for start, value in _elements(path, text):
+        line += text.count("\n", counted, start)
+        counted = start
+        yield line, _object(value, f"{path}:{line}")
+
+
+def read_csv(path: Path) -> Iterator[tuple[int, Fields]]:
+    """Yield (line, cells by column) of a CSV file with a header row; every cell is text."""
+    raw = path.read_bytes()
+    _check_text(path, raw[:4096])
+    reader = csv.reader(io.StringIO(_decoded(path, raw, 1), newline=""), strict=True)
+    limit = csv.field_size_limit(2**31 - 1)  # the default refuses cells over 128 KiB
+    try:
+        header = next(reader)
+        _check_header(path, header)
+        line = reader.line_num + 1  # a cell may span lines: a row begins after the last one's end
+        for cells in reader:
+            if cells and len(cells) != len(header):
+                raise DataError(
+                    f"Cannot read {path}:{line}.",
+                    found=f"The row has {len(cells)} cells, the header {len(header)}.",
+                    fix='Put cells that hold commas or line breaks in double quotes ("").',
+                )
+            if cells:
+                yield line, dict(zip(header, cells, strict=True))
+            line = reader.line_num + 1
+    except csv.Error as problem:
+        where = f"{path}:{reader.line_num}"
+        raise DataError(f"Cannot read {where} as CSV.", found=str(problem)) from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _check_header(path: Path, header: list[str]) -> None:
+    twice = sorted({name for name in header if header.count(name) > 1})
+    if twice or "" in header:
+        found = f"The column {twice[0]!r} stands there twice." if twice else "A column has no name."
+        raise DataError(f"Cannot use the header of {path}.", found=found)
+
+
+def _check_text(path: Path, head: bytes) -> None:
+    what = named_for_what_it_is(head)
+    if what is None and (
+        head.startswith((b"\xff\xfe", b"\xfe\xff")) or _looks_like_utf16(head)
+    ):
+        what = "It is UTF-16, not UTF-8.", _TO_UTF8.format("UTF-16", path, path.suffix)
+    if what is not None:
+        raise DataError(f"Cannot read {path}.", found=what[0], fix=what[1])
+
+
+def _looks_like_utf16(head: bytes) -> bool:
+    """Every second byte of mostly Latin text is NUL in UTF-16, even without a byte order mark."""
+    return len(head) > 3 and max(head[0::2].count(0), head[1::2].count(0)) * 4 > len(head)
+
+
+def _decoded(path: Path, raw: bytes, line: int) -> str:
+    """Decode UTF-8; `line` is the number of the first line of `raw`."""
+    if line == 1:
+        raw = raw.removeprefix(b"\xef\xbb\xbf")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as problem:
+        where = _place(raw[: problem.start].decode("utf-8"), line)
+        raise DataError(
+            f"Cannot read {path}:{where}.",
+            found=f"The byte 0x{raw[problem.start]:02x} is not UTF-8; the file is probably Latin-1 "
+            "(Windows-1252).",
+            fix=_TO_UTF8.format("WINDOWS-1252", path, path.suffix),
+        ) from None
+    if "\0" in text:
+        where = _place(text[: text.index("\0")], line)
+        fix = "The file is damaged, or binary: write it again as UTF-8 text."
+        raise DataError(f"Cannot read {path}:{where}.", found="There is a NUL byte.", fix=fix)
+    return text
+
+
+def _place(before: str, line: int) -> str:
+    """Return "line:column" of what follows `before`, whose first line has the number `line`."""
+    return f"{line + before.count(chr(10))}:{len(before) - before.rfind(chr(10))}"
+
+
+def _elements(path: Path, text: str) -> Iterator[tuple[int, Any]]:
+    """Yield (offset, value) of each element of a JSON array that is the whole text."""
+
+    def skip(at: int) -> int:
+        found = _BLANK.match(text, at)
+        return found.end() if found else at
+
+    def broken(at: int, words: str) -> DataError:
+        return DataError(f"Cannot read {path}:{_place(text[:at], 1)} as JSON.", found=words)
+
+    at = skip(skip(0) + 1)
+    closed = text[at : at + 1] == "]"
+    while not closed:
+        value, end = _decode(text, at, f"{path}", skip_lines=True)
+        yield at, value
+        at = skip(end)
+        closed = text[at : at + 1] == "]"
+        if not closed:
+            if text[at : at + 1] != ",":
+                raise broken(at, "Expecting ',' or ']' after an element.")
+            at = skip(at + 1)
+    if skip(at + 1) != len(text):
+        raise broken(skip(at + 1), "There is more after the end of the array.")
+
+
+_BLANK = re.compile(r"[ \t\r\n]*")
+
+
+class _Refused(Exception):
+    """JSON that parses, and means nothing certain."""
+
+
+def _parsed(line: str, where: str) -> Any:
+    start = len(line) - len(line.lstrip())
+    value, end = _decode(line, start, where)
+    if line[end:].strip():
+        rest = end + len(line[end:]) - len(line[end:].lstrip())
+        words = "There is more after the end of the object."
+        raise DataError(f"Cannot read {where}:{rest + 1} as JSON.", found=words, fix=_JSONL_FIX)
+    return value
+
+
+def _decode(text: str, at: int, where: str, *, skip_lines: bool = False) -> tuple[Any, int]:
+    """Decode one JSON value at an offset; `skip_lines` when `where` lacks the line."""
+    try:
+        return _DECODER.raw_decode(text, at)
+    except json.JSONDecodeError as problem:
+        place = f"{problem.lineno}:{problem.colno}" if skip_lines else str(problem.pos + 1)
+        fix = "" if skip_lines else _JSONL_FIX
+        raise DataError(
+            f"Cannot read {where}:{place} as JSON.", found=f"{problem.msg}.", fix=fix
+        ) from None
+    except (_Refused, ValueError) as problem:  # ValueError: an integer of over 4,300 digits
+        place = f"{where}:{_place(text[:at], 1)}" if skip_lines else where
+        raise DataError(f"Cannot use {place}.", found=str(problem)) from None
+    except RecursionError:
+        raise DataError(f"Cannot read {where}.", found="It is nested too deep.") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Fields:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _Refused(f"The key {twice!r} stands there twice in one object.")
+    return value
+
+
+def _no_constant(text: str) -> Any:
+    raise _Refused(f"{text} is not a JSON number.")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise _Refused(f"The number {text[:40]} is out of range.")
+    return value
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+)
+
+
+def _object(value: Any, where: str) -> Fields:
+    if not isinstance(value, dict):
+        kind = {list: "an array", str: "text", type(None): "null"}.get(type(value), "a number")
+        fix = 'A row is an object with fields, such as {"prompt": "...", "completion": "..."}.'
+        raise DataError(f"Cannot use {where} as a row.", found=f"It is {kind}.", fix=fix)
+    return value
+
+
+def _not_an_array(path: Path, text: str) -> DataError:
+    start = len(text) - len(text.lstrip())
+    value, end = _decode(text, start, str(path), skip_lines=True)
+    asked = f"Cannot read {path} as a JSON array."
+    if text[end:].strip():
+        return DataError(asked, found="It holds JSON Lines.", fix="Rename it to .jsonl.")
+    keys = f" with the keys {', '.join(list(value)[:8])}" if isinstance(value, dict) else ""
+    return DataError(
+        asked,
+        found=f"It holds a single value{keys}.",
+        fix="A .json file holds an array of rows: [{...}, {...}].",
+    )

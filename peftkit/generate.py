@@ -1,0 +1,230 @@
+"""Completions of prompts, whole or streamed, from a model with or without an adapter on it.
+
+Only what is asked for is applied: a base's own generation_config (its temperature, its penalties,
+its lengths) is set aside, except for its end tokens. Temperature 0 is greedy, and so repeatable.
+
+Shapes: B prompts, T tokens of the longest, N new tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from peftkit.errors import DataError
+
+MAX_NEW_TOKENS = 256
+
+
+def complete(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    batch_size: int = 8,
+) -> list[list[int]]:
+    """Return the token ids that follow each prompt, without the end token that stopped it.
+
+    Args:
+        model: A causal language model; left in the train or eval mode it was in.
+        tokenizer: The model's own.
+        prompts: Token ids of each prompt.
+        max_new_tokens: At most; an answer also ends where the model's context does.
+        temperature: 0 takes the likeliest token; above, samples from softmax(logits / temperature).
+        top_p: Samples only among the likeliest tokens that make up this probability.
+        seed: Of the sampling; torch's own generators are left as they were.
+        batch_size: Prompts run together, padded on the left.
+
+    Raises:
+        DataError: A prompt is empty or fills the context, or an argument is out of its range.
+    """
+    _check(max_new_tokens, temperature, top_p)
+    answers: list[list[int]] = [[] for _ in prompts]
+    # Longest first: prompts of like length share a batch, and a lack of memory shows at once.
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+    with _sampling(model, seed):
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            batch = [prompts[index] for index in chosen]
+            config = _config(model, tokenizer, batch, max_new_tokens, temperature, top_p)
+            new = _run(model, batch, config)
+            for index, ids in zip(chosen, new.tolist(), strict=True):
+                answers[index] = _until_stop(ids, config)
+    return answers
+
+
+def stream(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+) -> Iterator[str]:
+    """Yield the text that follows a prompt as it is made; arguments as in `complete`.
+
+    The model runs in a thread. Leaving the loop early, by `break` or Ctrl-C, stops it at the next
+    token.
+    """
+    _check(max_new_tokens, temperature, top_p)
+    config = _config(model, tokenizer, [prompt], max_new_tokens, temperature, top_p)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    stop = threading.Event()
+
+    def work() -> None:
+        try:
+            with _sampling(model, seed):
+                _run(model, [prompt], config, streamer, stop.is_set)
+        except Exception as error:  # raised again below, in the thread that reads
+            streamer.text_queue.put(error)
+        finally:
+            streamer.text_queue.put(streamer.stop_signal)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        for piece in streamer:
+            if isinstance(piece, Exception):
+                raise piece
+            if piece:
+                yield piece
+    finally:
+        stop.set()
+        thread.join()
+
+
+def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids that end an answer: the tokenizer's and the model's end tokens."""
+    found = model.generation_config.eos_token_id if model.generation_config is not None else None
+    of_model = [] if found is None else [found] if isinstance(found, int) else list(found)
+    of_tokenizer = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return sorted({int(token) for token in (*of_model, *of_tokenizer)})
+
+
+def _check(max_new_tokens: int, temperature: float, top_p: float) -> None:
+    if max_new_tokens < 1:
+        raise DataError(f"max_new_tokens is {max_new_tokens}.", fix="Give a number above 0.")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise DataError(
+            f"the temperature is {temperature}.",
+            fix="Give 0 for the likeliest tokens, or a number such as 0.7 to sample.",
+        )
+    if not 0 < top_p <= 1:
+        raise DataError(f"top_p is {top_p}.", fix="Give a number above 0, at most 1.")
+
+
+def _config(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+) -> GenerationConfig:
+    longest = max(len(prompt) for prompt in prompts)
+    if not all(prompts):
+        raise DataError("the prompt is empty: it has no tokens.", fix="Give at least one word.")
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and longest >= limit:
+        raise DataError(
+            f"the prompt leaves no room for an answer: it has {longest:,} tokens.",
+            found=f"The context of {type(model).__name__} is {limit:,} tokens.",
+            fix="Shorten it.",
+        )
+    room = max_new_tokens if limit is None else min(max_new_tokens, limit - longest)
+    stops = stop_ids(model, tokenizer)
+    pad = tokenizer.pad_token_id
+    settings = GenerationConfig(
+        max_new_tokens=room,
+        do_sample=temperature > 0,
+        use_cache=True,
+        eos_token_id=stops or None,
+        pad_token_id=int(pad) if pad is not None else (stops[0] if stops else 0),
+    )
+    if temperature > 0:
+        settings.update(temperature=temperature, top_p=top_p, top_k=0)
+    return settings
+
+
+@contextmanager
+def _sampling(model: PreTrainedModel, seed: int | None) -> Iterator[None]:
+    """Put a model into eval mode with seeded generators; on leaving, all is as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    own = model.generation_config
+    device = model.device
+    cuda = [device] if device.type == "cuda" else []
+    try:
+        model.eval()
+        # An empty one: what a config does not set, transformers fills in from the model's own.
+        model.generation_config = GenerationConfig()
+        with torch.random.fork_rng(devices=cuda, enabled=seed is not None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            yield
+    finally:
+        model.generation_config = own
+        for module, training in modes:
+            module.training = training
+
+
+class _Stop(StoppingCriteria):
+    """Ends the run when someone else says so."""
+
+    def __init__(self, is_stopped: Callable[[], bool]) -> None:
+        self.is_stopped = is_stopped
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
+        return torch.full((len(input_ids),), self.is_stopped(), device=input_ids.device)
+
+
+def _run(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    streamer: BaseStreamer | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Tensor:
+    """Return the new ids, (B, N), padded on the right where a row ended early."""
+    width = max(len(prompt) for prompt in prompts)
+    input_ids = torch.full((len(prompts), width), int(config.pad_token_id))  # (B, T)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        # Padded on the left, so that every row's next token is the last column's.
+        input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        attention_mask[row, width - len(prompt) :] = 1
+    generate = cast(Callable[..., Tensor], model.generate)  # its decorators hide its type
+    output = generate(
+        input_ids.to(model.device),
+        attention_mask=attention_mask.to(model.device),
+        generation_config=config,
+        stopping_criteria=StoppingCriteriaList([_Stop(is_stopped)]),
+        streamer=streamer,
+    )
+    return output[:, width:]
+
+
+def _until_stop(ids: Sequence[int], config: GenerationConfig) -> list[int]:
+    stops = set(config.eos_token_id or ())
+    end = next((index for index, token in enumerate(ids) if token in stops), len(ids))
+    return list(ids[:end])

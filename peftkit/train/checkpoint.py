@@ -1,0 +1,389 @@
+"""Checkpoints on disk: whole or not there, proven valid before use, no pickle.
+
+    checkpoints/step-40/            the model's files (see Weights), optimizer.safetensors,
+                                    rng.safetensors, state.json, and MANIFEST.json
+    checkpoints/latest              the name of the newest one, for people and scripts
+    checkpoints/step-60.tmp-4711/   process 4711 is writing this, or died while it did
+
+A checkpoint is written under a temporary name, MANIFEST.json last, and renamed when every byte is
+durable. It is valid if its manifest is unharmed and every file in it has the size and hash that the
+manifest says. Resuming looks for the newest valid one; `latest` is not needed for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from peftkit.errors import AdapterError, CheckpointError, OutputError, PeftkitError, RunError
+from peftkit.events import Listener, Notice
+from peftkit.files import (
+    free_bytes,
+    fsync_dir,
+    read_json,
+    read_tensors,
+    sha256_of,
+    writable_folder,
+    write_json,
+    write_tensors,
+    write_text,
+)
+
+SCHEMA = 1
+FOLDER, MANIFEST, LATEST = "checkpoints", "MANIFEST.json", "latest"
+MAX_MANIFEST_BYTES = 1 << 24
+LIBRARIES = ("peftkit", "torch", "transformers", "accelerate", "bitsandbytes")
+_NAME = re.compile(r"step-(0|[1-9][0-9]*)")
+_TEMPORARY = re.compile(r"step-[0-9]+\.(?:tmp|old)-([0-9]+)")
+
+Writer = Callable[[Path], None]
+
+
+def failpoint(name: str) -> None:
+    """Do nothing. Tests put a crash in its place; called after each write of a save."""
+
+
+class Weights(Protocol):
+    """What a checkpoint holds of the model, and how: an adapter's files, for example."""
+
+    def save(self, folder: Path) -> None:
+        """Write files into an existing folder."""
+
+    def load(self, folder: Path) -> None:
+        """Take back, to the bit, what `save` wrote."""
+
+
+class TrainableWeights:
+    """A model's trainable parameters as one safetensors file."""
+
+    FILE = "weights.safetensors"
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+    def save(self, folder: Path) -> None:
+        """Write weights.safetensors."""
+        write_tensors({n: p.data for n, p in self._parameters.items()}, folder / self.FILE)
+
+    def load(self, folder: Path) -> None:
+        """Read weights.safetensors; CheckpointError lists all that does not fit."""
+        saved = read_tensors(folder / self.FILE, error=CheckpointError)
+        own = self._parameters
+        problems = [f"missing: {name}" for name in own.keys() - saved.keys()]
+        problems += [f"unexpected: {name}" for name in saved.keys() - own.keys()]
+        problems += [
+            f"{name} is {saved[name].dtype} {tuple(saved[name].shape)}, "
+            f"not {own[name].dtype} {tuple(own[name].shape)}"
+            for name in own.keys() & saved.keys()
+            if (saved[name].shape, saved[name].dtype) != (own[name].shape, own[name].dtype)
+        ]
+        if problems:
+            raise CheckpointError(
+                f"the weights in {folder} do not fit this model", found="\n".join(sorted(problems))
+            )
+        for name, parameter in own.items():
+            parameter.data.copy_(saved[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A valid checkpoint."""
+
+    step: int
+    folder: Path
+    manifest: Mapping[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        output_dir: The run's folder; checkpoints lie in `checkpoints/` below it.
+        keep: How many of the newest stay, besides the best.
+        free: Asked for the free bytes before each save.
+    """
+
+    def __init__(
+        self, output_dir: Path, keep: int, free: Callable[[Path], int] = free_bytes
+    ) -> None:
+        self.folder = output_dir / FOLDER
+        self.keep, self.free = keep, free
+        self._known: dict[int, bool] = {}  # step -> valid, as far as looked at
+
+    def has_valid(self, step: int) -> bool:
+        """Return whether this step's checkpoint is known to be valid."""
+        return self._known.get(step, False)
+
+    def newest_valid(self, on_event: Listener) -> Checkpoint:
+        """Return the newest valid checkpoint; a Notice says which were skipped and why.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        skipped: list[str] = []
+        for step in reversed(self.steps()):
+            try:
+                found = self.verified(step)
+            except CheckpointError as error:
+                skipped.append(f"{self._path(step).name}: {error.found}")
+                on_event(Notice(f"Skipped checkpoint {skipped[-1]}"))
+                continue
+            return found
+        raise CheckpointError(
+            f"cannot resume: {self.folder} holds no valid checkpoint",
+            found="\n".join(skipped) or "There is none at all.",
+            fix="Train from the start: leave out --resume.",
+        )
+
+    def steps(self) -> list[int]:
+        """Return the steps of all checkpoints, valid or not, oldest first."""
+        try:
+            names = [entry.name for entry in os.scandir(self.folder) if entry.is_dir()]
+        except OSError:
+            return []
+        return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+    def verified(self, step: int) -> Checkpoint:
+        """Return a checkpoint after hashing all of it; CheckpointError.found says what is wrong."""
+        folder = self._path(step)
+        self._known[step] = False
+        manifest = _read_manifest(folder)
+        if manifest.get("step") != step:
+            raise _invalid(folder, f"its manifest is of step {manifest.get('step')}")
+        for name, (size, digest) in _listed_files(folder, manifest).items():
+            path = folder / name
+            if not path.is_file() or path.is_symlink():
+                raise _invalid(folder, f"{name} is missing")
+            if path.stat().st_size != size:
+                raise _invalid(folder, f"{name} has {path.stat().st_size:,} bytes, not {size:,}")
+            if sha256_of(path) != digest:
+                raise _invalid(folder, f"{name} has changed since it was written (sha256)")
+        self._known[step] = True
+        return Checkpoint(step, folder, manifest)
+
+    def save(
+        self,
+        step: int,
+        writers: Mapping[str, Writer],
+        facts: Mapping[str, Any],
+        *,
+        best_step: int | None,
+        num_bytes: int,
+    ) -> Path:
+        """Write a checkpoint, then delete those that are not to be kept.
+
+        Args:
+            writers: Each writes some of the files into the folder it is given.
+            facts: What the manifest says besides files, versions and step.
+            best_step: Whose checkpoint is kept whatever its age.
+            num_bytes: About how much is going to be written.
+
+        Raises:
+            RunError: The disk is full or fails. Nothing that was there is lost.
+            OutputError: The folder cannot be written to.
+        """
+        self.check_space(num_bytes)
+        final = self._path(step)
+        temporary = self.folder / f"{final.name}.tmp-{os.getpid()}"
+        try:
+            with _disk_errors(final):
+                _write(temporary, writers, {**facts, "step": step})
+                failpoint("synced")
+                self._publish(temporary, final)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        self._known[step] = True
+        with _disk_errors(final):
+            write_text(f"{final.name}\n", self.folder / LATEST)
+            failpoint(LATEST)
+            self._delete_old(step, best_step)
+        return final
+
+    def check_space(self, num_bytes: int) -> None:
+        """Raise RunError if a checkpoint of about this size does not fit on the disk."""
+        if (free := self.free(self.folder)) < num_bytes:
+            raise RunError(
+                f"cannot save a checkpoint in {self.folder}: the disk is full",
+                found=f"{num_bytes:,} bytes needed, {free:,} free.",
+                fix="Make room, then go on with --resume; earlier checkpoints are untouched.",
+            )
+
+    def remove_leftovers(self) -> None:
+        """Delete what processes that live no more left half written."""
+        with contextlib.suppress(OSError):
+            for entry in list(os.scandir(self.folder)):
+                match = _TEMPORARY.fullmatch(entry.name)
+                if match and not _is_alive(int(match[1])):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+
+    def _publish(self, temporary: Path, final: Path) -> None:
+        """Give a complete checkpoint its name; one of that name is there only if it is invalid."""
+        old = final.with_name(f"{final.name}.old-{os.getpid()}")
+        if final.exists():
+            final.rename(old)
+        temporary.rename(final)
+        failpoint("renamed")
+        fsync_dir(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _delete_old(self, newest: int, best_step: int | None) -> None:
+        """Delete valid checkpoints beyond the newest; invalid ones are left for people to look at.
+
+        The one just written is valid and stays, so there is always one to resume from.
+        """
+        for step in self.steps():
+            if step not in self._known:
+                with contextlib.suppress(CheckpointError):
+                    self.verified(step)
+        valid = [step for step in self.steps() if self.has_valid(step)]
+        for step in valid[: -self.keep]:
+            if step not in (newest, best_step):
+                # under another name first: a deletion that is cut short leaves no half checkpoint
+                old = self._path(step).with_name(f"step-{step}.old-{os.getpid()}")
+                self._path(step).rename(old)
+                del self._known[step]
+                shutil.rmtree(old, ignore_errors=True)
+                failpoint("deleted")
+        fsync_dir(self.folder)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
+
+
+def prepare_output(output_dir: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Make sure, before anything heavy, that a run can write its results and destroys no others.
+
+    Args:
+        resume: The run that is there is to be continued.
+        overwrite: The run that is there is to be deleted.
+
+    Raises:
+        OutputError: The folder cannot be written to, or holds a run.
+    """
+    writable_folder(output_dir)
+    checkpoints = Checkpoints(output_dir, keep=1)
+    results = sorted(p.name for p in output_dir.glob("*.safetensors"))
+    found = [f"step-{step}" for step in checkpoints.steps()] + results
+    if found and not (resume or overwrite):
+        raise OutputError(
+            f"{output_dir} already holds a run",
+            found=", ".join(found[-4:]),
+            fix="Go on with it (--resume), or train into another folder (--out DIR), or delete it.",
+        )
+    if overwrite and not resume:
+        for path in [checkpoints.folder, *(output_dir / name for name in results)]:
+            with _disk_errors(path):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    writable_folder(checkpoints.folder)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that the numbers of a run may depend on."""
+    found = {"python": platform.python_version()}
+    for library in LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[library] = metadata.version(library)
+    return found
+
+
+def _write(folder: Path, writers: Mapping[str, Writer], facts: Mapping[str, Any]) -> None:
+    """Write files and manifest into a new folder, every byte durable."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    failpoint("made")
+    for name, write in writers.items():
+        write(folder)
+        failpoint(name)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in paths:
+        _fsync(path)  # whoever wrote it
+    files = {
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": sha256_of(path),
+        }
+        for path in paths
+    }
+    manifest = {"schema": SCHEMA, **facts, "versions": versions(), "files": files}
+    write_json({**manifest, "sha256": _digest(manifest)}, folder / MANIFEST)
+    failpoint(MANIFEST)
+    for inner in {path.parent for path in paths} | {folder}:
+        fsync_dir(inner)
+
+
+def _fsync(path: Path) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    if not (folder / MANIFEST).exists():
+        raise _invalid(folder, f"{MANIFEST} is missing: the folder was never complete")
+    try:
+        manifest = read_json(folder / MANIFEST, max_bytes=MAX_MANIFEST_BYTES, error=CheckpointError)
+    except CheckpointError as error:
+        raise _invalid(folder, f"{MANIFEST} is unreadable: {error.found}") from None
+    if manifest.get("schema") != SCHEMA:
+        raise _invalid(folder, f"its schema is {manifest.get('schema')!r}, this is {SCHEMA}")
+    if manifest.pop("sha256", None) != _digest(manifest):
+        raise _invalid(folder, f"{MANIFEST} has changed since it was written (sha256)")
+    return manifest
+
+
+def _listed_files(folder: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
+    """Return name -> (bytes, sha256) of the files of a manifest whose hash is right."""
+    try:
+        return {n: (int(f["bytes"]), str(f["sha256"])) for n, f in manifest["files"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise _invalid(folder, f"{MANIFEST} does not list its files") from None
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _invalid(folder: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{folder} is not a valid checkpoint", found=reason)
+
+
+def _is_alive(pid: int) -> bool:
+    """Return whether another process of this number runs; our own leftovers are older than us."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Turn what the system or a writer says about the disk into RunError or OutputError."""
+    try:
+        yield
+    except (RunError, OutputError):
+        raise
+    except PermissionError as error:
+        raise OutputError(f"cannot write {path}", found=str(error)) from error
+    except OSError as error:
+        raise RunError(
+            f"cannot write {path}",
+            found=f"{error}; {free_bytes(path.parent):,} bytes free.",
+            fix="Earlier checkpoints are untouched: mend the disk, then go on with --resume.",
+        ) from error

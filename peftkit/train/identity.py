@@ -1,0 +1,114 @@
+"""What makes two runs the same run: compared before a resume, every difference named."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from peftkit.errors import CheckpointError
+from peftkit.train.config import TrainConfig
+
+# May change between two halves of a run: no weight depends on them.
+FREE = {
+    "output_dir",
+    "eval_every",
+    "save_every",
+    "keep_checkpoints",
+    "gradient_checkpointing",
+    "log_to",
+}
+Identity = Mapping[str, Any]
+
+
+def identity_of(
+    config: TrainConfig,
+    train_rows: Sequence[Any],
+    eval_rows: Sequence[Any],
+    world_size: int,
+    given: Identity,
+) -> dict[str, Any]:
+    """Return everything that the numbers of a run depend on, as plain JSON.
+
+    Args:
+        given: What the caller knows besides: base, method, data.
+    """
+    train = {name: value for name, value in config.model_dump().items() if name not in FREE}
+    rows = {"train": fingerprint(train_rows), "eval": fingerprint(eval_rows)}
+    whole = {**given, "train": train, "rows": rows, "num_processes": world_size}
+    plain: dict[str, Any] = json.loads(json.dumps(whole, default=str))
+    return plain
+
+
+def check_same_run(saved: Identity, now: Identity, allowed: Sequence[str]) -> list[str]:
+    """Return the differences that are allowed.
+
+    Args:
+        allowed: Dotted keys; "train" allows all of "train.learning_rate" and the rest.
+
+    Raises:
+        CheckpointError: Lists all the differences that are not.
+    """
+    before, after = flat(saved), flat(now)
+    accepted, refused = [], []
+    for key in sorted(before.keys() | after.keys()):
+        if key in before and key in after and before[key] == after[key]:
+            continue
+        line = f"{key}: {_shown(before, key)} -> {_shown(after, key)}"
+        is_allowed = any(key == name or key.startswith(f"{name}.") for name in allowed)
+        (accepted if is_allowed else refused).append((key, line))
+    if refused:
+        keys = ",".join(key for key, _ in refused)
+        raise CheckpointError(
+            "cannot resume: this is not the run that was saved",
+            found="\n".join(line for _, line in refused),
+            fix="Undo the change, or train into another folder, or accept it (the run is then no "
+            f"exact continuation): --allow-changes {keys}",
+        )
+    return [line for _, line in accepted]
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one, keys joined by dots."""
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: value} if prefix else {}
+    inner = (flat(v, f"{prefix}.{k}" if prefix else str(k)) for k, v in value.items())
+    return {key: item for part in inner for key, item in part.items()}
+
+
+def fingerprint(rows: Iterable[Any]) -> str:
+    """Return a hash of what rows teach; a row's field `source` only says where it came from."""
+    digest = hashlib.sha256()
+    for row in rows:
+        _feed(digest, row)
+    return f"sha256:{digest.hexdigest()[:32]}"
+
+
+def _feed(digest: Any, value: Any) -> None:
+    """Hash a value with its type and length, so that no two different rows read the same."""
+    if dataclasses.is_dataclass(value):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        value.pop("source", None)
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    if isinstance(value, list | tuple):
+        digest.update(b"[%d" % len(value))
+        if value and all(type(item) is int for item in value):
+            digest.update(array("q", value).tobytes())
+            return
+        for item in value:
+            _feed(digest, item)
+        return
+    text = repr(value).encode()
+    digest.update(b"%d:" % len(text) + text)
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key]) if key in values else "(not there)"

@@ -1,0 +1,206 @@
+"""The optimizer: AdamW in four forms, its learning rates, and its state as tensors and numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from peftkit.errors import CheckpointError, ConfigError
+from peftkit.train.config import TrainConfig
+
+BETAS = (0.9, 0.999)
+EPS = 1e-8
+STATE_BYTES = {"adamw": 8, "paged_adamw": 8, "adamw_8bit": 2, "paged_adamw_8bit": 2}  # a parameter
+FUSED = {"cpu", "cuda", "xpu", "mps"}
+Parameters = Mapping[str, nn.Parameter]
+
+
+def build_optimizer(parameters: Parameters, config: TrainConfig) -> Optimizer:
+    """Return the optimizer of a run.
+
+    Groups carry `ratio`, their learning rate's part of the schedule's.
+
+    Raises:
+        ConfigError: A paged optimizer without a GPU.
+    """
+    groups = parameter_groups(parameters, config)
+    device = next(iter(parameters.values())).device
+    if config.optimizer == "adamw":
+        return AdamW(
+            groups, lr=config.learning_rate, betas=BETAS, eps=EPS, fused=device.type in FUSED
+        )
+    if config.optimizer.startswith("paged") and device.type != "cuda":
+        raise ConfigError(
+            f"train.optimizer: {config.optimizer} cannot run here",
+            found=f"Paging moves state between a GPU and the CPU; the model is on {device}.",
+            fix=f"Use train.optimizer: {config.optimizer.removeprefix('paged_')}",
+        )
+    from bitsandbytes import optim as bnb  # here, not above: importing it takes seconds
+
+    kinds = {
+        "adamw_8bit": bnb.AdamW8bit,
+        "paged_adamw": bnb.PagedAdamW32bit,
+        "paged_adamw_8bit": bnb.PagedAdamW8bit,
+    }
+    optimizer: Optimizer = kinds[config.optimizer](
+        groups, lr=config.learning_rate, betas=BETAS, eps=EPS
+    )
+    return optimizer
+
+
+def parameter_groups(parameters: Parameters, config: TrainConfig) -> list[dict[str, Any]]:
+    """Split parameters by learning rate (LoRA+ for lora_B) and by weight decay (matrices only)."""
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        ratio = config.loraplus_ratio if "lora_B" in name.split(".") else 1.0
+        decay = config.weight_decay if parameter.ndim > 1 else 0.0
+        groups.setdefault((ratio, decay), []).append(parameter)
+    return [
+        {"params": members, "weight_decay": decay, "ratio": ratio}
+        for (ratio, decay), members in groups.items()
+    ]
+
+
+def learning_rate(step: int, num_steps: int, config: TrainConfig) -> float:
+    """Return the learning rate of a step, counted from 0; no step has a rate of zero."""
+    warmup_steps = round(config.warmup_ratio * num_steps)
+    if step < warmup_steps:
+        return config.learning_rate * (step + 1) / (warmup_steps + 1)
+    done = (step - warmup_steps) / max(1, num_steps - warmup_steps)
+    if config.schedule == "cosine":
+        return config.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+    return config.learning_rate * (1 - done if config.schedule == "linear" else 1.0)
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Give every group its part of the schedule's rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["ratio"]
+
+
+def complete_gradients(parameters: Parameters) -> list[Tensor]:
+    """Return all gradients: zeros where there was none, each laid out in memory as its parameter.
+
+    The fused CPU AdamW reads a gradient as if it had the parameter's strides: a transposed view
+    would be read wrongly, without a word.
+    """
+    gradients = []
+    for parameter in parameters.values():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
+        gradients.append(parameter.grad)
+    return gradients
+
+
+class LossScale:
+    """A factor on the loss that keeps the gradients of 16-bit floats from underflowing.
+
+    Halved while gradients overflow (the step is then done again, nothing is skipped), doubled
+    after 2,000 steps that did not. Always 1 for other dtypes. (Micikevicius et al., 2018,
+    arXiv:1710.03740)
+    """
+
+    GROWTH_STEPS = 2000
+
+    def __init__(self, needed: bool) -> None:
+        self.needed = needed
+        self.factor = 2.0**16 if needed else 1.0
+        self.good_steps = 0
+
+    def overflowed(self) -> bool:
+        """Halve the factor if that can help; the same step is then to be tried again."""
+        if self.factor <= 1.0:
+            return False
+        self.factor /= 2
+        self.good_steps = 0
+        return True
+
+    def went_well(self) -> None:
+        """Count a step that did not overflow."""
+        self.good_steps += 1
+        if self.needed and self.good_steps % self.GROWTH_STEPS == 0:
+            self.factor *= 2
+
+
+def optimizer_state(
+    optimizer: Optimizer, parameters: Parameters
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return the optimizer's tensors and its numbers, each named "parameter/key"."""
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, float] = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state[parameter].items():
+            if not _is_constant(key):
+                kind = tensors if isinstance(value, Tensor) else numbers
+                kind[f"{name}/{key}"] = value
+    return tensors, numbers
+
+
+def load_optimizer_state(
+    optimizer: Optimizer,
+    parameters: Parameters,
+    tensors: Mapping[str, Tensor],
+    numbers: Mapping[str, float],
+) -> None:
+    """Take what `optimizer_state` returned.
+
+    Raises:
+        CheckpointError: It is the state of another optimizer or of other parameters.
+    """
+    problems: list[str] = []
+    left = set(tensors) | set(numbers)
+    for gindex, group in enumerate(optimizer.param_groups):
+        for pindex, parameter in enumerate(group["params"]):
+            name = next(n for n, p in parameters.items() if p is parameter)
+            state = _empty_state(optimizer, group, parameter, gindex, pindex)
+            for key, value in state.items():
+                if _is_constant(key):
+                    continue
+                full = f"{name}/{key}"
+                left.discard(full)
+                found = tensors.get(full, numbers.get(full))
+                if isinstance(value, Tensor) and _fits(value, found):
+                    value.copy_(found)  # in place: bitsandbytes' paged memory stays paged
+                elif not isinstance(value, Tensor) and isinstance(found, int | float):
+                    state[key] = found
+                else:
+                    problems.append(f"missing or misshapen: {full}")
+            optimizer.state[parameter] = state
+    problems += [f"unexpected: {name}" for name in sorted(left)]
+    if problems:
+        more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise CheckpointError(
+            f"the optimizer state does not belong to this run's {type(optimizer).__name__}",
+            found="\n".join(problems[:8]) + more,
+        )
+
+
+def _empty_state(
+    optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter, gindex: int, pindex: int
+) -> dict[str, Any]:
+    """Return the state that the optimizer would make for a parameter in its first step."""
+    if isinstance(optimizer, AdamW):
+        return {
+            "step": torch.zeros((), device=parameter.device if group["fused"] else "cpu"),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    optimizer.init_state(group, parameter, gindex, pindex)  # type: ignore[attr-defined]
+    state: dict[str, Any] = optimizer.state[parameter]
+    return state
+
+
+def _fits(value: Tensor, found: object) -> bool:
+    return isinstance(found, Tensor) and (found.shape, found.dtype) == (value.shape, value.dtype)
+
+
+def _is_constant(key: str) -> bool:
+    """bitsandbytes' quantisation tables are the same for every state of its kind."""
+    return key.startswith("qmap")

@@ -1,0 +1,88 @@
+"""The processes of a run, over accelerate: one alone, or several under `accelerate launch`.
+
+The model is not wrapped in DistributedDataParallel: adapters are small, so their gradients are
+summed once per step, in one buffer. A process may then take its own number of micro-batches (after
+running out of memory, or of rows in a small last group), and a task may call any part of the model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from peftkit.errors import RunError
+
+
+class Ranks:
+    """This process among all.
+
+    Args:
+        device: Where the model is.
+
+    Raises:
+        RunError: The model is not on the device that the launcher gave this process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        # Without cpu=True, accelerate on a machine without GPU would let each process train alone.
+        self._accelerator = Accelerator(
+            cpu=device.type == "cpu" and launched > 1, gradient_accumulation_steps=1
+        )
+        self.rank = self._accelerator.process_index
+        self.world_size = self._accelerator.num_processes
+        self.device = device
+        self._check(launched)
+
+    def _check(self, launched: int) -> None:
+        own = self._accelerator.device
+        if self.world_size != launched:
+            raise RunError(
+                f"{launched} processes were launched, and accelerate has joined {self.world_size}",
+                fix="Launch with: accelerate launch --num_processes N -m peftkit_cli train ...",
+            )
+        if self.world_size > 1 and own != self.device:
+            raise RunError(
+                f"process {self.rank} of {self.world_size} has its model on the wrong device",
+                found=f"It is on {self.device}; accelerate gives this process {own}.",
+            )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes and speaks."""
+        return self.rank == 0
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Return the mixed precision that the launcher was told; nothing otherwise."""
+        return self._accelerator.autocast()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over all processes."""
+        if self.world_size == 1:
+            return tensor
+        return self._accelerator.reduce(tensor, reduction="sum")
+
+    def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Replace each gradient by its sum over all processes."""
+        if self.world_size == 1:
+            return
+        total = self.sum(torch.cat([gradient.reshape(-1).float() for gradient in gradients]))
+        parts = total.split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return a vector of every process, on the CPU: (world_size, length)."""
+        if self.world_size == 1:
+            return tensor.cpu()[None]
+        gathered: Tensor = self._accelerator.gather(tensor.to(self.device))
+        return gathered.cpu().view(self.world_size, -1)
+
+    def wait(self) -> None:
+        """Wait until every process has come here."""
+        self._accelerator.wait_for_everyone()

@@ -1,0 +1,58 @@
+"""The random number generators of a process: seeded, captured and restored as plain tensors."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+
+def seed_everything(seed: int, rank: int = 0) -> None:
+    """Seed python, numpy and torch, every process differently: their dropout masks must differ."""
+    seed = (seed + 1_000_003 * rank) % 2**32
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def capture(device: torch.device) -> State:
+    """Return the state of all generators; every process's has the same names, shapes and dtypes."""
+    version, words, gauss = random.getstate()
+    python = [version, *words, gauss is not None, _bits(gauss or 0.0)]
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state = {
+        "python": torch.tensor(python, dtype=torch.int64),
+        "numpy": torch.tensor([*keys.tolist(), position, has_gauss, _bits(cached)]),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Set all generators to a captured state."""
+    version, *words, has_gauss, bits = state["python"].tolist()
+    random.setstate((version, tuple(words), _float(bits) if has_gauss else None))
+    *keys, position, has_gauss, bits = state["numpy"].tolist()
+    np.random.set_state(
+        ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, _float(bits))
+    )
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _bits(value: float) -> int:
+    """Return the 64 bits of a float, so that it can stand among integers, exactly."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

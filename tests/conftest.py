@@ -1,0 +1,63 @@
+"""Every test runs offline, seeded, on the CPU with one thread, and leaves no file at home."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import tempfile
+from pathlib import Path
+
+_HOME = tempfile.TemporaryDirectory(prefix="peftkit-tests-")
+atexit.register(_HOME.cleanup)
+# Before anything imports a Hugging Face library: they read these once. Programs that tests start
+# inherit them.
+os.environ.update(
+    HF_HOME=_HOME.name,
+    HF_HUB_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    HF_HUB_DISABLE_PROGRESS_BARS="1",
+    DO_NOT_TRACK="1",
+    TOKENIZERS_PARALLELISM="false",
+    OMP_NUM_THREADS="1",
+)
+# The tests mean the CPU. Those in gpu/ run with: CUDA_VISIBLE_DEVICES=0 pytest tests/gpu
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+import pytest  # noqa: E402 - the environment comes first
+import torch  # noqa: E402
+from transformers import PreTrainedModel, PreTrainedTokenizerFast  # noqa: E402
+
+from tests.families import FAMILIES, tiny_tokenizer  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    """A tiny Llama with random weights, in eval mode: 2 layers, hidden size 32, 4 heads, 2 kv."""
+    return FAMILIES["llama"]().eval()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A real byte-level tokenizer with a ChatML template; its ids fit every tiny model."""
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def model_folder(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast
+) -> Path:
+    """A folder as on a hub: the tiny Llama in float32 and its tokenizer. Do not write into it."""
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    torch.manual_seed(0)
+    FAMILIES["llama"]().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,284 @@
+"""A hostile or damaged adapter file is one typed error, in bounded time and memory."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import time
+import tracemalloc
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save as library_save
+
+from peftkit.errors import AdapterError
+from peftkit.formats import guard
+from peftkit.formats.guard import check_safetensors, read_json, read_tensors, what_is
+
+A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+
+
+class Canary:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.path,))
+
+
+def file_of(header: object, payload: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + payload
+
+
+def entry(start: int, end: int, shape: object = (4,), dtype: object = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+def refusal(path: Path) -> str:
+    """Return the message with which a file is refused, having watched time and memory."""
+    best = 1.0
+    for _ in range(3):  # the machine may be busy with something else once
+        start = time.perf_counter()
+        with pytest.raises(AdapterError):
+            read_tensors(path)
+        best = min(best, time.perf_counter() - start)
+    assert best < 0.05
+    tracemalloc.start()
+    try:
+        with pytest.raises(AdapterError) as caught:
+            read_tensors(path)
+        assert tracemalloc.get_traced_memory()[1] < 50e6
+    finally:
+        tracemalloc.stop()
+    assert len(str(caught.value)) < 1500
+    return str(caught.value)
+
+
+def test_an_adapter_is_read_as_it_was_saved(tmp_path: Path) -> None:
+    tensors = {A: torch.randn(4, 9), B: torch.randn(41, 4).bfloat16()}
+    (tmp_path / "t").write_bytes(library_save(tensors, {"format": "pt"}))
+    read = read_tensors(tmp_path / "t")
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[n], tensors[n]) and read[n].dtype == tensors[n].dtype for n in read)
+    assert check_safetensors(tmp_path / "t").metadata == {"format": "pt"}
+
+
+HUGE = 2**64 - 1
+LENGTHS: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "an empty file"),
+    "7 bytes": (b"\2\0\0\0\0\0\0", "7 bytes"),
+    "8 bytes": (b"\0\0\0\0\0\0\0\0", "Its header begins"),
+    "n = 2^64-1": (HUGE.to_bytes(8, "little") + b"{}", "18,446,744,073,709,551,615 bytes"),
+    "n = 2^63": ((2**63).to_bytes(8, "little") + b"{}", "9,223,372,036,854,775,808 bytes"),
+    "n > file": (file_of({A: entry(0, 16)}, bytes(16))[:60], "the file has 60"),
+    "n = file": ((10).to_bytes(8, "little") + b"{}", "promises a header of 10 bytes"),
+    "n = 1": (b"\1\0\0\0\0\0\0\0{", "line 1, column 2"),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_false_header_length_is_refused(tmp_path: Path, name: str) -> None:
+    data, reason = LENGTHS[name]
+    (tmp_path / "t").write_bytes(data)
+    assert reason in refusal(tmp_path / "t")
+
+
+@pytest.mark.parametrize("length", [guard.MAX_HEADER_BYTES + 1, 100 * 1024 * 1024 + 1])
+def test_a_header_over_the_limit_is_refused_before_it_is_read(tmp_path: Path, length: int) -> None:
+    with open(tmp_path / "t", "wb") as file:
+        file.write(length.to_bytes(8, "little") + b"{")
+        file.truncate(8 + length)
+    assert f"Its header has {length:,} bytes" in refusal(tmp_path / "t")
+
+
+HEADERS: dict[str, tuple[object, str]] = {
+    "overlap": ({A: entry(0, 16), B: entry(8, 24)}, "overlaps"),
+    "same bytes twice": ({A: entry(0, 16), B: entry(0, 16)}, "overlaps"),
+    "hole": ({A: entry(0, 16), B: entry(24, 40)}, "hole"),
+    "hole at the start": ({A: entry(8, 24)}, "hole"),
+    "negative offset": ({A: entry(-16, 0)}, "offsets"),
+    "reversed offsets": ({A: entry(16, 0)}, "takes 16 bytes"),
+    "beyond the file": ({A: entry(0, 64, [16])}, "the payload has 48"),
+    "trailing bytes": ({A: entry(0, 16)}, "the payload has 48"),
+    "offset overflow": ({A: entry(0, 2**63)}, "offsets"),
+    "offset beyond 64 bits": ({A: entry(0, 2**70)}, "does not fit 64 bits"),
+    "shape not bytes": ({A: entry(0, 48, [4])}, "takes 16 bytes"),
+    "negative shape": ({A: entry(0, 16, [-4])}, "shape"),
+    "two negatives": ({A: entry(0, 16, [-2, -2])}, "shape"),
+    "shape overflow": ({A: entry(0, 0, [2**32, 2**32])}, "takes"),
+    "shape overflow to 16": ({A: entry(0, 16, [2**62 + 1, 4])}, "takes"),
+    "many dimensions": ({A: entry(0, 4, [1] * 100_000)}, "shape"),
+    "huge numbers": ({A: entry(0, 4, [2**63 - 1] * 32)}, "takes"),
+    "bool in the shape": ({A: entry(0, 4, [True])}, "shape"),
+    "float in the shape": ({A: entry(0, 16, [4.0])}, "shape"),
+    "string for the shape": ({A: entry(0, 16, "4")}, "shape"),
+    "null for the shape": ({A: entry(0, 16, None)}, "shape"),
+    "no offsets": ({A: {"dtype": "F32", "shape": [4]}}, "exactly"),
+    "one offset": ({A: {"dtype": "F32", "shape": [4], "data_offsets": [16]}}, "offsets"),
+    "one key more": ({A: {**entry(0, 48), "x": 1}}, "exactly"),
+    "tensor is a list": ({A: [1]}, "exactly"),
+    "unknown dtype": ({A: entry(0, 16, dtype="F31")}, "unknown dtype 'F31'"),
+    "dtype is a list": ({A: entry(0, 16, dtype=[])}, "unknown dtype"),
+    "integer dtype": ({A: entry(0, 48, [12], "I32")}, "dtype I32"),
+    "fp8": ({A: entry(0, 48, [48], "F8_E4M3")}, "dtype F8_E4M3"),
+    "scalar": ({A: entry(0, 4, []), B: entry(4, 48, [11])}, "shape ()"),
+    "five dimensions": ({A: entry(0, 48, [12, 1, 1, 1, 1])}, "shape (12, 1, 1, 1, 1)"),
+    "no numbers": ({A: entry(0, 0, [0, 4]), B: entry(0, 48, [12])}, "shape (0, 4)"),
+    "empty name": ({"": entry(0, 48, [12])}, "the tensor name ''"),
+    "path as a name": ({"../../x": entry(0, 48, [12])}, "the tensor name '../../x'"),
+    "escape in a name": ({"a\x1b[2J": entry(0, 48, [12])}, "the tensor name 'a\\x1b[2J'"),
+    "letters elsewhere": ({"lora_\u0410": entry(0, 48, [12])}, "the tensor name"),
+    "long name": ({"a" * 100_000: entry(0, 48, [12])}, "the tensor name 'aaa"),
+    "many bad names": ({f"{i}/": entry(i * 4, i * 4 + 4, [1]) for i in range(12)}, "and 7 more"),
+    "no tensors": ({}, "the payload has 48"),
+    "metadata is a number": ({"__metadata__": 1, A: entry(0, 48, [12])}, "__metadata__"),
+    "metadata of numbers": ({"__metadata__": {"a": 1}, A: entry(0, 48, [12])}, "__metadata__"),
+    "list": ([1], "begins with"),
+    "not JSON": (b"{nonsense", "line 1"),
+    "not UTF-8": (b'{"\xff": 1}', "not UTF-8"),
+    "duplicate tensor": (b'{"a": {"dtype": "F32"}, "a": {"dtype": "F32"}}', "twice"),
+    "deep": (b'{"a":' * 50_000, "deep"),
+    "NaN": (b'{"a": NaN}', "NaN"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_false_header_is_refused(tmp_path: Path, name: str) -> None:
+    header, reason = HEADERS[name]
+    (tmp_path / "t").write_bytes(file_of(header, bytes(48)))
+    assert reason in refusal(tmp_path / "t")
+
+
+def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(file_of({"__metadata__": {"format": "pt"}}))
+    assert "no tensors" in refusal(tmp_path / "t")
+
+
+def test_too_many_tensors_are_refused(tmp_path: Path) -> None:
+    many = {f"t{i}": entry(2 * i, 2 * i + 2, [1], "F16") for i in range(guard.MAX_TENSORS + 1)}
+    (tmp_path / "t").write_bytes(file_of(many, bytes(2 * len(many))))
+    with pytest.raises(AdapterError, match="50,001 tensors"):
+        read_tensors(tmp_path / "t")
+
+
+def test_a_payload_over_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    num = 1 << 40  # a sparse file of 2 TiB
+    with open(tmp_path / "t", "wb") as file:
+        header = file_of({A: entry(0, 2 * num, [num], "F16")})
+        file.write(header)
+        file.truncate(len(header) + 2 * num)
+    assert "more than 17,179,869,184 bytes" in refusal(tmp_path / "t")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tensors_that_are_not_finite_are_refused(
+    tmp_path: Path, value: float, dtype: torch.dtype
+) -> None:
+    bad = torch.ones(3, 3)
+    bad[2, 2] = value
+    (tmp_path / "t").write_bytes(library_save({A: torch.ones(2), B: bad.to(dtype)}))
+    assert f"1 of 2 tensors hold NaN or Infinity, as {B}" in refusal(tmp_path / "t")
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.3, 0.6, 0.99])
+def test_a_file_cut_short_is_refused(tmp_path: Path, keep: float) -> None:
+    whole = library_save({A: torch.ones(4, 9), B: torch.ones(9, 4)})
+    (tmp_path / "t").write_bytes(whole[: int(len(whole) * keep)])
+    assert refusal(tmp_path / "t")
+
+
+def zip_bytes(members: Mapping[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return out.getvalue()
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
+KINDS: dict[str, tuple[bytes, str]] = {
+    "zip": (zip_bytes({"a.txt": b"a"}), "a zip archive"),
+    "git-lfs": (LFS, "git lfs pull"),
+    "HTML": (b"\n<!DOCTYPE html><html><body>404</body></html>", "a web page"),
+    "html in capitals": (b"<HTML><HEAD>", "a web page"),
+    "XML error": (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "a web page"),
+    "JSON error": (b'{"error": "Repository not found"}', "JSON text"),
+    "text": (b"Entry not found", "text: 'Entry not found'"),
+    "GGUF": (b"GGUF\3\0\0\0" + bytes(32), "a GGUF file"),
+    "gzip": (b"\x1f\x8b\x08\0" + bytes(32), "a gzip archive"),
+    "numpy": (b"\x93NUMPY\1\0" + bytes(32), "a numpy file"),
+    "tar": (b"adapter/".ljust(257, b"\0") + b"ustar\0", "a tar archive"),
+    "noise": (bytes(range(255, 100, -1)), "bytes"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_another_kind_of_file_is_named_for_what_it_is(tmp_path: Path, name: str) -> None:
+    data, reason = KINDS[name]
+    (tmp_path / "t").write_bytes(data)
+    assert reason in refusal(tmp_path / "t")
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_pickle_is_named_and_never_run(tmp_path: Path, protocol: int) -> None:
+    canary = tmp_path / "ran"
+    (tmp_path / "t").write_bytes(pickle.dumps(Canary(canary), protocol))
+    assert what_is(tmp_path / "t") == guard.PICKLE
+    assert "A pickle can run code" in refusal(tmp_path / "t")
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_torch_file_is_named_and_never_run(tmp_path: Path, zipped: bool) -> None:
+    canary = tmp_path / "ran"
+    data = {"w": torch.ones(2), "x": Canary(canary)}
+    torch.save(data, tmp_path / "t", _use_new_zipfile_serialization=zipped)
+    assert what_is(tmp_path / "t") == (guard.TORCH_ARCHIVE if zipped else guard.PICKLE)
+    assert "A pickle can run code" in refusal(tmp_path / "t")
+    assert not canary.exists()
+
+
+def test_a_header_whose_length_looks_like_another_file_is_safetensors(tmp_path: Path) -> None:
+    header = json.dumps({A: entry(0, 16)}).encode()
+    padded = header + b" " * (0x8B1F - len(header))  # the length begins as gzip does
+    (tmp_path / "t").write_bytes(file_of(padded, bytes(16)))
+    assert what_is(tmp_path / "t") == guard.SAFETENSORS
+    assert torch.equal(read_tensors(tmp_path / "t")[A], torch.zeros(4))
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")  # opening it would wait for ever
+    for path in (tmp_path / "fifo", tmp_path, Path("/dev/zero"), tmp_path / "missing"):
+        assert "cannot read" in refusal(path)
+        with pytest.raises(AdapterError, match="cannot read"):
+            read_json(path)
+
+
+@pytest.mark.parametrize("name", ["git-lfs", "HTML", "noise", "zip"])
+def test_a_config_of_another_kind_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "t").write_bytes(KINDS[name][0])
+    with pytest.raises(AdapterError, match=r"git-lfs|web page|not UTF-8|binary"):
+        read_json(tmp_path / "t")
+
+
+def test_a_config_over_the_limit_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(b'{"r": 8}' + b" " * (1 << 20))
+    with pytest.raises(AdapterError, match="larger than 1,048,576 bytes"):
+        read_json(tmp_path / "t")
+
+
+def test_a_config_is_read(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text('{"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}')
+    expected = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}
+    assert read_json(tmp_path / "t") == expected

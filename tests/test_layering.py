@@ -1,0 +1,265 @@
+"""The house keeps its floors: imports go down, each dependency has one door, and no ring closes.
+
+Imports are parsed, those inside functions and under TYPE_CHECKING too.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+FLOORS: tuple[tuple[str, ...], ...] = (
+    # Ground: no part of the house knows less.
+    ("errors", "events", "roles", "kernels/"),
+    ("strict_json", "strict_yaml"),
+    ("config_words", "tensor_header"),
+    ("config", "files"),
+    # Parts that know nothing of each other.
+    ("quant", "targets", "data/", "train/"),
+    # What is composed of parts.
+    ("base", "methods/", "tasks/"),
+    ("adapter",),
+    ("formats/",),
+    # Whole stories.
+    ("recipe", "generate", "evaluate", "merge", "plan"),
+    ("__init__",),
+    ("cli/",),
+)
+"""Bottom first. A name is peftkit/<name>.py; `x/` is a folder, whose files may import each other."""
+
+DOORS: Mapping[str, tuple[str, ...]] = {
+    "torch": ("",),
+    "bitsandbytes": ("quant", "train/optim"),
+    "triton": ("kernels/",),
+    "accelerate": ("train/",),
+    "datasets": ("data/load",),
+    "transformers": ("base", "tasks/", "generate"),
+    "huggingface_hub": ("formats/hub",),
+    "safetensors": ("formats/", "merge", "train/checkpoint"),
+    "pydantic": ("config", "config_words", "methods/", "data/", "train/", "base", "recipe"),
+    "yaml": ("config", "strict_yaml"),
+    "typer": ("cli/",),
+    "rich": ("cli/",),
+}
+"""Which files may import a third-party package; one that is not named here has no door at all."""
+
+WITHOUT_TORCH = (
+    "peftkit_cli.app",
+    "peftkit.config",
+    "peftkit.errors",
+    "peftkit.events",
+    "peftkit.roles",
+)
+
+
+class Import(NamedTuple):
+    """One import: `importer` and `target` are dotted modules, `names` whatever comes from it."""
+
+    where: str
+    importer: str
+    target: str
+    names: tuple[str, ...]
+    relative: bool = False
+
+
+def house() -> dict[str, str]:
+    """Return the source of every module, by dotted name; packages end in `.__init__`."""
+    found = {}
+    for top, package in ((ROOT, "peftkit"), (ROOT / "cli", "peftkit_cli")):
+        for path in sorted((top / package).rglob("*.py")):
+            name = ".".join(path.relative_to(top).with_suffix("").parts)
+            found[name] = path.read_text(encoding="utf-8")
+    return found
+
+
+def room(module: str) -> str:
+    """Return a module's name as FLOORS and DOORS write it: `data/load`, `cli/app`, `config`."""
+    parts = module.split(".")
+    return "/".join(["cli", *parts[1:]] if parts[0] == "peftkit_cli" else parts[1:])
+
+
+def fits(name: str, pattern: str) -> bool:
+    return name == pattern or not pattern or (pattern.endswith("/") and name.startswith(pattern))
+
+
+def floor(module: str) -> int | None:
+    return next(
+        (n for n, rooms in enumerate(FLOORS) if any(fits(room(module), r) for r in rooms)), None
+    )
+
+
+def imports(sources: Mapping[str, str]) -> Iterator[Import]:
+    """Parse every import, also importlib.import_module("literal")."""
+    for module, source in sources.items():
+        prefix = "cli/" if module.startswith("peftkit_cli") else ""
+        file = prefix + module.replace(".", "/") + ".py"
+        for node in ast.walk(ast.parse(source)):
+            where = f"{file}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield Import(where, module, alias.name, ())
+            elif isinstance(node, ast.ImportFrom):
+                names = tuple(alias.name for alias in node.names)
+                yield Import(where, module, node.module or "", names, node.level > 0)
+            elif isinstance(node, ast.Call) and node.args:
+                called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                first = node.args[0]
+                if called in {"import_module", "__import__"} and isinstance(first, ast.Constant):
+                    yield Import(where, module, str(first.value), ())
+
+
+def breaches(sources: Mapping[str, str]) -> list[str]:
+    """Return every breach of the rules, each with file, line and rule."""
+    told = [
+        f"{module}: stands on no floor; add it to FLOORS"
+        for module in sources
+        if floor(module) is None and not module.endswith(".__init__")
+    ]
+    edges: dict[str, dict[str, str]] = {module: {} for module in sources}
+    for found in imports(sources):
+        if found.relative:
+            told.append(f"{found.where}: relative import; name the module in full")
+        elif found.target.split(".")[0] in {"peftkit", "peftkit_cli"}:
+            for target in _own_targets(found, sources):
+                told += _climbs(found, target)
+                edges[found.importer].setdefault(target, found.where)
+        else:
+            told += _outside_its_door(found)
+    return told + _rings(edges)
+
+
+def _own_targets(found: Import, sources: Mapping[str, str]) -> list[str]:
+    """Return the modules that an import of ours reaches; a package stands as its `__init__`."""
+    modules = []
+    for name in found.names or ("",):
+        deeper = f"{found.target}.{name}"
+        options = (deeper, f"{deeper}.__init__", found.target, f"{found.target}.__init__")
+        modules += [next((option for option in options if option in sources), found.target)]
+    return list(dict.fromkeys(modules))
+
+
+def _climbs(found: Import, target: str) -> list[str]:
+    importer = found.importer
+    if target.endswith(".__init__"):
+        return [f"{found.where}: imports {target}; import from the module that defines the name"]
+    mine, other = floor(importer), floor(target)
+    if importer.endswith(".__init__") and importer != "peftkit.__init__":
+        return [f"{found.where}: a folder's __init__ imports nothing"]
+    if other is None:
+        return [f"{found.where}: imports {target}, which is no module of the house"]
+    siblings = importer.count(".") > 1 and importer.rpartition(".")[0] == target.rpartition(".")[0]
+    siblings = siblings or (room(importer).startswith("cli/") and room(target).startswith("cli/"))
+    if mine is not None and other >= mine and not siblings:
+        way = "climbs" if other > mine else "stays on one floor"
+        return [f"{found.where}: import of {target} {way} (floor {mine} to {other}); go down only"]
+    return []
+
+
+def _outside_its_door(found: Import) -> list[str]:
+    package = found.target.split(".")[0]
+    if package in sys.stdlib_module_names:
+        return []
+    doors = DOORS.get(package, ())
+    if any(fits(room(found.importer), door) for door in doors):
+        return []
+    allowed = ", ".join(doors) or "nowhere"
+    return [f"{found.where}: imports {package} outside its door ({allowed})"]
+
+
+def _rings(edges: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return one line for each import that closes a ring."""
+    told, done = [], set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        for target, where in edges.get(module, {}).items():
+            if target in path:
+                ring = " -> ".join((*path[path.index(target) :], target))
+                told.append(f"{where}: closes the ring {ring}")
+            elif target not in done:
+                visit(target, (*path, target))
+        done.add(module)
+
+    for module in edges:
+        if module not in done:
+            visit(module, (module,))
+    return told
+
+
+def test_the_house_keeps_its_rules() -> None:
+    told = breaches(house())
+    assert not told, "\n".join(told)
+
+
+@pytest.mark.parametrize(
+    ("sources", "told"),
+    [
+        ({"peftkit.errors": "def f():\n    import peftkit.recipe"}, "errors.py:2: import of peft"),
+        ({"peftkit.quant": "from peftkit.targets import Site"}, "quant.py:1: import of peftkit.tar"),
+        ({"peftkit.quant": "from peftkit import targets"}, "stays on one floor"),
+        (
+            {"peftkit.quant": "if TYPE_CHECKING:\n    from peftkit.methods.lora import LoRA"},
+            "peftkit/quant.py:2: import of peftkit.methods.lora climbs",
+        ),
+        ({"peftkit.train.loop": "import peftkit.data.load"}, "loop.py:1: import of peftkit.data.lo"),
+        (
+            {"peftkit.train.loop": "from peftkit.train.optim import x", "peftkit.train.optim": "\n"
+             "from peftkit.train.loop import y"},
+            "closes the ring peftkit.train.loop -> peftkit.train.optim -> peftkit.train.loop",
+        ),
+        ({"peftkit_cli.app": "from peftkit import load_base"}, "app.py:1: imports peftkit.__init__;"),
+        ({"peftkit.recipe": "from peftkit.data import Row"}, "imports peftkit.data.__init__; import"),
+        ({"peftkit.data.__init__": "from peftkit.data.load import x"}, "__init__ imports nothing"),
+        ({"peftkit.data.load": "from .pack import x"}, "load.py:1: relative import"),
+        ({"peftkit.recipe": "from peftkit.nowhere import x"}, "imports peftkit.nowhere, which is no"),
+        ({"peftkit.nowhere": ""}, "peftkit.nowhere: stands on no floor"),
+        ({"peftkit.base": "def f():\n  import bitsandbytes"}, "base.py:2: imports bitsandbytes outsi"),
+        ({"peftkit.train.loop": "from bitsandbytes import optim"}, "door (quant, train/optim)"),
+        ({"peftkit.recipe": "import rich.table"}, "peftkit/recipe.py:1: imports rich outside its do"),
+        ({"peftkit_cli.app": "import click"}, "cli/peftkit_cli/app.py:1: imports click outside its"),
+        ({"peftkit.recipe": 'import_module("peft.tuners")'}, "imports peft outside its door (nowhere)"),
+    ],
+)  # fmt: skip
+def test_each_rule_names_file_and_line(sources: dict[str, str], told: str) -> None:
+    packages = {"peftkit.__init__": "", "peftkit.data.__init__": "", "peftkit_cli.__init__": ""}
+    modules = dict.fromkeys(("peftkit.targets", "peftkit.methods.lora", "peftkit.data.load"), "")
+    (breach,) = breaches(packages | modules | sources)
+    assert told in breach
+
+
+def test_what_the_rules_allow_is_no_breach() -> None:
+    assert not breaches(
+        {
+            "peftkit.errors": "from __future__ import annotations\nimport os.path",
+            "peftkit.quant": "import bitsandbytes.functional as F\nimport torch",
+            "peftkit.formats.guard": "from peftkit.errors import x",
+            "peftkit.formats.peft": "from peftkit.formats import guard\nimport safetensors.torch",
+            "peftkit_cli.app": "from peftkit_cli import render\nfrom peftkit import errors",
+            "peftkit_cli.render": "from rich.table import Table",
+            "peftkit.__init__": "from peftkit.quant import x",
+        }
+    )
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_importing_it_leaves_torch_unloaded(module: str) -> None:
+    heavy = ("torch", "transformers", "datasets", "accelerate")
+    code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
+    path = os.pathsep.join([str(ROOT), str(ROOT / "cli")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
