@@ -26,9 +26,56 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from peftkit.data.encode import Style, prompt_ids, stop_ids
 from peftkit.errors import DataError
 
 MAX_NEW_TOKENS = 256
+
+
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: str | Sequence[str],
+    *,
+    style: Style | None = None,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    batch_size: int = 8,
+) -> list[str]:
+    """Return one completion for each prompt.
+
+    Args:
+        model: A causal language model, with an adapter on it or without; its mode is kept.
+        tokenizer: The model's own.
+        prompts: One text or several.
+        style: How an adapter was taught to be asked; by default as a user's message where the
+            tokenizer has a chat template, as it stands where it has none.
+        max_new_tokens, temperature, top_p, seed, batch_size: As in `complete`.
+
+    Raises:
+        DataError: A prompt is empty or fills the context, or an argument is out of its range.
+    """
+    style = style or default_style(tokenizer)
+    asked = [prompts] if isinstance(prompts, str) else prompts
+    answers = complete(
+        model,
+        tokenizer,
+        [prompt_ids(tokenizer, prompt, style) for prompt in asked],
+        stops=stop_ids(tokenizer, style),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        batch_size=batch_size,
+    )
+    return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in answers]
+
+
+def default_style(tokenizer: PreTrainedTokenizerBase) -> Style:
+    """Return how a model is asked when nothing says how it was taught."""
+    return Style("chat" if tokenizer.chat_template else "plain")
 
 
 def complete(
@@ -36,6 +83,7 @@ def complete(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     *,
+    stops: Sequence[int] = (),
     max_new_tokens: int = MAX_NEW_TOKENS,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -48,6 +96,7 @@ def complete(
         model: A causal language model; left in the train or eval mode it was in.
         tokenizer: The model's own.
         prompts: Token ids of each prompt.
+        stops: Token ids that end an answer, besides the tokenizer's and the model's end tokens.
         max_new_tokens: At most; an answer also ends where the model's context does.
         temperature: 0 takes the likeliest token; above, samples from softmax(logits / temperature).
         top_p: Samples only among the likeliest tokens that make up this probability.
@@ -58,6 +107,7 @@ def complete(
         DataError: A prompt is empty or fills the context, or an argument is out of its range.
     """
     _check(max_new_tokens, temperature, top_p)
+    ends = _end_ids(model, tokenizer, stops)
     answers: list[list[int]] = [[] for _ in prompts]
     # Longest first: prompts of like length share a batch, and a lack of memory shows at once.
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
@@ -65,10 +115,10 @@ def complete(
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
             batch = [prompts[index] for index in chosen]
-            config = _config(model, tokenizer, batch, max_new_tokens, temperature, top_p)
+            config = _config(model, tokenizer, batch, ends, max_new_tokens, temperature, top_p)
             new = _run(model, batch, config)
             for index, ids in zip(chosen, new.tolist(), strict=True):
-                answers[index] = _until_stop(ids, config)
+                answers[index] = _until(ends, ids)
     return answers
 
 
@@ -77,6 +127,7 @@ def stream(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Sequence[int],
     *,
+    stops: Sequence[int] = (),
     max_new_tokens: int = MAX_NEW_TOKENS,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -88,7 +139,8 @@ def stream(
     token.
     """
     _check(max_new_tokens, temperature, top_p)
-    config = _config(model, tokenizer, [prompt], max_new_tokens, temperature, top_p)
+    ends = _end_ids(model, tokenizer, stops)
+    config = _config(model, tokenizer, [prompt], ends, max_new_tokens, temperature, top_p)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     stop = threading.Event()
 
@@ -114,14 +166,6 @@ def stream(
         thread.join()
 
 
-def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids that end an answer: the tokenizer's and the model's end tokens."""
-    found = model.generation_config.eos_token_id if model.generation_config is not None else None
-    of_model = [] if found is None else [found] if isinstance(found, int) else list(found)
-    of_tokenizer = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return sorted({int(token) for token in (*of_model, *of_tokenizer)})
-
-
 def _check(max_new_tokens: int, temperature: float, top_p: float) -> None:
     if max_new_tokens < 1:
         raise DataError(f"max_new_tokens is {max_new_tokens}.", fix="Give a number above 0.")
@@ -134,10 +178,21 @@ def _check(max_new_tokens: int, temperature: float, top_p: float) -> None:
         raise DataError(f"top_p is {top_p}.", fix="Give a number above 0, at most 1.")
 
 
+def _end_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]
+) -> list[int]:
+    """Return every token id that ends an answer; call it before the model's config is set aside."""
+    found = model.generation_config.eos_token_id if model.generation_config is not None else None
+    of_model = [] if found is None else [found] if isinstance(found, int) else list(found)
+    of_tokenizer = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return sorted({int(token) for token in (*stops, *of_model, *of_tokenizer)})
+
+
 def _config(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
+    ends: list[int],
     max_new_tokens: int,
     temperature: float,
     top_p: float,
@@ -153,14 +208,13 @@ def _config(
             fix="Shorten it.",
         )
     room = max_new_tokens if limit is None else min(max_new_tokens, limit - longest)
-    stops = stop_ids(model, tokenizer)
     pad = tokenizer.pad_token_id
     settings = GenerationConfig(
         max_new_tokens=room,
         do_sample=temperature > 0,
         use_cache=True,
-        eos_token_id=stops or None,
-        pad_token_id=int(pad) if pad is not None else (stops[0] if stops else 0),
+        eos_token_id=ends or None,
+        pad_token_id=int(pad) if pad is not None else (ends[0] if ends else 0),
     )
     if temperature > 0:
         settings.update(temperature=temperature, top_p=top_p, top_k=0)
@@ -224,7 +278,6 @@ def _run(
     return output[:, width:]
 
 
-def _until_stop(ids: Sequence[int], config: GenerationConfig) -> list[int]:
-    stops = set(config.eos_token_id or ())
-    end = next((index for index, token in enumerate(ids) if token in stops), len(ids))
+def _until(ends: Sequence[int], ids: Sequence[int]) -> list[int]:
+    end = next((index for index, token in enumerate(ids) if token in ends), len(ids))
     return list(ids[:end])

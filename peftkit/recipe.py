@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Literal
 
 from peftkit import config
 from peftkit.adapter import Adapter, attach
@@ -16,14 +13,16 @@ from peftkit.base import Base, BaseConfig, load_base
 from peftkit.config import Config
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
-from peftkit.events import Listener, Notice, Saved, Stage, Table, ignore
+from peftkit.events import Listener, Notice, Saved, Table, ignore
 from peftkit.files import write_text
 from peftkit.formats.card import Card, adapter_usage, write_card
 from peftkit.formats.peft import AdapterFolder, Provenance, save_adapter
 from peftkit.methods.lora import LoRA
 from peftkit.methods.table import AnyMethod
 from peftkit.tasks.causal_lm import CausalLM
-from peftkit.train.loop import Result, TrainConfig, fit, prepare_output
+from peftkit.train.checkpoint import prepare_output
+from peftkit.train.config import TrainConfig
+from peftkit.train.loop import Result, fit
 
 RECIPE = "recipe.yaml"
 
@@ -44,9 +43,11 @@ class Recipe(Config):
 
 
 @dataclass(frozen=True, slots=True)
-class Splits:
-    """The rows of a recipe, encoded, packed where asked."""
+class Prepared:
+    """All that comes before the first step: the adapter on its base, and the encoded rows."""
 
+    base: Base
+    adapter: Adapter
     task: CausalLM
     train: Sequence[Row]
     eval: Sequence[Row]
@@ -78,38 +79,48 @@ def run(
     Args:
         recipe: What to do.
         resume: Continue from the newest valid checkpoint of the output folder.
-        overwrite: Start again in a folder that holds an adapter already.
+        overwrite: Start again in a folder that holds a run already.
         allow_changes: Dotted keys in which a resumed run may differ from the one it continues.
         on_event: Receives the events of peftkit.events as they happen.
 
     Raises:
         PeftkitError: What was asked, what was found, what to do.
     """
-    folder = Path(recipe.train.output_dir)
+    folder = recipe.train.output_dir
     prepare_output(folder, resume=resume, overwrite=overwrite)
-    base, adapter, splits = prepare(recipe, on_event=on_event)
-    write_text(config.dump_yaml(recipe), folder / RECIPE)
-    provenance = provenance_of(recipe, base, splits.task)
+    ready = prepare(recipe, on_event=on_event)
+    provenance = _provenance(recipe, ready)
     result = fit(
-        base.model,
-        splits.task,
-        splits.train,
-        splits.eval,
+        ready.base.model,
+        ready.task,
+        ready.train,
+        ready.eval,
         recipe.train,
-        weights=AdapterFolder(adapter, provenance),
-        identity=identity_of(recipe, base, splits),
+        weights=AdapterFolder(ready.adapter, provenance),
+        identity={
+            "base": {**recipe.base.model_dump(mode="json"), "fingerprint": ready.base.fingerprint},
+            "method": recipe.method.model_dump(mode="json"),
+            "data": recipe.data.model_dump(mode="json"),
+        },
         resume=resume,
+        overwrite=overwrite,
         allow_changes=allow_changes,
         on_event=on_event,
     )
-    save_adapter(adapter, folder, provenance)
-    write_card(_card(recipe, base, adapter, splits, result), folder)
-    on_event(Saved("adapter", folder))
+    if result.is_main:
+        write_text(config.dump_yaml(recipe), folder / RECIPE)
+        save_adapter(ready.adapter, folder, provenance)
+        write_card(_card(recipe, ready, result), folder)
+        on_event(Saved("adapter", folder))
     return result
 
 
-def prepare(recipe: Recipe, *, on_event: Listener = ignore) -> tuple[Base, Adapter, Splits]:
-    """Do everything that comes before the first step: base, adapter, rows."""
+def prepare(recipe: Recipe, *, on_event: Listener = ignore) -> Prepared:
+    """Do everything that comes before the first step.
+
+    Raises:
+        PeftkitError: The base, a target or the data is not as the recipe says.
+    """
     base = load_base(
         recipe.base.model,
         revision=recipe.base.revision,
@@ -121,9 +132,10 @@ def prepare(recipe: Recipe, *, on_event: Listener = ignore) -> tuple[Base, Adapt
     on_event(base.audit.table())
     adapter = attach(base.model, recipe.method, seed=recipe.train.seed)
     on_event(_adapter_table(adapter))
-    on_event(Stage("Reading the data"))
-    splits = _read_data(recipe, base, on_event)
-    return base, adapter, splits
+    task = CausalLM(base.model, base.tokenizer, recipe.data, on_event=on_event)
+    train = task.load(recipe.data.train)
+    evaluation = task.load(recipe.data.eval) if recipe.data.eval else []
+    return Prepared(base, adapter, task, train, evaluation)
 
 
 def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> None:
@@ -132,14 +144,55 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
     Raises:
         PeftkitError: The first thing that would have stopped the run.
     """
-    base, _, splits = prepare(recipe, on_event=on_event)
-    for row in splits.train[:num_rows]:
-        on_event(
-            Table(
-                f"{row.source}: learnt tokens are marked",
-                ("learnt", "text"),
-                tuple(splits.task.spans(row)),
-            )
-        )
-    steps = recipe.train.num_steps(len(splits.train))
-    on_event(Notice(f"The recipe is valid: {len(splits.train)} rows, {steps} optimizer steps."))
+    ready = prepare(recipe, on_event=on_event)
+    for row in ready.train[:num_rows]:
+        pieces = tuple(ready.task.spans(row))
+        on_event(Table(f"{row.source}, as the loss sees it", ("", "text"), pieces))
+    num_steps = recipe.train.num_steps(len(ready.train))
+    on_event(Notice(f"All is well: {len(ready.train)} rows, {num_steps} optimizer steps."))
+
+
+def _provenance(recipe: Recipe, ready: Prepared) -> Provenance:
+    return Provenance(
+        base=ready.base.name,
+        revision=ready.base.revision,
+        fingerprint=ready.base.fingerprint,
+        loading=recipe.base.model_dump(mode="json", exclude={"model", "revision"}),
+        prompt_style=ready.task.style,
+    )
+
+
+def _adapter_table(adapter: Adapter) -> Table:
+    """Return one row per kind of adapted layer: its ending, how many, trained values."""
+    kinds: dict[str, tuple[int, int]] = {}
+    for path, module in adapter.modules.items():
+        roles = ", ".join(module.site.roles) or "-"
+        kind = f"{roles} | {path.rpartition('.')[2]}"
+        number, values = kinds.get(kind, (0, 0))
+        own = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        kinds[kind] = (number + 1, values + own)
+    rows = [(*kind.split(" | "), str(n), f"{values:,}") for kind, (n, values) in kinds.items()]
+    total = ("all", "", str(len(adapter.modules)), f"{adapter.num_trainable:,}")
+    columns = ("role", "module", "layers", "trained values")
+    return Table(f"Adapter: {adapter.method.type}", columns, (*rows, total))
+
+
+def _card(recipe: Recipe, ready: Prepared, result: Result) -> Card:
+    base, num_base = ready.base, sum(p.numel() for p in ready.base.model.parameters())
+    share = ready.adapter.num_trainable / num_base
+    facts = {
+        "base": base.name + (f" @ {base.revision}" if base.revision else ""),
+        "base weights": base.fingerprint,
+        "method": recipe.method.type,
+        "trained values": f"{ready.adapter.num_trainable:,} ({share:.2%} of the base)",
+        "data": f"{recipe.data.train}, {len(ready.train):,} rows after packing and filtering",
+        "steps": str(result.step),
+    }
+    return Card(
+        title=f"{recipe.method.type} adapter for {base.name}",
+        base=base.name,
+        facts=facts,
+        metrics=result.metrics,
+        recipe=config.dump_yaml(recipe),
+        usage=adapter_usage(base.name, str(recipe.train.output_dir)),
+    )

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from peftkit.errors import ConfigError, OutputError, did_you_mean
-from peftkit_cli.arguments import Json, neighbours
+from peftkit_cli.arguments import Json, neighbours, note
 
 recipes = typer.Typer(
     help="Ready-made recipes: list them, read one, copy one to change it.", no_args_is_help=False
@@ -74,7 +74,7 @@ def list_recipes() -> None:
     width = max(len(file.stem) for file in files)
     for file in files:
         typer.echo(f"{file.stem:{width}}  {headline(file)}")
-    typer.echo("Next: peftkit recipes cp NAME DEST, then edit it, then peftkit train DEST", err=True)
+    note("Next: peftkit recipes cp NAME DEST, then edit it, then peftkit train DEST")
 
 
 @recipes.command("show")
@@ -105,7 +105,7 @@ def copy_recipe(
             fix="Give a name in a folder that exists and is yours to write to.",
         ) from None
     typer.echo(target)
-    typer.echo(f"Next: peftkit check {target}", err=True)
+    note(f"Next: peftkit check {target}")
 
 
 def schema() -> None:

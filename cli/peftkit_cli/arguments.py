@@ -40,6 +40,11 @@ Overrides = Annotated[
 ]
 
 
+def note(text: str) -> None:
+    """Say something on stderr: stdout is for the command's data."""
+    typer.echo(text, err=True)
+
+
 def adapter_folder(text: str) -> Path:
     """Return `text` as an adapter's folder, or say at once what it is instead.
 

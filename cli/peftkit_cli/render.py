@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -226,11 +227,10 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
         return ""
     width = min(width, len(values))
     edges = [index * len(values) // width for index in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
-    low, high = min(means), max(means)
-    top = len(SPARKS) - 1
-    spread = high - low
-    return "".join(SPARKS[round(top * (mean - low) / spread) if spread > 0 else 0] for mean in means)
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, top = min(means), len(SPARKS) - 1
+    spread = (max(means) - low) or 1.0
+    return "".join(SPARKS[round(top * (mean - low) / spread)] for mean in means)
 
 
 def count(value: int) -> str:

@@ -1,1 +1,1 @@
-"""`peftkit merge`."""
+"""`peftkit merge`: an adapter folded into its base."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from peftkit_cli.about import unknown_recipe_file
-from peftkit_cli.arguments import Overrides
+from peftkit_cli.arguments import Overrides, note
 
 if TYPE_CHECKING:
     from peftkit.recipe import Recipe
@@ -24,9 +24,7 @@ def train(
     overrides: Overrides = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Where to write; the same as --set train.output_dir=DIR."
-        ),
+        typer.Option(metavar="DIR", help="Where to write; the same as --set train.output_dir=DIR."),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on exactly where the run in that folder stopped.")
@@ -59,7 +57,7 @@ def train(
         )
     folder = settings.train.output_dir
     typer.echo(folder)
-    typer.echo(f"Next: peftkit chat {folder}", err=True)
+    note(f"Next: peftkit chat {folder}")
 
 
 def check(recipe: RecipeFile, overrides: Overrides = None) -> None:

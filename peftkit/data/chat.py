@@ -145,9 +145,12 @@ class Chat:
                 tokenize=False,
             )
         except Exception as problem:  # a template is a program: it can raise anything
+            found = f"It says: {problem}"
+            if any("tool_calls" in message for message in messages):
+                found += "\nThe row holds tool calls; this template may not know them."
             raise DataError(
                 f"The chat template cannot write {source}.",
-                found=f"{type(problem).__name__}: {problem}",
+                found=found,
                 fix=f"Change the row, or the template. {_TEMPLATE_FIX}",
             ) from problem
         assert isinstance(text, str)
@@ -175,43 +178,48 @@ class Chat:
         return Rendered(whole, tuple(spans), as_generated)
 
     def _span(self, conversation: Conversation, turn: int, whole: str) -> tuple[Span, bool]:
+        """Return a turn's span, and whether it begins where the generation prompt ends."""
         messages, tools, source = conversation.messages, conversation.tools, conversation.source
         prompt = self.render(messages[:turn], tools, source, generation=True)
-        closed = self.render(messages[: turn + 1], tools, source)
-        if whole.startswith(prompt) and whole.startswith(closed) and len(closed) > len(prompt):
+        closed = whole
+        if turn + 1 < len(messages):
+            closed = self.render(messages[: turn + 1], tools, source)
+        starts, ends = whole.startswith(prompt), whole.startswith(closed)
+        if starts and ends and len(closed) > len(prompt):
             return self._ended(whole, len(prompt), len(closed)), True
-        before, after = self._around(conversation, turn, len(messages), whole)
-        start = len(prompt) if whole.startswith(prompt) else len(before)
+
+        before, after = self._around(conversation, turn, len(messages))
+        start = len(prompt) if starts else len(before)
+        if not starts and not whole.startswith(before):
+            raise _not_found(conversation, turn, "what stands before it changes with its content")
+        if ends and len(closed) > start:
+            return self._ended(whole, start, len(closed)), starts
+        if not whole.endswith(after):
+            raise _not_found(conversation, turn, "what stands after it changes with its content")
         end = len(whole) - len(after)
-        if whole.startswith(closed) and len(closed) > start:
-            return self._ended(whole, start, len(closed)), start == len(prompt)
         # the end of turn is learnt where it is the one that also ends a whole conversation
-        _, last_after = self._around(conversation, turn, turn + 1, closed)
+        _, last_after = self._around(conversation, turn, turn + 1)
         here, last = self._next_special.match(after), self._next_special.match(last_after)
         ended = bool(here and last and here[1] == last[1])
         if here and ended:
             end += here.end()
         if end <= start:
             raise _not_found(conversation, turn, "the template writes nothing for it")
-        return Span(start, end, ended), start == len(prompt)
+        return Span(start, end, ended), starts
 
     def _ended(self, whole: str, start: int, end: int) -> Span:
         """Return a span that stops at the end-of-turn token, before the white space after it."""
         match = self._turn_end.search(whole, start, end)
         return Span(start, match.end(1), True) if match else Span(start, end, False)
 
-    def _around(
-        self, conversation: Conversation, turn: int, stop: int, text: str
-    ) -> tuple[str, str]:
-        """Return what `text`, messages[:stop], has before and after the content of a turn."""
+    def _around(self, conversation: Conversation, turn: int, stop: int) -> tuple[str, str]:
+        """Return what messages[:stop] have before and after the content of a turn."""
         messages = list(conversation.messages[:stop])
         messages[turn] = {"role": "assistant", "content": SENTINEL}
         marked = self.render(messages, conversation.tools, conversation.source)
         before, *rest = marked.split(SENTINEL)
-        if len(rest) != 1 or len(before) + len(rest[0]) > len(text):
+        if len(rest) != 1:
             raise _not_found(conversation, turn, "its content does not stand in the text once")
-        if not text.startswith(before) or not text.endswith(rest[0]):
-            raise _not_found(conversation, turn, "the text around it changes with its content")
         return before, rest[0]
 
     def _check_nothing_is_left_out(self, conversation: Conversation, whole: str) -> None:

@@ -107,9 +107,7 @@ _OTHER_TASKS = {
 }
 
 
-def parse(
-    records: Sequence[Record], name: Literal["auto"] | FormatName, *, where: str
-) -> Parsed:
+def parse(records: Sequence[Record], name: Literal["auto"] | FormatName, *, where: str) -> Parsed:
     """Give every record its meaning; `auto` goes by the first record, and all must agree.
 
     Raises:

@@ -177,7 +177,7 @@ def _calls(value: Any, role: str, path: str) -> list[Mapping[str, Any]]:
         raise WrongField(path, f"only the assistant calls tools, found them on {role}")
     if not isinstance(value, list):
         raise WrongField(path, f"expected a list, found {_kind(value)}")
-    calls = []
+    calls: list[Mapping[str, Any]] = []
     for number, call in enumerate(value):
         where = f"{path}[{number}]"
         function = call.get("function", call) if isinstance(call, Mapping) else None

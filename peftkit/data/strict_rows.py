@@ -123,9 +123,7 @@ def _check_header(path: Path, header: list[str]) -> None:
 
 def _check_text(path: Path, head: bytes) -> None:
     what = named_for_what_it_is(head)
-    if what is None and (
-        head.startswith((b"\xff\xfe", b"\xfe\xff")) or _looks_like_utf16(head)
-    ):
+    if what is None and (head.startswith((b"\xff\xfe", b"\xfe\xff")) or _looks_like_utf16(head)):
         what = "It is UTF-16, not UTF-8.", _TO_UTF8.format("UTF-16", path, path.suffix)
     if what is not None:
         raise DataError(f"Cannot read {path}.", found=what[0], fix=what[1])

@@ -9,6 +9,7 @@ import torch
 
 from peftkit.adapter import Adapter
 from peftkit.base import Base, load_base
+from peftkit.data.encode import Style
 from peftkit.errors import AdapterError
 from peftkit.events import Listener, Stage, ignore
 from peftkit.formats.peft import CONFIG, AdapterFile, load_adapter, read_adapter
@@ -21,6 +22,12 @@ class Opened:
     base: Base
     adapter: Adapter
     file: AdapterFile
+
+    @property
+    def style(self) -> Style:
+        """How a prompt is put to it: as it was trained, else by the chat template if it has one."""
+        recorded = self.file.provenance.prompt_style
+        return recorded or Style("chat" if self.base.tokenizer.chat_template else "plain")
 
 
 def open_adapter(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import Adapter, attach
+from peftkit.anatomy import is_linear
 from peftkit.config import from_dict
+from peftkit.data.encode import Style
 from peftkit.errors import AdapterError
 from peftkit.files import write_json, write_tensors
 from peftkit.formats.guard import read_json, read_tensors
 from peftkit.methods.protocol import Method
 from peftkit.methods.table import METHODS, method_from_peft
-from peftkit.targets import Site, is_linear, resolve
+from peftkit.targets import Site, resolve
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
@@ -61,7 +63,7 @@ class Provenance:
         base: Hub id or path of the base. revision: Its commit, if pinned.
         fingerprint: Of the base's weights; an adapter on other weights is refused.
         loading: dtype, quantize and double_quant with which the base was loaded.
-        prompt_style: "chat" or "plain": how a prompt is put to the model.
+        prompt_style: How a prompt is put to the model; None where the file does not say.
         task_type: PEFT's name of the task.
     """
 
@@ -69,7 +71,7 @@ class Provenance:
     revision: str | None = None
     fingerprint: str | None = None
     loading: Mapping[str, Any] = field(default_factory=dict)
-    prompt_style: str | None = None
+    prompt_style: Style | None = None
     task_type: str | None = "CAUSAL_LM"
 
 
@@ -114,7 +116,7 @@ def save_adapter(adapter: Adapter, folder: str | Path, provenance: Provenance | 
             "fingerprint": provenance.fingerprint,
             "loading": dict(provenance.loading),
         },
-        "prompt_style": provenance.prompt_style,
+        "prompt_style": asdict(provenance.prompt_style) if provenance.prompt_style else None,
     }
     write_json(notes, folder / NOTES)
     return folder
@@ -165,7 +167,7 @@ def read_adapter(folder: str | Path) -> AdapterFile:
             base["revision"],
             base["fingerprint"],
             base["loading"],
-            notes["prompt_style"],
+            Style(**notes["prompt_style"]) if notes["prompt_style"] else None,
             fields.get("task_type"),
         )
     except (KeyError, TypeError) as error:

@@ -34,6 +34,11 @@ def add_lora(base_out: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scalin
     return flat.view(base_out.shape)
 
 
+def low_rank(x: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
+    """Return ``x A^T B^T`` (..., out); shapes as in `add_lora`."""
+    return functional.linear(functional.linear(x, lora_a.to(x.dtype)), lora_b.to(x.dtype))
+
+
 def adapted_row_norms(
     weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float, squared_norms: Tensor
 ) -> Tensor:

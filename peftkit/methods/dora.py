@@ -6,7 +6,7 @@ Shapes: out, in features of the layer; R columns of the full B.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -87,7 +87,7 @@ class DoRALinear(LoRALinear):
 class DoRA(LoRA):
     """Weight-decomposed low-rank adaptation of linear layers."""
 
-    module_class: ClassVar[type[LoRALinear]] = DoRALinear
+    module_class: ClassVar[Callable[..., LoRALinear]] = DoRALinear
 
     type: Literal["dora"] = "dora"  # type: ignore[assignment]
     init: Literal["default", "gaussian"] = "default"

@@ -15,18 +15,19 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from peftkit.anatomy import linear_shape
 from peftkit.errors import AdapterError, TargetError
-from peftkit.kernels.lora import add_lora
+from peftkit.kernels.lora import add_lora, low_rank
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, refuse_unknown
 from peftkit.quant import weight_of
-from peftkit.targets import Site, linear_shape
+from peftkit.targets import Site
 
 Init = Literal["default", "gaussian", "pissa", "olora"]
 
@@ -100,7 +101,12 @@ class LoRALinear(AdapterModule):
         out = self.base(x, *args, **kwargs)
         if not self.enabled:
             return out
-        return add_lora(out, self.dropout(x), self.full_a(), self.full_b(), self.scaling)
+        x = self.dropout(x)
+        if self.start_A is None or self.start_B is None:
+            return add_lora(out, x, self.full_a(), self.full_b(), self.scaling)
+        # the same products in the same order on both sides, so that their difference starts at zero
+        moved = low_rank(x, self.lora_A, self.lora_B) - low_rank(x, self.start_A, self.start_B)
+        return out + self.scaling * moved
 
     def reset(self, generator: torch.Generator) -> None:
         with torch.no_grad():
@@ -181,7 +187,7 @@ class LoRA(Method):
     """Low-rank adaptation of linear layers."""
 
     peft_type: ClassVar[str] = "LORA"
-    module_class: ClassVar[type[LoRALinear]] = LoRALinear
+    module_class: ClassVar[Callable[..., LoRALinear]] = LoRALinear
 
     type: Literal["lora"] = "lora"
     rank: int = Field(default=16, ge=1)

@@ -1,6 +1,6 @@
 """Checkpoints on disk: whole or not there, proven valid before use, no pickle.
 
-    checkpoints/step-40/            the model's files (see Weights), optimizer.safetensors,
+    checkpoints/step-40/            the model's files (see weights.py), optimizer.safetensors,
                                     rng.safetensors, state.json, and MANIFEST.json
     checkpoints/latest              the name of the newest one, for people and scripts
     checkpoints/step-60.tmp-4711/   process 4711 is writing this, or died while it did
@@ -13,88 +13,23 @@ manifest says. Resuming looks for the newest valid one; `latest` is not needed f
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
-import platform
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from torch import nn
-
-from peftkit.errors import AdapterError, CheckpointError, OutputError, PeftkitError, RunError
+from peftkit.errors import CheckpointError, OutputError, RunError
 from peftkit.events import Listener, Notice
-from peftkit.files import (
-    free_bytes,
-    fsync_dir,
-    read_json,
-    read_tensors,
-    sha256_of,
-    writable_folder,
-    write_json,
-    write_tensors,
-    write_text,
-)
+from peftkit.files import free_bytes, fsync_dir, writable_folder, write_text
+from peftkit.train import manifest
+from peftkit.train.manifest import Writer
 
-SCHEMA = 1
-FOLDER, MANIFEST, LATEST = "checkpoints", "MANIFEST.json", "latest"
-MAX_MANIFEST_BYTES = 1 << 24
-LIBRARIES = ("peftkit", "torch", "transformers", "accelerate", "bitsandbytes")
+FOLDER, LATEST = "checkpoints", "latest"
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 _TEMPORARY = re.compile(r"step-[0-9]+\.(?:tmp|old)-([0-9]+)")
-
-Writer = Callable[[Path], None]
-
-
-def failpoint(name: str) -> None:
-    """Do nothing. Tests put a crash in its place; called after each write of a save."""
-
-
-class Weights(Protocol):
-    """What a checkpoint holds of the model, and how: an adapter's files, for example."""
-
-    def save(self, folder: Path) -> None:
-        """Write files into an existing folder."""
-
-    def load(self, folder: Path) -> None:
-        """Take back, to the bit, what `save` wrote."""
-
-
-class TrainableWeights:
-    """A model's trainable parameters as one safetensors file."""
-
-    FILE = "weights.safetensors"
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-
-    def save(self, folder: Path) -> None:
-        """Write weights.safetensors."""
-        write_tensors({n: p.data for n, p in self._parameters.items()}, folder / self.FILE)
-
-    def load(self, folder: Path) -> None:
-        """Read weights.safetensors; CheckpointError lists all that does not fit."""
-        saved = read_tensors(folder / self.FILE, error=CheckpointError)
-        own = self._parameters
-        problems = [f"missing: {name}" for name in own.keys() - saved.keys()]
-        problems += [f"unexpected: {name}" for name in saved.keys() - own.keys()]
-        problems += [
-            f"{name} is {saved[name].dtype} {tuple(saved[name].shape)}, "
-            f"not {own[name].dtype} {tuple(own[name].shape)}"
-            for name in own.keys() & saved.keys()
-            if (saved[name].shape, saved[name].dtype) != (own[name].shape, own[name].dtype)
-        ]
-        if problems:
-            raise CheckpointError(
-                f"the weights in {folder} do not fit this model", found="\n".join(sorted(problems))
-            )
-        for name, parameter in own.items():
-            parameter.data.copy_(saved[name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +76,11 @@ class Checkpoints:
                 on_event(Notice(f"Skipped checkpoint {skipped[-1]}"))
                 continue
             return found
-        raise CheckpointError(
+        raise self.nothing_to_resume(skipped)
+
+    def nothing_to_resume(self, skipped: Sequence[str]) -> CheckpointError:
+        """Return the error that says so, with what was skipped."""
+        return CheckpointError(
             f"cannot resume: {self.folder} holds no valid checkpoint",
             found="\n".join(skipped) or "There is none at all.",
             fix="Train from the start: leave out --resume.",
@@ -159,19 +98,11 @@ class Checkpoints:
         """Return a checkpoint after hashing all of it; CheckpointError.found says what is wrong."""
         folder = self._path(step)
         self._known[step] = False
-        manifest = _read_manifest(folder)
-        if manifest.get("step") != step:
-            raise _invalid(folder, f"its manifest is of step {manifest.get('step')}")
-        for name, (size, digest) in _listed_files(folder, manifest).items():
-            path = folder / name
-            if not path.is_file() or path.is_symlink():
-                raise _invalid(folder, f"{name} is missing")
-            if path.stat().st_size != size:
-                raise _invalid(folder, f"{name} has {path.stat().st_size:,} bytes, not {size:,}")
-            if sha256_of(path) != digest:
-                raise _invalid(folder, f"{name} has changed since it was written (sha256)")
+        found = manifest.verified(folder)
+        if found.get("step") != step:
+            raise manifest.invalid(folder, f"its manifest is of step {found.get('step')}")
         self._known[step] = True
-        return Checkpoint(step, folder, manifest)
+        return Checkpoint(step, folder, found)
 
     def save(
         self,
@@ -199,8 +130,9 @@ class Checkpoints:
         temporary = self.folder / f"{final.name}.tmp-{os.getpid()}"
         try:
             with _disk_errors(final):
-                _write(temporary, writers, {**facts, "step": step})
-                failpoint("synced")
+                shutil.rmtree(temporary, ignore_errors=True)
+                manifest.write_folder(temporary, writers, {**facts, "step": step})
+                manifest.failpoint("synced")
                 self._publish(temporary, final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -208,7 +140,7 @@ class Checkpoints:
         self._known[step] = True
         with _disk_errors(final):
             write_text(f"{final.name}\n", self.folder / LATEST)
-            failpoint(LATEST)
+            manifest.failpoint(LATEST)
             self._delete_old(step, best_step)
         return final
 
@@ -235,7 +167,7 @@ class Checkpoints:
         if final.exists():
             final.rename(old)
         temporary.rename(final)
-        failpoint("renamed")
+        manifest.failpoint("renamed")
         fsync_dir(self.folder)
         shutil.rmtree(old, ignore_errors=True)
 
@@ -256,7 +188,7 @@ class Checkpoints:
                 self._path(step).rename(old)
                 del self._known[step]
                 shutil.rmtree(old, ignore_errors=True)
-                failpoint("deleted")
+                manifest.failpoint("deleted")
         fsync_dir(self.folder)
 
     def _path(self, step: int) -> Path:
@@ -268,15 +200,18 @@ def prepare_output(output_dir: Path, *, resume: bool = False, overwrite: bool = 
 
     Args:
         resume: The run that is there is to be continued.
-        overwrite: The run that is there is to be deleted.
+        overwrite: The checkpoints that are there are to be deleted.
 
     Raises:
         OutputError: The folder cannot be written to, or holds a run.
+        CheckpointError: There is nothing to resume.
     """
     writable_folder(output_dir)
     checkpoints = Checkpoints(output_dir, keep=1)
-    results = sorted(p.name for p in output_dir.glob("*.safetensors"))
-    found = [f"step-{step}" for step in checkpoints.steps()] + results
+    found = [f"step-{step}" for step in checkpoints.steps()]
+    if resume and not found:
+        raise checkpoints.nothing_to_resume([])
+    found += sorted(path.name for path in output_dir.glob("*.safetensors"))
     if found and not (resume or overwrite):
         raise OutputError(
             f"{output_dir} already holds a run",
@@ -284,79 +219,10 @@ def prepare_output(output_dir: Path, *, resume: bool = False, overwrite: bool = 
             fix="Go on with it (--resume), or train into another folder (--out DIR), or delete it.",
         )
     if overwrite and not resume:
-        for path in [checkpoints.folder, *(output_dir / name for name in results)]:
-            with _disk_errors(path):
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        shutil.rmtree(checkpoints.folder, ignore_errors=True)
+        if checkpoints.steps():
+            raise OutputError(f"cannot delete the run in {output_dir}", fix="Delete it by hand.")
     writable_folder(checkpoints.folder)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that the numbers of a run may depend on."""
-    found = {"python": platform.python_version()}
-    for library in LIBRARIES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[library] = metadata.version(library)
-    return found
-
-
-def _write(folder: Path, writers: Mapping[str, Writer], facts: Mapping[str, Any]) -> None:
-    """Write files and manifest into a new folder, every byte durable."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    failpoint("made")
-    for name, write in writers.items():
-        write(folder)
-        failpoint(name)
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in paths:
-        _fsync(path)  # whoever wrote it
-    files = {
-        path.relative_to(folder).as_posix(): {
-            "bytes": path.stat().st_size,
-            "sha256": sha256_of(path),
-        }
-        for path in paths
-    }
-    manifest = {"schema": SCHEMA, **facts, "versions": versions(), "files": files}
-    write_json({**manifest, "sha256": _digest(manifest)}, folder / MANIFEST)
-    failpoint(MANIFEST)
-    for inner in {path.parent for path in paths} | {folder}:
-        fsync_dir(inner)
-
-
-def _fsync(path: Path) -> None:
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    if not (folder / MANIFEST).exists():
-        raise _invalid(folder, f"{MANIFEST} is missing: the folder was never complete")
-    try:
-        manifest = read_json(folder / MANIFEST, max_bytes=MAX_MANIFEST_BYTES, error=CheckpointError)
-    except CheckpointError as error:
-        raise _invalid(folder, f"{MANIFEST} is unreadable: {error.found}") from None
-    if manifest.get("schema") != SCHEMA:
-        raise _invalid(folder, f"its schema is {manifest.get('schema')!r}, this is {SCHEMA}")
-    if manifest.pop("sha256", None) != _digest(manifest):
-        raise _invalid(folder, f"{MANIFEST} has changed since it was written (sha256)")
-    return manifest
-
-
-def _listed_files(folder: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
-    """Return name -> (bytes, sha256) of the files of a manifest whose hash is right."""
-    try:
-        return {n: (int(f["bytes"]), str(f["sha256"])) for n, f in manifest["files"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise _invalid(folder, f"{MANIFEST} does not list its files") from None
-
-
-def _digest(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _invalid(folder: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{folder} is not a valid checkpoint", found=reason)
 
 
 def _is_alive(pid: int) -> bool:

@@ -16,35 +16,35 @@ class TrainConfig(Config):
 
     output_dir: Path = Path("runs/adapter")
     """Folder of the run: checkpoints, metrics.jsonl, and in the end the adapter."""
-    epochs: float = Field(3.0, gt=0)
+    epochs: float = Field(default=3.0, gt=0)
     """Passes over the training rows; a part of one is allowed."""
-    max_steps: int | None = Field(None, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps, in place of `epochs` where given."""
-    batch_size: int = Field(8, ge=1)
+    batch_size: int = Field(default=8, ge=1)
     """Rows that each process puts through the model at once."""
-    gradient_accumulation: int = Field(1, ge=1)
+    gradient_accumulation: int = Field(default=1, ge=1)
     """Batches per optimizer step; a step learns from batch_size x this x processes rows."""
-    learning_rate: float = Field(2e-4, gt=0)
+    learning_rate: float = Field(default=2e-4, gt=0)
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after the warm-up."""
-    warmup_ratio: float = Field(0.03, ge=0, lt=1)
+    warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
     """Part of all steps during which the learning rate rises from zero."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decay, of matrices only: vectors, such as DoRA's magnitudes, are left alone."""
-    max_grad_norm: float | None = Field(1.0, gt=0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients with a larger total norm are scaled down to it; null: never."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"] = "adamw"
     """The first is torch's fused AdamW, the others are bitsandbytes'; paged ones need a GPU."""
-    loraplus_ratio: float = Field(1.0, gt=0)
+    loraplus_ratio: float = Field(default=1.0, gt=0)
     """LoRA+ (arXiv:2402.12354): how many times the learning rate lora_B gets; 16 is usual."""
-    seed: int = Field(0, ge=0, lt=2**31)
+    seed: int = Field(default=0, ge=0, lt=2**31)
     """Of the order of the rows, of dropout, of a fresh adapter."""
-    eval_every: int | None = Field(100, ge=1)
+    eval_every: int | None = Field(default=100, ge=1)
     """Steps between evaluations, with one more at the end; null: at the end only."""
-    save_every: int | None = Field(100, ge=1)
+    save_every: int | None = Field(default=100, ge=1)
     """Steps between checkpoints, with one more at the best eval and one at the end."""
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints to keep; the best one is kept besides."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass: less memory, up to 1.4 times the work.

@@ -55,7 +55,8 @@ def check_same_run(saved: Identity, now: Identity, allowed: Sequence[str]) -> li
         CheckpointError: Lists all the differences that are not.
     """
     before, after = flat(saved), flat(now)
-    accepted, refused = [], []
+    accepted: list[tuple[str, str]] = []
+    refused: list[tuple[str, str]] = []
     for key in sorted(before.keys() | after.keys()):
         if key in before and key in after and before[key] == after[key]:
             continue

@@ -40,16 +40,15 @@ def build_optimizer(parameters: Parameters, config: TrainConfig) -> Optimizer:
             found=f"Paging moves state between a GPU and the CPU; the model is on {device}.",
             fix=f"Use train.optimizer: {config.optimizer.removeprefix('paged_')}",
         )
-    from bitsandbytes import optim as bnb  # here, not above: importing it takes seconds
+    import bitsandbytes.optim  # here, not above: it takes seconds
 
-    kinds = {
-        "adamw_8bit": bnb.AdamW8bit,
-        "paged_adamw": bnb.PagedAdamW32bit,
-        "paged_adamw_8bit": bnb.PagedAdamW8bit,
-    }
-    optimizer: Optimizer = kinds[config.optimizer](
-        groups, lr=config.learning_rate, betas=BETAS, eps=EPS
-    )
+    name = {
+        "adamw_8bit": "AdamW8bit",
+        "paged_adamw": "PagedAdamW32bit",
+        "paged_adamw_8bit": "PagedAdamW8bit",
+    }[config.optimizer]
+    kind = getattr(bitsandbytes.optim, name)
+    optimizer: Optimizer = kind(groups, lr=config.learning_rate, betas=BETAS, eps=EPS)
     return optimizer
 
 
@@ -166,7 +165,7 @@ def load_optimizer_state(
                 full = f"{name}/{key}"
                 left.discard(full)
                 found = tensors.get(full, numbers.get(full))
-                if isinstance(value, Tensor) and _fits(value, found):
+                if isinstance(value, Tensor) and isinstance(found, Tensor) and _alike(value, found):
                     value.copy_(found)  # in place: bitsandbytes' paged memory stays paged
                 elif not isinstance(value, Tensor) and isinstance(found, int | float):
                     state[key] = found
@@ -197,8 +196,8 @@ def _empty_state(
     return state
 
 
-def _fits(value: Tensor, found: object) -> bool:
-    return isinstance(found, Tensor) and (found.shape, found.dtype) == (value.shape, value.dtype)
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
 def _is_constant(key: str) -> bool:

@@ -15,7 +15,7 @@ class Order:
 
     Args:
         num_rows: Rows of one epoch.
-        rows_per_step: Rows of a group, all processes together; an epoch's last group may be smaller.
+        rows_per_step: Rows of a group, all processes together; an epoch's last may be smaller.
         seed: Of the shuffles.
     """
 

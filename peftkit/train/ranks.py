@@ -83,6 +83,10 @@ class Ranks:
         gathered: Tensor = self._accelerator.gather(tensor.to(self.device))
         return gathered.cpu().view(self.world_size, -1)
 
+    def max(self, value: int) -> int:
+        """Return the largest value of all processes."""
+        return int(self.gather(torch.tensor([value], device=self.device)).max())
+
     def wait(self) -> None:
         """Wait until every process has come here."""
         self._accelerator.wait_for_everyone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Mapping
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,7 +26,10 @@ def capture(device: torch.device) -> State:
     """Return the state of all generators; every process's has the same names, shapes and dtypes."""
     version, words, gauss = random.getstate()
     python = [version, *words, gauss is not None, _bits(gauss or 0.0)]
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    # numpy types its legacy state too loosely for mypy
+    _, keys, position, has_gauss, cached = cast(
+        "tuple[str, Any, int, int, float]", np.random.get_state(legacy=True)
+    )
     state = {
         "python": torch.tensor(python, dtype=torch.int64),
         "numpy": torch.tensor([*keys.tolist(), position, has_gauss, _bits(cached)]),

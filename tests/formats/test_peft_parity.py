@@ -19,6 +19,10 @@ from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from tests.families import FAMILIES
 
+pytestmark = pytest.mark.filterwarnings(
+    # PEFT asks transformers by an old name
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 TOLERANCE = 1e-5
 """float32 sums in another order; logits are of order one."""
 

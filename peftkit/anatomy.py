@@ -1,0 +1,381 @@
+"""Anatomy: which weights a live model has, and which roles they play.
+
+A place is a weight that something could sit on: a linear layer (Conv1D and quantised ones too), a
+stack of experts, a router, an embedding. Its role comes from its name in its context (roles.py),
+its shape and its neighbours; the rows that the roles of a fused weight own come from the layout
+that roles.py has for its class, and from the head counts that the live module and its config give.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from peftkit import roles as table
+from peftkit.errors import TargetError
+
+
+@dataclass(slots=True)
+class Place:
+    """A weight of the model with all that its name and its surroundings say about it.
+
+    Attributes:
+        path: Module path in the live tree.
+        parameter: Name of a parameter of that module: a stack of experts, or a router that is no
+            linear layer.
+        roles: One, or those of a fused weight in the order of its rows.
+        side: "vision", "audio" or "projector" by its path, else "".
+        repeats: How often the parts of a fused weight follow one another; 0 when it is not fused.
+        sizes: Rows of each part in one repeat.
+        set_apart: The model has another side that plain roles mean, so that this one's are called
+            "vision_q".
+    """
+
+    path: str
+    module: nn.Module
+    roles: tuple[str, ...]
+    parameter: str | None = None
+    side: str = ""
+    repeats: int = 0
+    sizes: tuple[int, ...] = ()
+    set_apart: bool = False
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether this is a table of rows, not a matrix that multiplies."""
+        return self.roles[0] in ("embed", "pos_embed")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The roles as a user says them."""
+        if not self.set_apart:
+            return self.roles
+        if self.side == "projector":
+            return ("projector",)
+        return tuple(r if r in table.UNSIDED else f"{self.side}_{r}" for r in self.roles)
+
+    @property
+    def block(self) -> str:
+        """The path up to the number of the innermost block, "" outside of all."""
+        segments = self.path.split(".")
+        return ".".join(segments[: len(segments) - len(_tail(segments))])
+
+    def rows(self, roles: Sequence[str]) -> dict[str, Tensor] | None:
+        """Return name -> indices of the output rows of some roles of a fused weight."""
+        if not self.repeats or not roles:
+            return None
+        owner = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
+        owner = owner.repeat(self.repeats)  # (out,): index of the role that owns each row
+        return {
+            name: (owner == index).nonzero().flatten()
+            for index, (role, name) in enumerate(zip(self.roles, self.names, strict=True))
+            if role in roles
+        }
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Tell whether a module is y = W x + b: nn.Linear, Conv1D, or any quantised form of them."""
+    if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+        return True
+    sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
+    return all(isinstance(size, int) for size in sizes) and hasattr(type(module), "weight") | (
+        "weight" in module._parameters
+    )
+
+
+def linear_shape(module: nn.Module) -> tuple[int, int]:
+    """Return (in_features, out_features) of a linear layer.
+
+    Raises:
+        TargetError: It is none.
+    """
+    if not is_linear(module):
+        raise TargetError(
+            f"{type(module).__name__} is no linear layer.",
+            fix="Target layers that are: peftkit inspect MODEL",
+        )
+    if hasattr(module, "in_features"):
+        return cast(int, module.in_features), cast(int, module.out_features)
+    num_in, num_out = cast(Tensor, module.weight).shape  # Conv1D keeps its weight transposed
+    return num_in, num_out
+
+
+def is_transposed(experts: nn.Module) -> bool:
+    """Tell whether the stacks of an experts module are (E, in, out) rather than (E, out, in)."""
+    flag = getattr(experts, "is_transposed", None)
+    if flag is not None:
+        return bool(flag)
+    up, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
+    if up is None or down is None:
+        return False
+    return bool(up.shape[2] == 2 * down.shape[1] and up.shape[1] == down.shape[2])
+
+
+def stacked_shape(experts: nn.Module, parameter: str) -> tuple[int, int, int]:
+    """Return (num_experts, in_features, out_features) of a stack of experts."""
+    num_experts, first, second = cast(Tensor, getattr(experts, parameter)).shape
+    if is_transposed(experts):
+        return num_experts, first, second
+    return num_experts, second, first
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """Return what an adapter module wraps, or the module itself."""
+    while hasattr(module, "enabled") and isinstance(base := getattr(module, "base", 0), nn.Module):
+        module = base
+    return module
+
+
+def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Yield (path, module, parent) of every module once, in order, seeing through adapters.
+
+    Raises:
+        TargetError: The model carries an adapter of PEFT.
+    """
+    seen: set[nn.Module] = set()
+    stack = [("", model, model)]
+    while stack:
+        path, module, parent = stack.pop()
+        module = bare(module)
+        if module in seen:
+            continue
+        seen.add(module)
+        if hasattr(module, "base_layer"):
+            raise TargetError(
+                f"{type(model).__name__} carries an adapter of PEFT at {path}.",
+                fix="Load the bare base model, or merge that adapter first.",
+            )
+        yield path, module, parent
+        prefix = f"{path}." if path else ""
+        children = [(prefix + name, child, module) for name, child in module.named_children()]
+        stack += reversed(children)
+
+
+def find_places(model: nn.Module) -> list[Place]:
+    """Return every place of a model in the order of its modules."""
+    places: list[Place] = []
+    head, embedding = _output_layer(model), _input_layer(model)
+    for path, module, parent in walk(model):
+        if is_linear(module):
+            if isinstance(parent, nn.MultiheadAttention):
+                continue  # torch reads its weight and never calls it
+            in_head = head is not None and (module is head or parent is head)
+            role = "head" if in_head else _linear_role(path, parent)
+            places.append(_fused(Place(path, module, (role,)), parent, model))
+        elif role := _embedding_role(path, module, parent, embedding):
+            places.append(Place(path, module, (role,)))
+        elif _is_bare_router(path, module):
+            places.append(Place(path, module, ("router",), "weight"))
+        else:
+            places += [_stack(Place(path, module, ("",), name)) for name in _stacks(module)]
+    _set_sides_apart(model, places)
+    return places
+
+
+def _output_layer(model: nn.Module) -> nn.Module | None:
+    getter = getattr(model, "get_output_embeddings", None)
+    return getter() if getter else None
+
+
+def _input_layer(model: nn.Module) -> nn.Module | None:
+    try:
+        return cast(Any, model).get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # models of two towers have none
+        return None
+
+
+# ------------------------------------------------------------------- names to roles
+
+
+def _tail(segments: Sequence[str]) -> list[str]:
+    """Return the segments after the block's number; the number of an expert is none."""
+    for index in range(len(segments) - 2, 0, -1):
+        if segments[index].isdigit() and segments[index - 1] != "experts":
+            return list(segments[index + 1 :])
+    return list(segments)
+
+
+def _linear_role(path: str, parent: nn.Module) -> str:
+    """Return the role of a linear layer by its name in its context, a fused one's as a whole."""
+    segments = path.split(".")
+    tail = _tail(segments)
+    in_block = len(tail) < len(segments)
+    first_number = next((i for i, s in enumerate(segments) if s.isdigit()), len(segments))
+    # the leaf of a layer in a Sequential is the Sequential's name
+    leaf = next((s for s in reversed(tail) if not s.isdigit()), tail[-1])
+    if set(segments[:first_number]) & set(table.HEAD_SEGMENTS):
+        return "head"
+    if not in_block and leaf in table.HEAD_LEAVES:
+        return "head"
+    if not in_block and set(segments) & set(table.NOT_BLOCKS):
+        return "other"
+    lowered = [segment.lower() for segment in tail]
+    contexts = (c for c, pattern in table.CONTEXTS if any(re.search(pattern, s) for s in lowered))
+    context = next(contexts, "")
+    if context.endswith("router"):
+        return context
+    if context in ("attention", "cross"):
+        role = table.ATTENTION_LEAVES.get(leaf, "other")
+    elif leaf in table.PLAIN_ATTENTION:
+        return table.ATTENTION_LEAVES[leaf]
+    else:
+        role = table.FFN_LEAVES.get(".".join(tail[-2:])) or table.FFN_LEAVES.get(leaf, "other")
+        role = _by_siblings(role, leaf, parent)
+    prefixed = context not in ("", "attention") and role not in ("other", "router")
+    return f"{context}_{role}" if prefixed else role
+
+
+def _by_siblings(role: str, leaf: str, parent: nn.Module) -> str:
+    """Tell a gate from a router, and one fused with up from a plain up."""
+    siblings = {
+        table.FFN_LEAVES.get(name): bare(child)
+        for name, child in parent.named_children()
+        if is_linear(bare(child))
+    }
+    if role == "gate" and "up" not in siblings:
+        return "router" if leaf == "gate" else "up"
+    if role == "up" and "gate" not in siblings and {"up", "down"} <= siblings.keys():
+        out, into = linear_shape(siblings["up"])[1], linear_shape(siblings["down"])[0]
+        return "gate_up" if out == 2 * into else "up"
+    return role
+
+
+def _embedding_role(
+    path: str, module: nn.Module, parent: nn.Module, embedding: nn.Module | None
+) -> str:
+    """Return embed or pos_embed for tables of rows and patch convolutions, else ""."""
+    if not (isinstance(module, nn.Embedding | nn.Conv2d) or hasattr(module, "num_embeddings")):
+        return ""
+    leaf = path.rpartition(".")[2]
+    tied = embedding is not None and getattr(embedding, "weight", 0) is getattr(module, "weight", 1)
+    if tied or embedding in (module, parent) or leaf in table.EMBED_LEAVES:
+        return "embed"
+    return "pos_embed" if re.search(table.POSITION, leaf) else ""
+
+
+def _is_bare_router(path: str, module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    leaf = path.rpartition(".")[2]
+    return weight is not None and weight.ndim == 2 and leaf in table.ROUTER_LEAVES
+
+
+def _stacks(module: nn.Module) -> list[str]:
+    """Return the names of a module's own 3-D expert parameters."""
+    own = {*module._parameters, *getattr(module, "parametrizations", ())}
+    return [n for n in table.STACKED_LEAVES if n in own and getattr(module, n).ndim == 3]
+
+
+def _set_sides_apart(model: nn.Module, places: list[Place]) -> None:
+    """Give every place its side, and tell whether plain roles mean another one."""
+    sides = {"projector": table.PROJECTOR, **table.TOWERS}
+    for place in places:
+        place.side = next((s for s, pattern in sides.items() if re.search(pattern, place.path)), "")
+    equal = any(name.startswith(table.EQUAL_TOWERS) for name in model._parameters)
+    if not equal and any(p.block and not p.side and not p.is_embedding for p in places):
+        for place in places:
+            place.set_apart = place.side != "" and place.roles != ("head",)
+
+
+# ------------------------------------------------------------------- fused weights
+
+
+def _layout(kind: str, owner: nn.Module) -> table.Layout | None:
+    """Return the order of rows that is known of the class a fused weight belongs to."""
+    known = table.LAYOUTS.get(kind, {})
+    for cls in type(owner).__mro__:
+        if cls.__module__.startswith("transformers.models."):
+            for name in (cls.__name__, cls.__module__.rpartition("modeling_")[2]):
+                if name in known:
+                    return known[name]
+    return None
+
+
+def _fact(names: Sequence[str], *sources: object) -> int:
+    """Return the first of these attributes that is a positive number, or 0."""
+    values = (getattr(source, name, None) for source in sources for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), 0)
+
+
+def _fused(place: Place, owner: nn.Module, model: nn.Module) -> Place:
+    """Split a fused linear layer into its roles where the order of its rows is known."""
+    whole = place.roles[0]
+    context = next((c for c in ("cross_", "shared_", "expert_") if whole.startswith(c)), "")
+    kind = whole.removeprefix(context)
+    in_features, out = linear_shape(place.module)
+    config = getattr(owner, "config", None)
+    layout = _layout(kind, owner)
+    heads = _fact(table.NUM_HEADS, owner, config, getattr(model, "config", None))
+    totals: dict[str, int] = {}  # role -> rows
+    repeats = 0
+    if kind == "kv" and place.path.endswith("kv_b_proj"):  # multi-head latent attention
+        repeats = heads
+        totals["k"] = heads * _fact(("qk_nope_head_dim",), owner)
+        totals["v"] = heads * _fact(("v_head_dim",), owner)
+    elif layout and kind == "qkv" and heads:
+        head_dim = _fact(table.HEAD_DIM, owner, config) or in_features // heads
+        num_kv = (out // head_dim - heads) // 2
+        rows = {"q": heads * head_dim, "k": num_kv * head_dim, "v": num_kv * head_dim}
+        totals = {role: rows[role] for role in layout.order}
+        repeats = layout.repeats or num_kv
+    elif layout and kind in ("kv", "gate_up"):
+        totals = dict.fromkeys(layout.order, out // 2)
+        repeats = layout.repeats
+    fits = repeats > 0 and all(n > 0 and n % repeats == 0 for n in totals.values())
+    if fits and sum(totals.values()) == out:
+        place.roles = tuple(context + role for role in totals)
+        place.repeats = repeats
+        place.sizes = tuple(n // repeats for n in totals.values())
+    return place
+
+
+def _stack(place: Place) -> Place:
+    """Give a stack of experts its roles: gate and up are halves, or alternate (gpt-oss)."""
+    kind = table.STACKED_LEAVES[cast(str, place.parameter)]
+    place.roles = (f"expert_{kind}",)
+    if kind == "gate_up":
+        _, _, out = stacked_shape(place.module, cast(str, place.parameter))
+        place.roles = ("expert_gate", "expert_up")
+        place.repeats = 1 if getattr(place.module, "is_concatenated", True) else out // 2
+        place.sizes = (out // 2 // place.repeats,) * 2
+    return place
+
+
+# ------------------------------------------------------------------- blocks
+
+
+def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (path, module) of each transformer block, in order, on all sides of the model.
+
+    A block is the innermost numbered module that holds both attention and a feed-forward part, or
+    a neighbour of such a one in the same list. In a model that has none (a state-space model), the
+    numbered modules of its outermost lists are the blocks.
+    """
+    kinds = {"attention": (*table.ATTENTION, *table.CROSS_ATTENTION), "ffn": table.FFN_LIKE}
+    found: dict[str, set[str]] = {}
+    lists = [
+        (path, module)
+        for path, module, _ in walk(model)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and path
+    ]
+    for place in find_places(model):
+        kind = next((k for k, roles in kinds.items() if place.roles[0] in roles), "")
+        for path, _ in lists:
+            if place.path.startswith(f"{path}."):
+                number = place.path[len(path) + 1 :].partition(".")[0]
+                found.setdefault(f"{path}.{number}", set()).add(kind)
+    full = {path.rpartition(".")[0] for path, has in found.items() if {*kinds} <= has}
+    full = {path for path in full if not any(other.startswith(f"{path}.") for other in full)}
+    if not full:
+        holding = {path.rpartition(".")[0] for path in found}
+        full = {p for p in holding if not any(p.startswith(f"{other}.") for other in holding)}
+    return [
+        (f"{path}.{name}", bare(child))
+        for path, module in lists
+        if path in full
+        for name, child in module.named_children()
+    ]

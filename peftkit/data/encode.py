@@ -1,0 +1,297 @@
+"""Examples as tokens, with the learnt ones marked; the same code makes the prompts of generation.
+
+What training saw before an answer is, token for token, what generation gives: a prompt's tokens are
+those of the prompt alone, and an answer's tokens are made to continue them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from peftkit.data.chat import Chat, Span, special_texts
+from peftkit.data.format import Completion, Conversation, Example, Instruction, Text
+from peftkit.data.messages import Message
+from peftkit.data.pack import IGNORE, Row
+from peftkit.errors import DataError
+
+# the prompts of Stanford Alpaca, for tokenizers that know no chat
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately "
+    "completes the request.\n\n### Instruction:\n{}\n\n### Response:\n"
+)
+ALPACA_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a prompt is put to a model; recorded beside an adapter, so that it is asked as it learnt.
+
+    Args:
+        kind: chat: through a chat template; alpaca: in Alpaca's frame; plain: as it stands.
+        chat_template: The template's text; None: the tokenizer's own.
+    """
+
+    kind: Literal["chat", "alpaca", "plain"]
+    chat_template: str | None = None
+
+
+def prompt_ids(
+    tokenizer: Any,
+    prompt: str | Sequence[Message],
+    style: Style,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
+    """Return the tokens that generation starts from.
+
+    Args:
+        prompt: What the user says, or a whole conversation up to now (chat only).
+
+    Raises:
+        DataError: The style or the template cannot write it.
+    """
+    if style.kind == "chat":
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        _require_template(tokenizer, style.chat_template)
+        chat = Chat(tokenizer, style.chat_template)
+        text = chat.render(messages, tools, "the prompt", generation=True)
+        return _tokens(tokenizer, text)
+    if not isinstance(prompt, str):
+        raise DataError(
+            "Cannot put a conversation to this model.",
+            found=f"Its adapter learnt from single prompts (style '{style.kind}').",
+            fix="Give one prompt as text.",
+        )
+    return _begun(tokenizer, ALPACA.format(prompt) if style.kind == "alpaca" else prompt)
+
+
+def stop_ids(tokenizer: Any, style: Style) -> list[int]:
+    """Return the tokens that end an answer: what a row of this style teaches last, and eos."""
+    found = {int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set()
+    if style.kind == "chat":
+        turns = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"})
+        row = Encoder(tokenizer, style.chat_template).encode(
+            Conversation(turns, (1,), (), "the chat template")
+        )
+        found.add(next(label for label in reversed(row.labels) if label != IGNORE))
+    return sorted(found)
+
+
+class Encoder:
+    """Turns examples into rows, one document each.
+
+    Args:
+        template: A chat template's text, used instead of the tokenizer's own.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+        self._tokenizer, self._template = tokenizer, template
+        self.has_template = template is not None or bool(tokenizer.chat_template)
+        self._chat = Chat(tokenizer, template)
+        special = "|".join(re.escape(text) for text in special_texts(tokenizer)) or r"(?!)"
+        self._special = re.compile(special)
+        self._added = set(getattr(tokenizer, "added_tokens_decoder", {}))
+        self._headers: dict[str, list[int]] = {}
+        self.num_off_prompt = 0
+        """Conversations whose last turn begins otherwise than the generation prompt ends."""
+
+    def style(self, example: Example) -> Style:
+        """Return how generation has to prompt a model that learnt from such an example.
+
+        Raises:
+            DataError: A conversation, and a tokenizer without a chat template.
+        """
+        if isinstance(example, Conversation):
+            _require_template(self._tokenizer, self._template)
+            return Style("chat", self._template)
+        if isinstance(example, Instruction):
+            return Style("chat", self._template) if self.has_template else Style("alpaca")
+        return Style("plain")
+
+    def encode(self, example: Example) -> Row:
+        """Return an example's tokens, uncut; no label counts where there is nothing to learn.
+
+        Raises:
+            DataError: A template refuses it, or its learnt tokens cannot be told for certain.
+        """
+        if isinstance(example, Instruction) and self.has_template:
+            turns = (
+                {"role": "user", "content": example.request},
+                {"role": "assistant", "content": example.output},
+            )
+            example = Conversation(turns, (1,), (), example.source)
+        if isinstance(example, Conversation):
+            return self._conversation(example)
+        if isinstance(example, Instruction):
+            frame = ALPACA_INPUT if example.input.strip() else ALPACA
+            prompt = frame.format(example.instruction, example.input)
+            example = Completion(prompt, example.output, example.source)
+        if isinstance(example, Completion):
+            return self._completion(example)
+        return self._text(example)
+
+    def _text(self, example: Text) -> Row:
+        ids = _begun(self._tokenizer, example.text)
+        if not example.text.strip():
+            return _row(ids, [False] * len(ids), example.source)
+        ids = self._with_eos(ids, example.source)
+        return _row(ids, [True] * len(ids), example.source)
+
+    def _completion(self, example: Completion) -> Row:
+        prompt = _begun(self._tokenizer, example.prompt)
+        if not example.completion.strip():
+            return _row(prompt, [False] * len(prompt), example.source)
+        if not prompt:
+            return self._text(Text(example.completion, example.source))
+        answer = self._continuation(example.prompt, example.completion, example.source)
+        answer = self._with_eos(answer, example.source)
+        learnt = [False] * len(prompt) + [True] * len(answer)
+        return _row(prompt + answer, learnt, example.source)
+
+    def _with_eos(self, ids: list[int], source: str) -> list[int]:
+        eos = self._tokenizer.eos_token_id
+        if eos is None:
+            raise DataError(
+                f"Cannot end {source}.",
+                found="The tokenizer has no end-of-sequence token: the model could not learn to "
+                "stop.",
+                fix="Set tokenizer.eos_token in the base's tokenizer_config.json.",
+            )
+        return ids if ids and ids[-1] == eos else [*ids, eos]
+
+    def _conversation(self, example: Conversation) -> Row:
+        rendered = self._chat.spans(example)
+        self.num_off_prompt += not rendered.as_generated
+        ids, learnt = self._joint(rendered.text, rendered.spans) or self._piecewise(
+            rendered.text, rendered.spans, example.source
+        )
+        last = example.learnt[-1] if example.learnt else -1
+        ends = last == len(example.messages) - 1 and rendered.spans
+        if ends and not rendered.spans[-1].ended:
+            # the template ends no turn with a token: eos has to say that the answer is over
+            longer = self._with_eos(ids, example.source)
+            ids, learnt = longer, learnt + [True] * (len(longer) - len(ids))
+        return _row(ids, learnt, example.source)
+
+    def _joint(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]] | None:
+        """Tokenise the whole at once; None where that melts a turn's beginning into its prompt."""
+        if not self._tokenizer.is_fast:
+            return None
+        made = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        ids: list[int] = made["input_ids"]
+        offsets: list[tuple[int, int]] = made["offset_mapping"]
+        learnt = [False] * len(ids)
+        at = 0
+        for span in spans:
+            while at < len(ids) and offsets[at][0] < span.start:
+                at += 1
+            if not self._prompt_stands(text[: span.start], ids[:at], offsets):
+                return None
+            while at < len(ids) and offsets[at][0] < span.end:
+                learnt[at] = True
+                at += 1
+            if offsets[at - 1][1] > span.end and ids[at - 1] not in self._added:
+                return None  # the turn's end is melted into what follows
+        return ids, learnt
+
+    def _prompt_stands(
+        self, prompt: str, ids: list[int], offsets: Sequence[tuple[int, int]]
+    ) -> bool:
+        """Return whether a prompt alone makes these tokens.
+
+        Only what follows its last added token is looked at: tokenizers never merge across those.
+        """
+        first = next((n for n in reversed(range(len(ids))) if ids[n] in self._added), 0)
+        header = prompt[offsets[first][0] if first else 0 :]
+        if len(header) > 200:  # no "<|im_start|>assistant" that comes again and again
+            return _tokens(self._tokenizer, header) == ids[first:]
+        if header not in self._headers:
+            self._headers[header] = _tokens(self._tokenizer, header)
+        return self._headers[header] == ids[first:]
+
+    def _piecewise(
+        self, text: str, spans: Sequence[Span], source: str
+    ) -> tuple[list[int], list[bool]]:
+        """Tokenise what is given and what is learnt apart, each continuing the one before."""
+        cuts = [cut for span in spans for cut in (span.start, span.end)]
+        ids: list[int] = []
+        learnt: list[bool] = []
+        for number, (start, end) in enumerate(zip([0, *cuts], [*cuts, len(text)], strict=True)):
+            special = [match.start() for match in self._special.finditer(text, 0, start)]
+            head = text[special[-1] if special else 0 : start]
+            piece = self._continuation(head, text[start:end], source)
+            ids += piece
+            learnt += [number % 2 == 1] * len(piece)
+        return ids, learnt
+
+    def _continuation(self, head: str, tail: str, source: str) -> list[int]:
+        """Return the tokens of `tail` such that they follow those of `head` alone.
+
+        Tokenised together, the two may share a token ("\\n" + "\\n"); tokenised apart, some
+        tokenizers put a space before `tail`. An anchor that merges with nothing avoids both.
+        """
+        before, joint = _tokens(self._tokenizer, head), _tokens(self._tokenizer, head + tail)
+        if joint[: len(before)] == before:
+            return joint[len(before) :]
+        text = self._text_of(joint)
+        for anchor in ("", "\n", ":", "."):
+            lead, both = _tokens(self._tokenizer, anchor), _tokens(self._tokenizer, anchor + tail)
+            ids = both[len(lead) :]
+            if both[: len(lead)] == lead and self._text_of(before + ids) == text:
+                return ids
+        raise DataError(
+            f"Cannot tell the tokens of the prompt and the answer of {source} apart.",
+            found=f"The prompt ends in {head[-20:]!r}, the answer begins with {tail[:20]!r}; this "
+            "tokenizer makes one token of both.",
+            fix="Begin the answer with a space or a line break, or end the prompt with one.",
+        )
+
+    def _text_of(self, ids: list[int]) -> str:
+        text = self._tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+
+def _require_template(tokenizer: Any, template: str | None) -> None:
+    if template is None and not tokenizer.chat_template:
+        raise DataError(
+            "Cannot write a conversation for this base.",
+            found="Its tokenizer has no chat template.",
+            fix='Set data.chat_template to "chatml", or to a .jinja file.',
+        )
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def _begun(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text that begins a document: with bos where the tokenizer adds it."""
+    ids = _tokens(tokenizer, text)
+    bare, full = _tokens(tokenizer, "a"), list(tokenizer("a")["input_ids"])
+    starts = (n for n in range(len(full)) if full[n : n + len(bare)] == bare)
+    lead = full[: next(starts, 0)]
+    return ids if ids[: len(lead)] == lead else lead + ids
+
+
+def _row(ids: Sequence[int], learnt: Sequence[bool], source: str) -> Row:
+    """Return a document's row; its first token is never learnt.
+
+    What stands after the last learnt token goes: nothing that is learnt would see it.
+    """
+    labels = [token if on else IGNORE for token, on in zip(ids, learnt, strict=True)]
+    if labels:
+        labels[0] = IGNORE
+    stop = next((n for n in range(len(labels), 0, -1) if labels[n - 1] != IGNORE), len(labels))
+    return Row(tuple(ids[:stop]), tuple(labels[:stop]), (stop,), source)

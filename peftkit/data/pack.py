@@ -1,0 +1,115 @@
+"""Rows of tokens: several documents packed into one, several rows collated into a batch.
+
+Shapes: B rows, T tokens of the longest row, n learnt tokens of the whole batch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One or several whole documents, one after the other.
+
+    Args:
+        input_ids: Tokens.
+        labels: The same tokens where they are learnt, IGNORE elsewhere; a document's first token is
+            never learnt, since nothing of its own stands before it.
+        lengths: Tokens of each document.
+        source: Where it came from: "train.jsonl:7", or "train.jsonl:7,12,31" for several.
+    """
+
+    input_ids: tuple[int, ...]
+    labels: tuple[int, ...]
+    lengths: tuple[int, ...]
+    source: str
+
+    def __post_init__(self) -> None:
+        assert len(self.input_ids) == len(self.labels) == sum(self.lengths), self.source
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that are learnt."""
+        return sum(label != IGNORE for label in self.labels)
+
+
+def pack(rows: Sequence[Row], max_length: int) -> list[Row]:
+    """Put whole documents together into rows of at most `max_length` tokens.
+
+    Best-fit decreasing: the longest first, each where it leaves the least room. No document is
+    split, none is lost, and the same rows give the same packing; within a row, and between the
+    first documents of the rows, the order given is kept.
+    """
+    order = sorted(range(len(rows)), key=lambda i: (-len(rows[i].input_ids), i))
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
+    for i in order:
+        length = len(rows[i].input_ids)
+        place = bisect_left(room, (length, -1))
+        if place < len(room):
+            left, chosen = room.pop(place)
+            bins[chosen].append(i)
+        else:
+            left, chosen = max_length, len(bins)
+            bins.append([i])
+        if left > length:
+            insort(room, (left - length, chosen))
+    members = sorted(sorted(group) for group in bins)
+    return [_joined([rows[i] for i in group]) for group in members]
+
+
+def collate(rows: Sequence[Row], pad_id: int) -> dict[str, Tensor]:
+    """Return a batch, padded on the right.
+
+    input_ids and labels (B, T); position_ids (B, T), restarting at each document and at the
+    padding; target_index (n,), where in the flattened (B * T) hidden states the next token is a
+    learnt one; targets (n,), those tokens. The last two are made here, on the CPU, so that the loss
+    never waits for the GPU to count labels. Which token pads does not matter: labels are masked by
+    position, and no real token attends to the right.
+    """
+    longest = max(len(row.input_ids) for row in rows)
+    shape = (len(rows), longest)
+    input_ids = torch.full(shape, pad_id)
+    labels = torch.full(shape, IGNORE)
+    position_ids = torch.zeros(shape, dtype=torch.long)
+    for number, row in enumerate(rows):
+        length = len(row.input_ids)
+        input_ids[number, :length] = torch.tensor(row.input_ids)
+        labels[number, :length] = torch.tensor(row.labels)
+        pieces = [*row.lengths, longest - length]
+        position_ids[number] = torch.cat([torch.arange(piece) for piece in pieces])
+    learnt = labels[:, 1:] != IGNORE  # (B, T - 1): does position t predict a learnt token?
+    return {
+        "input_ids": input_ids,
+        "position_ids": position_ids,
+        "labels": labels,
+        "target_index": torch.nn.functional.pad(learnt, (0, 1)).flatten().nonzero().flatten(),
+        "targets": labels[:, 1:][learnt],
+    }
+
+
+def _joined(rows: Sequence[Row]) -> Row:
+    if len(rows) == 1:
+        return rows[0]
+    return Row(
+        input_ids=tuple(token for row in rows for token in row.input_ids),
+        labels=tuple(label for row in rows for label in row.labels),
+        lengths=tuple(length for row in rows for length in row.lengths),
+        source=_joined_sources([row.source for row in rows]),
+    )
+
+
+def _joined_sources(sources: Sequence[str]) -> str:
+    """Return "a.jsonl:1,4 b.jsonl:2" for a.jsonl:1, a.jsonl:4, b.jsonl:2."""
+    split = [source.rpartition(":") for source in sources]
+    groups = groupby(split, key=lambda parts: parts[0])
+    return " ".join(f"{name}:{','.join(line for *_, line in group)}" for name, group in groups)

@@ -1,0 +1,152 @@
+"""The table: what the names of modules say about their roles. Data only; targets.py reads it.
+
+A role is what a weight does, whatever an architecture calls it:
+
+- self-attention: q, k, v, o; kv is the joint latent of multi-head latent attention; qkv is a fused
+  projection whose order of rows is not known here, so that only the whole of it can be named
+- cross-attention: cross_q, cross_k, cross_v, cross_o, cross_kv, cross_qkv
+- feed-forward: gate, up, down; without a gate, up and down; gate_up is fused in an unknown order
+- mixture of experts: expert_gate, expert_up, expert_down (the routed ones, often stacked into one
+  3-D parameter), shared_gate, shared_up, shared_down, router, shared_router
+- beside the blocks: embed, pos_embed, head (of words or of classes), projector (from a vision or
+  audio tower into the language model), other (poolers, transforms before a head)
+
+Names are read with their context: the segments of the path between the block and the leaf, so that
+`attn.c_proj` is o and `mlp.c_proj` is down.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ATTENTION = ("q", "k", "v", "kv", "qkv", "o")
+CROSS_ATTENTION = tuple(f"cross_{role}" for role in ATTENTION)
+FFN = ("gate", "up", "gate_up", "down")
+SHARED = tuple(f"shared_{role}" for role in FFN)
+EXPERTS = tuple(f"expert_{role}" for role in FFN)
+FFN_LIKE = FFN + SHARED + EXPERTS
+NAMED_ONLY = ("router", "shared_router", "head")
+"""Linear, yet in no group: they are adapted only when named."""
+UNSIDED = ("projector", "other", "head")
+"""Called the same on every side of a model."""
+OUTSIDE = ("projector", "other", "embed", "pos_embed")
+ROLES = (*ATTENTION, *CROSS_ATTENTION, *FFN, *SHARED, *EXPERTS, *NAMED_ONLY, *OUTSIDE)
+
+ALL_LINEAR = "all-linear"
+GROUPS: dict[str, tuple[str, ...]] = {
+    "attention": ATTENTION + CROSS_ATTENTION,
+    "self_attention": ATTENTION,
+    "cross_attention": CROSS_ATTENTION,
+    "ffn": FFN + SHARED,
+    "experts": EXPERTS,
+    ALL_LINEAR: tuple(role for role in ROLES if role not in (*NAMED_ONLY, "embed", "pos_embed")),
+}
+
+# Sides of a model. The text side of a vision-language model is the plain one.
+TOWERS = {"vision": r"vision|visual|image", "audio": r"audio|speech"}
+"""Side -> pattern in a segment of the path."""
+EQUAL_TOWERS = "logit_scale"
+"""A parameter of models that compare two towers (CLIP): neither of them is the plain one."""
+PROJECTOR = (
+    r"projector|merger|connector|aligner|resampler|perceiver|qformer|language_projection|abstractor"
+)
+HALVES = ("encoder", "decoder")
+QUALIFIERS = ("language", *TOWERS, *HALVES)
+
+# Context: patterns in the lower-cased segments between the block and the leaf, first match wins.
+CONTEXTS = (
+    ("shared_router", r"^shared_expert_gate$"),
+    ("router", r"router|^gate_linear$|^wg$"),
+    ("shared", r"shared_?(expert|mlp)"),
+    ("expert", r"^experts?(_\d+)?$"),
+    ("cross", r"cross|^encoder_attn$|^encdecattention$|^encoder_attention$"),
+    ("attention", r"attn|attention|^self$"),
+)
+
+ATTENTION_LEAVES: dict[str, str] = {
+    **dict.fromkeys(("q_proj", "query", "query_proj", "q_lin", "q", "wq", "to_q", "q_attn"), "q"),
+    **dict.fromkeys(("q_a_proj", "q_b_proj", "linear_q", "query_layer"), "q"),
+    **dict.fromkeys(("k_proj", "key", "key_proj", "k_lin", "k", "wk", "to_k", "linear_k"), "k"),
+    **dict.fromkeys(("v_proj", "value", "value_proj", "v_lin", "v", "wv", "to_v", "linear_v"), "v"),
+    **dict.fromkeys(("o_proj", "out_proj", "out_lin", "dense", "c_proj", "proj", "o", "wo"), "o"),
+    **dict.fromkeys(("Wo", "to_out", "linear_out", "output", "projection_layer"), "o"),
+    **dict.fromkeys(("kv_a_proj_with_mqa", "kv_a_proj", "kv_b_proj", "kv_proj", "to_kv"), "kv"),
+    **dict.fromkeys(("c_attn", "query_key_value", "qkv_proj", "qkv", "Wqkv", "wqkv"), "qkv"),
+    **dict.fromkeys(("qkv_linear", "in_proj", "W_pack", "to_qkv"), "qkv"),
+}
+PLAIN_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "query", "key", "value", "qkv_proj")
+"""Leaves that say their role without the word attention around them."""
+FFN_LEAVES: dict[str, str] = {
+    **dict.fromkeys(("gate_proj", "wi_0", "w1", "c_fc_0", "gate", "linear_gate"), "gate"),
+    **dict.fromkeys(("up_proj", "wi", "wi_1", "w3", "c_fc", "c_fc_1", "fc1", "fc_in"), "up"),
+    **dict.fromkeys(("lin1", "dense_h_to_4h", "intermediate.dense", "intermediate_dense"), "up"),
+    **dict.fromkeys(("linear1", "linear_1", "linear_fc1", "ffn"), "up"),
+    **dict.fromkeys(("down_proj", "wo", "Wo", "w2", "c_proj", "fc2", "fc_out", "lin2"), "down"),
+    **dict.fromkeys(("dense_4h_to_h", "output.dense", "output_dense", "output_linear"), "down"),
+    **dict.fromkeys(("linear2", "linear_2", "linear_fc2", "ffn_output"), "down"),
+    **dict.fromkeys(("gate_up_proj", "Wi", "input_linear"), "gate_up"),
+}
+STACKED_LEAVES = {"gate_up_proj": "gate_up", "gate_proj": "gate", "up_proj": "up"} | {
+    "down_proj": "down"
+}
+"""Names of 3-D expert parameters."""
+ROUTER_LEAVES = ("gate", "router")
+"""Modules of a weight (experts, hidden) that are no linear layers."""
+
+# Names outside the blocks.
+HEAD_LEAVES = ("lm_head", "embed_out", "proj_out", "text_projection", "visual_projection")
+HEAD_SEGMENTS = ("classifier", "score", "qa_outputs", "classification_head", "lm_heads")
+"""A classification head is a whole module; all that is in it is the head."""
+NOT_BLOCKS = ("head", "pooler", "lm_head", "predictions")
+EMBED_LEAVES = (
+    *("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "token_embedding"),
+    *("shared", "patch_embedding"),
+)
+POSITION = r"pos|token_type|relative|wpe"
+
+# Fused projections. Which order the rows have cannot be told from shapes, so each row of this table
+# was read in (and the main ones proven on) the model's code: a name that is not here is not split.
+
+
+class Layout(NamedTuple):
+    """The order of the output rows of a fused projection.
+
+    Attributes:
+        repeats: How often the sequence of parts repeats along the rows; 0 means once per key-value
+            head, each time with that head's group of query heads.
+        order: The parts.
+    """
+
+    repeats: int
+    order: tuple[str, ...]
+
+
+_QKV_BLOCKS = (
+    "blip blip_2 cohere_compass dbrx decision_transformer deepseek_ocr2 dots3_note "
+    "ernie4_5_vl_moe exaone4_5 glm4v glm4v_moe glm5_next glm_image glm_ocr got_ocr2 gpt2 imagegpt "
+    "instructblip instructblipvideo layoutlmv2 mgp_str modernbert mpt openai phi3 "
+    "phi4_multimodal pp_formulanet pp_ocrv5_mobile_rec pp_ocrv5_server_rec pp_ocrv6_small_rec "
+    "qwen2_5_omni qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_omni_moe qwen3_vl qwen3_vl_moe "
+    "qwen4_exp sam sam_hq seggpt slanext timesformer unlimited_ocr vitdet"
+)
+_QKV_HEADS = "bloom deberta falcon gpt_bigcode gpt_neox gpt_neox_japanese minimax persimmon"
+_GATE_UP = (
+    "dia dots3_note esmfold2 glm glm4 glm4v glm_image glm_ocr granitemoe_swa granitemoehybrid "
+    "granitemoeshared minimax_m3_vl modernbert modernbert_decoder phi3 phi4_multimodal zamba2"
+)
+# Keys: the class that owns the projection, or the `modeling_<family>` module that defines it.
+LAYOUTS: dict[str, dict[str, Layout]] = {
+    "qkv": {
+        **dict.fromkeys(_QKV_BLOCKS.split(), Layout(1, ("q", "k", "v"))),
+        **dict.fromkeys(_QKV_HEADS.split(), Layout(0, ("q", "k", "v"))),
+        "codegen": Layout(4, ("q", "v", "k")),
+    },
+    "kv": dict.fromkeys(("gpt2", "imagegpt", "decision_transformer"), Layout(1, ("k", "v"))),
+    "gate_up": {
+        **dict.fromkeys(_GATE_UP.split(), Layout(1, ("gate", "up"))),
+        **dict.fromkeys(("moonshine", "moonshine_streaming"), Layout(1, ("up", "gate"))),
+        "Phi4MultimodalAudioMLP": Layout(1, ("up", "gate")),
+    },
+}
+NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+HEAD_DIM = ("head_dim", "head_size", "attention_head_size")

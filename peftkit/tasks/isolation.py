@@ -1,0 +1,191 @@
+"""Are documents that share a row isolated from each other? Asked of the model itself.
+
+transformers isolates packed documents where position_ids restart, for some architectures, some
+attention implementations, some batch sizes. No table is trusted: the model in hand is run on two
+documents, packed and alone. Where positions do not isolate them, an explicit mask is tried; where
+that fails too, packing is refused.
+
+Shapes: B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.errors import BaseError, DataError
+from peftkit.tasks.loss import accepted, unwrapped
+
+Isolation = Literal["positions", "mask"]
+
+# Packed rows are compared as a part of what an open door would change. What another document
+# changes is computed by the same kernels on the same shapes: nothing is left but a mixture of
+# experts' grouping. Packed against alone differ in shapes, and so in rounding.
+_LEAK = {torch.float32: 1e-3, torch.float64: 1e-3}
+_ALONE = {torch.float32: 1e-2, torch.float64: 1e-2}
+_LEAK_16_BIT, _ALONE_16_BIT = 2e-2, 0.15
+_MAX_WINDOW = 1024
+
+
+def check_causal(model: nn.Module) -> None:
+    """Make sure that no token sees a later one, as next-token training and right padding need.
+
+    Raises:
+        BaseError: One does, or the model takes no tokens without a decoder's.
+    """
+    bare = unwrapped(model)
+    asked = f"Cannot train {type(bare).__name__} as a causal language model."
+    if bare.config.is_encoder_decoder:
+        raise BaseError(asked, found="It is an encoder-decoder.", fix="Choose another base.")
+    ids, changed = _probe_ids(bare, [(9, 8)])
+    with _evaluating(model):
+        before = _logits(model, ids.flip(1), {})[:, :8]
+        after = _logits(model, changed.flip(1), {})[:, :8]
+    if not _rms_difference([before], [after]) <= 2e-2 * _rms_difference([before], None):
+        found = "What it says of a token changes with the tokens after it."
+        raise BaseError(asked, found=found, fix="Choose a base that was made for generation.")
+
+
+def check_packing(model: nn.Module) -> Isolation:
+    """Return how packed documents are kept apart in this model.
+
+    "positions": by position_ids that restart. "mask": by an explicit additive mask besides.
+
+    Raises:
+        DataError: By neither.
+    """
+    bare = unwrapped(model)
+    first: Isolation = "positions"
+    for mode in (first, "mask"):
+        if mode == "mask" and not _mask_can_be_tried(bare):
+            continue
+        with _evaluating(model):
+            if _isolates(model, mode):
+                return mode
+    raise DataError(
+        f"Cannot pack documents for {type(bare).__name__}.",
+        found="One document of a row changes what the model says of the next, "
+        "with restarted positions and with an explicit mask.",
+        fix="Set data.packing: false.",
+    )
+
+
+def isolating_mask(model: nn.Module, position_ids: Tensor) -> Tensor | dict[str, Tensor]:
+    """Return the additive mask (B, 1, T, T) of documents that begin where position_ids is 0.
+
+    It is float: eager attention adds a mask, and a boolean one would add 0 and 1. Models that mix
+    full and sliding-window layers take one mask for each kind.
+    """
+    bare = unwrapped(model)
+    document = (position_ids == 0).cumsum(1)
+    place = torch.arange(position_ids.shape[1], device=position_ids.device)
+    distance = place[:, None] - place[None, :]  # (T, T), query minus key
+    seen = (document[:, :, None] == document[:, None, :]) & (distance >= 0)
+    window = _window(bare)
+    if window is None:
+        return _additive(seen, bare.dtype)
+    return {
+        "full_attention": _additive(seen, bare.dtype),
+        "sliding_attention": _additive(seen & (distance < window), bare.dtype),
+    }
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return mask.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
+
+
+def _window(model: Any) -> int | None:
+    """Return the attention window of a model that has layers with one."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return config.sliding_window if "sliding_attention" in kinds else None
+
+
+def _mask_can_be_tried(model: Any) -> bool:
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds:  # a kind of layer that we know no mask for would silently lose its own
+        known = kinds <= {"full_attention", "sliding_attention"}
+        return known and (_window(model) or 0) <= _MAX_WINDOW
+    # one mask would take the place of the model's own window
+    return getattr(config, "sliding_window", None) is None
+
+
+def _isolates(model: nn.Module, mode: Isolation) -> bool:
+    """Run two rows of two documents each, packed and alone, and compare the second documents."""
+    bare = unwrapped(model)
+    # a mask must also keep the model's window, which only a document longer than it can show
+    longer = (_window(bare) or 0) if mode == "mask" else 0
+    splits = ((9, 8 + longer), (6, 11 + longer))  # two rows: some kernels isolate only one
+    ids, changed = _probe_ids(bare, splits)
+    each = [torch.cat([torch.arange(n, device=ids.device) for n in split]) for split in splits]
+    packed: dict[str, Any] = {"position_ids": torch.stack(each)}
+    if mode == "mask":
+        packed["attention_mask"] = isolating_mask(model, packed["position_ids"])
+    try:
+        here = _seconds(_logits(model, ids, packed), splits)
+        other = _seconds(_logits(model, changed, packed), splits)
+    except Exception:  # a model's own way of saying that it takes no such mask
+        if mode == "mask":
+            return False
+        raise
+    alone = [
+        _logits(model, ids[row : row + 1, first:], {})[0] for row, (first, _) in enumerate(splits)
+    ]
+    joined = _seconds(_logits(model, ids, {}), splits)
+    joined_changed = _seconds(_logits(model, changed, {}), splits)
+    open_door = _rms_difference(joined, joined_changed)
+    rounding = 8 * torch.finfo(bare.dtype).eps * _rms_difference(alone, None)
+    scale = max(open_door, rounding)
+    # written so that NaN is no success
+    return (
+        _rms_difference(here, other) <= _LEAK.get(bare.dtype, _LEAK_16_BIT) * scale
+        and _rms_difference(here, alone) <= _ALONE.get(bare.dtype, _ALONE_16_BIT) * scale
+    )
+
+
+def _probe_ids(model: Any, splits: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """Return ids (B, T), and the same with other tokens in the first document of each row."""
+    vocab = model.config.get_text_config().vocab_size
+    length = sum(splits[0])
+    device = model.get_input_embeddings().weight.device
+    count = torch.arange(len(splits) * length, device=device).view(len(splits), length)
+    ids = count.mul(7).add(3).remainder(vocab)  # no generator is touched
+    changed = ids.clone()
+    for row, (first, _) in enumerate(splits):
+        changed[row, :first] = changed[row, :first].add(vocab // 2).remainder(vocab)
+    return ids, changed
+
+
+def _logits(model: nn.Module, ids: Tensor, extra: Mapping[str, Any]) -> Tensor:
+    inputs = accepted(model, {"input_ids": ids, "use_cache": False, **extra})
+    logits: Tensor = model(**inputs).logits
+    return logits.float()
+
+
+def _seconds(logits: Tensor, splits: Sequence[tuple[int, int]]) -> list[Tensor]:
+    return [logits[row, first:] for row, (first, _) in enumerate(splits)]
+
+
+def _rms_difference(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) -> float:
+    if others is not None:
+        tensors = [a - b for a, b in zip(tensors, others, strict=True)]
+    return torch.cat([tensor.flatten() for tensor in tensors]).square().mean().sqrt().item()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off, and every module back to what it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,140 @@
+"""Where the first non-finite number of a step came from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.files import non_finite
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What diagnosis.json holds.
+
+    Attributes:
+        step: The step that was stopped, counted from 1; its weights were not touched.
+        loss: As text, since JSON knows no NaN.
+        grad_norm: Likewise.
+        rows: Sources of the step's rows.
+        module: Path of the first module whose output is not finite; None if all were.
+        module_type: Its class.
+        module_rows: Sources of the rows that it happened on.
+        gradients: Names of parameters with non-finite gradients.
+        parameters: Names of parameters that are not finite themselves, frozen ones included.
+    """
+
+    step: int
+    loss: str
+    grad_norm: str
+    rows: list[str]
+    module: str | None
+    module_type: str | None
+    module_rows: list[str]
+    gradients: list[str]
+    parameters: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+    def summary(self) -> str:
+        """Return the lines for an error message."""
+        lines = []
+        if self.module is not None:
+            lines.append(f"First non-finite output: {self.module} ({self.module_type})")
+            lines.append(f"On the rows: {_few(self.module_rows)}")
+        else:
+            lines.append(f"On the rows: {_few(self.rows)}")
+        if self.parameters:
+            lines.append(f"Non-finite before the step already: {_few(self.parameters)}")
+        elif self.gradients:
+            lines.append(f"Non-finite gradients: {_few(self.gradients)}")
+        return "\n".join(lines)
+
+
+def diagnose(
+    model: nn.Module,
+    run_batch: Callable[[Sequence[Any]], Tensor],
+    micro_batches: Sequence[Sequence[Any]],
+    *,
+    step: int,
+    loss: float,
+    grad_norm: float,
+) -> Diagnosis:
+    """Run a step's rows once more, watching every module.
+
+    Args:
+        run_batch: Computes the summed loss of rows; the generators are where they were at first.
+        micro_batches: The rows of the step, as they were run.
+    """
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    module, guilty = None, list[Any]()
+    for rows in micro_batches:
+        with _first_non_finite(model) as seen, torch.no_grad():
+            total = run_batch(rows)
+        if seen or not torch.isfinite(total):
+            module = seen[0] if seen else ("the loss", "of the task")
+            guilty = list(rows)
+            break
+    return Diagnosis(
+        step=step,
+        loss=repr(loss),
+        grad_norm=repr(grad_norm),
+        rows=sources([row for rows in micro_batches for row in rows]),
+        module=module[0] if module else None,
+        module_type=module[1] if module else None,
+        module_rows=sources(guilty),
+        gradients=non_finite(gradients),
+        parameters=non_finite(dict(model.named_parameters())),
+    )
+
+
+def sources(rows: Sequence[Any]) -> list[str]:
+    """Return where rows came from, as far as they say."""
+    return [str(getattr(row, "source", f"row {row!r:.40}")) for row in rows]
+
+
+@contextlib.contextmanager
+def _first_non_finite(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
+    """Yield a list that fills with (path, class) of modules, innermost first, in their order."""
+    seen: list[tuple[str, str]] = []
+
+    def watch(path: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if not seen and not all(_is_finite(tensor) for tensor in _tensors(output)):
+                seen.append((path or "(the model)", type(module).__name__))
+
+        return hook
+
+    handles = [m.register_forward_hook(watch(path)) for path, m in model.named_modules()]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def _few(names: Sequence[str], limit: int = 6) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

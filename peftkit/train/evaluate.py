@@ -1,0 +1,88 @@
+"""The eval rows' mean loss, on all processes together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.errors import DataError
+from peftkit.train import rng
+from peftkit.train.learner import TOO_LARGE, Task
+from peftkit.train.memory import is_out_of_memory, release_memory, too_large
+from peftkit.train.metrics import perplexity
+from peftkit.train.ranks import Ranks
+from peftkit.train.signals import StopRequest
+
+
+class Evaluator:
+    """Measures the loss; leaves the generators as they were, so that training takes no notice.
+
+    Attributes:
+        batch_size: Rows at once; halved when memory runs out, without effect on training.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        rows: Sequence[Any],
+        batch_size: int,
+        ranks: Ranks,
+        stop: StopRequest,
+    ) -> None:
+        self.model, self.task, self.batch_size = model, task, batch_size
+        self.rows = rows[ranks.rank :: ranks.world_size]
+        self.ranks, self.stop = ranks, stop
+
+    def run(self) -> dict[str, float] | None:
+        """Return loss and perplexity, or None if some process was asked to stop meanwhile."""
+        before = rng.capture(self.ranks.device)
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                loss_sum, targets = self._sums()
+        finally:
+            self.model.train()
+            rng.restore(before, self.ranks.device)
+        stopped = float(self.stop.signum != 0)
+        own = torch.tensor([float(targets), stopped], device=self.ranks.device)
+        summed = self.ranks.sum(torch.cat([loss_sum[None], own])).tolist()
+        if summed[2]:
+            return None
+        if summed[1] == 0:
+            raise DataError("the eval rows have nothing to measure: all their labels are masked")
+        loss = summed[0] / summed[1]
+        return {"loss": loss, "perplexity": perplexity(loss)}
+
+    def _sums(self) -> tuple[Tensor, int]:
+        loss_sum, targets, start = torch.zeros((), device=self.ranks.device), 0, 0
+        while start < len(self.rows) and not self.stop.signum:
+            rows = self.rows[start : start + self.batch_size]
+            result = self._try(rows)
+            if result is None:
+                release_memory()
+                if len(rows) == 1:
+                    raise too_large(
+                        rows[0], self.rows, lambda row: self._try([row]) is not None, fix=TOO_LARGE
+                    )
+                self.batch_size = len(rows) // 2
+                continue
+            loss_sum += result[0]
+            targets += result[1]
+            start += len(rows)
+        return loss_sum, targets
+
+    def _try(self, rows: Sequence[Any]) -> tuple[Tensor, int] | None:
+        """Return the summed loss and the targets of rows; None if memory ran out."""
+        batch = self.task.collate(rows)
+        try:
+            moved = {name: tensor.to(self.ranks.device) for name, tensor in batch.items()}
+            with self.ranks.autocast():
+                return self.task.loss_sum(self.model, moved), self.task.num_targets(batch)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return None

@@ -1,0 +1,273 @@
+"""One optimizer step at a time, whatever memory and numbers do."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.errors import DataError, RunError
+from peftkit.train import rng
+from peftkit.train.config import TrainConfig
+from peftkit.train.diagnosis import Diagnosis, diagnose, sources
+from peftkit.train.memory import (
+    Recompute,
+    is_out_of_memory,
+    num_tokens,
+    release_memory,
+    too_large,
+)
+from peftkit.train.optim import LossScale, build_optimizer, complete_gradients, set_learning_rate
+from peftkit.train.ranks import Ranks
+from peftkit.train.signals import StopRequest
+from peftkit.train.state import State
+
+TOO_LARGE = (
+    "Lower data.max_length, set train.gradient_checkpointing: true, or quantise the base "
+    "(base.quantize: nf4)."
+)
+
+
+class Task(Protocol):
+    """What is learnt: how rows become batches, and batches a loss.
+
+    A row may say its `source` ("train.jsonl:7") and its `input_ids`. Several rows have together
+    as many targets as they have one by one, and a summed loss that is the sum of theirs.
+    """
+
+    def collate(self, rows: Sequence[Any]) -> Mapping[str, Tensor]:
+        """Return rows as a batch, on the CPU."""
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        """Return how many tokens of a batch are learnt."""
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss of a batch, summed over its targets, in fp32."""
+
+
+class NonFinite(Exception):
+    """A step's loss or gradient is not finite; the weights are as before it."""
+
+    def __init__(self, diagnosis: Diagnosis) -> None:
+        super().__init__(diagnosis.summary())
+        self.diagnosis = diagnosis
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """A step that was done; all but `notice` the same on every process.
+
+    Attributes:
+        loss: Mean over the targets of all processes.
+        num_tokens: Put through the model, all processes together.
+        stop: A signal that some process got, or 0.
+        notice: What the user should know of memory, if anything.
+    """
+
+    loss: float
+    grad_norm: float
+    num_tokens: int
+    stop: int
+    notice: str
+
+
+class Learner:
+    """Computes gradients, checks them, and lets the optimizer step.
+
+    Args:
+        parameters: What is trained, by name.
+
+    Attributes:
+        state: Its `micro_batch` and `recompute` follow what fits into memory.
+        may_recompute: Whether running out of memory may switch gradient checkpointing on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        parameters: Mapping[str, nn.Parameter],
+        config: TrainConfig,
+        ranks: Ranks,
+        stop: StopRequest,
+    ) -> None:
+        self.model, self.task, self.parameters = model, task, parameters
+        self.config, self.ranks, self.stop = config, ranks, stop
+        on_gpu = ranks.device.type == "cuda"
+        self.optimizer = build_optimizer(parameters, config)
+        self.scale = LossScale(
+            needed=on_gpu and any(p.dtype == torch.float16 for p in model.parameters())
+        )
+        self.state = State(micro_batch=config.batch_size)
+        self.recompute = Recompute(model)
+        self.may_recompute = (
+            config.gradient_checkpointing == "auto" and on_gpu and self.recompute.possible
+        )
+
+    def take(self, state: State) -> None:
+        """Go on from a saved state."""
+        self.state = state
+        self.scale.factor, self.scale.good_steps = state.loss_scale, state.good_steps
+        if state.recompute and self.config.gradient_checkpointing == "auto":
+            self.recompute.enable()
+
+    def step(self, rows: Sequence[Any], rate: float) -> StepFacts:
+        """Learn from this process's rows of a step, possibly none.
+
+        Raises:
+            NonFinite: The loss or a gradient is not finite.
+            DataError: No process has anything to learn.
+            RunError: Not even one row fits into memory.
+        """
+        start, notice = rng.capture(self.ranks.device), ""
+        while True:
+            batches = self._collated(rows)
+            targets = float(sum(self.task.num_targets(batch) for batch in batches))
+            # counted over the whole group and all processes before the first backward pass, so that
+            # the gradient is that of one mean over targets, not of a mean of means
+            total = self.ranks.sum(torch.tensor(targets, device=self.ranks.device))
+            loss, said = self._gradients(rows, batches, total.clamp(min=1), start)
+            notice = said or notice
+            facts, grad_norm = self._summed(loss, total, rows, notice)
+            if math.isfinite(facts.grad_norm) or not math.isfinite(facts.loss):
+                break
+            if not self.scale.overflowed():
+                break
+            rng.restore(start, self.ranks.device)
+        if not (math.isfinite(facts.loss) and math.isfinite(facts.grad_norm)):
+            raise NonFinite(self._diagnosis(rows, start, facts))
+        self._update(grad_norm, rate)
+        return facts
+
+    def _gradients(
+        self,
+        rows: Sequence[Any],
+        batches: Sequence[Mapping[str, Tensor]],
+        total: Tensor,
+        start: rng.State,
+    ) -> tuple[Tensor, str]:
+        """Return the summed loss, its gradients in place; uses less memory until it suffices."""
+        before = self.state.micro_batch, self.recompute.enabled
+        while (loss := self._try(batches, total)) is None:
+            release_memory()
+            rng.restore(start, self.ranks.device)
+            self._use_less_memory(rows)
+            batches = self._collated(rows)
+        if before == (self.state.micro_batch, self.recompute.enabled):
+            return loss, ""
+        how = f"{self.state.micro_batch} rows at a time instead of {before[0]}"
+        if self.recompute.enabled and not before[1]:
+            how += ", activations recomputed (train.gradient_checkpointing)"
+        return loss, f"Memory ran out. From here on: {how}. Each step learns from the same rows."
+
+    def _try(self, batches: Iterable[Mapping[str, Tensor]], total: Tensor) -> Tensor | None:
+        """Run forward and backward passes; None if memory ran out."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss_sum = torch.zeros((), device=self.ranks.device)
+        try:
+            for batch in batches:
+                loss = self._loss(batch)
+                (loss * (self.scale.factor / total)).backward()
+                loss_sum += loss.detach()  # stays on the device: .item() would wait for it
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+        return loss_sum
+
+    def _loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        moved = {name: tensor.to(self.ranks.device) for name, tensor in batch.items()}
+        with self.ranks.autocast():
+            return self.task.loss_sum(self.model, moved)
+
+    def _collated(self, rows: Sequence[Any]) -> list[Mapping[str, Tensor]]:
+        return [self.task.collate(part) for part in self._micro_batches(rows)]
+
+    def _micro_batches(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
+        size = self.state.micro_batch
+        return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+    def _use_less_memory(self, rows: Sequence[Any]) -> None:
+        """Halve the micro-batch; below one row, recompute if allowed, else raise RunError."""
+        size = min(self.state.micro_batch, len(rows))
+        if size > 1:
+            while self.state.micro_batch >= size:
+                self.state.micro_batch //= 2
+        elif self.may_recompute and not self.recompute.enabled:
+            self.recompute.enable()
+            self.state.recompute = True
+            self.state.micro_batch = self.config.batch_size
+        else:
+            one = torch.ones((), device=self.ranks.device)
+            longest = max(rows, key=num_tokens)
+
+            def fits(row: Any) -> bool:
+                return self._try([self.task.collate([row])], one) is not None
+
+            raise too_large(longest, rows, fits, fix=TOO_LARGE)
+
+    def _summed(
+        self, loss: Tensor, total: Tensor, rows: Sequence[Any], notice: str
+    ) -> tuple[StepFacts, Tensor]:
+        """Sum gradients and figures over all processes; the only wait for the device in a step."""
+        gradients = complete_gradients(self.parameters)
+        self.ranks.sum_gradients(gradients)
+        if self.scale.factor != 1.0:
+            torch._foreach_mul_(gradients, 1 / self.scale.factor)
+        grad_norm = torch.nn.utils.get_total_norm(gradients)
+        stop = self.stop.signum
+        own = [
+            sum(map(num_tokens, rows)),
+            stop == signal.SIGINT,
+            stop == signal.SIGTERM,
+            notice != "",
+        ]
+        figures = torch.tensor([float(figure) for figure in own], device=loss.device)
+        figures = self.ranks.sum(torch.cat([loss.float()[None], figures]))
+        both = torch.cat([figures, total[None], grad_norm.float()[None]])
+        loss_sum, tokens, interrupts, terminations, notices, targets, norm = both.tolist()
+        if targets == 0:
+            raise DataError(
+                "a step has nothing to learn: all its labels are masked",
+                found=f"Rows: {', '.join(sources(rows)[:8])}",
+                fix="Drop such rows; peftkit check RECIPE shows what the loss sees.",
+            )
+        if notices and not notice:
+            notice = "Memory ran out in another process; it goes on with smaller micro-batches."
+        asked = signal.SIGINT if interrupts else signal.SIGTERM if terminations else 0
+        return StepFacts(loss_sum / targets, norm, round(tokens), int(asked), notice), grad_norm
+
+    def _update(self, grad_norm: Tensor, rate: float) -> None:
+        if self.config.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(
+                self.parameters.values(), self.config.max_grad_norm, grad_norm
+            )
+        set_learning_rate(self.optimizer, rate)
+        try:
+            self.optimizer.step()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RunError(
+                "memory ran out when the optimizer made its state",
+                found=f"{sum(p.numel() for p in self.parameters.values()):,} trained values.",
+                fix="Use train.optimizer: adamw_8bit or paged_adamw_8bit, or a lower rank.",
+            ) from None
+        self.scale.went_well()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _diagnosis(self, rows: Sequence[Any], start: rng.State, facts: StepFacts) -> Diagnosis:
+        rng.restore(start, self.ranks.device)
+        return diagnose(
+            self.model,
+            lambda part: self._loss(self.task.collate(part)),
+            self._micro_batches(rows),
+            step=self.state.step + 1,
+            loss=facts.loss,
+            grad_norm=facts.grad_norm,
+        )

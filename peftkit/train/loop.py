@@ -1,0 +1,73 @@
+"""The training loop: the same weights whatever a batch is cut into, and after any interruption.
+
+A step's rows depend on the seed and the step alone (order.py), its learning rate on the step alone
+(optim.py); what else decides the next step is saved: weights, optimizer, generators, State.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from peftkit.errors import DataError
+from peftkit.events import Listener, ignore
+from peftkit.train.checkpoint import prepare_output
+from peftkit.train.config import TrainConfig
+from peftkit.train.identity import identity_of
+from peftkit.train.learner import Task
+from peftkit.train.metrics import require_trackers
+from peftkit.train.model import trainable_parameters
+from peftkit.train.run import Result, Run
+from peftkit.train.saving import Saver
+from peftkit.train.signals import stop_requests
+from peftkit.train.weights import TrainableWeights, Weights
+
+
+def fit(
+    model: nn.Module,
+    task: Task,
+    train_rows: Sequence[Any],
+    eval_rows: Sequence[Any] = (),
+    config: TrainConfig | None = None,
+    *,
+    weights: Weights | None = None,
+    identity: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    allow_changes: Sequence[str] = (),
+    on_event: Listener = ignore,
+) -> Result:
+    """Train the parameters of a model that require a gradient, where the model is.
+
+    Seeds python's, numpy's and torch's generators. Puts the model into training mode, and back.
+
+    Args:
+        task: Makes batches of rows, and losses of batches.
+        config: How to learn; `TrainConfig()` by default.
+        weights: What checkpoints hold of the model; by default its trainable parameters.
+        identity: What else a resumed run must have in common with the saved one, as plain JSON.
+        resume: Go on from the newest valid checkpoint in config.output_dir.
+        overwrite: Delete the checkpoints that are there.
+        allow_changes: Dotted keys of identity, "train" or "rows" that may have changed.
+        on_event: Hears what happens, on the main process alone.
+
+    Raises:
+        PeftkitError: The input is wrong; RunError: the run broke.
+        Interrupted: SIGINT or SIGTERM came; the run is saved.
+    """
+    config = config or TrainConfig()
+    parameters = trainable_parameters(model)
+    if not train_rows:
+        raise DataError("there are no rows to train on")
+    prepare_output(config.output_dir, resume=resume, overwrite=overwrite)
+    require_trackers(config.log_to)
+    with stop_requests() as stop:
+        run = Run(model, task, parameters, train_rows, eval_rows, config, stop, on_event)
+        known = identity_of(config, train_rows, eval_rows, run.ranks.world_size, identity or {})
+        run.saver = Saver(
+            run.learner, run.order, config, weights or TrainableWeights(model), known, run.say
+        )
+        with run.prepared():
+            return run.go(allow_changes if resume else None)

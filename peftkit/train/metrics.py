@@ -1,0 +1,160 @@
+"""Where a run's figures go besides the screen: metrics.jsonl, always, and trackers, when named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+from peftkit.errors import ConfigError
+from peftkit.events import EvalDone, Event, Notice, RunDone, RunStarted, Saved, StepDone
+
+FILE = "metrics.jsonl"
+RECORDED = (RunStarted, StepDone, EvalDone, Saved, Notice, RunDone)
+Complain = Callable[[str], None]
+
+
+class MetricsFile:
+    """Appends one JSON line per event to metrics.jsonl: {"event": "StepDone", "step": 1, ...}.
+
+    A resumed run goes on in the same file, after a RunStarted line with its `start_step`: of two
+    lines for one step the later counts. A disk that refuses costs the file, not the run.
+    """
+
+    def __init__(self, output_dir: Path, complain: Complain) -> None:
+        self.path, self._complain = output_dir / FILE, complain
+        self._broken = False
+        self._needs_newline = _is_cut_short(self.path)
+
+    def on_event(self, event: Event) -> None:
+        """Write the event, if it is one of a run's."""
+        if self._broken or not isinstance(event, RECORDED):
+            return
+        fields = {"event": type(event).__name__, "time": round(time.time(), 3)}
+        line = json.dumps({**fields, **_plain(dataclasses.asdict(event))}, default=str)
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write("\n" * self._needs_newline + line + "\n")
+            self._needs_newline = False
+        except OSError as error:
+            self._broken = True
+            self._complain(f"{self.path} is no longer written: {error}")
+
+
+class Tracker(Protocol):
+    """The part of accelerate's GeneralTracker that is used here."""
+
+    name: str
+
+    def log(self, values: dict[str, float], step: int | None) -> Any:
+        """Record values of a step."""
+
+    def finish(self) -> Any:
+        """Write what is left."""
+
+
+class Trackers:
+    """Passes figures on to trackers; one that raises is dropped with one Notice."""
+
+    def __init__(self, trackers: Iterable[Tracker], complain: Complain) -> None:
+        self._trackers, self._complain = list(trackers), complain
+
+    def on_event(self, event: Event) -> None:
+        """Log a step's or an eval's figures."""
+        if isinstance(event, StepDone):
+            figures = {"loss", "learning_rate", "grad_norm", "epoch", "tokens_per_second"}
+            values = {f"train/{name}": getattr(event, name) for name in sorted(figures)}
+        elif isinstance(event, EvalDone):
+            values = {f"eval/{name}": value for name, value in event.metrics.items()}
+        else:
+            return
+        self._each(lambda tracker: tracker.log(values, step=event.step))
+
+    def finish(self) -> None:
+        """End all trackers."""
+        self._each(lambda tracker: tracker.finish())
+
+    def _each(self, call: Callable[[Tracker], Any]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                call(tracker)
+            except Exception as error:  # whatever it is, a tracker never costs the run
+                self._trackers.remove(tracker)
+                self._complain(_failed(tracker.name, error))
+
+
+def require_trackers(names: Iterable[str]) -> None:
+    """Raise ConfigError for a tracker whose library is not installed."""
+    installed = {str(tracker) for tracker in get_available_trackers()}
+    for name in names:
+        if name not in installed:
+            raise ConfigError(
+                f"train.log_to: {name} is not installed", fix=f"Install it: pip install {name}"
+            )
+
+
+def start_trackers(
+    names: Iterable[str], output_dir: Path, settings: Mapping[str, Any], complain: Complain
+) -> list[Tracker]:
+    """Start accelerate's trackers, each by itself: if one cannot start, the others do."""
+    started: list[Tracker] = []
+    for name in names:
+        try:
+            kind = LOGGER_TYPE_TO_CLASS[name]
+            places = {"logging_dir": output_dir} if kind.requires_logging_directory else {}
+            tracker = kind("peftkit", **places)
+            tracker.start()
+            tracker.store_init_configuration(dict(settings))
+            started.append(tracker)
+        except Exception as error:  # no account, no network, a broken install
+            complain(_failed(name, error))
+    return started
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the run's peak memory: what torch allocated on a GPU, else the process's peak RSS.
+
+    The latter counts from the process's start, loading the model included; 0 where unknown.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return 0
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), infinite beyond the range of floats."""
+    return math.exp(loss) if loss < 709 else math.inf
+
+
+def _failed(name: str, error: Exception) -> str:
+    return f"The tracker {name} failed and is left out from here on: {error}"
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON can hold: NaN and Infinity become null."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _is_cut_short(path: Path) -> bool:
+    """Return whether a run that was killed left half a line."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(-1, 2)
+            return file.read(1) != b"\n"
+    except OSError:  # absent or empty
+        return False

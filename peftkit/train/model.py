@@ -1,0 +1,58 @@
+"""What the loop asks of a model, whatever its kind."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from peftkit.errors import ConfigError
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return what is to be trained, by name.
+
+    Raises:
+        ConfigError: Nothing requires a gradient, or it cannot be trained in its dtype or place.
+    """
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise ConfigError(
+            f"there is nothing to train in {type(model).__name__}",
+            found="None of its parameters requires a gradient.",
+            fix="Put an adapter on it first: attach(model, LoRA(...)).",
+        )
+    half = [name for name, p in parameters.items() if p.dtype == torch.float16]
+    if half:
+        raise ConfigError(
+            "adapters cannot be trained in fp16",
+            found=f"{half[0]} and {len(half) - 1} more are.",
+            fix="Use method.dtype: fp32 (or bf16); the base may be fp16.",
+        )
+    devices = sorted({str(p.device) for p in parameters.values()})
+    if len(devices) > 1:
+        raise ConfigError("the adapter is on more than one device", found=", ".join(devices))
+    return parameters
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Return how many values a model has, quantised ones counted by what they stand for."""
+    seen: set[int] = set()
+    total = 0
+    for module in model.modules():
+        shape = getattr(module, "in_features", None), getattr(module, "out_features", None)
+        weight = module._parameters.get("weight")
+        packed = all(shape) and (weight is None or not weight.is_floating_point())
+        if packed and not list(module.children()):
+            total += int(shape[0] or 0) * int(shape[1] or 0)
+            seen.add(id(weight))
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                total += parameter.numel()
+    return total
+
+
+def device_name(device: torch.device, num_processes: int) -> str:
+    """Return a device for people: "cpu", "NVIDIA H200", "2 x NVIDIA H200"."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    return f"{num_processes} x {name}" if num_processes > 1 else name

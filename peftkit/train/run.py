@@ -1,0 +1,287 @@
+"""A run, from its first step or the checkpoint it resumes to its last step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from peftkit.errors import PeftkitError, RunError
+from peftkit.events import EvalDone, Event, Listener, Notice, RunDone, RunStarted, StepDone
+from peftkit.files import write_json
+from peftkit.train import rng
+from peftkit.train.config import TrainConfig
+from peftkit.train.evaluate import Evaluator
+from peftkit.train.learner import Learner, NonFinite, StepFacts, Task
+from peftkit.train.metrics import MetricsFile, Trackers, peak_bytes, perplexity, start_trackers
+from peftkit.train.model import device_name, num_parameters
+from peftkit.train.optim import learning_rate
+from peftkit.train.order import Order
+from peftkit.train.ranks import Ranks
+from peftkit.train.saving import Saver
+from peftkit.train.signals import Interrupted, StopRequest
+
+DIAGNOSIS = "diagnosis.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A run that came to its end.
+
+    Attributes:
+        step: Optimizer steps, those before a resume included.
+        seconds: Likewise.
+        metrics: loss (of the last step), num_tokens, tokens_per_second, peak_bytes; with eval rows
+            eval_loss, eval_perplexity, best_eval_loss.
+        checkpoint: The last one; the model has its weights.
+        best_step: The step with the lowest eval loss.
+        best_checkpoint: Its checkpoint.
+        is_main: Whether this is the process, of several, that writes files.
+    """
+
+    step: int
+    seconds: float
+    metrics: Mapping[str, float]
+    checkpoint: Path
+    best_step: int | None
+    best_checkpoint: Path | None
+    is_main: bool
+
+
+class Run:
+    """One run, on one of its processes: what `fit` does, step by step."""
+
+    saver: Saver
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        parameters: Mapping[str, nn.Parameter],
+        train_rows: Sequence[Any],
+        eval_rows: Sequence[Any],
+        config: TrainConfig,
+        stop: StopRequest,
+        on_event: Listener,
+    ) -> None:
+        self.model, self.rows, self.config, self.stop = model, train_rows, config, stop
+        self.ranks = Ranks(next(iter(parameters.values())).device)
+        world_size = self.ranks.world_size
+        self.order = Order(len(train_rows), config.rows_per_step(world_size), config.seed)
+        self.num_steps = config.num_steps(len(train_rows), world_size)
+        self.learner = Learner(model, task, parameters, config, self.ranks, stop)
+        self.evaluator = Evaluator(model, task, eval_rows, config.batch_size, self.ranks, stop)
+        self.has_eval = bool(eval_rows)
+        self._agreed_stop = 0
+        self._listeners = [on_event] if self.ranks.is_main else []
+        self._began = time.perf_counter()  # less what earlier parts of the run took
+        self._resumed = (0, 0.0)  # steps and seconds of these
+
+    def say(self, event: Event) -> None:
+        """Tell everyone who listens."""
+        for listener in self._listeners:
+            listener(event)
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Put the model into training mode, and leave it as it was; record events meanwhile."""
+        modes = {module: module.training for module in self.model.modules()}
+        recompute, wish = self.learner.recompute, self.config.gradient_checkpointing
+        trackers = self._record() if self.ranks.is_main else None
+        try:
+            if wish != "auto":
+                recompute.enable() if wish else recompute.disable()
+            self.model.train()
+            yield
+        finally:
+            recompute.restore()
+            for module, training in modes.items():
+                module.training = training
+            if trackers is not None:
+                trackers.finish()
+
+    def _record(self) -> Trackers:
+        """Let metrics.jsonl and the trackers listen too."""
+        config, user = self.config, self._listeners[0]
+
+        def complain(text: str) -> None:
+            user(Notice(text))
+
+        settings = config.model_dump(mode="json", exclude={"log_to"})
+        started = start_trackers(config.log_to, config.output_dir, settings, complain)
+        trackers = Trackers(started, complain)
+        self._listeners += [MetricsFile(config.output_dir, complain).on_event, trackers.on_event]
+        return trackers
+
+    def go(self, resume: Sequence[str] | None) -> Result:
+        """Train to the end.
+
+        Args:
+            resume: None to start; else resume, with these changes allowed.
+        """
+        device = self.ranks.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self.ranks.wait()  # nobody writes before everybody has looked at the folder
+        if resume is None:
+            rng.seed_everything(self.config.seed, self.ranks.rank)
+            if self.ranks.is_main:
+                self.saver.checkpoints.remove_leftovers()
+        else:
+            self.saver.resume(resume)
+        self.saver.check_disk()
+        state = self.learner.state
+        self._began = time.perf_counter() - state.seconds
+        self._resumed = (state.step, state.seconds)
+        self.say(self._started())
+        if resume is not None:
+            self._after_step()  # a run that was stopped during an evaluation owes it still
+        while self.learner.state.step < self.num_steps:
+            self._step()
+            self._after_step()
+        return self._result()
+
+    def _step(self) -> None:
+        state, ranks = self.learner.state, self.ranks
+        rate = learning_rate(state.step, self.num_steps, self.config)
+        group = self.order.group(state.step, ranks.rank, ranks.world_size)
+        began = time.perf_counter()
+        try:
+            facts = self.learner.step([self.rows[index] for index in group], rate)
+        except NonFinite as error:
+            raise self._broken(error) from None
+        seconds = time.perf_counter() - began
+        state.step += 1
+        state.loss = facts.loss
+        state.num_tokens += facts.num_tokens
+        state.step_seconds += seconds
+        self._agreed_stop = facts.stop
+        if facts.notice:
+            self.say(Notice(f"Step {state.step}: {facts.notice}"))
+        self.say(self._done(facts, rate, seconds))
+
+    def _after_step(self) -> None:
+        """Evaluate, save and stop, as far as each is due."""
+        state = self.learner.state
+        due = self._is_due(self.config.eval_every) and state.evaluated_step != state.step
+        if due and self.has_eval and not self._stopping:
+            self._evaluate()
+        save = self._stopping or state.best_step == state.step
+        if save or self._is_due(self.config.save_every):
+            if self.saver.resumed_step != state.step:
+                state.seconds = time.perf_counter() - self._began
+                self.saver.save()
+            if state.step == self.num_steps:
+                self._agreed_stop = self.ranks.max(self.stop.signum)
+        if self._stopping:
+            raise Interrupted(
+                self._stopping,
+                f"stopped after step {state.step} of {self.num_steps}; saved {self.saver.last}. "
+                "Go on with --resume.",
+            )
+
+    def _evaluate(self) -> None:
+        state, batch_size = self.learner.state, self.evaluator.batch_size
+        metrics = self.evaluator.run()
+        if (fewer := self.evaluator.batch_size) != batch_size:
+            text = f"it goes on with {fewer} rows at a time instead of {batch_size}"
+            self.say(Notice(f"Memory ran out in the evaluation: {text}. Training is not affected."))
+        if metrics is None:
+            self._agreed_stop = self.ranks.max(self.stop.signum)
+            return
+        loss = metrics["loss"]
+        finite = math.isfinite(loss)
+        if not finite:
+            self.say(Notice(f"The eval loss after step {state.step} is {loss}."))
+        best = finite and (state.best_loss is None or loss < state.best_loss)
+        if best:
+            state.best_step, state.best_loss = state.step, loss
+        state.evaluated_step, state.eval_loss = state.step, loss if finite else None
+        self.say(EvalDone(state.step, metrics, best))
+
+    @property
+    def _stopping(self) -> int:
+        """The signal to stop on, or 0; several processes only stop once they agree."""
+        return self.stop.signum if self.ranks.world_size == 1 else self._agreed_stop
+
+    def _is_due(self, every: int | None) -> bool:
+        step = self.learner.state.step
+        return step == self.num_steps or (every is not None and step % every == 0)
+
+    def _broken(self, error: NonFinite) -> RunError:
+        """Write diagnosis.json and return the error that ends the run."""
+        diagnosis, last = error.diagnosis, self.saver.last
+        name = DIAGNOSIS if self.ranks.is_main else f"rank{self.ranks.rank}-{DIAGNOSIS}"
+        path = self.config.output_dir / name
+        try:
+            write_json(diagnosis.as_json(), path)
+            details = f"Details: {path}"
+        except PeftkitError as problem:
+            details = f"The details could not be written: {problem}"
+        return RunError(
+            f"step {diagnosis.step} has a loss of {diagnosis.loss} and a gradient norm of "
+            f"{diagnosis.grad_norm}: stopped before the weights were changed",
+            found=f"{diagnosis.summary()}\n{details}\n"
+            + (f"Last good checkpoint: {last}" if last else "No checkpoint was saved before."),
+            fix="Look at these rows; lower train.learning_rate; try base.dtype: fp32.",
+        )
+
+    def _started(self) -> RunStarted:
+        return RunStarted(
+            num_steps=self.num_steps,
+            start_step=self.learner.state.step,
+            num_rows=len(self.rows),
+            num_trainable=sum(p.numel() for p in self.learner.parameters.values()),
+            num_parameters=num_parameters(self.model),
+            device=device_name(self.ranks.device, self.ranks.world_size),
+        )
+
+    def _done(self, facts: StepFacts, rate: float, seconds: float) -> StepDone:
+        state = self.learner.state
+        step_before, seconds_before = self._resumed
+        per_step = (time.perf_counter() - self._began - seconds_before) / (state.step - step_before)
+        return StepDone(
+            step=state.step,
+            num_steps=self.num_steps,
+            epoch=state.step / self.order.steps_per_epoch,
+            loss=facts.loss,
+            learning_rate=rate,
+            grad_norm=facts.grad_norm,
+            num_tokens=state.num_tokens,
+            tokens_per_second=facts.num_tokens / seconds,
+            peak_bytes=peak_bytes(self.ranks.device),
+            seconds_left=per_step * (self.num_steps - state.step),
+        )
+
+    def _result(self) -> Result:
+        state, folder = self.learner.state, self.saver.checkpoints.folder
+        metrics = {
+            "loss": state.loss,
+            "num_tokens": float(state.num_tokens),
+            "tokens_per_second": state.num_tokens / max(state.step_seconds, 1e-9),
+            "peak_bytes": float(peak_bytes(self.ranks.device)),
+        }
+        if state.eval_loss is not None:
+            metrics["eval_loss"] = state.eval_loss
+            metrics["eval_perplexity"] = perplexity(state.eval_loss)
+        if state.best_loss is not None:
+            metrics["best_eval_loss"] = state.best_loss
+        seconds = time.perf_counter() - self._began
+        self.say(RunDone(state.step, seconds, metrics))
+        best = None if state.best_step is None else folder / f"step-{state.best_step}"
+        return Result(
+            step=state.step,
+            seconds=seconds,
+            metrics=metrics,
+            checkpoint=folder / f"step-{state.step}",
+            best_step=state.best_step,
+            best_checkpoint=best,
+            is_main=self.ranks.is_main,
+        )

@@ -1,0 +1,155 @@
+"""What a checkpoint of a run is made of, and how a run takes it up again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from peftkit.errors import CheckpointError, OutputError
+from peftkit.events import Event, Notice, Saved
+from peftkit.files import read_json, read_tensors, write_json, write_tensors
+from peftkit.train import rng
+from peftkit.train.checkpoint import Checkpoint, Checkpoints
+from peftkit.train.config import TrainConfig
+from peftkit.train.identity import check_same_run
+from peftkit.train.learner import Learner
+from peftkit.train.manifest import versions
+from peftkit.train.optim import STATE_BYTES, load_optimizer_state, optimizer_state
+from peftkit.train.order import Order
+from peftkit.train.state import state_from_json
+from peftkit.train.weights import Weights
+
+OPTIMIZER, RANDOM, STATE = "optimizer.safetensors", "rng.safetensors", "state.json"
+SLACK_BYTES = 1 << 20  # generators, manifest, the adapter's own JSON
+
+
+class Saver:
+    """Saves and resumes one run; on several processes all must call, and the main one writes.
+
+    Args:
+        weights: What is saved of the model.
+        identity: What a resumed run must have in common with the saved one.
+        say: Hears what was saved or skipped.
+
+    Attributes:
+        last: The newest checkpoint of this run.
+        resumed_step: The step it was resumed at, None for a run from the start.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        order: Order,
+        config: TrainConfig,
+        weights: Weights,
+        identity: Mapping[str, Any],
+        say: Callable[[Event], None],
+    ) -> None:
+        self.learner, self.order, self.config = learner, order, config
+        self.weights, self.identity, self.say = weights, identity, say
+        self.checkpoints = Checkpoints(config.output_dir, config.keep_checkpoints)
+        self.last: Path | None = None
+        self.resumed_step: int | None = None
+        trained = learner.parameters.values()
+        self.num_bytes = SLACK_BYTES + sum(
+            p.numel() * (p.element_size() + STATE_BYTES[config.optimizer]) for p in trained
+        )
+
+    def check_disk(self) -> None:
+        """Say so if the disk may not suffice; OutputError if it cannot hold one checkpoint."""
+        free, folder = self.checkpoints.free(self.checkpoints.folder), self.checkpoints.folder
+        each = f"A checkpoint takes about {self.num_bytes:,} bytes; {free:,} are free in {folder}."
+        most = self.config.keep_checkpoints + 2  # the best one, and the one being written
+        if free < self.num_bytes:
+            fix = "Make room, or train into another folder."
+            raise OutputError("the disk is too full to train", found=each, fix=fix)
+        if free < self.num_bytes * most:
+            self.say(Notice(f"{each} Up to {most} are there at once: the disk may fill up."))
+
+    def save(self) -> None:
+        """Write a checkpoint of this moment.
+
+        Raises:
+            RunError: The disk is full, or the weights are not finite.
+        """
+        learner, state, ranks = self.learner, self.learner.state, self.learner.ranks
+        generators = self._generators()
+        if ranks.is_main:
+            state.loss_scale, state.good_steps = learner.scale.factor, learner.scale.good_steps
+            tensors, numbers = optimizer_state(learner.optimizer, learner.parameters)
+            epoch, position = self.order.position(state.step)
+            self.last = self.checkpoints.save(
+                state.step,
+                {
+                    "weights": self.weights.save,
+                    "optimizer": lambda folder: write_tensors(tensors, folder / OPTIMIZER),
+                    "rng": lambda folder: write_tensors(generators, folder / RANDOM),
+                    "state": lambda folder: write_json(
+                        {"run": state.as_json(), "optimizer": numbers}, folder / STATE
+                    ),
+                },
+                {
+                    "epoch": epoch,
+                    "sampler": {"seed": self.order.seed, "epoch": epoch, "position": position},
+                    "num_processes": ranks.world_size,
+                    "identity": self.identity,
+                },
+                best_step=state.best_step,
+                num_bytes=self.num_bytes,
+            )
+            self.say(Saved("checkpoint", self.last))
+        ranks.wait()
+
+    def resume(self, allow_changes: Sequence[str]) -> None:
+        """Make this run what the newest valid checkpoint says.
+
+        Raises:
+            CheckpointError: There is none, or it is of another run.
+        """
+        found = self.checkpoints.newest_valid(self.say)
+        changes = check_same_run(found.manifest["identity"], self.identity, allow_changes)
+        if changes:
+            self.say(Notice("No exact continuation; accepted changes: " + "; ".join(changes)))
+        self._compare_versions(found)
+        self._load(found.folder, exact=not changes)
+        self.last, self.resumed_step = found.folder, found.step
+
+    def _load(self, folder: Path, *, exact: bool) -> None:
+        learner, ranks = self.learner, self.learner.ranks
+        saved = read_json(folder / STATE, error=CheckpointError)
+        tensors = read_tensors(folder / OPTIMIZER, error=CheckpointError)
+        generators = read_tensors(folder / RANDOM, error=CheckpointError)
+        state = state_from_json(saved["run"])
+        self.weights.load(folder)
+        load_optimizer_state(learner.optimizer, learner.parameters, tensors, saved["optimizer"])
+        if not exact:
+            state.micro_batch = self.config.batch_size
+        learner.take(state)
+        saved_ranks = 1 + max(int(name.split(".")[0]) for name in generators)
+        own = f"{ranks.rank % saved_ranks}."
+        device = ranks.device
+        rng.restore(
+            {n.removeprefix(own): t for n, t in generators.items() if n.startswith(own)}, device
+        )
+
+    def _generators(self) -> dict[str, Tensor]:
+        """Return the generators' state of every process, named "rank.generator"."""
+        ranks = self.learner.ranks
+        return {
+            f"{rank}.{name}": row.clone()
+            for name, own in rng.capture(ranks.device).items()
+            for rank, row in enumerate(ranks.gather(own))
+        }
+
+    def _compare_versions(self, found: Checkpoint) -> None:
+        before, now = found.manifest["versions"], versions()
+        changed = [
+            f"{name} {before.get(name)} -> {now.get(name)}"
+            for name in sorted(before.keys() | now.keys())
+            if before.get(name) != now.get(name)
+        ]
+        if changed:
+            self.say(Notice(f"Other versions than before, so not to the bit: {', '.join(changed)}"))

@@ -1,0 +1,74 @@
+"""What pyproject.toml says agrees with what lies in the tree."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def pyproject() -> dict[str, Any]:
+    loaded: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return loaded
+
+
+def test_every_package_is_packed(pyproject: dict[str, Any]) -> None:
+    found = {
+        ".".join(init.parent.relative_to(top).parts)
+        for top, package in ((ROOT, "peftkit"), (ROOT / "cli", "peftkit_cli"))
+        for init in (top / package).rglob("__init__.py")
+    }
+    assert set(pyproject["tool"]["setuptools"]["packages"]) == found | {"peftkit_cli.recipes"}
+
+
+def test_run_time_dependencies_are_the_agreed_ones(pyproject: dict[str, Any]) -> None:
+    names = {re.split(r"[<>=]", text)[0] for text in pyproject["project"]["dependencies"]}
+    assert names == {
+        "torch", "transformers", "bitsandbytes", "accelerate", "datasets",
+        "safetensors", "pydantic", "PyYAML", "typer", "rich",
+    }  # fmt: skip
+
+
+def test_constraints_pin_versions_that_pyproject_allows(pyproject: dict[str, Any]) -> None:
+    requirements = pytest.importorskip("packaging.requirements")
+    project = pyproject["project"]
+    lines = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    allowed = {r.name: r.specifier for r in map(requirements.Requirement, lines)}
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    for line in pinned:
+        if line.startswith("#"):
+            continue
+        pin = requirements.Requirement(line)
+        (version,) = (specifier.version for specifier in pin.specifier)
+        assert allowed[pin.name].contains(version), line
+    assert "torch==2.13.0" in pinned
+
+
+def test_ci_runs_make_test_and_nothing_else() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    commands = script.read_text(encoding="utf-8").splitlines()
+    assert commands == ["#!/bin/sh", "set -eu", 'cd "$(dirname "$0")/.."', "exec make test"]
+
+
+@pytest.mark.parametrize("target", ["test", "quickstart", "lint"])
+def test_make_refuses_an_old_python_with_a_message(target: str, tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text(encoding="utf-8"))
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    done = subprocess.run(
+        ["make", target, "PYTHON=false"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "peftkit needs Python 3.10 or newer" in done.stdout
+    assert not (tmp_path / ".venv").exists()
