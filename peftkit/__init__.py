@@ -1,1 +1,67 @@
-"""peftkit: parameter-efficient fine-tuning of transformers, by roles."""
+"""peftkit: parameter-efficient fine-tuning of transformers, by roles.
+
+    from peftkit import CausalLM, DataConfig, LoRA, TrainConfig, attach, fit, load_base, save_adapter
+
+    base = load_base("smollm2-135m", quantize="nf4")
+    adapter = attach(base.model, LoRA(rank=16, targets=("q", "v")))
+    task = CausalLM(base.model, base.tokenizer, DataConfig(train="train.jsonl"))
+    fit(base.model, task, task.load("train.jsonl"), config=TrainConfig(output_dir="runs/demo"))
+    save_adapter(adapter, "runs/demo")
+
+Names are imported when they are first used, so that importing peftkit itself costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from peftkit.adapter import Adapter, attach
+    from peftkit.base import Base, load_base
+    from peftkit.data.load import DataConfig
+    from peftkit.errors import PeftkitError
+    from peftkit.evaluate import evaluate
+    from peftkit.formats.folder import open_adapter
+    from peftkit.formats.peft import Provenance, load_adapter, save_adapter
+    from peftkit.generate import generate
+    from peftkit.merge import merge, merge_into
+    from peftkit.methods.dora import DoRA
+    from peftkit.methods.lora import LoRA
+    from peftkit.recipe import Recipe
+    from peftkit.tasks.causal_lm import CausalLM
+    from peftkit.train.config import TrainConfig
+    from peftkit.train.loop import fit
+
+_HOME = {
+    "Adapter": "adapter",
+    "Base": "base",
+    "CausalLM": "tasks.causal_lm",
+    "DataConfig": "data.load",
+    "DoRA": "methods.dora",
+    "LoRA": "methods.lora",
+    "PeftkitError": "errors",
+    "Provenance": "formats.peft",
+    "Recipe": "recipe",
+    "TrainConfig": "train.config",
+    "attach": "adapter",
+    "evaluate": "evaluate",
+    "fit": "train.loop",
+    "generate": "generate",
+    "load_adapter": "formats.peft",
+    "load_base": "base",
+    "merge": "merge",
+    "merge_into": "merge",
+    "open_adapter": "formats.folder",
+    "save_adapter": "formats.peft",
+}
+"""Public name to the module that defines it."""
+
+__all__ = list(_HOME)  # noqa: PLE0605  # the names and their homes are one table
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'peftkit' has no attribute {name!r}")
+    return getattr(import_module(f"peftkit.{_HOME[name]}"), name)

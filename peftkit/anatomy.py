@@ -16,8 +16,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from peftkit import grammar
 from peftkit import roles as table
 from peftkit.errors import TargetError
+from peftkit.layouts import split_rows
 
 
 @dataclass(slots=True)
@@ -63,7 +65,7 @@ class Place:
     def block(self) -> str:
         """The path up to the number of the innermost block, "" outside of all."""
         segments = self.path.split(".")
-        return ".".join(segments[: len(segments) - len(_tail(segments))])
+        return ".".join(segments[: len(segments) - len(grammar.tail(segments))])
 
     def rows(self, roles: Sequence[str]) -> dict[str, Tensor] | None:
         """Return name -> indices of the output rows of some roles of a fused weight."""
@@ -165,8 +167,8 @@ def find_places(model: nn.Module) -> list[Place]:
             if isinstance(parent, nn.MultiheadAttention):
                 continue  # torch reads its weight and never calls it
             in_head = head is not None and (module is head or parent is head)
-            role = "head" if in_head else _linear_role(path, parent)
-            places.append(_fused(Place(path, module, (role,)), parent, model))
+            role = "head" if in_head else _by_siblings(grammar.linear_role(path), path, parent)
+            places.append(_linear(Place(path, module, (role,)), parent, model))
         elif role := _embedding_role(path, module, parent, embedding):
             places.append(Place(path, module, (role,)))
         elif _is_bare_router(path, module):
@@ -189,59 +191,26 @@ def _input_layer(model: nn.Module) -> nn.Module | None:
         return None
 
 
-# ------------------------------------------------------------------- names to roles
+# ------------------------------------------------------------------- neighbours and shapes
 
 
-def _tail(segments: Sequence[str]) -> list[str]:
-    """Return the segments after the block's number; the number of an expert is none."""
-    for index in range(len(segments) - 2, 0, -1):
-        if segments[index].isdigit() and segments[index - 1] != "experts":
-            return list(segments[index + 1 :])
-    return list(segments)
-
-
-def _linear_role(path: str, parent: nn.Module) -> str:
-    """Return the role of a linear layer by its name in its context, a fused one's as a whole."""
-    segments = path.split(".")
-    tail = _tail(segments)
-    in_block = len(tail) < len(segments)
-    first_number = next((i for i, s in enumerate(segments) if s.isdigit()), len(segments))
-    # the leaf of a layer in a Sequential is the Sequential's name
-    leaf = next((s for s in reversed(tail) if not s.isdigit()), tail[-1])
-    if set(segments[:first_number]) & set(table.HEAD_SEGMENTS):
-        return "head"
-    if not in_block and leaf in table.HEAD_LEAVES:
-        return "head"
-    if not in_block and set(segments) & set(table.NOT_BLOCKS):
-        return "other"
-    lowered = [segment.lower() for segment in tail]
-    contexts = (c for c, pattern in table.CONTEXTS if any(re.search(pattern, s) for s in lowered))
-    context = next(contexts, "")
-    if context.endswith("router"):
-        return context
-    if context in ("attention", "cross"):
-        role = table.ATTENTION_LEAVES.get(leaf, "other")
-    elif leaf in table.PLAIN_ATTENTION:
-        return table.ATTENTION_LEAVES[leaf]
-    else:
-        role = table.FFN_LEAVES.get(".".join(tail[-2:])) or table.FFN_LEAVES.get(leaf, "other")
-        role = _by_siblings(role, leaf, parent)
-    prefixed = context not in ("", "attention") and role not in ("other", "router")
-    return f"{context}_{role}" if prefixed else role
-
-
-def _by_siblings(role: str, leaf: str, parent: nn.Module) -> str:
-    """Tell a gate from a router, and one fused with up from a plain up."""
+def _by_siblings(role: str, path: str, parent: nn.Module) -> str:
+    """Tell a gate from a router, one fused with up from a plain up, and qkv from kv."""
+    if role.endswith("qkv") and hasattr(parent, table.OWN_QUERY):
+        return role.replace("qkv", "kv")
+    if not role.endswith(("gate", "up")):
+        return role
     siblings = {
         table.FFN_LEAVES.get(name): bare(child)
         for name, child in parent.named_children()
         if is_linear(bare(child))
     }
-    if role == "gate" and "up" not in siblings:
-        return "router" if leaf == "gate" else "up"
-    if role == "up" and "gate" not in siblings and {"up", "down"} <= siblings.keys():
+    context, kind = grammar.split(role)
+    if kind == "gate" and "up" not in siblings:
+        return "router" if path.endswith(".gate") else f"{context}up"
+    if kind == "up" and "gate" not in siblings and {"up", "down"} <= siblings.keys():
         out, into = linear_shape(siblings["up"])[1], linear_shape(siblings["down"])[0]
-        return "gate_up" if out == 2 * into else "up"
+        return f"{context}gate_up" if out == 2 * into else role
     return role
 
 
@@ -270,79 +239,39 @@ def _stacks(module: nn.Module) -> list[str]:
     return [n for n in table.STACKED_LEAVES if n in own and getattr(module, n).ndim == 3]
 
 
-def _set_sides_apart(model: nn.Module, places: list[Place]) -> None:
-    """Give every place its side, and tell whether plain roles mean another one."""
-    sides = {"projector": table.PROJECTOR, **table.TOWERS}
-    for place in places:
-        place.side = next((s for s, pattern in sides.items() if re.search(pattern, place.path)), "")
-    equal = any(name.startswith(table.EQUAL_TOWERS) for name in model._parameters)
-    if not equal and any(p.block and not p.side and not p.is_embedding for p in places):
-        for place in places:
-            place.set_apart = place.side != "" and place.roles != ("head",)
-
-
-# ------------------------------------------------------------------- fused weights
-
-
-def _layout(kind: str, owner: nn.Module) -> table.Layout | None:
-    """Return the order of rows that is known of the class a fused weight belongs to."""
-    known = table.LAYOUTS.get(kind, {})
-    for cls in type(owner).__mro__:
-        if cls.__module__.startswith("transformers.models."):
-            for name in (cls.__name__, cls.__module__.rpartition("modeling_")[2]):
-                if name in known:
-                    return known[name]
-    return None
-
-
-def _fact(names: Sequence[str], *sources: object) -> int:
-    """Return the first of these attributes that is a positive number, or 0."""
-    values = (getattr(source, name, None) for source in sources for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), 0)
-
-
-def _fused(place: Place, owner: nn.Module, model: nn.Module) -> Place:
+def _linear(place: Place, owner: nn.Module, model: nn.Module) -> Place:
     """Split a fused linear layer into its roles where the order of its rows is known."""
-    whole = place.roles[0]
-    context = next((c for c in ("cross_", "shared_", "expert_") if whole.startswith(c)), "")
-    kind = whole.removeprefix(context)
-    in_features, out = linear_shape(place.module)
-    config = getattr(owner, "config", None)
-    layout = _layout(kind, owner)
-    heads = _fact(table.NUM_HEADS, owner, config, getattr(model, "config", None))
-    totals: dict[str, int] = {}  # role -> rows
-    repeats = 0
-    if kind == "kv" and place.path.endswith("kv_b_proj"):  # multi-head latent attention
-        repeats = heads
-        totals["k"] = heads * _fact(("qk_nope_head_dim",), owner)
-        totals["v"] = heads * _fact(("v_head_dim",), owner)
-    elif layout and kind == "qkv" and heads:
-        head_dim = _fact(table.HEAD_DIM, owner, config) or in_features // heads
-        num_kv = (out // head_dim - heads) // 2
-        rows = {"q": heads * head_dim, "k": num_kv * head_dim, "v": num_kv * head_dim}
-        totals = {role: rows[role] for role in layout.order}
-        repeats = layout.repeats or num_kv
-    elif layout and kind in ("kv", "gate_up"):
-        totals = dict.fromkeys(layout.order, out // 2)
-        repeats = layout.repeats
-    fits = repeats > 0 and all(n > 0 and n % repeats == 0 for n in totals.values())
-    if fits and sum(totals.values()) == out:
-        place.roles = tuple(context + role for role in totals)
-        place.repeats = repeats
-        place.sizes = tuple(n // repeats for n in totals.values())
+    context, kind = grammar.split(place.roles[0])
+    configs = (getattr(owner, "config", None), getattr(model, "config", None))
+    shape = linear_shape(place.module)
+    if split := split_rows(kind, place.path, owner, configs, *shape):
+        place.repeats, sizes = split
+        place.roles, place.sizes = tuple(context + role for role in sizes), tuple(sizes.values())
     return place
 
 
 def _stack(place: Place) -> Place:
     """Give a stack of experts its roles: gate and up are halves, or alternate (gpt-oss)."""
-    kind = table.STACKED_LEAVES[cast(str, place.parameter)]
-    place.roles = (f"expert_{kind}",)
+    parameter = cast(str, place.parameter)
+    kind = table.STACKED_LEAVES[parameter]
+    context = "shared" if "shared" in place.path else "expert"
+    place.roles = (f"{context}_{kind}",)
     if kind == "gate_up":
-        _, _, out = stacked_shape(place.module, cast(str, place.parameter))
-        place.roles = ("expert_gate", "expert_up")
+        _, _, out = stacked_shape(place.module, parameter)
+        place.roles = (f"{context}_gate", f"{context}_up")
         place.repeats = 1 if getattr(place.module, "is_concatenated", True) else out // 2
         place.sizes = (out // 2 // place.repeats,) * 2
     return place
+
+
+def _set_sides_apart(model: nn.Module, places: list[Place]) -> None:
+    """Give every place its side, and tell whether plain roles mean another one."""
+    for place in places:
+        place.side = grammar.side(place.path)
+    equal = any(name.startswith(table.EQUAL_TOWERS) for name in model._parameters)
+    if not equal and any(p.block and not p.side and not p.is_embedding for p in places):
+        for place in places:
+            place.set_apart = place.side != "" and place.roles != ("head",)
 
 
 # ------------------------------------------------------------------- blocks

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
+from peftkit.base import Base
+from peftkit.data.encode import Style
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.events import Listener, Progress, Stage, ignore
-from peftkit.formats.folder import Opened
 from peftkit.generate import complete
 from peftkit.tasks.causal_lm import CausalLM
 
@@ -37,13 +38,14 @@ class Answer:
 
 
 def evaluate(
-    opened: Opened, data: str | Path, *, on_event: Listener = ignore
+    base: Base, data: str | Path, *, style: Style | None = None, on_event: Listener = ignore
 ) -> dict[str, float]:
-    """Measure an adapter on every row of a file.
+    """Measure a base, with the adapter that is on it, on every row of a file.
 
     Args:
-        opened: The adapter on its base; disable it to measure the bare base.
+        base: The model, and its tokenizer; it is left as it was.
         data: Rows in any format that training takes.
+        style: How the adapter was trained to be prompted; None: as the rows' format suggests.
 
     Returns:
         loss (nats per target token), perplexity, exact_match (share of rows whose last answer,
@@ -52,9 +54,9 @@ def evaluate(
     Raises:
         DataError: The file has no usable rows.
     """
-    task, rows = _rows(opened, data, on_event)
-    loss, num_tokens = _loss(opened, task, rows, on_event)
-    answers = _answers(opened, task, rows, on_event)
+    task, rows = _rows(base, data, style, on_event)
+    loss, num_tokens = _loss(base, task, rows, on_event)
+    answers = _answers(base, task, rows, on_event)
     return {
         "loss": loss,
         "perplexity": math.exp(loss),
@@ -64,44 +66,42 @@ def evaluate(
     }
 
 
-def answer(opened: Opened, data: str | Path, *, on_event: Listener = ignore) -> list[Answer]:
+def answer(
+    base: Base, data: str | Path, *, style: Style | None = None, on_event: Listener = ignore
+) -> list[Answer]:
     """Return the greedy completion of every row's last answer beside the file's own."""
-    task, rows = _rows(opened, data, on_event)
-    return _answers(opened, task, rows, on_event)
+    task, rows = _rows(base, data, style, on_event)
+    return _answers(base, task, rows, on_event)
 
 
-def _rows(opened: Opened, data: str | Path, on_event: Listener) -> tuple[CausalLM, list[Row]]:
+def _rows(
+    base: Base, data: str | Path, style: Style | None, on_event: Listener
+) -> tuple[CausalLM, list[Row]]:
     config = DataConfig(train=str(data), max_length=None, packing=False)
-    task = CausalLM(
-        opened.base.model,
-        opened.base.tokenizer,
-        config,
-        style=opened.file.provenance.prompt_style,
-        on_event=on_event,
-    )
+    task = CausalLM(base.model, base.tokenizer, config, style=style, on_event=on_event)
     return task, task.load(str(data))
 
 
 @torch.no_grad()
 def _loss(
-    opened: Opened, task: CausalLM, rows: Sequence[Row], on_event: Listener
+    base: Base, task: CausalLM, rows: Sequence[Row], on_event: Listener
 ) -> tuple[float, int]:
     total, num_tokens = 0.0, 0
     by_length = sorted(rows, key=lambda row: len(row.input_ids))  # little padding in a batch
     for start in range(0, len(by_length), BATCH_SIZE):
         on_event(Progress("Measuring the loss", start, len(rows)))
         batch = task.collate(by_length[start : start + BATCH_SIZE])
-        batch = {name: tensor.to(opened.base.device) for name, tensor in batch.items()}
-        total += float(task.loss_sum(opened.base.model, batch))
+        batch = {name: tensor.to(base.device) for name, tensor in batch.items()}
+        total += float(task.loss_sum(base.model, batch))
         num_tokens += task.num_targets(batch)
     return total / num_tokens, num_tokens
 
 
 def _answers(
-    opened: Opened, task: CausalLM, rows: Sequence[Row], on_event: Listener
+    base: Base, task: CausalLM, rows: Sequence[Row], on_event: Listener
 ) -> list[Answer]:
     on_event(Stage(f"Completing {len(rows)} rows"))
-    tokenizer = opened.base.tokenizer
+    tokenizer = base.tokenizer
     asked = [task.last_answer(row) for row in rows]
     longest = max(len(row.input_ids) - len(ids) for row, (ids, _) in zip(rows, asked, strict=True))
     answers = []
@@ -109,7 +109,7 @@ def _answers(
         on_event(Progress("Completing", start, len(rows)))
         part = asked[start : start + 4 * BATCH_SIZE]
         completions = complete(
-            opened.base.model,
+            base.model,
             tokenizer,
             [ids for ids, _ in part],
             max_new_tokens=math.ceil(MARGIN * longest),

@@ -48,42 +48,48 @@ TOWERS = {"vision": r"vision|visual|image", "audio": r"audio|speech"}
 EQUAL_TOWERS = "logit_scale"
 """A parameter of models that compare two towers (CLIP): neither of them is the plain one."""
 PROJECTOR = (
-    r"projector|merger|connector|aligner|resampler|perceiver|qformer|language_projection|abstractor"
+    "projector|merger|connector|aligner|resampler|perceiver|qformer|abstractor"
+    "|language_projection|vision_projection|image_to_text_projection|vision_adapter"
 )
 HALVES = ("encoder", "decoder")
 QUALIFIERS = ("language", *TOWERS, *HALVES)
 
-# Context: patterns in the lower-cased segments between the block and the leaf, first match wins.
+# Context: patterns in the lower-cased segments between the block and the leaf or, where these say
+# nothing, in the name of the numbered list. The first match wins.
 CONTEXTS = (
     ("shared_router", r"^shared_expert_gate$"),
     ("router", r"router|^gate_linear$|^wg$"),
     ("shared", r"shared_?(expert|mlp)"),
     ("expert", r"^experts?(_\d+)?$"),
-    ("cross", r"cross|^encoder_attn$|^encdecattention$|^encoder_attention$"),
+    ("cross", r"cross|^encoder_attn$|^encdecattention$|^encoder_(decoder_)?attention$"),
     ("attention", r"attn|attention|^self$"),
+    ("ffn", r"mlp|ffn|feed_?forward|^ff\d?$|^densereludense$"),
 )
 
 ATTENTION_LEAVES: dict[str, str] = {
-    **dict.fromkeys(("q_proj", "query", "query_proj", "q_lin", "q", "wq", "to_q", "q_attn"), "q"),
-    **dict.fromkeys(("q_a_proj", "q_b_proj", "linear_q", "query_layer"), "q"),
-    **dict.fromkeys(("k_proj", "key", "key_proj", "k_lin", "k", "wk", "to_k", "linear_k"), "k"),
-    **dict.fromkeys(("v_proj", "value", "value_proj", "v_lin", "v", "wv", "to_v", "linear_v"), "v"),
+    **dict.fromkeys(("q_proj", "query", "query_proj", "q_lin", "q", "wq", "Wq", "to_q"), "q"),
+    **dict.fromkeys(("q_a_proj", "q_b_proj", "q_attn", "linear_q", "q_head", "project_q"), "q"),
+    **dict.fromkeys(("k_proj", "key", "key_proj", "k_lin", "k", "wk", "Wk", "to_k"), "k"),
+    **dict.fromkeys(("linear_k", "k_head", "project_k"), "k"),
+    **dict.fromkeys(("v_proj", "value", "value_proj", "v_lin", "v", "wv", "Wv", "to_v"), "v"),
+    **dict.fromkeys(("linear_v", "v_head", "project_v"), "v"),
     **dict.fromkeys(("o_proj", "out_proj", "out_lin", "dense", "c_proj", "proj", "o", "wo"), "o"),
-    **dict.fromkeys(("Wo", "to_out", "linear_out", "output", "projection_layer"), "o"),
+    **dict.fromkeys(("Wo", "to_out", "output", "projection", "projection_layer", "post_proj"), "o"),
     **dict.fromkeys(("kv_a_proj_with_mqa", "kv_a_proj", "kv_b_proj", "kv_proj", "to_kv"), "kv"),
     **dict.fromkeys(("c_attn", "query_key_value", "qkv_proj", "qkv", "Wqkv", "wqkv"), "qkv"),
     **dict.fromkeys(("qkv_linear", "in_proj", "W_pack", "to_qkv"), "qkv"),
 }
 PLAIN_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "query", "key", "value", "qkv_proj")
-"""Leaves that say their role without the word attention around them."""
+"""Leaves in a block that say their role without the word attention around them."""
 FFN_LEAVES: dict[str, str] = {
     **dict.fromkeys(("gate_proj", "wi_0", "w1", "c_fc_0", "gate", "linear_gate"), "gate"),
     **dict.fromkeys(("up_proj", "wi", "wi_1", "w3", "c_fc", "c_fc_1", "fc1", "fc_in"), "up"),
     **dict.fromkeys(("lin1", "dense_h_to_4h", "intermediate.dense", "intermediate_dense"), "up"),
-    **dict.fromkeys(("linear1", "linear_1", "linear_fc1", "ffn"), "up"),
+    **dict.fromkeys(("linear1", "linear_1", "linear_fc1", "dense1", "ffn", "proj_up"), "up"),
     **dict.fromkeys(("down_proj", "wo", "Wo", "w2", "c_proj", "fc2", "fc_out", "lin2"), "down"),
     **dict.fromkeys(("dense_4h_to_h", "output.dense", "output_dense", "output_linear"), "down"),
-    **dict.fromkeys(("linear2", "linear_2", "linear_fc2", "ffn_output"), "down"),
+    **dict.fromkeys(("linear2", "linear_2", "linear_fc2", "dense2", "ffn_output"), "down"),
+    **dict.fromkeys(("proj_down",), "down"),
     **dict.fromkeys(("gate_up_proj", "Wi", "input_linear"), "gate_up"),
 }
 STACKED_LEAVES = {"gate_up_proj": "gate_up", "gate_proj": "gate", "up_proj": "up"} | {
@@ -94,7 +100,9 @@ ROUTER_LEAVES = ("gate", "router")
 """Modules of a weight (experts, hidden) that are no linear layers."""
 
 # Names outside the blocks.
-HEAD_LEAVES = ("lm_head", "embed_out", "proj_out", "text_projection", "visual_projection")
+HEAD_LEAF = (
+    r"(.*_)?head|embed_out|proj_out|output_projection|(text|visual)_projection|logits_(dense|proj)"
+)
 HEAD_SEGMENTS = ("classifier", "score", "qa_outputs", "classification_head", "lm_heads")
 """A classification head is a whole module; all that is in it is the head."""
 NOT_BLOCKS = ("head", "pooler", "lm_head", "predictions")
@@ -150,3 +158,6 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
 }
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIM = ("head_dim", "head_size", "attention_head_size")
+NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
+OWN_QUERY = "q_attn"
+"""Beside this layer, GPT-2's fused one holds no query."""

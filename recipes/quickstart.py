@@ -14,11 +14,15 @@ from pathlib import Path
 
 from peftkit_cli.render import Renderer
 
-from peftkit import evaluate, recipe
-from peftkit.formats.folder import Opened, open_adapter
+from peftkit import recipe
+from peftkit.base import load_base
+from peftkit.evaluate import Answer, answer
+from peftkit.formats.folder import open_adapter
+from peftkit.formats.peft import TENSORS
 
 HERE = Path(__file__).parent
 OUT = Path("runs/quickstart")
+PEFTKIT = Path(sys.executable).with_name("peftkit")
 NUM_TRAIN, NUM_HELD_OUT = 640, 64
 
 ITEMS = "pizza burger salad taco wrap sandwich curry soup pie bagel noodle dumpling".split()
@@ -70,3 +74,46 @@ def make_data(folder: Path, seed: int = 0) -> tuple[Path, Path]:
     train.write_text("\n".join(lines[:NUM_TRAIN]) + "\n", encoding="utf-8")
     held_out.write_text("\n".join(lines[NUM_TRAIN:]) + "\n", encoding="utf-8")
     return train, held_out
+
+
+def main() -> None:
+    """Make the data, measure the base, train, measure again, and say what to try next."""
+    began = time.monotonic()
+    train, held_out = make_data(OUT / "data")
+    settings = recipe.load(
+        HERE / "quickstart.yaml",
+        [f"data.train={train}", f"data.eval={held_out}", f"train.output_dir={OUT}"],
+    )
+    with Renderer() as on_event:
+        base = load_base(settings.base.model, on_event=on_event)
+        before = answer(base, held_out, on_event=on_event)
+    del base
+    say(f"Before: {score(before):.1%} of {len(before)} held-out orders come out exactly right.")
+    with Renderer() as on_event:
+        recipe.run(settings, overwrite=True, on_event=on_event)
+        opened = open_adapter(OUT, on_event=on_event)
+        after = answer(opened.base, held_out, style=opened.style, on_event=on_event)
+    example = next((n for n, row in enumerate(after) if row.is_exact), 0)
+    say(f"Before: {score(before):.1%} exact. After: {score(after):.1%} exact.\n")
+    say(f"An order:  {json.loads(held_out.read_text().splitlines()[example])['instruction']}")
+    say(f"  before:  {before[example].completion.strip()}")
+    say(f"  after:   {after[example].completion.strip()}\n")
+    say(f"The adapter is in {OUT} ({(OUT / TENSORS).stat().st_size / 1e6:.1f} MB).")
+    say(f"All of it took {(time.monotonic() - began) / 60:.1f} minutes. Try next:\n")
+    say(f"  {PEFTKIT} chat {OUT}")
+    say(f'  {PEFTKIT} generate {OUT} --prompt "Two large pizzas with olives for Kate, 7 Oak Street."')
+    say(f"  {PEFTKIT} merge {OUT} --out runs/merged")
+
+
+def score(answers: list[Answer]) -> float:
+    """Return the share of answers that are exactly right."""
+    return sum(row.is_exact for row in answers) / len(answers)
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

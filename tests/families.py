@@ -1,4 +1,7 @@
-"""Tiny models with random weights, one per family, built from their config classes.
+"""Tiny models with random weights, built from their config classes.
+
+FAMILIES are those that grids run over: one for each way to be different. ARCHITECTURES are these and
+all others that peftkit is tested on, by their structure.
 
 All share one vocabulary, that of `tiny_tokenizer`. Weights are drawn wide (standard deviation 0.2),
 so that logits are of order one and a wrong layer shows. Seed torch before building.
@@ -97,6 +100,202 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         decoder_start_token_id=PAD,
     ),
 }
+
+# ------------------------------------------------------------------- all architectures
+
+_VISION: dict[str, Any] = {
+    "image_size": 8,
+    "patch_size": 4,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+_SEQ2SEQ: dict[str, Any] = {
+    **_SHARED,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "decoder_start_token_id": PAD,
+}
+_T5: dict[str, Any] = {
+    **_SHARED,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "feed_forward_proj": "gated-gelu",
+    "decoder_start_token_id": PAD,
+}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_LATENT: dict[str, Any] = {
+    **_GROUPED,
+    **_EXPERTS,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+_TEXT: dict[str, Any] = {
+    name: _GROUPED[name] for name in _GROUPED.keys() - {"pad_token_id", "bos_token_id"}
+}
+_FALCON: dict[str, Any] = {**_SIZES, "ffn_hidden_size": 64, "new_decoder_architecture": False}
+_BIGCODE: dict[str, Any] = {**_SHARED, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 64}
+_IMAGE: dict[str, Any] = {"vision_config": _VISION}
+
+
+def _causal(stem: str, sizes: dict[str, Any] = _GROUPED, **settings: Any) -> Any:
+    return _builder(f"{stem}ForCausalLM", f"{stem}Config", **{**sizes, **settings})
+
+
+def _masked(stem: str, **settings: Any) -> Any:
+    return _builder(f"{stem}ForMaskedLM", f"{stem}Config", **{**_SIZES, **settings})
+
+
+def _conditional(stem: str, sizes: dict[str, Any], **settings: Any) -> Any:
+    architecture = f"{stem}ForConditionalGeneration"
+    return _builder(architecture, f"{stem}Config", **{**sizes, **settings})
+
+
+ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
+    **FAMILIES,
+    "mistral": _causal("Mistral"),
+    "mistral_swa": _causal("Mistral", sliding_window=4),
+    "gemma": _causal("Gemma", head_dim=8),
+    "gemma3_text": _builder(
+        "Gemma3ForCausalLM", "Gemma3TextConfig", **_GROUPED, head_dim=8, sliding_window=4
+    ),
+    "phi": _causal("Phi"),
+    "olmo2": _causal("Olmo2"),
+    "granite": _causal("Granite"),
+    "cohere": _causal("Cohere"),
+    "stablelm": _causal("StableLm"),
+    "starcoder2": _causal("Starcoder2"),
+    "gpt_neo": _causal(
+        "GPTNeo",
+        _SHARED,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        intermediate_size=64,
+        attention_types=[[["global", "local"], 1]],
+        max_position_embeddings=256,
+    ),
+    "gptj": _causal("GPTJ", _SHARED, n_embd=32, n_layer=2, n_head=4, n_inner=64, rotary_dim=8),
+    "gpt_bigcode": _causal("GPTBigCode", _BIGCODE),
+    "gpt_bigcode_mha": _causal("GPTBigCode", _BIGCODE, multi_query=False),
+    "codegen": _causal("CodeGen", _SHARED, n_embd=32, n_layer=2, n_head=4, rotary_dim=8),
+    "opt": _causal("OPT", _SIZES, ffn_dim=64, word_embed_proj_dim=32),
+    "bloom": _causal("Bloom", _SHARED, hidden_size=32, n_layer=2, n_head=4),
+    "falcon_mq": _causal("Falcon", _FALCON, multi_query=True),
+    "falcon_new": _causal("Falcon", _FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon_mha_alibi": _causal("Falcon", _FALCON, multi_query=False, alibi=True),
+    "mpt": _causal("Mpt", _SHARED, d_model=32, n_layers=2, n_heads=4, expansion_ratio=2),
+    "xglm": _causal("XGLM", _SHARED, d_model=32, num_layers=2, attention_heads=4, ffn_dim=64),
+    "minimax": _causal(
+        "MiniMax",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "deepseek_v2": _causal("DeepseekV2", _LATENT),
+    "deepseek_v3": _causal("DeepseekV3", _LATENT),
+    "qwen2_moe": _causal(
+        "Qwen2Moe", **_EXPERTS, num_experts=4, shared_expert_intermediate_size=48
+    ),
+    "qwen3_moe": _causal("Qwen3Moe", **_EXPERTS, num_experts=4, head_dim=8),
+    "gpt_oss": _causal("GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=8),
+    "olmoe": _causal("Olmoe", num_experts=4, num_experts_per_tok=2),
+    "granitemoe": _causal("GraniteMoe", num_local_experts=4, num_experts_per_tok=2),
+    "roberta": _masked("Roberta"),
+    "electra": _masked("Electra", embedding_size=32),
+    "deberta_v1": _masked("Deberta", relative_attention=True, pos_att_type=["c2p", "p2c"]),
+    "deberta_v2": _masked("DebertaV2", relative_attention=True, pos_att_type=["c2p", "p2c"]),
+    "modernbert": _masked("ModernBert", global_attn_every_n_layers=2, local_attention=8),
+    "distilbert": _masked("DistilBert", dim=32, n_layers=2, n_heads=4, hidden_dim=64),
+    "bert_cls": _builder("BertForSequenceClassification", "BertConfig", **_SIZES, num_labels=3),
+    "t5_gated": _conditional("T5", _T5),
+    "mt5": _conditional("MT5", _T5),
+    "bart": _conditional("Bart", _SEQ2SEQ),
+    "pegasus": _conditional("Pegasus", _SEQ2SEQ),
+    "whisper": _conditional(
+        "Whisper", _SEQ2SEQ, num_mel_bins=8, max_source_positions=32, max_target_positions=64
+    ),
+    "vit": _builder("ViTForImageClassification", "ViTConfig", **_VISION, num_labels=3),
+    "swin": _builder(
+        "SwinForImageClassification",
+        "SwinConfig",
+        image_size=16,
+        patch_size=2,
+        embed_dim=16,
+        depths=[1, 1],
+        num_heads=[2, 4],
+        window_size=2,
+        num_labels=3,
+    ),
+    "clip": _builder(
+        "CLIPModel", "CLIPConfig", text_config=_TEXT, vision_config=_VISION, projection_dim=16
+    ),
+    "llava": _conditional(
+        "Llava",
+        _IMAGE,
+        text_config={**_TEXT, "model_type": "llama"},
+        vision_config={**_VISION, "model_type": "clip_vision_model"},
+        image_token_index=VOCAB - 1,
+    ),
+    "qwen2_vl": _conditional(
+        "Qwen2VL",
+        _IMAGE,
+        text_config={
+            **_TEXT,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
+        },
+        vision_config={
+            "depth": 2,
+            "embed_dim": 32,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "mlp_ratio": 2,
+            "patch_size": 4,
+        },
+    ),
+    "mllama": _conditional(
+        "Mllama",
+        _IMAGE,
+        text_config={**_TEXT, "cross_attention_layers": [1], "pad_token_id": PAD},
+        vision_config={
+            **_VISION,
+            "attention_heads": 4,
+            "num_global_layers": 1,
+            "vision_output_dim": 64,
+            "intermediate_layers_indices": [0],
+            "max_num_tiles": 2,
+            "supported_aspect_ratios": [[1, 1], [1, 2]],
+        },
+    ),
+    "idefics": _builder(
+        "IdeficsForVisionText2Text",
+        "IdeficsConfig",
+        **_SIZES,
+        additional_vocab_size=4,
+        cross_layer_interval=1,
+        vision_config={**_VISION, "embed_dim": 32},
+    ),
+}
+"""Name -> builder. Some are in no table of supported models: codegen and minimax have layouts of
+their own."""
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # Ground: no part of the house knows less.
     ("errors", "events", "roles", "kernels/"),
     ("strict_json", "strict_yaml"),
-    ("config_words", "tensor_header"),
+    ("config_words", "grammar", "layouts", "tensor_header"),
     ("config", "files", "anatomy"),
     # Parts that know nothing of each other.
     ("quant", "targets", "data/", "train/"),

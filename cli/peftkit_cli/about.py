@@ -122,12 +122,13 @@ def env(as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
+    width = max(len(name) for name in facts) + 2
     for name, value in facts.items():
         if isinstance(value, dict):
             value = ", ".join(f"{key} {text}" for key, text in value.items())
         elif isinstance(value, list):
             value = "; ".join(value) or "none"
-        typer.echo(f"{name + ':':14}{value}")
+        typer.echo(f"{name + ':':{width}}{value}")
 
 
 def environment() -> dict[str, Any]:

@@ -14,6 +14,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from importlib.metadata import version
 from typing import Annotated, NoReturn
 
@@ -69,7 +70,8 @@ def root(
     else:
         quiet_libraries()
     if context.invoked_subcommand is None:
-        typer.echo(context.get_help(), err=True)
+        with redirect_stdout(sys.stderr):
+            typer.echo(context.get_help())
         raise typer.Exit(2)
 
 

@@ -76,14 +76,21 @@ def adapter_folder(text: str) -> Path:
 
 
 def neighbours(path: Path, pattern: str = "*/") -> str:
-    """Say what lies where `path` should be, and which name is near to it."""
-    if not path.parent.is_dir():
-        return f"The folder '{path.parent}' is not there either."
-    names = sorted(entry.name for entry in path.parent.glob(pattern) if _is_shown(entry, pattern))
-    hint = did_you_mean(path.name, names)
-    return f"'{path.parent}' holds: {', '.join(names[:8]) or 'nothing like it'}. {hint}".rstrip()
+    """Say what lies where `path` should be, and which name is near to it.
 
-
-def _is_shown(entry: Path, pattern: str) -> bool:
+    Args:
+        path: What is not there.
+        pattern: Of the names worth mentioning; one that ends in a slash means folders.
+    """
+    folder = path.parent
+    if not folder.is_dir():
+        return f"The folder '{folder}' is not there either."
     # Before Python 3.11 a pattern that ends in a slash matches files too.
-    return not entry.name.startswith(".") and (entry.is_dir() or not pattern.endswith("/"))
+    names = sorted(
+        entry.name
+        for entry in folder.glob(pattern)
+        if not entry.name.startswith(".") and (entry.is_dir() or not pattern.endswith("/"))
+    )
+    where = f"'{folder}'" if folder != Path(".") else "This folder"
+    listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"{where} holds: {listed}. {did_you_mean(path.name, names)}".rstrip() if names else ""

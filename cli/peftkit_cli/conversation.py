@@ -109,5 +109,5 @@ class Conversation:
         self.history.append({"role": "assistant", "content": "".join(pieces)})
 
     def _said(self) -> str | list[dict[str, str]]:
-        """Return what the model is asked: the conversation, or the last line where it knows none."""
+        """Return what is asked: the conversation, or its last line where the style knows none."""
         return self.history if self.style.kind == "chat" else self.history[-1]["content"]

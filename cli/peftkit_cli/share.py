@@ -1,1 +1,58 @@
 """`peftkit merge`: an adapter folded into its base."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from peftkit_cli.arguments import Adapter, Base, Force, adapter_folder, note
+
+
+class Dtype(str, Enum):
+    """Names that --dtype takes."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+def merge(
+    adapter: Adapter,
+    out: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="A new folder for the model.", show_default=False),
+    ],
+    base: Base = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="Of the merged weights; the base's own by default.", show_default=False),
+    ] = None,
+    force: Force = False,
+    from_quantized: Annotated[
+        bool,
+        typer.Option(
+            "--from-quantized",
+            help="Merge into the weights as quantised for training, not into the original ones.",
+        ),
+    ] = False,
+) -> None:
+    """Fold an adapter into its base, as an ordinary model. Prints the model's folder."""
+    folder = adapter_folder(adapter)
+    from peftkit.merge import merge as merge_adapter
+    from peftkit_cli.render import Renderer
+
+    with Renderer() as on_event:
+        merge_adapter(
+            folder,
+            out,
+            base=base,
+            dtype=None if dtype is None else dtype.value,
+            force=force,
+            from_quantized=from_quantized,
+            on_event=on_event,
+        )
+    typer.echo(out)
+    note(f"Next: load '{out}' in transformers, vLLM or llama.cpp's converter as any model.")

@@ -70,7 +70,7 @@ def evaluate(
     from peftkit_cli.render import Renderer, number
 
     with Renderer(transient=True) as on_event:
-        metrics = measure(opened, data, on_event=on_event)
+        metrics = measure(opened.base, data, style=opened.style, on_event=on_event)
     if as_json:
         typer.echo(json.dumps(dict(metrics)))
         return

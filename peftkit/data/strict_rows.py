@@ -212,7 +212,7 @@ def _decode(text: str, at: int, where: str, *, skip_lines: bool = False) -> tupl
         raise DataError(
             f"Cannot read {where}:{place} as JSON.", found=f"{problem.msg}.", fix=fix
         ) from None
-    except (_Refused, ValueError) as problem:  # ValueError: an integer of over 4,300 digits
+    except _Refused as problem:
         place = f"{where}:{_place(text[:at], 1)}" if skip_lines else where
         raise DataError(f"Cannot use {place}.", found=str(problem)) from None
     except RecursionError:
@@ -232,6 +232,12 @@ def _no_constant(text: str) -> Any:
     raise _Refused(f"{text} is not a JSON number.")
 
 
+def _bounded(text: str) -> int:
+    if len(text) > 400:
+        raise _Refused(f"The number {text[:20]}... has {len(text):,} digits.")
+    return int(text)
+
+
 def _finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
         raise _Refused(f"The number {text[:40]} is out of range.")
@@ -239,7 +245,10 @@ def _finite(text: str) -> float:
 
 
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+    object_pairs_hook=_unique,
+    parse_constant=_no_constant,
+    parse_int=_bounded,
+    parse_float=_finite,
 )
 
 

@@ -35,7 +35,7 @@ def check_causal(model: nn.Module) -> None:
     """Make sure that no token sees a later one, as next-token training and right padding need.
 
     Raises:
-        BaseError: One does, or the model takes no tokens without a decoder's.
+        BaseError: One does; or the model is an encoder-decoder; or it makes no finite numbers.
     """
     bare = unwrapped(model)
     asked = f"Cannot train {type(bare).__name__} as a causal language model."
@@ -45,6 +45,11 @@ def check_causal(model: nn.Module) -> None:
     with _evaluating(model):
         before = _logits(model, ids.flip(1), {})[:, :8]
         after = _logits(model, changed.flip(1), {})[:, :8]
+    if not bool(before.isfinite().all()):
+        found = "Its logits are not finite numbers."
+        raise BaseError(
+            asked, found=found, fix="Its weights are damaged, or base.dtype is too narrow."
+        )
     if not _rms_difference([before], [after]) <= 2e-2 * _rms_difference([before], None):
         found = "What it says of a token changes with the tokens after it."
         raise BaseError(asked, found=found, fix="Choose a base that was made for generation.")

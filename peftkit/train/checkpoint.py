@@ -57,10 +57,6 @@ class Checkpoints:
         self.keep, self.free = keep, free
         self._known: dict[int, bool] = {}  # step -> valid, as far as looked at
 
-    def has_valid(self, step: int) -> bool:
-        """Return whether this step's checkpoint is known to be valid."""
-        return self._known.get(step, False)
-
     def newest_valid(self, on_event: Listener) -> Checkpoint:
         """Return the newest valid checkpoint; a Notice says which were skipped and why.
 
@@ -180,7 +176,7 @@ class Checkpoints:
             if step not in self._known:
                 with contextlib.suppress(CheckpointError):
                     self.verified(step)
-        valid = [step for step in self.steps() if self.has_valid(step)]
+        valid = [step for step in self.steps() if self._known.get(step)]
         for step in valid[: -self.keep]:
             if step not in (newest, best_step):
                 # under another name first: a deletion that is cut short leaves no half checkpoint

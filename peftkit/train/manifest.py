@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -27,6 +28,7 @@ def failpoint(name: str) -> None:
     """Do nothing. Tests put a crash in its place; called after each write of a save."""
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Return the versions that the numbers of a run may depend on."""
     found = {"python": platform.python_version()}

@@ -132,10 +132,10 @@ class Run:
         self.ranks.wait()  # nobody writes before everybody has looked at the folder
         if resume is None:
             rng.seed_everything(self.config.seed, self.ranks.rank)
-            if self.ranks.is_main:
-                self.saver.checkpoints.remove_leftovers()
         else:
             self.saver.resume(resume)
+        if self.ranks.is_main:
+            self.saver.checkpoints.remove_leftovers()
         self.saver.check_disk()
         state = self.learner.state
         self._began = time.perf_counter() - state.seconds

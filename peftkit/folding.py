@@ -1,0 +1,169 @@
+"""Folding: W' = method.merged_weight(W) in float32, of a live module or of a bare tensor.
+
+Shapes: every weight here is (out, in), as the module multiplies; a Conv1D keeps it transposed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.adapter import Adapter
+from peftkit.errors import AdapterError, MergeError
+from peftkit.methods.protocol import AdapterModule, Method
+from peftkit.quant import weight_of
+from peftkit.targets import Site
+
+
+@dataclass(slots=True)
+class Tally:
+    """What folding did to the weights, summed over all of them."""
+
+    num_weights: int = 0
+    weight: float = 0.0
+    """Sum of squares of the weights before."""
+    update: float = 0.0
+    """Sum of squares of the update."""
+    rounding: float = 0.0
+    """Sum of squares of what was lost when the new weights were stored."""
+    num_changed: int = 0
+    """Values that differ once stored."""
+
+    def add(self, before: Tensor, exact: Tensor, stored: Tensor) -> None:
+        """Count one weight: as it was, as it should be, as it is kept (in its own dtype)."""
+        self.num_weights += 1
+        self.weight += _squares(before)
+        self.update += _squares(exact - before)
+        self.rounding += _squares(stored.float() - exact)
+        self.num_changed += int(torch.count_nonzero(stored.float() - before))
+
+    @property
+    def relative_update(self) -> float:
+        """Size of the update relative to the weights."""
+        return math.sqrt(self.update / self.weight) if self.weight else 0.0
+
+    @property
+    def relative_rounding(self) -> float:
+        """Size of what rounding lost, relative to the update."""
+        return math.sqrt(self.rounding / self.update) if self.update else 0.0
+
+    def check(self) -> None:
+        """Refuse a merge after which the model is the base again.
+
+        Raises:
+            MergeError: The update is zero, or is lost in rounding.
+        """
+        asked = "the merged model would be its base, unchanged"
+        if not self.update > 0:
+            fix = "Give an adapter that has been trained."
+            raise MergeError(asked, found="the adapter's update is zero", fix=fix)
+        if not self.num_changed:
+            fix = "Merge with --dtype fp32."
+            raise MergeError(asked, found="the update is lost when it is rounded", fix=fix)
+
+
+def _squares(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float32).double().square())
+
+
+def merge_into(adapter: Adapter, tally: Tally | None = None) -> nn.Module:
+    """Fold an adapter into the live weights of its model and take its modules away.
+
+    Args:
+        adapter: On a model in 16 or 32 bits; nothing is changed unless all of it can be merged.
+        tally: Counts what was done.
+
+    Returns:
+        The model, as transformers made it, with other weights.
+
+    Raises:
+        MergeError: The method has no merged form, or a weight is quantised or is shared.
+    """
+    tally = tally or Tally()
+    uses: dict[int, int] = {}
+    for module in adapter.model.modules():
+        for parameter in module.parameters(recurse=False):
+            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    for path, module in adapter.modules.items():
+        check_mergeable(adapter.method, module)
+        weight = getattr(module.base, "weight", None)
+        if not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
+            raise MergeError(
+                f"cannot merge into {path}",
+                found=f"its weight is quantised ({type(module.base).__name__})",
+                fix="Load the base with quantize='none' and the adapter on it, then merge.",
+            )
+        if uses[id(weight)] > 1:
+            raise MergeError(
+                f"cannot merge into {path} alone",
+                found="it shares its weight with another layer (tied embeddings)",
+                fix="Use the adapter unmerged, or leave this layer out of the targets.",
+            )
+    with torch.no_grad():
+        for module in adapter.modules.values():
+            weight = weight_of(module.base)  # (out, in), a view of the parameter
+            before = weight.float()
+            exact = module.merged_weight(before)
+            tally.add(before, exact, exact.to(weight.dtype))
+            weight.copy_(exact)
+    adapter.detach()
+    return adapter.model
+
+
+def check_mergeable(method: Method, module: AdapterModule) -> None:
+    """Raise MergeError, by name, for a method that changes more than a weight."""
+    if type(module).merged_weight is AdapterModule.merged_weight:
+        raise MergeError(
+            f"an adapter of type '{method.type}' cannot be merged",
+            found="it changes more than the weights of its layers",
+            fix="Use it as it is: peftkit generate ADAPTER, or load it with PEFT.",
+        )
+
+
+class TensorFold:
+    """The merge of one layer from tensors alone: its weight on disk and its adapter's file.
+
+    Raises:
+        AdapterError: The adapter's tensors do not fit a weight of this shape.
+        MergeError: The method has no merged form.
+    """
+
+    def __init__(
+        self, method: Method, path: str, state: Mapping[str, Tensor], shape: tuple[int, int]
+    ) -> None:
+        self._method, self._path, self._state = method, path, dict(state)
+        module = self._module(torch.empty(shape, device="meta"))
+        check_mergeable(method, module)
+        self._check(module)
+
+    def _module(self, weight: Tensor) -> AdapterModule:
+        out_features, in_features = weight.shape
+        linear = nn.Linear(in_features, out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        return self._method.wrap(linear, Site(path=self._path, roles=()))
+
+    def _check(self, module: AdapterModule) -> None:
+        try:
+            state = module.complete(self._state)
+        except KeyError as problem:
+            raise AdapterError(f"{self._path} has no tensor {problem}") from problem
+        expected = module.state_shapes()
+        actual = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        if actual != expected:
+            raise AdapterError(
+                f"the adapter does not fit {self._path}",
+                found=f"its tensors are {actual}\nneeded are {expected}",
+                fix="Use the base it was trained on: peftkit inspect ADAPTER",
+            )
+
+    @torch.no_grad()
+    def __call__(self, weight: Tensor) -> Tensor:
+        """Return the merged weight, float32, for a weight (out, in) in float32."""
+        module = self._module(weight)
+        module.reset(torch.Generator().manual_seed(0))  # some files leave out what it starts from
+        module.load(module.complete(self._state))
+        return module.merged_weight(weight)

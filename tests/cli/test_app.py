@@ -1,0 +1,242 @@
+"""The front door: names and flags, exit codes, what goes where, and how fast help comes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from peftkit_cli import about, app
+
+from peftkit.errors import DataError, RunError
+from tests.cli.conftest import Run, environment
+
+COMMANDS: dict[str, list[str]] = {
+    "train": ["RECIPE.yaml", "--set", "--out", "--resume", "--overwrite", "--allow-changes"],
+    "check": ["RECIPE.yaml", "--set"],
+    "generate": [
+        "ADAPTER", "--prompt", "--base", "--max-new-tokens", "--temperature", "--seed", "--force",
+    ],
+    "chat": ["ADAPTER", "--base", "--max-new-tokens", "--temperature", "--seed", "--force"],
+    "eval": ["ADAPTER", "--data", "--base", "--force", "--json"],
+    "merge": ["ADAPTER", "--out", "--base", "--dtype", "--force", "--from-quantized"],
+    "inspect": ["ADAPTER|MODEL", "--json"],
+    "recipes ls": [],
+    "recipes show": ["NAME"],
+    "recipes cp": ["NAME", "DEST"],
+    "env": ["--json"],
+    "schema": [],
+}  # fmt: skip
+
+
+def test_commands_and_flags_are_frozen() -> None:
+    import typer
+
+    top = typer.main.get_command(app.app)
+    recipes = top.commands.pop("recipes")
+    found = {**top.commands, **{f"recipes {name}": c for name, c in recipes.commands.items()}}
+    names = {
+        command: [
+            parameter.opts[0] if parameter.opts[0].startswith("--") else parameter.metavar
+            for parameter in found[command].params
+        ]
+        for command in found
+    }
+    assert names == COMMANDS
+
+
+@pytest.mark.parametrize("args", [["--help"], ["train", "--help"], ["recipes", "--help"]])
+def test_help_comes_in_under_half_a_second(args: list[str]) -> None:
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        command = [sys.executable, "-m", "peftkit_cli", *args]
+        done = subprocess.run(command, env=environment(), capture_output=True, check=True)
+        seconds.append(time.perf_counter() - began)
+        assert b"Usage: peftkit" in done.stdout
+        assert done.stderr == b""
+    assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_that_loads_no_torch(command: str) -> None:
+    code = (
+        "import sys; from peftkit_cli.app import run\n"
+        f"assert run({[*command.split(), '--help']!r}) == 0\n"
+        "print([name for name in ('torch', 'pydantic', 'yaml') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["trian", "x.yaml"], "No such command 'trian'. Did you mean 'train'?"),
+        (["train"], "Missing argument 'RECIPE.yaml'"),
+        (["train", "x.yaml", "--sett", "a=1"], "--set"),
+        (["generate", "x", "--prompt", "hi", "--max-new-tokens", "0"], "'--max-new-tokens'"),
+        (["generate", "x", "--prompt", "hi", "--temperature", "hot"], "'hot' is not a valid float"),
+        (["merge", "x", "--out", "y", "--dtype", "bf17"], "'bf16', 'fp16', 'fp32'"),
+        (["recipes"], "Missing command"),
+    ],
+)
+def test_a_wrong_command_line_is_told_in_one_message(
+    args: list[str], told: str, peftkit: Run
+) -> None:
+    done = peftkit(*args)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("UsageError: ")
+    assert told in done.err
+    assert done.err.splitlines()[-1].startswith("  See: peftkit")
+
+
+def test_without_a_command_help_goes_to_stderr(peftkit: Run) -> None:
+    done = peftkit()
+    assert (done.code, done.out) == (2, "")
+    assert "Usage: peftkit" in done.err
+
+
+def test_version_is_the_installed_one(peftkit: Run) -> None:
+    done = peftkit("--version")
+    assert done.code == 0
+    assert done.out.startswith("peftkit 0.")
+
+
+def fails_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Make `peftkit schema` raise."""
+
+    def broken(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("peftkit.config.json_schema", broken)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(DataError("no rows.", fix="Add some."), 2), (RunError("NaN."), 1)]
+)
+def test_an_error_of_ours_has_its_code_and_no_traceback(
+    error: Exception, code: int, peftkit: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails_with(monkeypatch, error)
+    done = peftkit("schema")
+    assert done == (code, "", f"{type(error).__name__}: {error}\n")
+
+
+def test_an_unknown_error_is_one_message_and_a_traceback_in_a_file(
+    peftkit: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("PEFTKIT_DEBUG", raising=False)
+    fails_with(monkeypatch, KeyError("loss"))
+    done = peftkit("schema")
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("KeyError: 'loss'\n")
+    assert "Traceback" not in done.err
+    (file,) = tmp_path.glob("peftkit-*.txt")
+    assert str(file) in done.err
+    assert "in broken" in file.read_text(encoding="utf-8")
+
+
+def test_debug_shows_the_traceback(
+    peftkit: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PEFTKIT_DEBUG", "1")
+    fails_with(monkeypatch, KeyError("loss"))
+    done = peftkit("schema")
+    assert done.code == 1
+    assert "Traceback (most recent call last)" in done.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_is_130(peftkit: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails_with(monkeypatch, KeyboardInterrupt())
+    done = peftkit("schema")
+    assert (done.code, done.out) == (130, "")
+    assert "Traceback" not in done.err
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -m peftkit_cli recipes show dora | true"
+    done = subprocess.run(command, shell=True, env=environment(), capture_output=True, text=True)
+    assert done.stderr == ""
+
+
+def test_recipes_are_listed_shown_and_copied(peftkit: Run, tmp_path: Path) -> None:
+    listed = peftkit("recipes", "ls")
+    names = [line.split()[0] for line in listed.out.splitlines()]
+    assert names == sorted(file.stem for file in about.recipes_folder().glob("*.yaml"))
+    shown = peftkit("recipes", "show", "dora")
+    copied = peftkit("recipes", "cp", "dora", "mine.yaml")
+    assert copied[:2] == (0, "mine.yaml\n")
+    assert (tmp_path / "mine.yaml").read_text(encoding="utf-8") == shown.out
+    assert peftkit("recipes", "cp", "dora", tmp_path).out == f"{tmp_path / 'dora.yaml'}\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["show", "dor"], "Did you mean 'dora'?"),
+        (["show", "../pyproject"], "there is no recipe named '../pyproject'."),
+        (["cp", "dora", "taken.yaml"], "'taken.yaml' is there already."),
+        (["cp", "dora", "nowhere/x.yaml"], "No such file or directory"),
+    ],
+)
+def test_recipes_refuse_what_is_wrong(
+    args: list[str], told: str, peftkit: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "taken.yaml").write_text("mine")
+    done = peftkit("recipes", *args)
+    assert (done.code, done.out) == (2, "")
+    assert told in done.err
+    assert (tmp_path / "taken.yaml").read_text() == "mine"
+
+
+def test_a_recipe_that_is_not_there_but_shipped_is_offered(peftkit: Run) -> None:
+    done = peftkit("train", "dora.yaml")
+    assert done.code == 2
+    assert "peftkit recipes cp dora dora.yaml" in done.err
+
+
+@pytest.mark.parametrize(
+    "command", [["generate", "--prompt", "hi"], ["chat"], ["merge", "--out", "merged"]]
+)
+def test_a_misspelt_adapter_is_told_before_torch_is_loaded(command: list[str]) -> None:
+    args = [command[0], "run/demo", *command[1:]]
+    code = f"import sys; from peftkit_cli.app import run; c = run({args!r}); " + (
+        "sys.exit(100 if 'torch' in sys.modules else c)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("AdapterError: there is no adapter folder 'run/demo'.")
+
+
+def test_an_adapter_near_to_a_misspelt_one_is_offered(peftkit: Run, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    assert "Did you mean 'demo'?" in peftkit("generate", "runs/dmo", "--prompt", "hi").err
+    (tmp_path / "runs" / "demo" / "checkpoints").mkdir()
+    told = peftkit("generate", "runs/demo", "--prompt", "hi").err
+    assert "holds no adapter_config.json" in told
+    assert "--resume" in told
+
+
+def test_env_tells_versions_and_devices_on_one_screen(peftkit: Run) -> None:
+    done = peftkit("env")
+    assert (done.code, done.err) == (0, "")
+    assert len(done.out.splitlines()) <= 24
+    facts = json.loads(peftkit("env", "--json").out)
+    assert facts["libraries"]["torch"].startswith("2.")
+    assert facts["cores"] >= 1
+    assert set(facts) == {line.split(":")[0] for line in done.out.splitlines()}
+
+
+def test_schema_is_a_json_schema_of_the_recipe(peftkit: Run) -> None:
+    done = peftkit("schema")
+    assert (done.code, done.err) == (0, "")
+    assert {"base", "method", "data", "train", "task"} == set(json.loads(done.out)["properties"])

@@ -1,0 +1,278 @@
+"""Whatever a chat template does, exactly the assistant's turns are learnt, or the row is refused.
+
+The templates below do, in few lines, what those of well-known families do.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from peftkit.data.chat import CHATML, choose_template
+from peftkit.data.encode import Encoder, Style, prompt_ids, stop_ids
+from peftkit.data.format import parse
+from peftkit.data.load import Record
+from peftkit.data.pack import IGNORE, Row
+from peftkit.errors import DataError
+
+_TURN = "'<|im_start|>' + m.role + '\\n' + m.content"
+_ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+TEMPLATES = {
+    # ends a turn with a token and a line break (ChatML)
+    "chatml": "{% for m in messages %}{{ " + _TURN + " + '<|im_end|>\\n' }}{% endfor %}" + _ASK,
+    # speaks for the system where the row does not (SmolLM2, OLMo)
+    "default_system": "{% if messages[0].role != 'system' %}"
+    "{{ '<|im_start|>system\\nBe good.<|im_end|>\\n' }}{% endif %}"
+    "{% for m in messages %}{{ " + _TURN + " + '<|im_end|>\\n' }}{% endfor %}" + _ASK,
+    # trims what is said, begins with bos (Gemma, Llama 3)
+    "trims": "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\\n' + (m.content | trim) + '<|im_end|>\\n' }}"
+    "{% endfor %}" + _ASK,
+    # strips earlier turns' thinking, adds an empty one to the last turn (Qwen3)
+    "thinks": "{% for m in messages %}{% set c = m.content %}{% set t = '' %}"
+    "{% if '</think>' in c %}{% set t = c.split('</think>')[0].split('<think>')[-1].strip() %}"
+    "{% set c = c.split('</think>')[-1].lstrip('\\n') %}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% if loop.last and m.role == 'assistant' %}{{ '<think>\\n' + t + '\\n</think>\\n\\n' }}"
+    "{% endif %}{{ c + '<|im_end|>\\n' }}{% endfor %}" + _ASK,
+    # ends a whole conversation with one token more (Phi-3)
+    "closes": "{% for m in messages %}{{ " + _TURN + " + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% else %}{{ '<pad>' }}"
+    "{% endif %}",
+    # ends the last turn with another token than earlier ones (gpt-oss, OLMo)
+    "returns": "{% for m in messages %}{{ " + _TURN + " }}"
+    "{% if loop.last and m.role == 'assistant' %}{{ '<|im_end|>' }}{% else %}{{ '<pad>\\n' }}"
+    "{% endif %}{% endfor %}" + _ASK,
+    # has no generation prompt (Llama 2, Mistral)
+    "inst": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+    "{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content + eos_token }}"
+    "{% endif %}{% endfor %}",
+    # asks without the space that the answer begins with (Vicuna)
+    "vicuna": "{% for m in messages %}{% if m.role == 'user' %}{{ 'USER: ' + m.content + '\\n' }}"
+    "{% else %}{{ 'ASSISTANT: ' + m.content + eos_token + '\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}",
+    # opens thinking in the generation prompt alone (DeepSeek-R1)
+    "opens_think": "{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant:<think>\\n' }}{% endif %}",
+    # ends no turn at all (GLM)
+    "endless": "{% for m in messages %}{{ " + _TURN + " }}{% endfor %}" + _ASK,
+}
+Q1, A1, Q2, A2 = "what is the fox?", " the dog\n", "and then", "<think>\nhm\n</think>\n\nthe fox"
+TURNS = [("user", Q1), ("assistant", A1), ("user", Q2), ("assistant", A2)]
+
+
+def with_template(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = template
+    return own
+
+
+def messages(turns: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def encoded(tokenizer: PreTrainedTokenizerFast, fields: dict[str, Any]) -> Row:
+    parsed = parse([Record(fields, "a.jsonl:7")], "auto", where="a.jsonl")
+    return Encoder(tokenizer).encode(parsed.examples[0])
+
+
+def learnt(tokenizer: PreTrainedTokenizerFast, row: Row) -> list[str]:
+    """Return the text of each run of learnt tokens."""
+    runs: list[list[int]] = [[]]
+    for token, label in zip(row.input_ids, row.labels, strict=True):
+        assert label in (token, IGNORE)
+        if label != IGNORE:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+@pytest.mark.parametrize(
+    ("name", "spans"),
+    [
+        ("chatml", [" the dog\n<|im_end|>", A2 + "<|im_end|>"]),
+        ("default_system", [" the dog\n<|im_end|>", A2 + "<|im_end|>"]),
+        ("trims", ["the dog<|im_end|>", A2 + "<|im_end|>"]),
+        ("thinks", [" the dog\n<|im_end|>", A2 + "<|im_end|>"]),
+        ("closes", [" the dog\n<|im_end|>", A2 + "<|im_end|>"]),
+        ("returns", [" the dog\n", A2 + "<|im_end|>"]),
+        ("inst", ["  the dog\n<|im_end|>", " " + A2 + "<|im_end|>"]),
+        ("vicuna", ["  the dog\n<|im_end|>", " " + A2 + "<|im_end|>"]),
+        ("opens_think", [" the dog\n<|im_end|>", A2.removeprefix("<think>\n") + "<|im_end|>"]),
+        ("endless", [" the dog\n", A2 + "<|im_end|>"]),
+    ],
+)
+def test_the_assistants_turns_and_their_ends_are_learnt_and_nothing_else(
+    tokenizer: PreTrainedTokenizerFast, name: str, spans: list[str]
+) -> None:
+    own = with_template(tokenizer, TEMPLATES[name])
+    row = encoded(own, {"messages": messages(TURNS)})
+    assert learnt(own, row) == spans
+    # the tokens are those that transformers makes of the conversation
+    whole = own.apply_chat_template(messages(TURNS), return_dict=False)
+    ends = [own.eos_token_id] if name == "endless" else []
+    assert list(row.input_ids) == (whole + ends)[: len(row.input_ids)]
+    assert row.labels[-1] == own.eos_token_id
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "opens_think"])
+def test_generation_begins_with_the_tokens_that_training_saw(
+    tokenizer: PreTrainedTokenizerFast, name: str
+) -> None:
+    own = with_template(tokenizer, TEMPLATES[name])
+    row = encoded(own, {"messages": messages(TURNS[:2])})
+    prompt = prompt_ids(own, Q1, Style("chat"))
+    assert list(row.input_ids[: len(prompt)]) == prompt
+    assert set(row.labels[: len(prompt)]) == {IGNORE}
+    assert IGNORE not in row.labels[len(prompt) :]
+    assert prompt == own.apply_chat_template(
+        messages(TURNS[:1]), add_generation_prompt=True, return_dict=False
+    )
+
+
+def test_rows_that_begin_otherwise_than_generation_are_counted(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    for name, count in (("opens_think", 1), ("thinks", 0)):
+        encoder = Encoder(with_template(tokenizer, TEMPLATES[name]))
+        record = Record({"messages": messages(TURNS[:2])}, "a.jsonl:1")
+        encoder.encode(parse([record], "auto", where="a.jsonl").examples[0])
+        assert encoder.num_off_prompt == count
+
+
+@pytest.mark.parametrize("template", [CHATML, TEMPLATES["chatml"]])
+def test_chatml_of_our_own_writes_what_chatml_writes(
+    tokenizer: PreTrainedTokenizerFast, template: str
+) -> None:
+    own = with_template(tokenizer, template)
+    text = own.apply_chat_template(
+        messages([("system", "s"), *TURNS[:3]]), add_generation_prompt=True, tokenize=False
+    )
+    assert text == (
+        f"<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n{Q1}<|im_end|>\n"
+        f"<|im_start|>assistant\n{A1}<|im_end|>\n<|im_start|>user\n{Q2}<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+CALL = {"name": "find", "arguments": {"what": "fox"}}
+TOOL_ROW = {
+    "conversations": [
+        {"from": "human", "value": Q1},
+        {"from": "function_call", "value": '{"name": "find", "arguments": {"what": "fox"}}'},
+        {"from": "observation", "value": "3 foxes"},
+        {"from": "gpt", "value": "three"},
+    ],
+    "tools": '[{"name": "find", "description": "finds", "parameters": {}}]',
+}
+
+
+def test_tool_calls_are_learnt_and_tool_answers_are_not(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    own = with_template(tokenizer, CHATML)
+    row = encoded(own, TOOL_ROW)
+    call = '<tool_call>\n{"name": "find", "arguments": {"what": "fox"}}\n</tool_call><|im_end|>'
+    assert learnt(own, row) == [call, "three<|im_end|>"]
+    text = own.decode(row.input_ids)
+    assert '"description": "finds"' in text
+    assert "<|im_start|>tool\n3 foxes<|im_end|>" in text
+
+
+def test_a_template_that_knows_no_tools_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(DataError, match=r"(?s)a.jsonl:7.*may not know them.*chatml"):
+        encoded(tokenizer, TOOL_ROW)
+    only_tools = {**TOOL_ROW, "conversations": [TOOL_ROW["conversations"][n] for n in (0, 3)]}
+    with pytest.raises(DataError, match=r"(?s)does not write the tools of a.jsonl:7.*find"):
+        encoded(tokenizer, only_tools)
+
+
+def test_a_template_that_drops_tool_calls_without_a_word_is_refused(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    template = TEMPLATES["chatml"].replace("m.content", "(m.content or '')")
+    own = with_template(tokenizer, template)
+    with pytest.raises(DataError, match=r"(?s)does not write the tool calls of a.jsonl:7.*find"):
+        encoded(own, {"conversations": TOOL_ROW["conversations"]})
+
+
+def test_a_template_that_drops_a_message_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    template = TEMPLATES["chatml"].replace(
+        "for m in messages", "for m in messages if m.role != 's'"
+    )
+    own = with_template(tokenizer, template.replace("'s'", "'system'"))
+    row = {"messages": messages([("system", "be the fox"), *TURNS])}
+    with pytest.raises(DataError, match=r"(?s)leaves out a message of a.jsonl:7.*system turn"):
+        encoded(own, row)
+
+
+def test_a_template_may_escape_what_is_said(tokenizer: PreTrainedTokenizerFast) -> None:
+    own = with_template(tokenizer, TEMPLATES["chatml"].replace("m.content", "(m.content | tojson)"))
+    row = encoded(own, {"messages": messages(TURNS[:2])})
+    assert learnt(own, row) == ['" the dog\\n"<|im_end|>']
+
+
+def test_a_templates_own_refusal_is_told_with_the_row(tokenizer: PreTrainedTokenizerFast) -> None:
+    own = with_template(tokenizer, "{{ raise_exception('System role not supported') }}")
+    with pytest.raises(DataError, match=r"(?s)cannot write a.jsonl:7.*System role not supported"):
+        encoded(own, {"messages": messages(TURNS)})
+
+
+def test_a_turn_that_cannot_be_found_for_certain_is_refused(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    # how long a conversation is stands before it, and what is said is said twice
+    template = "{{ messages | length }}" + TEMPLATES["endless"].replace(
+        "m.content", "m.content + m.content"
+    )
+    own = with_template(tokenizer, template)
+    with pytest.raises(DataError, match=r"Cannot tell which tokens of a\.jsonl:7"):
+        encoded(own, {"messages": messages(TURNS)})
+
+
+def test_turns_of_weight_0_and_empty_turns_are_context(tokenizer: PreTrainedTokenizerFast) -> None:
+    turns = messages(TURNS)
+    turns[1]["weight"] = 0
+    assert learnt(tokenizer, encoded(tokenizer, {"messages": turns})) == [A2 + "<|im_end|>"]
+    turns[3]["content"] = " "
+    assert encoded(tokenizer, {"messages": turns}).num_targets == 0
+
+
+def test_what_follows_the_last_answer_is_left_out(tokenizer: PreTrainedTokenizerFast) -> None:
+    short = encoded(tokenizer, {"messages": messages(TURNS[:2])})
+    assert encoded(tokenizer, {"messages": messages(TURNS[:3])}) == short
+
+
+def test_text_that_looks_like_tokens_or_a_sentinel_is_no_trap(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    own = with_template(tokenizer, TEMPLATES["thinks"])
+    said = "x<|im_end|>\n<|im_start|>assistant\nfake"
+    turns = [("user", said), ("assistant", "a"), ("user", said), ("assistant", "a")]
+    row = encoded(own, {"messages": messages(turns)})
+    assert learnt(own, row) == ["a<|im_end|>", "<think>\n\n</think>\n\na<|im_end|>"]
+
+
+def test_the_tokens_that_end_an_answer(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert stop_ids(tokenizer, Style("plain")) == [tokenizer.eos_token_id]
+    own = with_template(tokenizer, TEMPLATES["chatml"].replace("<|im_end|>", "<pad>"))
+    assert stop_ids(own, Style("chat")) == sorted({own.pad_token_id, own.eos_token_id})
+    assert stop_ids(own, Style("chat", TEMPLATES["chatml"])) == [own.eos_token_id]
+
+
+def test_a_template_is_chosen_by_name_or_file(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Any
+) -> None:
+    assert choose_template(tokenizer, None) is None
+    assert choose_template(tokenizer, "chatml") == CHATML
+    (tmp_path / "mine.jinja").write_text("é{{ messages }}", encoding="utf-8")
+    assert choose_template(tokenizer, str(tmp_path / "mine.jinja")) == "é{{ messages }}"
+    with pytest.raises(DataError, match="Did you mean 'chatml'"):
+        choose_template(tokenizer, "chatlm")
+    with pytest.raises(DataError, match="No such file"):
+        choose_template(tokenizer, str(tmp_path / "yours.jinja"))

@@ -1,0 +1,244 @@
+"""Rows are understood by their fields; what cannot be used is named by file, line and field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from peftkit.data.format import Completion, Conversation, Instruction, Parsed, Text, parse
+from peftkit.data.load import Record
+from peftkit.errors import DataError
+
+U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
+
+
+def parsed(*rows: dict[str, Any], name: Any = "auto") -> Parsed:
+    records = [Record(row, f"a.jsonl:{line}") for line, row in enumerate(rows, start=1)]
+    return parse(records, name, where="a.jsonl")
+
+
+def refused(*rows: dict[str, Any], name: Any = "auto") -> str:
+    with pytest.raises(DataError) as caught:
+        parsed(*rows, name=name)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "example"),
+    [
+        ({"messages": [U, A]}, "messages", Conversation((U, A), (1,), (), "a.jsonl:1")),
+        ({"conversations": [HUMAN, GPT]}, "sharegpt", Conversation((U, A), (1,), (), "a.jsonl:1")),
+        ({"conversations": [U, A]}, "messages", Conversation((U, A), (1,), (), "a.jsonl:1")),
+        (
+            {"instruction": "q", "input": "", "output": "a"},
+            "alpaca",
+            Instruction("q", "", "a", "a.jsonl:1"),
+        ),
+        (
+            {"instruction": "q", "context": "c", "response": "a"},
+            "alpaca",
+            Instruction("q", "c", "a", "a.jsonl:1"),
+        ),
+        ({"question": "q", "answer": "a"}, "alpaca", Instruction("q", "", "a", "a.jsonl:1")),
+        ({"input": "q", "output": "a"}, "alpaca", Instruction("q", "", "a", "a.jsonl:1")),
+        (
+            {"prompt": "q ", "completion": "a"},
+            "prompt_completion",
+            Completion("q ", "a", "a.jsonl:1"),
+        ),
+        ({"prompt": "q", "response": "a"}, "prompt_completion", Completion("q", "a", "a.jsonl:1")),
+        (
+            {"prompt": [U], "completion": [A]},
+            "prompt_completion",
+            Conversation((U, A), (1,), (), "a.jsonl:1"),
+        ),
+        ({"text": "t"}, "text", Text("t", "a.jsonl:1")),
+        ({"content": "t"}, "text", Text("t", "a.jsonl:1")),
+        (
+            {"instruction": "q", "output": "a", "text": "q a"},
+            "alpaca",
+            Instruction("q", "", "a", "a.jsonl:1"),
+        ),
+    ],
+)
+def test_a_format_is_found_by_its_fields(row: dict[str, Any], name: str, example: object) -> None:
+    found = parsed(row)
+    assert found.format == name
+    assert found.examples == (example,)
+    assert parsed(row, name=name).examples == (example,)
+
+
+def test_fields_that_nothing_uses_are_told() -> None:
+    rows = [{"id": 1, "question": "q", "answer": "a"}, {"question": "q", "answer": "a", "tag": "x"}]
+    assert parsed(*rows).unused == ("id", "tag")
+
+
+def test_named_formats_take_aliases() -> None:
+    row = {"question": "q", "answer": "a"}
+    (example,) = parsed(row, name="prompt_completion").examples
+    assert example == Completion("q", "a", "a.jsonl:1")
+
+
+def test_tool_turns_of_sharegpt_become_tool_calls() -> None:
+    turns = [
+        HUMAN,
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+        {"from": "observation", "value": "3"},
+        GPT,
+    ]
+    tools = '[{"name": "f", "parameters": {}}]'
+    (example,) = parsed({"conversations": turns, "tools": tools, "system": "s"}).examples
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert example == Conversation(
+        (
+            {"role": "system", "content": "s"},
+            U,
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "content": "3"},
+            A,
+        ),
+        (2, 4),
+        ({"type": "function", "function": {"name": "f", "parameters": {}}},),
+        "a.jsonl:1",
+    )
+
+
+def test_openai_tool_calls_keep_ids_and_lose_the_json_in_their_arguments() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    turns = [
+        {"role": "developer", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "!"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "c1"},
+        {**A, "weight": 0},
+        U,
+        {**A, "refusal": None, "name": "n"},
+    ]
+    (example,) = parsed({"messages": turns}).examples
+    assert isinstance(example, Conversation)
+    assert example.learnt == (2, 6)
+    made = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}, "id": "c1"}
+    assert list(example.messages) == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "q!"},
+        {"role": "assistant", "tool_calls": [made]},
+        {"role": "tool", "content": "3", "tool_call_id": "c1"},
+        A,
+        U,
+        {**A, "name": "n"},
+    ]
+
+
+def test_alpaca_with_system_and_history_is_a_conversation() -> None:
+    row = {"instruction": "q2", "output": "a2", "system": "s", "history": [["q1", "a1"]]}
+    (example,) = parsed(row).examples
+    assert isinstance(example, Conversation)
+    assert [message["content"] for message in example.messages] == ["s", "q1", "a1", "q2", "a2"]
+    assert example.learnt == (2, 4)
+
+
+def test_only_the_completion_of_a_conversational_prompt_is_learnt() -> None:
+    (example,) = parsed({"prompt": [U, A, U], "completion": [A]}).examples
+    assert isinstance(example, Conversation)
+    assert example.learnt == (3,)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": None}, "messages: expected a list of turns, found null"),
+        ({"messages": "q"}, "messages: expected a list of turns, found text"),
+        ({"messages": []}, "messages: empty"),
+        ({"messages": [U]}, "messages: there is no assistant turn"),
+        ({"messages": ["q", A]}, "messages[0]: expected an object, found text"),
+        ({"messages": [{"role": "user"}, A]}, "messages[0].content: missing"),
+        ({"messages": [{"content": "q"}, A]}, "messages[0].role: missing"),
+        ({"messages": [U, {**A, "content": None}]}, "messages[1].content: expected text, found nu"),
+        ({"messages": [U, {**A, "content": 3}]}, "messages[1].content: expected text, found a num"),
+        ({"messages": [{**U, "role": "usr"}, A]}, "unknown role 'usr'. Did you mean 'user'?"),
+        ({"messages": [A, U]}, "messages[0].role: wrong order: assistant stands first"),
+        ({"messages": [U, U, A]}, "messages[1].role: wrong order: user follows user"),
+        ({"messages": [U, A, A]}, "messages[2].role: wrong order: assistant follows assistant"),
+        (
+            {"messages": [U, A, {"role": "system", "content": "s"}]},
+            "messages[2].role: wrong order: system follows assistant",
+        ),
+        (
+            {"messages": [U, A, {"role": "tool", "content": "3"}]},
+            "messages[2].role: wrong order: tool follows no tool call",
+        ),
+        ({"messages": [{**U, "weight": 1}, A]}, "messages[0].weight: expected 0 or 1"),
+        ({"messages": [U, {**A, "weight": 0.5}]}, "messages[1].weight: expected 0 or 1"),
+        (
+            {"messages": [{**U, "content": [{"type": "image_url"}]}, A]},
+            "messages[0].content[0]: only text can be learnt, found 'image_url'",
+        ),
+        ({"messages": [{**U, "tool_calls": [{}]}, A]}, "only the assistant calls tools"),
+        ({"messages": [U, {**A, "tool_calls": [{}]}]}, "messages[1].tool_calls[0].name: missing"),
+        (
+            {"messages": [U, {**A, "tool_calls": [{"name": "f", "arguments": "{x"}]}]},
+            "messages[1].tool_calls[0].arguments: not JSON",
+        ),
+        (
+            {"messages": [U, {**A, "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
+            "messages[1].tool_calls[0].arguments: expected an object, found a list",
+        ),
+        ({"messages": [U, A], "tools": 3}, "tools: expected a list of functions, found a number"),
+        ({"messages": [U, A], "tools": [{}]}, "tools[0].name: missing"),
+        ({"messages": [U, A], "tools": "[{"}, "tools: not JSON"),
+        ({"conversations": [HUMAN, {"from": "gpt"}]}, "conversations[1].value: missing"),
+        (
+            {"conversations": [HUMAN, {"from": "function_call", "value": "f(x)"}]},
+            "conversations[1].value: not JSON",
+        ),
+        ({"instruction": "q", "output": None}, "output: expected text, found null"),
+        ({"instruction": " ", "output": "a"}, "instruction: empty"),
+        ({"instruction": "q", "output": "a", "history": [["q"]]}, "history[0]: expected [question"),
+        ({"prompt": 3, "completion": "a"}, "prompt: expected text, found a number (3)"),
+        ({"prompt": True, "completion": "a"}, "prompt: expected text, found a boolean"),
+        ({"prompt": [U], "completion": [U]}, "wrong order: user follows user"),
+        ({"prompt": "q", "completion": "a", "tools": "[{}]"}, "tools: tools need messages"),
+        ({"text": None}, "text: expected text, found null"),
+        ({"text": "\ud800"}, "text: holds half of a surrogate pair"),
+        ({"text": "t", "images": ["a.png"]}, "images: the row holds images"),
+        ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT}, "chosen: the row holds pref"),
+    ],
+)
+def test_a_field_that_cannot_be_used_is_named(row: dict[str, Any], words: str) -> None:
+    said = refused(row)
+    assert f"a.jsonl:1: {words}" in said or words in said
+    assert "a.jsonl:1: " in said
+
+
+def test_a_missing_field_of_a_named_format_is_named() -> None:
+    assert "a.jsonl:1: messages: missing" in refused({"text": "t"}, name="messages")
+    assert "a.jsonl:1: output: missing" in refused({"instruction": "t"}, name="alpaca")
+    assert "a.jsonl:1: completion: missing" in refused({"prompt": "t"}, name="prompt_completion")
+    assert "a.jsonl:1: text: missing" in refused({"prompt": "t"}, name="text")
+
+
+def test_unknown_fields_are_listed_with_what_is_accepted() -> None:
+    said = refused({"foo": 1, "bar": 2})
+    assert "a.jsonl:1 has the fields: foo, bar." in said
+    assert "prompt + completion" in said
+    assert "messages | sharegpt | alpaca | prompt_completion | text" in said
+
+
+def test_a_file_of_two_formats_is_refused_at_the_row_that_differs() -> None:
+    said = refused({"text": "t"}, {"question": "q", "answer": "a"}, {"foo": 1})
+    assert (
+        "a.jsonl:2: its fields (question, answer) make the format 'alpaca'; the first row is 'text'"
+        in said
+    )
+    assert "a.jsonl:3: its fields (foo) make no known format" in said
+    assert "2 of 3 rows" in said
+
+
+def test_many_bad_rows_are_one_error_that_shows_the_first_few() -> None:
+    said = refused({"text": "t"}, *[{"text": None}] * 20)
+    assert "20 of 21 rows" in said
+    assert "a.jsonl:6: text" in said
+    assert "a.jsonl:7" not in said
+    assert "... and 15 more" in said

@@ -1,0 +1,211 @@
+"""Prompts are the same tokens in training and in generation; answers continue them and end."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from peftkit.data.encode import Encoder, Style, prompt_ids
+from peftkit.data.format import Completion, Conversation, Instruction, Text
+from peftkit.data.pack import IGNORE
+from peftkit.errors import DataError
+from tests.families import tiny_tokenizer
+
+_SPLIT = r"\s*[\r\n]+|\s+(?!\S)| ?[^\s\d]+| ?\d+|\s+"  # merges line breaks, as Llama 3 and Qwen do
+
+
+def merging_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE that makes one token of several line breaks, and adds bos."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    corpus = ["the fox\n\nthe dog\n\n\nthe  fox   12 345", "hello world the answer is"] * 5
+    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=10**30
+    )
+
+
+def sentencepiece_tokenizer(scheme: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that marks spaces and puts one first, as Llama 2 and Mistral do; adds bos."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    trainer = trainers.BpeTrainer(
+        vocab_size=150,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        initial_alphabet=list("abcdefghijklmnopqrstuvwxyz[]/:\n.▁"),
+        show_progress=False,
+    )
+    corpus = ["the fox jumps over the lazy dog [INST] [/INST]", "what is the answer:"] * 5
+    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+PAIRS = [
+    ("the fox\n", "\nthe dog"),
+    ("the fox", "\n\n\nthe dog"),
+    ("the fox ", "the dog"),
+    ("the ", "  fox"),
+    ("hello wo", "rld"),
+    ("the answer is 12", "345"),
+    ("hello", " world"),
+    ("caf", "é"),
+    ("日", "本"),
+    ("", "the fox"),
+]
+
+
+TOKENIZERS = {
+    "tiny": tiny_tokenizer,
+    "merging": merging_tokenizer,
+    **{scheme: partial(sentencepiece_tokenizer, scheme) for scheme in ("first", "always", "never")},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "answer"),
+    [
+        (kind, prompt, answer)
+        for kind in TOKENIZERS
+        for prompt, answer in PAIRS
+        # the alphabet of the small SentencePiece models is a to z
+        if kind in ("tiny", "merging") or not set(prompt + answer) & set("0123456789é日本")
+    ],
+)
+def test_a_prompts_tokens_are_those_of_the_prompt_alone(
+    kind: str, prompt: str, answer: str
+) -> None:
+    own = TOKENIZERS[kind]()
+    row = Encoder(own).encode(Completion(prompt, answer, "a.jsonl:1"))
+    start = len(prompt_ids(own, prompt, Style("plain")))
+    assert list(row.input_ids[:start]) == prompt_ids(own, prompt, Style("plain"))
+    assert set(row.labels[:start]) <= {IGNORE}
+    learnt = row.labels[max(start, 1) :]
+    assert learnt == row.input_ids[max(start, 1) :]
+    assert row.input_ids[-1] == own.eos_token_id
+    together = own(prompt + answer)["input_ids"]
+    assert own.decode(row.input_ids[:-1]) == own.decode(together)
+
+
+@pytest.mark.parametrize("answer", ["\n\nthe fox", "\nthe fox\n\n", "  the fox"])
+def test_a_turn_that_begins_with_white_space_does_not_melt_into_its_header(answer: str) -> None:
+    own = merging_tokenizer()
+    own.chat_template = (
+        "{{ bos_token }}{% for m in messages %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    turns = [{"role": "user", "content": "the dog"}, {"role": "assistant", "content": answer}]
+    row = Encoder(own).encode(Conversation((*turns, *turns), (1, 3), (), "a.jsonl:1"))
+    prompt = prompt_ids(own, "the dog", Style("chat"))
+    assert list(row.input_ids[: len(prompt)]) == prompt
+    assert row.labels[len(prompt)] != IGNORE
+    text = own.apply_chat_template([*turns, *turns], tokenize=False)
+    assert own.decode(row.input_ids) == text.removesuffix("\n")
+    learnt = own.decode([label for label in row.labels if label != IGNORE])
+    assert learnt == (answer + "<|im_end|>") * 2
+
+
+def test_bos_is_added_once_and_eos_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    own = merging_tokenizer()
+    encoder = Encoder(own)
+    bos, eos = own.bos_token_id, own.eos_token_id
+    for text in ("the fox", "<s>the fox", "the fox</s>"):
+        row = encoder.encode(Text(text, "a.jsonl:1"))
+        assert row.input_ids == (bos, *own("the fox", add_special_tokens=False)["input_ids"], eos)
+        assert row.labels == (IGNORE, *row.input_ids[1:])
+    row = encoder.encode(Completion("the", " fox</s>", "a.jsonl:1"))
+    assert row.input_ids.count(eos) == 1
+    # this one adds no bos of its own, though it has one
+    assert Encoder(tokenizer).encode(Text("the fox", "a")).input_ids[0] != tokenizer.bos_token_id
+
+
+def test_an_instruction_is_a_conversation_where_there_is_a_template(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    example = Instruction("what", "the fox", "a dog", "a.jsonl:1")
+    encoder = Encoder(tokenizer)
+    row = encoder.encode(example)
+    assert encoder.style(example) == Style("chat")
+    assert tokenizer.decode(row.input_ids) == (
+        "<|im_start|>user\nwhat\n\nthe fox<|im_end|>\n<|im_start|>assistant\na dog<|im_end|>"
+    )
+
+
+def test_an_instruction_is_put_in_alpacas_frame_where_there_is_none() -> None:
+    own = merging_tokenizer()
+    encoder = Encoder(own)
+    example = Instruction("the {fox}", "", "the dog", "a.jsonl:1")
+    assert encoder.style(example) == Style("alpaca")
+    row = encoder.encode(example)
+    prompt = prompt_ids(own, "the {fox}", Style("alpaca"))
+    assert list(row.input_ids[: len(prompt)]) == prompt
+    assert own.decode(prompt).endswith("### Instruction:\nthe {fox}\n\n### Response:\n")
+    assert own.decode(row.input_ids[len(prompt) :]) == "the dog</s>"
+    given = encoder.encode(Instruction("the fox", "the dog", "a", "a.jsonl:1"))
+    assert "### Input:\nthe dog\n\n### Response:\na</s>" in own.decode(given.input_ids)
+
+
+def test_a_conversation_needs_a_template() -> None:
+    own = merging_tokenizer()
+    example = Conversation(({"role": "user", "content": "a"},), (), (), "a.jsonl:1")
+    with pytest.raises(DataError, match=r"(?s)no chat template.*chatml"):
+        Encoder(own).style(example)
+    with pytest.raises(DataError, match="no chat template"):
+        prompt_ids(own, "a", Style("chat"))
+    assert Encoder(own, "{{ messages }}").style(example) == Style("chat", "{{ messages }}")
+
+
+def test_a_plain_style_takes_no_conversation(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(DataError, match="single prompts"):
+        prompt_ids(tokenizer, [{"role": "user", "content": "a"}], Style("plain"))
+
+
+def test_nothing_said_is_nothing_to_learn(tokenizer: PreTrainedTokenizerFast) -> None:
+    encoder = Encoder(tokenizer)
+    for example in (
+        Text(" \n", "a"),
+        Completion("the fox", " ", "a"),
+        Instruction("a", "", "", "a"),
+    ):
+        assert encoder.encode(example).num_targets == 0
+
+
+def test_a_tokenizer_without_eos_cannot_teach_to_stop(tokenizer: PreTrainedTokenizerFast) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.eos_token = None
+    with pytest.raises(DataError, match="no end-of-sequence token"):
+        Encoder(own).encode(Text("the fox", "a.jsonl:1"))
+
+
+def test_an_answer_that_shares_a_token_with_its_prompt_for_good_is_refused() -> None:
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "hugging": 1, "hug": 2, "ging": 3, "e": 4}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece()
+    own = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="e")
+    with pytest.raises(DataError, match=r"(?s)of a.jsonl:1 apart.*'hug'.*'ging'"):
+        Encoder(own).encode(Completion("hug", "ging", "a.jsonl:1"))

@@ -1,0 +1,71 @@
+"""Documents are packed whole and in a fixed order; batches are padded on the right."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from peftkit.data.pack import IGNORE, Row, collate, pack
+
+
+def document(length: int, line: int, learnt: int = 1) -> Row:
+    ids = tuple(range(100 * line, 100 * line + length))
+    labels = (IGNORE,) * (length - learnt) + ids[length - learnt :]
+    return Row(ids, labels, (length,), f"a.jsonl:{line}")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_document_is_lost_split_or_doubled(seed: int) -> None:
+    draw = random.Random(seed)
+    rows = [document(draw.randint(1, 41), line) for line in range(99)]
+    packed = pack(rows, 41)
+    assert all(len(row.input_ids) <= 41 for row in packed)
+    documents = []
+    for row in packed:
+        start = 0
+        for length in row.lengths:
+            documents.append((row.input_ids[start : start + length], row.labels[start:][:length]))
+            start += length
+    assert sorted(documents) == sorted((row.input_ids, row.labels) for row in rows)
+    # best fit is never far from the bound: the sum of lengths over the room of a row
+    assert len(packed) <= 1.25 * sum(len(row.input_ids) for row in rows) / 41 + 1
+
+
+def test_packing_is_deterministic_and_keeps_the_order_given() -> None:
+    rows = [document(length, line) for line, length in enumerate((3, 9, 4, 6, 1, 10))]
+    packed = pack(rows, 10)
+    sources = ["a.jsonl:0", "a.jsonl:1,4", "a.jsonl:2,3", "a.jsonl:5"]
+    assert [row.source for row in packed] == sources
+    assert [row.lengths for row in packed] == [(3,), (9, 1), (4, 6), (10,)]
+    assert pack(rows, 10) == packed
+    assert pack(packed[3:], 10) == packed[3:]
+
+
+def test_sources_of_several_files_stay_apart() -> None:
+    other = Row((1,), (IGNORE,), (1,), "b:train:3")
+    (row,) = pack([document(2, 1), document(2, 2), other], 10)
+    assert row.source == "a.jsonl:1,2 b:train:3"
+
+
+def test_a_batch_is_padded_on_the_right_and_restarts_positions() -> None:
+    packed = Row((5, 6, 7, 8, 9), (IGNORE, 6, IGNORE, 8, 9), (2, 3), "a")
+    short = Row((4, 3), (IGNORE, 3), (2,), "b")
+    batch = collate([packed, short], pad_id=6)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9], [4, 3, 6, 6, 6]]
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2], [0, 1, 0, 1, 2]]
+    # the padding token is a learnt one here: labels are masked by position, not by token
+    assert batch["labels"].tolist() == [
+        [IGNORE, 6, IGNORE, 8, 9],
+        [IGNORE, 3, IGNORE, IGNORE, IGNORE],
+    ]
+    # the positions before the learnt tokens, in (B * T)
+    assert batch["target_index"].tolist() == [0, 2, 3, 5]
+    assert batch["targets"].tolist() == [6, 8, 9, 3]
+    assert all(tensor.dtype == torch.long for tensor in batch.values())
+
+
+def test_a_documents_first_token_is_not_predicted_from_the_one_before() -> None:
+    batch = collate(pack([document(4, 1, learnt=3), document(4, 2, learnt=3)], 8), 0)
+    assert batch["target_index"].tolist() == [0, 1, 2, 4, 5, 6]

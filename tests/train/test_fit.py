@@ -1,0 +1,245 @@
+"""What a run does and says, from its first step to its result."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from train_toy import Played, Row, Toy, ToyTask, config_of, make_rows, play, same
+
+from peftkit.errors import ConfigError, DataError, OutputError
+from peftkit.events import EvalDone, Event, Notice, RunDone, RunStarted, Saved, StepDone
+from peftkit.train.config import TrainConfig
+from peftkit.train.loop import fit
+from peftkit.train.model import num_parameters
+
+
+def test_only_what_requires_a_gradient_is_trained(tmp_path: Path) -> None:
+    before = Played(Toy(), []).weights
+    after = play(tmp_path).weights
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"lora_A.weight", "lora_B.weight", "magnitude"}
+
+
+def test_the_loss_falls_on_what_is_learnt(tmp_path: Path) -> None:
+    losses = play(tmp_path, epochs=60.0, save_every=None, eval_every=None, learning_rate=0.1).losses
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_model_with_nothing_to_train_is_refused(tmp_path: Path) -> None:
+    model = Toy()
+    model.requires_grad_(False)
+    error = play(tmp_path, model=model).error
+    assert isinstance(error, ConfigError)
+    assert "nothing to train in Toy" in str(error)
+
+
+def test_trained_parameters_in_fp16_are_refused(tmp_path: Path) -> None:
+    error = play(tmp_path, model=Toy(dtype=torch.float16)).error
+    assert isinstance(error, ConfigError)
+    assert "fp16" in str(error)
+
+
+def test_no_rows_are_refused(tmp_path: Path) -> None:
+    assert isinstance(play(tmp_path, rows=[]).error, DataError)
+
+
+def test_a_step_whose_labels_are_all_masked_is_refused_and_names_its_rows(tmp_path: Path) -> None:
+    rows = [Row((1, 2), (-100, -100), f"train.jsonl:{n}") for n in range(4)]
+    run = play(tmp_path, rows=rows)
+    assert isinstance(run.error, DataError)
+    assert "train.jsonl:3" in str(run.error)
+    assert run.losses == []
+
+
+def test_eval_rows_that_are_all_masked_are_refused(tmp_path: Path) -> None:
+    run = play(tmp_path, eval_rows=[Row((1, 2), (-100, -100), "eval.jsonl:1")])
+    assert isinstance(run.error, DataError)
+
+
+def test_a_run_says_what_it_does_in_order(tmp_path: Path) -> None:
+    run = play(tmp_path, save_every=None, eval_every=None, max_steps=3)
+    kinds = [type(event) for event in run.events]
+    assert kinds == [RunStarted, StepDone, StepDone, StepDone, EvalDone, Saved, RunDone]
+
+
+def test_the_result_says_what_came_out(tmp_path: Path) -> None:
+    run = play(tmp_path)
+    assert run.result is not None
+    result = run.result
+    evals = [event for event in run.events if isinstance(event, EvalDone)]
+    best = min(evals, key=lambda event: event.metrics["loss"])
+    assert result.step == 12
+    assert result.checkpoint == tmp_path / "checkpoints" / "step-12"
+    assert result.best_step == best.step
+    assert result.metrics["loss"] == run.losses[-1]
+    assert result.metrics["eval_loss"] == evals[-1].metrics["loss"]
+    assert result.metrics["best_eval_loss"] == best.metrics["loss"]
+    assert result.metrics["num_tokens"] == 3 * sum(len(row.input_ids) for row in make_rows(14))
+    assert result.metrics["peak_bytes"] > 1_000_000
+
+
+def test_the_eval_loss_is_the_mean_over_all_targets(tmp_path: Path) -> None:
+    rows, task = make_rows(5, first=50), ToyTask()
+    run = play(tmp_path, eval_rows=rows)
+    batch = task.collate(rows)
+    loss = float(task.loss_sum(run.model.eval(), batch)) / task.num_targets(batch)
+    evals = [event for event in run.events if isinstance(event, EvalDone)]
+    assert [event.step for event in evals] == [3, 6, 9, 12]
+    # two batches of 2 and one of 1 against one of 5: sums in another order
+    assert evals[-1].metrics["loss"] == pytest.approx(loss, rel=1e-6)
+    assert evals[-1].metrics["perplexity"] == pytest.approx(np.exp(loss), rel=1e-6)
+
+
+def test_evaluating_does_not_disturb_training(tmp_path: Path) -> None:
+    often = play(tmp_path / "a", model=Toy(dropout=0.3), eval_every=1)
+    never = play(tmp_path / "b", model=Toy(dropout=0.3), eval_rows=[], eval_every=None)
+    assert often.losses == never.losses
+    assert same(often.weights, never.weights)
+
+
+def test_dropout_is_off_in_the_evaluation_and_on_in_training(tmp_path: Path) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    class Watching(ToyTask):
+        def loss_sum(self, model, batch):  # type: ignore[no-untyped-def]
+            seen.append((torch.is_grad_enabled(), model.dropout.training))
+            return super().loss_sum(model, batch)
+
+    play(tmp_path, task=Watching())
+    assert set(seen) == {(True, True), (False, False)}
+
+
+def test_the_model_is_left_in_the_modes_it_was_found_in(tmp_path: Path) -> None:
+    model = Toy()
+    model.eval()
+    model.lora_A.train()
+    play(tmp_path, model=model)
+    assert {name for name, module in model.named_modules() if module.training} == {"lora_A"}
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    first = play(tmp_path / "a", model=Toy(dropout=0.3))
+    again = play(tmp_path / "b", model=Toy(dropout=0.3))
+    other = play(tmp_path / "c", model=Toy(dropout=0.3), seed=1)
+    assert first.losses == again.losses
+    assert same(first.weights, again.weights)
+    assert first.losses != other.losses
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [({}, 12), ({"epochs": 0.5}, 2), ({"max_steps": 7}, 7), ({"epochs": 1.1}, 5)],
+)
+def test_a_run_has_as_many_steps_as_asked(
+    tmp_path: Path, changes: dict[str, float], steps: int
+) -> None:
+    assert len(play(tmp_path, save_every=None, **changes).losses) == steps
+    assert config_of(tmp_path, **changes).num_steps(14) == steps
+
+
+def test_steps_are_counted_without_float_dust() -> None:
+    # 0.1 x 30 steps is 3.0000000000000004 in floats
+    assert TrainConfig(epochs=0.1, batch_size=1).num_steps(30) == 3
+
+
+def test_metrics_jsonl_has_a_line_for_every_event(tmp_path: Path) -> None:
+    run = play(tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines] == [type(event).__name__ for event in run.events]
+    assert [line["loss"] for line in lines if line["event"] == "StepDone"] == run.losses
+
+
+def test_metrics_jsonl_goes_on_after_a_line_cut_short(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"event": "StepDone", "st')
+    play(tmp_path, max_steps=1)
+    cut, *lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert cut == '{"event": "StepDone", "st'
+    assert [json.loads(line)["event"] for line in lines][0] == "RunStarted"
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_left_alone(tmp_path: Path) -> None:
+    play(tmp_path, max_steps=2)
+    before = sorted(tmp_path.rglob("*"))
+    error = play(tmp_path, max_steps=2).error
+    assert isinstance(error, OutputError)
+    assert "already holds a run" in str(error)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_holds_an_adapter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"precious")
+    assert isinstance(play(tmp_path).error, OutputError)
+    assert (tmp_path / "adapter_model.safetensors").read_bytes() == b"precious"
+
+
+def test_overwrite_starts_anew(tmp_path: Path) -> None:
+    first = play(tmp_path, max_steps=5)
+    again = play(tmp_path, max_steps=2, overwrite=True)
+    assert again.losses == first.losses[:2] or again.error is None
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-1", "step-2"]
+
+
+def test_an_output_folder_that_is_a_file_is_refused_before_the_model_is_touched(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "runs").write_text("")
+    error = play(tmp_path / "runs").error
+    assert isinstance(error, OutputError)
+
+
+def test_listeners_hear_of_steps_as_they_happen(tmp_path: Path) -> None:
+    files: list[bool] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Saved):
+            files.append((event.path / "MANIFEST.json").exists())
+
+    play(tmp_path, on_event=listen)
+    assert files == [True] * 12
+
+
+def test_defaults_suffice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = fit(Toy(), ToyTask(), make_rows(8))
+    assert result.step == 3
+    assert (tmp_path / "runs" / "adapter" / "checkpoints" / "step-3").is_dir()
+
+
+def test_a_value_that_is_no_tensor_size_counts_packed_weights_by_what_they_stand_for() -> None:
+    class Packed(torch.nn.Module):
+        in_features, out_features = 8, 16
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("packed", torch.zeros(64, dtype=torch.uint8))
+            self.bias = torch.nn.Parameter(torch.zeros(16))
+
+    linear = torch.nn.Linear(8, 16)
+    tied = torch.nn.Linear(8, 16, bias=False)
+    tied.weight = linear.weight
+    assert num_parameters(Packed()) == num_parameters(linear) == 8 * 16 + 16
+    assert num_parameters(torch.nn.Sequential(linear, tied)) == 8 * 16 + 16
+
+
+def test_an_eval_loss_that_is_not_finite_is_told_and_never_best(tmp_path: Path) -> None:
+    class Diverging(ToyTask):
+        def loss_sum(self, model, batch):  # type: ignore[no-untyped-def]
+            loss = super().loss_sum(model, batch)
+            return loss if model.training else loss * float("nan")
+
+    run = play(tmp_path, task=Diverging())
+    assert run.result is not None
+    assert run.result.best_step is None
+    assert any("eval loss after step 12 is nan" in text for text in run.notices)
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_a_notice_is_an_event_too(tmp_path: Path) -> None:
+    assert not any(isinstance(event, Notice) for event in play(tmp_path).events)

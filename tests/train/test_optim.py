@@ -1,0 +1,167 @@
+"""Learning rates, groups, and the four forms of AdamW."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from train_toy import Toy, config_of, play, same
+
+from peftkit.errors import CheckpointError, ConfigError
+from peftkit.train.config import TrainConfig
+from peftkit.train.optim import (
+    LossScale,
+    build_optimizer,
+    learning_rate,
+    load_optimizer_state,
+    optimizer_state,
+    parameter_groups,
+)
+
+
+def rates(**changes: object) -> list[float]:
+    config = TrainConfig(learning_rate=1.0, **changes)  # type: ignore[arg-type]
+    return [learning_rate(step, 10, config) for step in range(10)]
+
+
+def test_warm_up_rises_to_the_peak_and_never_is_zero() -> None:
+    assert rates(warmup_ratio=0.3, schedule="constant") == [0.25, 0.5, 0.75, *[1.0] * 7]
+
+
+def test_cosine_and_linear_fall_from_the_peak_towards_zero() -> None:
+    for schedule, middle in (("cosine", 0.5), ("linear", 0.5)):
+        found = rates(warmup_ratio=0.0, schedule=schedule)
+        assert found[0] == 1.0
+        assert found[5] == pytest.approx(middle)
+        assert 0 < found[9] < 0.11
+        assert found == sorted(found, reverse=True)
+
+
+def test_loraplus_gives_lora_B_a_multiple_of_the_learning_rate() -> None:
+    parameters = dict(Toy().named_parameters())
+    groups = parameter_groups(parameters, TrainConfig(loraplus_ratio=16.0))
+    ratio = {id(p): group["ratio"] for group in groups for p in group["params"]}
+    assert {name: ratio[id(p)] for name, p in parameters.items() if ratio[id(p)] != 1.0} == {
+        "lora_B.weight": 16.0
+    }
+
+
+def test_loraplus_moves_lora_B_further(tmp_path: Path) -> None:
+    start = Toy()
+    moved = {
+        ratio: play(tmp_path / str(ratio), max_steps=1, loraplus_ratio=ratio, weight_decay=0.0)
+        for ratio in (1.0, 4.0)
+    }
+    step = {r: run.weights["lora_B.weight"] - start.lora_B.weight for r, run in moved.items()}
+    # Adam's first step is the sign of the gradient times the learning rate
+    torch.testing.assert_close(step[4.0], 4 * step[1.0], rtol=1e-3, atol=1e-6)
+    assert same(
+        {"a": moved[1.0].weights["lora_A.weight"]}, {"a": moved[4.0].weights["lora_A.weight"]}
+    )
+
+
+def test_only_matrices_decay() -> None:
+    parameters = dict(Toy().named_parameters())
+    groups = parameter_groups(parameters, TrainConfig(weight_decay=0.1))
+    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    undecayed = {name for name, p in parameters.items() if decay[id(p)] == 0.0}
+    assert undecayed == {"base.bias", "magnitude"}
+
+
+def test_adamw_is_torchs_fused_one() -> None:
+    optimizer = build_optimizer({"w": nn.Parameter(torch.ones(2, 2))}, TrainConfig())
+    assert type(optimizer) is torch.optim.AdamW
+    assert optimizer.defaults["fused"] is True
+
+
+@pytest.mark.parametrize("name", ["paged_adamw", "paged_adamw_8bit"])
+def test_paged_optimizers_without_a_gpu_are_refused_with_the_one_to_use(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"Use train.optimizer: {name.removeprefix('paged_')}"):
+        build_optimizer({"w": nn.Parameter(torch.ones(2, 2))}, TrainConfig(optimizer=name))
+
+
+def test_8_bit_adamw_keeps_large_states_in_8_bits_and_reads_them_back() -> None:
+    def parameters() -> dict[str, nn.Parameter]:
+        generator = torch.Generator().manual_seed(0)
+        return {
+            "large": nn.Parameter(torch.randn(64, 128, generator=generator)),
+            "small": nn.Parameter(torch.randn(9, generator=generator)),
+        }
+
+    config = TrainConfig(optimizer="adamw_8bit")
+    first, second = parameters(), parameters()
+    optimizer, resumed = build_optimizer(first, config), build_optimizer(second, config)
+
+    def step(optimizer: torch.optim.Optimizer, ps: dict[str, nn.Parameter], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for p in ps.values():
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+
+    step(optimizer, first, 1)
+    tensors, numbers = optimizer_state(optimizer, first)
+    assert tensors["large/state1"].dtype == torch.uint8
+    assert numbers == {"large/step": 1, "small/step": 1}
+    with torch.no_grad():
+        for name in second:
+            second[name].copy_(first[name])
+    load_optimizer_state(resumed, second, {n: t.clone() for n, t in tensors.items()}, numbers)
+    step(optimizer, first, 2)
+    step(resumed, second, 2)
+    assert same(first, second)
+    assert same(optimizer_state(optimizer, first)[0], optimizer_state(resumed, second)[0])
+
+
+def test_a_state_that_does_not_fit_lists_every_reason() -> None:
+    parameters = {"w": nn.Parameter(torch.ones(2, 2))}
+    optimizer = build_optimizer(parameters, TrainConfig())
+    tensors = {"w/exp_avg": torch.zeros(3, 3), "w/step": torch.zeros(()), "v/step": torch.zeros(())}
+    with pytest.raises(CheckpointError) as caught:
+        load_optimizer_state(optimizer, parameters, tensors, {})
+    assert caught.value.found.splitlines() == [
+        "missing or misshapen: w/exp_avg",
+        "missing or misshapen: w/exp_avg_sq",
+        "unexpected: v/step",
+    ]
+
+
+def test_the_loss_scale_falls_on_overflow_and_rises_again() -> None:
+    scale = LossScale(needed=True)
+    before = scale.factor
+    assert scale.overflowed()
+    assert scale.factor == before / 2
+    for _ in range(LossScale.GROWTH_STEPS):
+        scale.went_well()
+    assert scale.factor == before
+    while scale.overflowed():
+        pass
+    assert scale.factor == 1.0
+
+
+def test_without_fp16_the_loss_is_not_scaled() -> None:
+    scale = LossScale(needed=False)
+    assert not scale.overflowed()
+    for _ in range(LossScale.GROWTH_STEPS):
+        scale.went_well()
+    assert scale.factor == 1.0
+
+
+def test_8_bit_adamw_trains_and_resumes_in_a_run(tmp_path: Path) -> None:
+    whole = play(tmp_path / "a", optimizer="adamw_8bit")
+    assert whole.error is None
+    play(tmp_path / "b", optimizer="adamw_8bit", max_steps=None, on_event=_stop_at_5)
+    rest = play(tmp_path / "b", optimizer="adamw_8bit", resume=True)
+    assert rest.losses == whole.losses[5:]
+    assert same(rest.weights, whole.weights)
+
+
+def _stop_at_5(event: object) -> None:
+    from train_toy import crash_after
+
+    crash_after(5)(event)  # type: ignore[arg-type]
+
+
+def test_the_config_names_what_it_reads(tmp_path: Path) -> None:
+    assert config_of(tmp_path).rows_per_step(num_processes=3) == 12

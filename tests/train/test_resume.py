@@ -1,0 +1,250 @@
+"""A resumed run is, to the bit, the run that was never stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train_toy import Crash, Played, Toy, ToyTask, crash_after, make_rows, play, same
+
+from peftkit.errors import CheckpointError
+from peftkit.events import EvalDone, RunStarted
+
+NUM_STEPS = 12  # 3 epochs of 4 steps, each epoch's last one smaller; 2 batches accumulated
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Played, Path]:
+    """The run that was never stopped, with dropout."""
+    folder = tmp_path_factory.mktemp("whole")
+    return play(folder, model=Toy(dropout=0.3)), folder
+
+
+def evals_of(*runs: Played) -> list[tuple[int, float, bool]]:
+    events = [event for run in runs for event in run.events if isinstance(event, EvalDone)]
+    return [(event.step, event.metrics["loss"], event.best) for event in events]
+
+
+def assert_same_end(folder: Path, other: Path) -> None:
+    """Compare all that the last checkpoints hold, wall-clock times apart."""
+    a, b = (path / "checkpoints" / f"step-{NUM_STEPS}" for path in (folder, other))
+    for name in ("weights", "optimizer", "rng"):
+        assert (a / f"{name}.safetensors").read_bytes() == (b / f"{name}.safetensors").read_bytes()
+    states = [json.loads((path / "state.json").read_text())["run"] for path in (a, b)]
+    for state in states:
+        del state["seconds"], state["step_seconds"]
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("step", range(1, NUM_STEPS + 1))
+def test_resuming_after_any_step_changes_nothing(
+    tmp_path: Path, whole: tuple[Played, Path], step: int
+) -> None:
+    first = play(tmp_path, model=Toy(dropout=0.3), on_event=crash_after(step))
+    rest = play(tmp_path, model=Toy(dropout=0.3), resume=True)
+    assert isinstance(first.error, Crash)
+    assert rest.error is None
+    assert len(first.losses) == step
+    assert first.losses + rest.losses == whole[0].losses
+    assert evals_of(first, rest) == evals_of(whole[0])
+    assert same(rest.weights, whole[0].weights)
+    assert_same_end(tmp_path, whole[1])
+
+
+def test_resuming_twice_changes_nothing(tmp_path: Path, whole: tuple[Played, Path]) -> None:
+    runs = [play(tmp_path, model=Toy(dropout=0.3), on_event=crash_after(3))]
+    runs.append(play(tmp_path, model=Toy(dropout=0.3), on_event=crash_after(8), resume=True))
+    runs.append(play(tmp_path, model=Toy(dropout=0.3), resume=True))
+    assert [len(run.losses) for run in runs] == [3, 5, 4]
+    assert [loss for run in runs for loss in run.losses] == whole[0].losses
+    assert_same_end(tmp_path, whole[1])
+
+
+def test_steps_since_the_last_checkpoint_are_done_again_alike(
+    tmp_path: Path, whole: tuple[Played, Path]
+) -> None:
+    def crash(event: object) -> None:
+        if getattr(event, "step", 0) == 8:
+            raise Crash
+
+    play(tmp_path, model=Toy(dropout=0.3), save_every=5, eval_every=None, on_event=crash)
+    rest = play(tmp_path, model=Toy(dropout=0.3), save_every=5, eval_every=None, resume=True)
+    started = [event for event in rest.events if isinstance(event, RunStarted)]
+    assert started[0].start_step == 5
+    assert rest.losses == whole[0].losses[5:]
+
+
+def test_bf16_adapters_resume_to_the_bit(tmp_path: Path) -> None:
+    whole = play(tmp_path / "a", model=Toy(0.3, torch.bfloat16))
+    play(tmp_path / "b", model=Toy(0.3, torch.bfloat16), on_event=crash_after(6))
+    rest = play(tmp_path / "b", model=Toy(0.3, torch.bfloat16), resume=True)
+    assert rest.losses == whole.losses[6:]
+    assert same(rest.weights, whole.weights)
+
+
+def test_resuming_a_finished_run_trains_nothing_and_has_its_result(
+    tmp_path: Path, whole: tuple[Played, Path]
+) -> None:
+    play(tmp_path, model=Toy(dropout=0.3))
+    again = play(tmp_path, model=Toy(dropout=0.3), resume=True)
+    assert again.losses == []
+    assert again.result is not None
+    assert whole[0].result is not None
+    assert again.result.metrics["eval_loss"] == whole[0].result.metrics["eval_loss"]
+    assert again.result.best_step == whole[0].result.best_step
+    assert same(again.weights, whole[0].weights)
+
+
+def test_resuming_where_nothing_was_saved_is_refused(tmp_path: Path) -> None:
+    error = play(tmp_path, resume=True).error
+    assert isinstance(error, CheckpointError)
+    assert "no valid checkpoint" in str(error)
+
+
+def test_another_row_is_refused(tmp_path: Path) -> None:
+    play(tmp_path, on_event=crash_after(3))
+    rows = make_rows(14)
+    rows[7] = dataclasses.replace(rows[7], labels=(-100, *rows[7].labels[2:], 5))
+    error = play(tmp_path, rows=rows, resume=True).error
+    assert isinstance(error, CheckpointError)
+    assert "rows.train" in str(error)
+    assert "rows.eval" not in str(error)
+
+
+def test_a_row_that_only_moved_in_its_file_is_the_same_row(tmp_path: Path) -> None:
+    play(tmp_path, on_event=crash_after(3))
+    rows = [dataclasses.replace(row, source=f"elsewhere/{row.source}") for row in make_rows(14)]
+    assert play(tmp_path, rows=rows, resume=True).error is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("batch_size", 4),
+        ("gradient_accumulation", 1),
+        ("learning_rate", 0.01),
+        ("seed", 1),
+        ("epochs", 4.0),
+        ("schedule", "linear"),
+        ("optimizer", "adamw_8bit"),
+        ("max_grad_norm", None),
+    ],
+)
+def test_another_setting_is_refused_by_its_name(tmp_path: Path, key: str, value: object) -> None:
+    play(tmp_path, on_event=crash_after(1))
+    error = play(tmp_path, resume=True, **{key: value}).error
+    assert isinstance(error, CheckpointError)
+    assert f"train.{key}: " in str(error)
+    assert len(error.found.splitlines()) == 1
+
+
+def test_all_differences_are_listed_at_once_with_both_values(tmp_path: Path) -> None:
+    play(tmp_path, on_event=crash_after(1), identity={"base": {"fingerprint": "sha256:aa"}})
+    error = play(
+        tmp_path,
+        resume=True,
+        identity={"base": {"fingerprint": "sha256:bb"}, "method": {"rank": 8}},
+        learning_rate=0.01,
+    ).error
+    assert isinstance(error, CheckpointError)
+    assert error.found.splitlines() == [
+        'base.fingerprint: "sha256:aa" -> "sha256:bb"',
+        "method.rank: (not there) -> 8",
+        "train.learning_rate: 0.02 -> 0.01",
+    ]
+
+
+@pytest.mark.parametrize("allowed", ["train.learning_rate", "train"])
+def test_a_change_that_is_allowed_is_told_and_takes_effect(tmp_path: Path, allowed: str) -> None:
+    play(tmp_path, on_event=crash_after(6))
+    run = play(tmp_path, resume=True, learning_rate=0.01, allow_changes=[allowed])
+    assert run.error is None
+    assert any("train.learning_rate: 0.02 -> 0.01" in text for text in run.notices)
+    assert len(run.losses) == 6
+
+
+def test_allowing_one_change_does_not_allow_another(tmp_path: Path) -> None:
+    play(tmp_path, on_event=crash_after(1))
+    error = play(
+        tmp_path, resume=True, learning_rate=0.01, seed=3, allow_changes=["train.learn", "seed"]
+    ).error
+    assert isinstance(error, CheckpointError)
+    assert len(error.found.splitlines()) == 2
+
+
+def test_more_epochs_can_be_allowed(tmp_path: Path) -> None:
+    play(tmp_path)
+    run = play(tmp_path, resume=True, epochs=4.0, allow_changes=["train.epochs"])
+    assert len(run.losses) == 4
+
+
+def test_how_often_to_save_and_evaluate_may_change_freely(
+    tmp_path: Path, whole: tuple[Played, Path]
+) -> None:
+    play(tmp_path, model=Toy(dropout=0.3), on_event=crash_after(5))
+    moved = tmp_path.with_name(f"{tmp_path.name}-moved")
+    tmp_path.rename(moved)
+    rest = play(
+        moved,
+        model=Toy(dropout=0.3),
+        resume=True,
+        save_every=7,
+        eval_every=2,
+        keep_checkpoints=5,
+        gradient_checkpointing=False,
+    )
+    assert rest.error is None
+    assert rest.losses == whole[0].losses[5:]
+
+
+def test_another_version_of_a_library_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peftkit.train import manifest, saving
+
+    play(tmp_path, on_event=crash_after(1))
+    now = {**manifest.versions(), "torch": "9.9"}
+    monkeypatch.setattr(saving, "versions", lambda: now)
+    run = play(tmp_path, resume=True)
+    assert any("-> 9.9" in text for text in run.notices)
+
+
+def test_weights_that_do_not_fit_the_model_are_refused_with_all_reasons(tmp_path: Path) -> None:
+    play(tmp_path, on_event=crash_after(1))
+    model = Toy()
+    model.lora_A = torch.nn.Linear(8, 2, bias=False)
+    model.extra = torch.nn.Parameter(torch.zeros(2))
+    error = play(tmp_path, model=model, resume=True).error
+    assert isinstance(error, CheckpointError)
+    assert len(error.found.splitlines()) == 2
+
+
+def test_a_checkpoint_is_free_of_pickle(tmp_path: Path) -> None:
+    play(tmp_path, max_steps=1)
+    names = {path.name for path in (tmp_path / "checkpoints" / "step-1").iterdir()}
+    assert names == {
+        "MANIFEST.json",
+        "optimizer.safetensors",
+        "rng.safetensors",
+        "state.json",
+        "weights.safetensors",
+    }
+    assert "lora_A.weight" in load_file(
+        tmp_path / "checkpoints" / "step-1" / "weights.safetensors"
+    )
+
+
+def test_the_manifest_says_where_the_run_stands(tmp_path: Path) -> None:
+    play(tmp_path, max_steps=6, identity={"base": "sha256:aa"})
+    manifest = json.loads((tmp_path / "checkpoints" / "step-6" / "MANIFEST.json").read_text())
+    assert manifest["step"] == 6
+    assert manifest["sampler"] == {"seed": 0, "epoch": 1, "position": 8}
+    assert manifest["num_processes"] == 1
+    assert manifest["identity"]["base"] == "sha256:aa"
+    assert {"train", "rows", "num_processes"} <= manifest["identity"].keys()
+    assert manifest["versions"]["torch"] == torch.__version__.split("+")[0] or manifest["versions"]
+    assert ToyTask.__doc__

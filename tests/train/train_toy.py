@@ -1,0 +1,181 @@
+"""A model of a few hundred parameters and a task of a few tokens, to train in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from peftkit.events import Event, Notice, Saved, StepDone
+from peftkit.train.config import TrainConfig
+from peftkit.train.loop import fit
+from peftkit.train.run import Result
+
+VOCABULARY = 31
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """As the real task's rows: labels of -100 are not learnt."""
+
+    input_ids: tuple[int, ...]
+    labels: tuple[int, ...]
+    source: str
+
+
+def make_rows(count: int, *, first: int = 0) -> list[Row]:
+    """Rows of 3 to 9 tokens, of which the first is not learnt."""
+    rows = []
+    for index in range(first, first + count):
+        ids = tuple((7 * index + 5 * k * k + 3) % VOCABULARY for k in range(3 + index % 7))
+        labels = (-100, *((3 * i + 1) % VOCABULARY for i in ids[1:]))
+        rows.append(Row(ids, labels, f"train.jsonl:{index + 1}"))
+    return rows
+
+
+class Toy(nn.Module):
+    """A frozen base with a low-rank update and dropout."""
+
+    def __init__(self, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+
+        def normal(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape, generator=generator, dtype=dtype) * 0.5)
+
+        self.embed = nn.Embedding(VOCABULARY, 8, _weight=normal(VOCABULARY, 8))
+        self.base = nn.Linear(8, VOCABULARY)
+        self.base.weight, self.base.bias = normal(VOCABULARY, 8), normal(VOCABULARY)
+        self.requires_grad_(False)
+        self.dropout = nn.Dropout(dropout)
+        self.lora_A = nn.Linear(8, 4, bias=False)
+        self.lora_B = nn.Linear(4, VOCABULARY, bias=False)
+        self.lora_A.weight, self.lora_B.weight = normal(4, 8), normal(VOCABULARY, 4)
+        self.magnitude = nn.Parameter(torch.ones(VOCABULARY, dtype=dtype))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.tanh(self.embed(ids))
+        return (self.base(x) + self.lora_B(self.lora_A(self.dropout(x)))) * self.magnitude
+
+
+class ToyTask:
+    """Right-padded batches, summed cross-entropy."""
+
+    def collate(self, rows: Sequence[Row]) -> Mapping[str, Tensor]:
+        width = max(len(row.input_ids) for row in rows)
+        pad = [(width - len(row.input_ids)) for row in rows]
+        return {
+            "input_ids": torch.tensor([[*r.input_ids] + [0] * n for r, n in zip(rows, pad)]),
+            "labels": torch.tensor([[*r.labels] + [-100] * n for r, n in zip(rows, pad)]),
+        }
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        return int((batch["labels"] != -100).sum())
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        logits = model(batch["input_ids"]).float()
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+@dataclass
+class Played:
+    """A run that was played, to its end or to an exception."""
+
+    model: nn.Module
+    events: list[Event]
+    result: Result | None = None
+    error: BaseException | None = None
+    losses: list[float] = field(init=False)
+    notices: list[str] = field(init=False)
+    saved: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.losses = [e.loss for e in self.events if isinstance(e, StepDone)]
+        self.notices = [e.text for e in self.events if isinstance(e, Notice)]
+        self.saved = [e.path.name for e in self.events if isinstance(e, Saved)]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return {n: p.detach().clone() for n, p in self.model.named_parameters()}
+
+
+def config_of(folder: Path, **changes: Any) -> TrainConfig:
+    """14 rows in steps of 4: 4 steps an epoch, the last of 2 rows; 12 steps in all."""
+    settings: dict[str, Any] = {
+        "output_dir": folder,
+        "epochs": 3.0,
+        "batch_size": 2,
+        "gradient_accumulation": 2,
+        "learning_rate": 0.02,
+        "warmup_ratio": 0.2,
+        "weight_decay": 0.1,
+        "save_every": 1,
+        "eval_every": 3,
+    }
+    return TrainConfig(**{**settings, **changes})
+
+
+def play(
+    folder: Path,
+    *,
+    model: nn.Module | None = None,
+    task: Any = None,
+    rows: Sequence[Row] | None = None,
+    eval_rows: Sequence[Row] | None = None,
+    on_event: Callable[[Event], None] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    allow_changes: Sequence[str] = (),
+    identity: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> Played:
+    """Run `fit` on the toy; whatever it raises is in `error`."""
+    model = model or Toy()
+    events: list[Event] = []
+
+    def listen(event: Event) -> None:
+        events.append(event)
+        if on_event is not None:
+            on_event(event)
+
+    result, error = None, None
+    try:
+        result = fit(
+            model,
+            task or ToyTask(),
+            make_rows(14) if rows is None else rows,
+            make_rows(3, first=50) if eval_rows is None else eval_rows,
+            config_of(folder, **changes),
+            resume=resume,
+            overwrite=overwrite,
+            allow_changes=allow_changes,
+            identity=identity,
+            on_event=listen,
+        )
+    except BaseException as problem:
+        error = problem
+    return Played(model, events, result, error)
+
+
+class Crash(Exception):
+    """Stands for whatever ends a process."""
+
+
+def crash_after(step: int) -> Callable[[Event], None]:
+    """Return a listener that ends the run once the checkpoint of a step is there."""
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Saved) and event.path.name == f"step-{step}":
+            raise Crash
+
+    return listen
+
+
+def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Return whether tensors are equal to the bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
