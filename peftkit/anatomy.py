@@ -9,7 +9,7 @@ that roles.py has for its class, and from the head counts that the live module a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -82,12 +82,15 @@ class Place:
 
 def is_linear(module: nn.Module) -> bool:
     """Tell whether a module is y = W x + b: nn.Linear, Conv1D, or any quantised form of them."""
-    if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+    if isinstance(module, nn.Linear) or _is_conv1d(module):
         return True
     sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
-    return all(isinstance(size, int) for size in sizes) and hasattr(type(module), "weight") | (
-        "weight" in module._parameters
-    )
+    has_weight = "weight" in module._parameters or hasattr(type(module), "weight")
+    return has_weight and all(isinstance(size, int) for size in sizes)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
 
 
 def linear_shape(module: nn.Module) -> tuple[int, int]:
@@ -103,7 +106,7 @@ def linear_shape(module: nn.Module) -> tuple[int, int]:
         )
     if hasattr(module, "in_features"):
         return cast(int, module.in_features), cast(int, module.out_features)
-    num_in, num_out = cast(Tensor, module.weight).shape  # Conv1D keeps its weight transposed
+    num_in, num_out = _shape(module, "weight")  # Conv1D keeps its weight transposed
     return num_in, num_out
 
 
@@ -112,18 +115,27 @@ def is_transposed(experts: nn.Module) -> bool:
     flag = getattr(experts, "is_transposed", None)
     if flag is not None:
         return bool(flag)
-    up, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
-    if up is None or down is None:
-        return False
-    return bool(up.shape[2] == 2 * down.shape[1] and up.shape[1] == down.shape[2])
+    up, down = _shape(experts, "gate_up_proj"), _shape(experts, "down_proj")
+    return bool(up and down) and up[2] == 2 * down[1] and up[1] == down[2]
 
 
 def stacked_shape(experts: nn.Module, parameter: str) -> tuple[int, int, int]:
     """Return (num_experts, in_features, out_features) of a stack of experts."""
-    num_experts, first, second = cast(Tensor, getattr(experts, parameter)).shape
+    num_experts, first, second = _shape(experts, parameter)
     if is_transposed(experts):
         return num_experts, first, second
     return num_experts, second, first
+
+
+def _shape(module: nn.Module, name: str) -> tuple[int, ...]:
+    """Return the shape of a module's own weight, () without one; a packed one is not unpacked."""
+    if (weight := module._parameters.get(name)) is not None:
+        return tuple(weight.shape)
+    packings = cast(Mapping[str, Any], getattr(module, "parametrizations", {}))
+    if name not in packings:
+        return ()
+    form = getattr(packings[name][0], "form", None)
+    return tuple(getattr(module, name).shape if form is None else form.shape)
 
 
 def bare(module: nn.Module) -> nn.Module:
@@ -228,15 +240,12 @@ def _embedding_role(
 
 
 def _is_bare_router(path: str, module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
-    leaf = path.rpartition(".")[2]
-    return weight is not None and weight.ndim == 2 and leaf in table.ROUTER_LEAVES
+    return path.rpartition(".")[2] in table.ROUTER_LEAVES and len(_shape(module, "weight")) == 2
 
 
 def _stacks(module: nn.Module) -> list[str]:
     """Return the names of a module's own 3-D expert parameters."""
-    own = {*module._parameters, *getattr(module, "parametrizations", ())}
-    return [n for n in table.STACKED_LEAVES if n in own and getattr(module, n).ndim == 3]
+    return [name for name in table.STACKED_LEAVES if len(_shape(module, name)) == 3]
 
 
 def _linear(place: Place, owner: nn.Module, model: nn.Module) -> Place:

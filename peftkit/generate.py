@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import cast
 
 import torch
@@ -22,7 +23,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteria,
     StoppingCriteriaList,
-    TextIteratorStreamer,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -70,7 +70,7 @@ def generate(
         seed=seed,
         batch_size=batch_size,
     )
-    return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in answers]
+    return [_text(tokenizer, ids) for ids in answers]
 
 
 def default_style(tokenizer: PreTrainedTokenizerBase) -> Style:
@@ -141,26 +141,24 @@ def stream(
     _check(max_new_tokens, temperature, top_p)
     ends = _end_ids(model, tokenizer, stops)
     config = _config(model, tokenizer, [prompt], ends, max_new_tokens, temperature, top_p)
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    stop = threading.Event()
+    pieces, stop = _Pieces(tokenizer), threading.Event()
 
     def work() -> None:
         try:
             with _sampling(model, seed):
-                _run(model, [prompt], config, streamer, stop.is_set)
+                _run(model, [prompt], config, pieces, stop.is_set)
         except Exception as error:  # raised again below, in the thread that reads
-            streamer.text_queue.put(error)
+            pieces.queue.put(error)
         finally:
-            streamer.text_queue.put(streamer.stop_signal)
+            pieces.queue.put(None)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     try:
-        for piece in streamer:
+        while (piece := pieces.queue.get()) is not None:
             if isinstance(piece, Exception):
                 raise piece
-            if piece:
-                yield piece
+            yield piece
     finally:
         stop.set()
         thread.join()
@@ -240,6 +238,40 @@ def _sampling(model: PreTrainedModel, seed: int | None) -> Iterator[None]:
         model.generation_config = own
         for module, training in modes:
             module.training = training
+
+
+class _Pieces(BaseStreamer):
+    """Takes token ids as they are made and queues the text that each adds; None ends it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.queue: SimpleQueue[str | Exception | None] = SimpleQueue()
+        self._tokenizer = tokenizer
+        self._ids: list[int] | None = None  # None: the first ids to come are the prompt's
+        self._num_shown = 0
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt, or the next token."""
+        if self._ids is None:
+            self._ids = []
+            return
+        self._ids += value.flatten().tolist()
+        text = _text(self._tokenizer, self._ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is not whole yet
+            self._show(text)
+
+    def end(self) -> None:
+        """Show what is left, whole or not."""
+        self._show(_text(self._tokenizer, self._ids or []))
+
+    def _show(self, text: str) -> None:
+        if len(text) > self._num_shown:
+            self.queue.put(text[self._num_shown :])
+            self._num_shown = len(text)
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    # Not cleaned up: that takes spaces out of code and JSON.
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class _Stop(StoppingCriteria):

@@ -1,44 +1,214 @@
 """Merging: an adapter folded into its base, which is then an ordinary model.
 
-Into the original 16- or 32-bit weights, W' = method.merged_weight(W) in float32, one tensor at a
-time over the base's files, without building the model. Where the names on disk are not those of the
-modules, or there are no such files (GGUF), the model is loaded and saved whole. Either way the
-result is loaded again and compared with base and adapter on a few prompts.
+By default into the original 16- or 32-bit weights: W' = method.merged_weight(W) in float32, one
+tensor at a time over the base's files, without building the model. Where there are no such files
+(GGUF), or their names are not those of the modules, the model is loaded and saved whole. Either way
+the result is loaded again and compared with base and adapter on a few prompts.
 """
 
 from __future__ import annotations
 
-import gc
-import secrets
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from peftkit import files
-from peftkit.adapter import Adapter
-from peftkit.base import Base, load_base
-from peftkit.errors import AdapterError, MergeError, OutputError, RunError
-from peftkit.events import Listener, Notice, Progress, Saved, Stage, Table, ignore
+from peftkit.base import load_base
+from peftkit.errors import RunError
+from peftkit.events import Listener, Saved, Stage, Table, ignore
 from peftkit.formats.card import Card, write_card
 from peftkit.formats.folder import Opened, adapter_folder, open_adapter
 from peftkit.formats.peft import AdapterFile, read_adapter
-from peftkit.formats.shards import Shards, copy_companions, find_shards, rewrite_shards
-from peftkit.methods.protocol import AdapterModule
-from peftkit.quant import weight_of
+from peftkit.merging.agreement import PROMPTS, Agreement, agreement, in_float32, logits_on
+from peftkit.merging.fold import Tally
+from peftkit.merging.output import new_folder
+from peftkit.merging.stream import plan_stream, write_streamed
+from peftkit.merging.whole import check_kind, cost_of, write_whole
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-PROMPTS = (
-    "The capital of France is",
-    "Question: If I have three apples and eat one, how many are left?\nAnswer:",
-    '{"name": "Anna", "order": ["pizza", "salad"], "total":',
-    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
-)
-"""What the merged model is compared on: a fact, a question, data, code."""
+LARGEST_DIFFERENCE = 1e-3
+"""Of a logit in float32, relative to the largest logit: more is not the order of the sums."""
+EXACT = 1e-3
+"""Rounding relative to the update up to which the merged model must compute the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """A merge that is done.
+
+    Attributes:
+        folder: Loads in plain transformers.
+        base: What it was merged into.
+        tally: What was done to the weights.
+        effect: The base with the adapter and without it. agreement: The merged model and the base
+            with the adapter. Both are None where it was not verified.
+    """
+
+    folder: Path
+    base: str
+    tally: Tally
+    effect: Agreement | None
+    agreement: Agreement | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """Logits of each prompt, with the adapter and without."""
+
+    adapted: Sequence[Tensor]
+    bare: Sequence[Tensor]
+
+
+def merge(
+    adapter: str | Path,
+    out: str | Path,
+    *,
+    base: str | None = None,
+    dtype: Dtype | None = None,
+    from_quantized: bool = False,
+    verify: bool = True,
+    prompts: Sequence[str] = PROMPTS,
+    force: bool = False,
+    overwrite: bool = False,
+    on_event: Listener = ignore,
+) -> Merged:
+    """Merge an adapter folder into its base and write an ordinary model folder.
+
+    Args:
+        adapter: A folder made by peftkit or by PEFT.
+        out: The new folder; nothing appears in it before all of it is written and verified.
+        base: Another place of the base than the one recorded.
+        dtype: Of all weights written; None keeps each weight's own.
+        from_quantized: Merge into the dequantised weights that the adapter was trained over; needed
+            where the base exists in quantised form only.
+        verify: Load base and adapter, then the result, and compare them: the one step that takes
+            the memory of a whole model. Without it the adapter is checked against the base's files
+            only, and nothing says that these are the weights that it was trained on.
+        prompts: What to compare on.
+        force: Accept a base whose weights are not those that the adapter was trained on.
+        overwrite: Write into a folder that is not empty; a model there is replaced.
+
+    Raises:
+        AdapterError: No adapter there, or it belongs to another base.
+        MergeError: It cannot be merged as asked, or the merged model would be its base.
+        OutputError: The folder is taken or cannot be written.
+        RunError: The disk is full, or the merged model does not compute what it should.
+    """
+    file = read_adapter(adapter_folder(adapter))
+    name = base or file.provenance.base or ""
+    out, tally = Path(out).expanduser(), Tally()
+    stored = DTYPES[dtype] if dtype else None
+    with new_folder(out, overwrite, (file.folder, Path(name))) as folder:
+        plan = None if from_quantized else plan_stream(file, Path(name), stored, tally)
+
+        def opened(dtype: str = "auto") -> Opened:
+            kind = None if from_quantized else "none"
+            return open_adapter(
+                file.folder, base, quantize=kind, dtype=dtype, force=force, on_event=on_event
+            )
+
+        if plan is not None:
+            reference = _reference(opened(), prompts) if verify else None
+            write_streamed(*plan, folder, stored, on_event)
+        else:
+            whole = opened("fp32" if dtype and not from_quantized else "auto")
+            check_kind(whole, from_quantized)
+            reference = _reference(whole, prompts) if verify else None
+            write_whole(whole, folder, stored, from_quantized, tally, on_event)
+            del whole  # before the result is loaded
+        tally.check()
+        effect = agreed = None
+        if reference is not None:
+            on_event(Stage("Comparing the merged model with base and adapter"))
+            effect = agreement(reference.adapted, reference.bare)
+            agreed = _verified(folder, reference, tally, prompts)
+        merged = Merged(out, name, tally, effect, agreed)
+        write_card(_card(merged, file, from_quantized), folder)
+    on_event(_table(merged))
+    on_event(Saved("merged model", out))
+    return merged
+
+
+def _reference(opened: Opened, prompts: Sequence[str]) -> _Reference:
+    with in_float32(opened.base):
+        adapted = logits_on(opened.base, prompts)
+        with opened.adapter.disabled():
+            return _Reference(adapted, logits_on(opened.base, prompts))
+
+
+def _verified(
+    folder: Path, reference: _Reference, tally: Tally, prompts: Sequence[str]
+) -> Agreement:
+    """Load the merged model as anyone would, and compare.
+
+    Raises:
+        RunError: It computes something else than base and adapter.
+    """
+    base = load_base(str(folder))
+    with in_float32(base):
+        found = agreement(logits_on(base, prompts), reference.adapted)
+    limit = LARGEST_DIFFERENCE * found.largest
+    exact = tally.relative_rounding < EXACT
+    if found.max_difference == float("inf") or (exact and found.max_difference > limit):
+        raise RunError(
+            "the merged model does not compute what base and adapter compute",
+            found=f"logits differ by up to {found.max_difference:.3g}, more than {limit:.3g}; "
+            f"{found.top1:.1%} of the next tokens agree",
+            fix="Use the adapter unmerged, and report this with the output of: peftkit env",
+        )
+    return found
+
+
+def _facts(merged: Merged) -> dict[str, str]:
+    tally = merged.tally
+    facts = {
+        "base": merged.base,
+        "weights changed": f"{tally.num_weights:,}",
+        "size of the update": f"{tally.relative_update:.3g} of these weights' own",
+        "lost in rounding": f"{tally.relative_rounding:.3g} of the update",
+    }
+    if merged.agreement is None or merged.effect is None:
+        return facts | {"verified": "no"}
+    agreed, effect = merged.agreement, merged.effect
+    return facts | {
+        "verified": f"on {agreed.num_positions} positions, against base and adapter",
+        "largest difference of a logit": f"{agreed.max_difference:.3g} (of {agreed.largest:.3g})",
+        "same next token": f"{agreed.top1:.1%}",
+        "largest change by the adapter": f"{effect.max_difference:.3g}",
+    }
+
+
+def _table(merged: Merged) -> Table:
+    rows = tuple(_facts(merged).items())
+    return Table("The merged model", ("", ""), rows)
+
+
+def _card(merged: Merged, file: AdapterFile, from_quantized: bool) -> Card:
+    kind = str(file.provenance.loading.get("quantize", "none"))
+    notes = [f"The adapter {file.folder.name} ({file.method.type}), merged into its base."]
+    if from_quantized:
+        notes.append(cost_of(kind))
+    elif kind != "none":
+        notes.append(
+            f"It was trained over the base in {kind} and merged into the original weights, so that "
+            "it computes a little otherwise than it did in training."
+        )
+    name = merged.folder.name
+    code = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
+    )
+    return Card(
+        title=name,
+        base=merged.base,
+        facts=_facts(merged),
+        usage=[("transformers", "python", code), ("vLLM", "bash", f"vllm serve {name}")],
+        notes=notes,
+        library="transformers",
+    )

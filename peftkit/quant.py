@@ -1,348 +1,323 @@
-"""Frozen weights in 4 and 8 bits, and the audit of what really is quantised.
+"""Frozen weights in 4 and 8 bits: nf4, fp4, int8.
 
-4 bits are bitsandbytes' NF4 and FP4 in blocks of 64 (Dettmers et al., 2023, arXiv:2305.14314), with
-the block scales quantised once more if asked; 8 bits are plain rounding by row. The layers are our
-own: bitsandbytes' Linear4bit converts plain nn.Linear alone, without a word about the others, and
-on CPUs with AVX512-BF16 rewrites its weight at the first evaluation, after which gradients vanish.
+All are weight-only: a layer dequantises its weight, then multiplies in the compute dtype. (int8 is
+thus not LLM.int8(), whose activations are in 8 bits too.)
 
-Shapes: out, in features; n = out * in values; `...` any leading shape.
+bitsandbytes does the packing. Its modules and its converter are not used: they skip subclasses of
+nn.Linear and stacked experts without a word, and on CPUs with AVX512-BF16 they repack a weight in
+place at the first evaluation, after which gradients are lost.
+
+Shapes: `...` is any leading shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Literal
+import logging
+from collections.abc import Iterator
+from functools import cache
+from types import ModuleType
+from typing import Any, cast
 
 import torch
-from bitsandbytes import functional as bnb
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
-from peftkit.anatomy import Place, find_places
+from peftkit.anatomy import find_places, is_linear
+from peftkit.audit import Audit, audit, exempt
 from peftkit.errors import BaseError
-from peftkit.events import Table
+from peftkit.events import Listener, Progress, ignore
+from peftkit.kernels.packed import (
+    NESTED_BLOCK,
+    Form,
+    PackedLinear,
+    Packing,
+    pack_4bit,
+    pack_absmax,
+    pack_int8,
+)
 
-Kind = Literal["nf4", "fp4", "int8"]
-BLOCK_SIZE = 64
+KINDS = ("nf4", "fp4", "int8")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@cache
+def _bitsandbytes() -> ModuleType:
+    """Import bitsandbytes, which registers its operators, without its advice to get others."""
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        import bitsandbytes
+    finally:
+        logger.setLevel(level)
+    return bitsandbytes
+
+
+def pack(
+    tensor: Tensor, kind: str, *, double_quant: bool = True, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Packing]:
+    """Quantise a tensor of two or more dimensions.
+
+    Args:
+        tensor: Finite, 16 to 64 bits.
+        kind: "nf4", "fp4" or "int8".
+        double_quant: Quantise the scales of the 4-bit kinds as well.
+        dtype: In which it will be computed with; by default its own.
+
+    Returns:
+        Packed data, and how to read it.
+
+    Raises:
+        ValueError: A value is not finite, or the dtype is of fewer bits.
+    """
+    if tensor.dtype not in FLOATS:
+        raise ValueError(f"its dtype is {tensor.dtype}")
+    if not torch.isfinite(tensor).all():
+        raise ValueError("it holds NaN or Infinity")
+    source = tensor.detach().float() if tensor.dtype == torch.float64 else tensor.detach()
+    scales: tuple[Tensor, ...]
+    if kind == "int8":
+        packed, scale = pack_int8(source)
+        scales = (scale,)
+    else:
+        code = _bitsandbytes().functional.create_dynamic_map()
+        packed, absmax = pack_4bit(source, kind)
+        scales = pack_absmax(absmax, code.to(absmax.device)) if double_quant else (absmax,)
+    return packed, Packing(Form(kind, tensor.shape), dtype or tensor.dtype, scales)
 
 
 class QuantizedLinear(nn.Module):
-    """A frozen y = W x + b whose W is kept in 4 or 8 bits.
+    """A frozen linear layer whose weight is kept in 4 or 8 bits.
 
-    The product is taken with the dequantised weight, which no graph keeps: backward makes it again.
+    Maps (..., in_features) to (..., out_features) as nn.Linear does with the dequantised weight,
+    under autocast too. For the backward pass only the packed weight is kept.
 
-    Args:
-        weight: (out, in), any float dtype; quantised where it lies.
-        bias: (out,) or None.
-        kind: nf4, fp4, or int8 (weights only, one scale a row).
-        double_quant: Quantise the scales of 4-bit blocks too: 4.13 bits a value, not 4.5.
-        compute_dtype: Of the dequantised weight.
+    Attributes:
+        packed: The weight's bits. packing: How they are read.
+        bias: As it was, frozen, or None.
     """
 
-    packed: Tensor
-    absmax: Tensor
+    bias: Tensor | None
 
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        kind: Kind,
-        *,
-        double_quant: bool,
-        compute_dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, packed: Tensor, packing: Packing, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.kind, self.compute_dtype = kind, compute_dtype
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self._copy: Tensor | None = None
-        weight = weight.detach().contiguous()
-        if kind == "int8":
-            scale = weight.float().abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127
-            self.register_buffer("packed", (weight.float() / scale[:, None]).round().to(torch.int8))
-            self.register_buffer("absmax", scale)
-        else:
-            self._take(
-                *bnb.quantize_4bit(
-                    weight, blocksize=BLOCK_SIZE, quant_type=kind, compress_statistics=double_quant
-                )
-            )
+        self.out_features, self.in_features = packing.form.shape
+        self.packed = nn.Parameter(packed, requires_grad=False)
+        self.packing = packing
+        frozen = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.register_parameter("bias", frozen)
 
-    def _take(self, packed: Tensor, state: bnb.QuantState) -> None:
-        """Keep what bitsandbytes made as buffers, so that they move and are saved with the module."""
-        self.block_size, self.original_dtype = state.blocksize, state.dtype
-        self.register_buffer("packed", packed)
-        self.register_buffer("absmax", state.absmax)
-        self.register_buffer("code", state.code)
-        self.is_nested = bool(state.nested)
-        if self.is_nested:
-            self.nested_block_size = state.state2.blocksize
-            self.register_buffer("offset", state.offset)
-            self.register_buffer("nested_absmax", state.state2.absmax)
-            self.register_buffer("nested_code", state.state2.code)
-
-    @classmethod
-    def from_bitsandbytes(cls, module: nn.Module, compute_dtype: torch.dtype) -> QuantizedLinear:
-        """Take over a Linear4bit's packed weight, without quantising anew."""
-        state = module.weight.quant_state
-        self = cls.__new__(cls)
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = state.shape
-        self.kind, self.compute_dtype, self._copy = state.quant_type, compute_dtype, None
-        self.bias = module.bias  # type: ignore[assignment]
-        self._take(module.weight.data, state)
-        return self
-
-    def dequantize(self) -> Tensor:
-        """Return W, (out, in), in the compute dtype."""
-        if self._copy is not None:
-            return self._copy
-        if self.kind == "int8":
-            return (self.packed.float() * self.absmax[:, None]).to(self.compute_dtype)
-        return bnb.dequantize_4bit(self.packed, self._state()).to(self.compute_dtype)
-
-    def _state(self) -> bnb.QuantState:
-        nested = None
-        if self.is_nested:
-            nested = bnb.QuantState(
-                absmax=self.nested_absmax,
-                code=self.nested_code,
-                blocksize=self.nested_block_size,
-                dtype=torch.float32,
-            )
-        return bnb.QuantState(
-            absmax=self.absmax,
-            shape=torch.Size((self.out_features, self.in_features)),
-            code=self.code,
-            blocksize=self.block_size,
-            quant_type=self.kind,
-            dtype=self.original_dtype,
-            offset=self.offset if self.is_nested else None,
-            state2=nested,
-        )
+    @property
+    def kind(self) -> str:
+        """How the weight is kept: "nf4", "fp4" or "int8"."""
+        return self.packing.form.kind
 
     @property
     def weight(self) -> Tensor:
-        """What the packed values stand for, (out, in), for code that looks at its layers' weights."""
-        return self.dequantize()
-
-    def keep_copy(self) -> None:
-        """Dequantise once and keep the result: as fast as no quantisation, for its memory."""
-        self._copy = self.dequantize()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the quantised weight, its scales and tables."""
-        return sum(t.numel() * t.element_size() for t in self.buffers())
+        """The dequantised weight (out, in), made at each reading; `packing.dtype` is free."""
+        return self.packing(self.packed)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _FrozenProduct.apply(x, self)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
-        # .to(dtype) and .half() are about computing; the packed values and scales are not numbers
-        kept = {name: tensor.dtype for name, tensor in self._buffers.items() if tensor is not None}
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, dtype in kept.items():
-            moved = self._buffers[name]
-            if moved is not None and moved.dtype != dtype:
-                original = before[name]
-                assert original is not None
-                self._buffers[name] = original.to(moved.device)
-        probe = fn(torch.empty(0, dtype=self.compute_dtype, device=self.packed.device))
-        if probe.is_floating_point():
-            self.compute_dtype = probe.dtype
-        if self._copy is not None:
-            self._copy = fn(self._copy)
-        return self
+        packing, device = self.packing, x.device.type
+        if packing.kept is not None:
+            return functional.linear(x, packing.kept, self.bias)
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else packing.dtype
+        return PackedLinear.apply(x, self.bias, packing.form, dtype, self.packed, *packing.scales)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, kind={self.kind}"
-
-
-class _FrozenProduct(torch.autograd.Function):
-    """x W^T + b whose backward dequantises W again, and computes dx alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: QuantizedLinear) -> Tensor:
-        ctx.layer = layer
-        return functional.linear(x, layer.dequantize().to(x.dtype), layer.bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
-        grad = grads[0]
-        return grad @ ctx.layer.dequantize().to(grad.dtype), None
+        return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """Return any linear layer's weight as (out, in): dequantised, and Conv1D's turned."""
-    if type(module).__name__ == "Conv1D":
-        return module.weight.t()
-    return module.weight
+    """Return the weight (out_features, in_features) of any linear layer, dequantised if need be.
+
+    Raises:
+        BaseError: A weight that bitsandbytes has repacked and that cannot be read any more.
+    """
+    if _is_foreign(module):
+        return _adopted("", module, None).weight
+    weight = cast(Tensor, module.weight)
+    return weight.t() if _is_transposed(module) else weight
 
 
-@dataclass(frozen=True, slots=True)
-class AuditRow:
-    """Weights of one kind: how they are kept, why, how many values in how many bytes."""
-
-    kept: str
-    what: str
-    num_tensors: int
-    num_parameters: int
-    num_bytes: int
+def _is_transposed(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D"
 
 
-@dataclass(frozen=True, slots=True)
-class Audit:
-    """What a base's weights really are."""
-
-    rows: tuple[AuditRow, ...]
-
-    @property
-    def num_parameters(self) -> int:
-        """Values in all."""
-        return sum(row.num_parameters for row in self.rows)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in all."""
-        return sum(row.num_bytes for row in self.rows)
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether any weight is."""
-        return any(row.kept in ("nf4", "fp4", "int8") for row in self.rows)
-
-    def table(self) -> Table:
-        """Return the audit for a reader."""
-        lines = [
-            (r.kept, r.what, f"{r.num_tensors:,}", f"{r.num_parameters:,}", _megabytes(r.num_bytes))
-            for r in self.rows
-        ]
-        bits = 8 * self.num_bytes / max(self.num_parameters, 1)
-        total = ("all", f"{bits:.2f} bits a value", "", f"{self.num_parameters:,}")
-        columns = ("kept as", "what", "tensors", "values", "size")
-        return Table("Base weights", columns, (*lines, (*total, _megabytes(self.num_bytes))))
-
-
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.1f} MB"
+# ------------------------------------------------------------------- whole models
 
 
 def quantize_model(
     model: nn.Module,
-    kind: Kind,
+    kind: str,
     *,
     double_quant: bool = True,
     compute_dtype: torch.dtype | None = None,
     device: torch.device | None = None,
+    on_event: Listener = ignore,
 ) -> Audit:
-    """Replace the linear layers of a model, in place, by quantised ones, one after the other.
+    """Quantise every linear layer and stack of experts of a model, in place, one at a time.
 
-    Left as they are: output heads and what is tied to them, classification heads, routers.
+    Left as they are: the output layer, whatever shares its weight with an embedding, heads of
+    classes, and routers. Linear layers become QuantizedLinear; one that computes something else
+    than x W^T + b keeps its class and reads a dequantised weight, as stacked experts do. (These
+    hold that weight from forward to backward, unless the block is recomputed.)
 
     Args:
-        device: Move each layer there first, so that the 16-bit model never lies there whole.
+        kind: "nf4", "fp4" or "int8".
+        double_quant: Quantise the scales of the 4-bit kinds as well.
+        compute_dtype: By default each weight's own.
+        device: Where weights are quantised and stay; the rest of the model is not moved.
+
+    Returns:
+        The audit of the model as it is then.
 
     Raises:
-        BaseError: A layer that was to be quantised could not be.
+        BaseError: A linear layer could not be quantised, or there is none; lists all of them.
     """
-    failed = []
-    for place in find_places(model):
-        if _why_kept(model, place) is not None:
-            continue
-        module = place.module
-        if hasattr(module.weight, "quant_state"):
-            dtype = compute_dtype or torch.get_default_dtype()
-            quantized = QuantizedLinear.from_bitsandbytes(module, dtype)
-        else:
-            weight = weight_of(module).to(device)
-            if not weight.is_floating_point():
-                failed.append(f"{place.path} ({weight.dtype})")
+    if kind not in KINDS:
+        raise BaseError(f"cannot quantise to {kind!r}.", fix=f"Use one of {', '.join(KINDS)}.")
+    adopt_bitsandbytes(model, compute_dtype)
+    kept = exempt(model)
+    work = [job for job in _quantizable(model) if id(job[1]) not in kept]
+    made: dict[nn.Module, QuantizedLinear] = {}
+    problems = []
+    for done, (path, module, name) in enumerate(work, start=1):
+        try:
+            if isinstance(module, QuantizedLinear):
+                if module.kind != kind:
+                    raise ValueError(f"it is in {module.kind} already")
                 continue
-            bias = getattr(module, "bias", None)
-            quantized = QuantizedLinear(
-                weight,
-                None if bias is None else bias.to(device),
-                kind,
-                double_quant=double_quant,
-                compute_dtype=compute_dtype or weight.dtype,
-            )
-        quantized.train(module.training)
-        parent, _, name = place.path.rpartition(".")
-        setattr(model.get_submodule(parent), name, quantized)
-    if failed:
+            settings = {"double_quant": double_quant, "dtype": compute_dtype}
+            if module in made or (name == "weight" and _is_plain(module)):
+                if module not in made:
+                    made[module] = _quantized(module, kind, device, settings)
+                _replace(model, path, made[module])
+            else:
+                _pack_parameter(module, name, kind, device, settings)
+        except ValueError as error:
+            problems.append(f"{path}.{name} of {type(module).__name__}: {error}")
+        on_event(Progress("Quantising the base", done, len(work)))
+    if problems or not work:
         raise BaseError(
-            f"cannot quantise {len(failed)} layers of {type(model).__name__} to {kind}",
-            found=", ".join(failed[:5]),
-            fix="Load a base in 16 or 32 bits, or set base.quantize: none.",
+            f"cannot quantise {type(model).__name__} to {kind}.",
+            found="\n".join(problems) or "It has no linear layers.",
+            fix="Load it with quantize: none, or give a model in 16 or 32 bits.",
         )
     return audit(model)
 
 
-def keep_copies(model: nn.Module, budget_bytes: int) -> bool:
-    """Keep a dequantised copy of every quantised layer if all fit the budget; say whether."""
-    layers = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
-    needed = sum(m.in_features * m.out_features * m.compute_dtype.itemsize for m in layers)
-    if not layers or needed > budget_bytes:
+def _quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield (path, module, parameter): linear layers under each of their paths, stacks once."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        if is_linear(module) and not parametrize.is_parametrized(module, "weight"):
+            yield path, module, "weight"
+    for place in find_places(model):
+        name = place.parameter if place.roles[0].startswith("expert") else None
+        if name is not None and name in place.module._parameters:
+            yield place.path, place.module, name
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Tell whether a layer computes x W^T + b: by its class, or for others by trying."""
+    if _is_transposed(module) or type(module).forward is nn.Linear.forward:
+        return True
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    if weight is None or weight.dtype not in FLOATS or weight.ndim != 2:
         return False
-    for layer in layers:
-        layer.keep_copy()
-    return True
+    x = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)[None]
+    with torch.no_grad():
+        try:
+            expected, found = functional.linear(x, weight, bias), module(x)
+        except Exception:  # whatever its own code makes of such an input: it is not plain
+            return False
+    if not isinstance(found, Tensor) or found.shape != expected.shape:
+        return False
+    # its sums may round in another order
+    return bool((found - expected).abs().max() <= 0.02 * expected.abs().max())
 
 
-def audit(model: nn.Module) -> Audit:
-    """Count a model's weights by how they are kept and why."""
-    places = {id(place.module): place for place in find_places(model)}
-    rows: dict[tuple[str, str], list[int]] = {}
-
-    def count(kept: str, what: str, parameters: int, num_bytes: int) -> None:
-        row = rows.setdefault((kept, what), [0, 0, 0])
-        row[0] += 1
-        row[1] += parameters
-        row[2] += num_bytes
-
-    seen: set[int] = set()
-    for module in model.modules():
-        place = places.get(id(module))
-        if isinstance(module, QuantizedLinear):
-            size = module.in_features * module.out_features
-            count(module.kind, "linear layers", size, module.num_bytes)
-        for tensor in _new(module.parameters(recurse=False), seen):
-            what = _describe(model, module, place, tensor)
-            count(str(tensor.dtype).removeprefix("torch."), what, tensor.numel(), tensor.nbytes)
-    return Audit(tuple(AuditRow(*key, *values) for key, values in rows.items()))
+def _quantized(
+    module: nn.Module, kind: str, device: torch.device | None, settings: dict[str, Any]
+) -> QuantizedLinear:
+    weight, bias = weight_of(module).to(device), cast("Tensor | None", module.bias)
+    new = QuantizedLinear(
+        *pack(weight, kind, **settings), None if bias is None else bias.to(device)
+    )
+    module._parameters.pop("weight", None)  # frees it now, whoever still holds the layer
+    return new.train(module.training)
 
 
-def _new(tensors: Iterable[Tensor], seen: set[int]) -> list[Tensor]:
-    """Return the tensors that have not been counted; tied ones are counted once."""
-    fresh = [tensor for tensor in tensors if id(tensor) not in seen]
-    seen.update(id(tensor) for tensor in fresh)
-    return fresh
+def _pack_parameter(
+    module: nn.Module, name: str, kind: str, device: torch.device | None, settings: dict[str, Any]
+) -> None:
+    """Replace a parameter by its packed form, which is dequantised whenever it is read."""
+    weight = module._parameters.get(name)
+    if weight is None:
+        raise ValueError("its weight is no parameter")
+    packed, packing = pack(weight.to(device), kind, **settings)
+    setattr(module, name, nn.Parameter(packed, requires_grad=False))
+    parametrize.register_parametrization(module, name, packing, unsafe=True)
 
 
-def _describe(model: nn.Module, module: nn.Module, place: Place | None, tensor: Tensor) -> str:
-    if tensor.ndim == 3:
-        return "stacked experts"
-    if place is None or tensor.ndim < 2:
-        return "norms and biases" if tensor.ndim < 2 else "others"
-    return _why_kept(model, place) or "linear layers"
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    if not name:
+        raise ValueError("it is the whole model; give the model that it is a part of")
+    setattr(model.get_submodule(parent), name, module)
 
 
-def _why_kept(model: nn.Module, place: Place) -> str | None:
-    """Return why a weight is not quantised, or None for those that are to be."""
-    role = place.roles[0]
-    if isinstance(place.module, QuantizedLinear):
-        return "quantised already"
-    if place.is_embedding:
-        return "embeddings"
-    if place.parameter is not None:
-        return "router" if role.endswith("router") else "stacked experts"
-    if role == "head":
-        return "head"
-    if role.endswith("router"):
-        return "router"
-    if place.module.weight.ndim != 2:
-        return "convolutions"
-    return None
+# ------------------------------------------------------------------- checkpoints of bitsandbytes
+
+
+def adopt_bitsandbytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
+    """Replace bitsandbytes' linear layers by ours over the same packed data; return how many.
+
+    Args:
+        dtype: Compute dtype; by default the one the weight had.
+
+    Raises:
+        BaseError: bitsandbytes has repacked a weight, which cannot be read any more.
+    """
+    found = [(path, m) for path, m in model.named_modules(remove_duplicate=False) if _is_foreign(m)]
+    made = {module: _adopted(path, module, dtype) for path, module in found}
+    for path, module in found:
+        _replace(model, path, made[module])
+    return len(made)
+
+
+def _is_foreign(module: nn.Module) -> bool:
+    """Tell whether this is a layer of bitsandbytes whose weight is quantised already."""
+    if not type(module).__module__.startswith("bitsandbytes."):
+        return False
+    weight: Any = module._parameters.get("weight")
+    return getattr(weight, "quant_state", None) is not None or (
+        weight is not None and weight.dtype == torch.int8
+    )
+
+
+def _adopted(path: str, module: nn.Module, dtype: torch.dtype | None) -> QuantizedLinear:
+    weight: Any = module.weight
+    state: Any = getattr(weight, "quant_state", None)
+    bias = cast("Tensor | None", module.bias)
+    if state is None:  # Linear8bitLt keeps its scales here before the first forward, there after it
+        later: Any = module.state
+        scale = weight.SCB if weight.SCB is not None else later.SCB
+        values = weight.data if weight.CB is None else weight.CB
+        form = Form("int8", values.shape)
+        packing = Packing(form, dtype or torch.float16, (scale.float()[:, None] / 127,))
+        return QuantizedLinear(values, packing, bias)
+    nested = (state.state2.absmax, state.state2.code, state.offset) if state.nested else ()
+    if getattr(state, "packing_format_for_cpu", False) or (
+        state.nested and state.state2.blocksize != NESTED_BLOCK
+    ):
+        raise BaseError(
+            f"cannot read the 4-bit weight of {path or type(module).__name__}.",
+            found="bitsandbytes has repacked it in place for its CPU kernel.",
+            fix="Load the model again, and quantise it before it is used.",
+        )
+    form = Form(state.quant_type, torch.Size(state.shape), state.blocksize)
+    packing = Packing(form, dtype or state.dtype, (state.absmax, *nested))
+    return QuantizedLinear(weight.data.reshape(-1, 1).view(torch.uint8), packing, bias)

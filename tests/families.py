@@ -1,7 +1,7 @@
 """Tiny models with random weights, built from their config classes.
 
-FAMILIES are those that grids run over: one for each way to be different. ARCHITECTURES are these and
-all others that peftkit is tested on, by their structure.
+FAMILIES are those that grids run over; ARCHITECTURES are these and all others whose structure
+peftkit is tested on.
 
 All share one vocabulary, that of `tiny_tokenizer`. Weights are drawn wide (standard deviation 0.2),
 so that logits are of order one and a wrong layer shows. Seed torch before building.
@@ -103,7 +103,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 
 # ------------------------------------------------------------------- all architectures
 
+_WIDE = {"initializer_range": 0.2}
 _VISION: dict[str, Any] = {
+    **_WIDE,
     "image_size": 8,
     "patch_size": 4,
     "hidden_size": 32,
@@ -113,6 +115,7 @@ _VISION: dict[str, Any] = {
 }
 _SEQ2SEQ: dict[str, Any] = {
     **_SHARED,
+    "init_std": 0.2,
     "d_model": 32,
     "encoder_layers": 2,
     "decoder_layers": 2,
@@ -148,11 +151,17 @@ _LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
-_TEXT: dict[str, Any] = {
-    name: _GROUPED[name] for name in _GROUPED.keys() - {"pad_token_id", "bos_token_id"}
-}
 _FALCON: dict[str, Any] = {**_SIZES, "ffn_hidden_size": 64, "new_decoder_architecture": False}
-_BIGCODE: dict[str, Any] = {**_SHARED, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 64}
+_GPT: dict[str, Any] = {
+    **_SHARED,
+    **_WIDE,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_inner": 64,
+    "n_positions": 256,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _IMAGE: dict[str, Any] = {"vision_config": _VISION}
 
 
@@ -185,7 +194,7 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
     "starcoder2": _causal("Starcoder2"),
     "gpt_neo": _causal(
         "GPTNeo",
-        _SHARED,
+        {**_SHARED, **_WIDE},
         hidden_size=32,
         num_layers=2,
         num_heads=4,
@@ -193,17 +202,27 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
         attention_types=[[["global", "local"], 1]],
         max_position_embeddings=256,
     ),
-    "gptj": _causal("GPTJ", _SHARED, n_embd=32, n_layer=2, n_head=4, n_inner=64, rotary_dim=8),
-    "gpt_bigcode": _causal("GPTBigCode", _BIGCODE),
-    "gpt_bigcode_mha": _causal("GPTBigCode", _BIGCODE, multi_query=False),
-    "codegen": _causal("CodeGen", _SHARED, n_embd=32, n_layer=2, n_head=4, rotary_dim=8),
-    "opt": _causal("OPT", _SIZES, ffn_dim=64, word_embed_proj_dim=32),
-    "bloom": _causal("Bloom", _SHARED, hidden_size=32, n_layer=2, n_head=4),
+    "gptj": _causal("GPTJ", _GPT, rotary_dim=8),
+    "gpt_bigcode": _causal("GPTBigCode", _GPT),
+    "gpt_bigcode_mha": _causal("GPTBigCode", _GPT, multi_query=False),
+    "codegen": _causal("CodeGen", _GPT, rotary_dim=8),
+    "opt": _causal("OPT", _SIZES, init_std=0.2, ffn_dim=64, word_embed_proj_dim=32),
+    "bloom": _causal("Bloom", {**_SHARED, **_WIDE}, hidden_size=32, n_layer=2, n_head=4),
     "falcon_mq": _causal("Falcon", _FALCON, multi_query=True),
     "falcon_new": _causal("Falcon", _FALCON, new_decoder_architecture=True, num_kv_heads=2),
     "falcon_mha_alibi": _causal("Falcon", _FALCON, multi_query=False, alibi=True),
-    "mpt": _causal("Mpt", _SHARED, d_model=32, n_layers=2, n_heads=4, expansion_ratio=2),
-    "xglm": _causal("XGLM", _SHARED, d_model=32, num_layers=2, attention_heads=4, ffn_dim=64),
+    "mpt": _causal(
+        "Mpt", {**_SHARED, **_WIDE}, d_model=32, n_layers=2, n_heads=4, expansion_ratio=2
+    ),
+    "xglm": _causal(
+        "XGLM",
+        _SHARED,
+        init_std=0.2,
+        d_model=32,
+        num_layers=2,
+        attention_heads=4,
+        ffn_dim=64,
+    ),
     "minimax": _causal(
         "MiniMax",
         num_local_experts=4,
@@ -216,14 +235,22 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
         "Qwen2Moe", **_EXPERTS, num_experts=4, shared_expert_intermediate_size=48
     ),
     "qwen3_moe": _causal("Qwen3Moe", **_EXPERTS, num_experts=4, head_dim=8),
-    "gpt_oss": _causal("GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=8),
+    "gpt_oss": _causal(
+        "GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=8, rope_parameters=_ROPE
+    ),
     "olmoe": _causal("Olmoe", num_experts=4, num_experts_per_tok=2),
     "granitemoe": _causal("GraniteMoe", num_local_experts=4, num_experts_per_tok=2),
     "roberta": _masked("Roberta"),
     "electra": _masked("Electra", embedding_size=32),
     "deberta_v1": _masked("Deberta", relative_attention=True, pos_att_type=["c2p", "p2c"]),
     "deberta_v2": _masked("DebertaV2", relative_attention=True, pos_att_type=["c2p", "p2c"]),
-    "modernbert": _masked("ModernBert", global_attn_every_n_layers=2, local_attention=8),
+    "modernbert": _masked(
+        "ModernBert",
+        global_attn_every_n_layers=2,
+        local_attention=8,
+        cls_token_id=BOS,
+        sep_token_id=EOS,
+    ),
     "distilbert": _masked("DistilBert", dim=32, n_layers=2, n_heads=4, hidden_dim=64),
     "bert_cls": _builder("BertForSequenceClassification", "BertConfig", **_SIZES, num_labels=3),
     "t5_gated": _conditional("T5", _T5),
@@ -244,14 +271,15 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
         num_heads=[2, 4],
         window_size=2,
         num_labels=3,
+        **_WIDE,
     ),
     "clip": _builder(
-        "CLIPModel", "CLIPConfig", text_config=_TEXT, vision_config=_VISION, projection_dim=16
+        "CLIPModel", "CLIPConfig", text_config=_GROUPED, vision_config=_VISION, projection_dim=16
     ),
     "llava": _conditional(
         "Llava",
         _IMAGE,
-        text_config={**_TEXT, "model_type": "llama"},
+        text_config={**_GROUPED, "model_type": "llama"},
         vision_config={**_VISION, "model_type": "clip_vision_model"},
         image_token_index=VOCAB - 1,
     ),
@@ -259,7 +287,7 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
         "Qwen2VL",
         _IMAGE,
         text_config={
-            **_TEXT,
+            **_GROUPED,
             "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
         },
         vision_config={
@@ -269,12 +297,13 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
             "num_heads": 4,
             "mlp_ratio": 2,
             "patch_size": 4,
+            **_WIDE,
         },
     ),
     "mllama": _conditional(
         "Mllama",
         _IMAGE,
-        text_config={**_TEXT, "cross_attention_layers": [1], "pad_token_id": PAD},
+        text_config={**_GROUPED, "cross_attention_layers": [1]},
         vision_config={
             **_VISION,
             "attention_heads": 4,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from peftkit_cli.about import headline, recipes_folder
 
 from peftkit import recipe
 from peftkit.roles import GROUPS, ROLES
+from peftkit_cli.about import headline, recipes_folder
 
 RECIPES = sorted(recipes_folder().glob("*.yaml"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +74,7 @@ class PlainScreen:
             show_table(self.tables, event)
         elif isinstance(event, events.Progress):
             tenth = (event.text, 10 * event.done // max(event.total, 1))
-            if tenth != self._last_tenth:
+            if tenth != self._last_tenth and tenth[1] > 0:
                 self._last_tenth = tenth
                 self._line(f"{event.text} {event.done:,}/{event.total:,}")
         elif isinstance(event, events.StepDone):
@@ -101,14 +102,14 @@ class LiveScreen:
 
     def __init__(self, console: Console, tables: Console, *, transient: bool) -> None:
         self.tables, self.transient = tables, transient
-        self.live = Live(
-            console=console, refresh_per_second=8, transient=transient, get_renderable=self._draw
-        )
         self._stage: tuple[str, float] | None = None
         self._progress: events.Progress | None = None
         self._spinner = Spinner("dots", style="cyan")
         self._step: events.StepDone | None = None
         self._losses: list[float] = []
+        self.live = Live(
+            console=console, refresh_per_second=8, transient=transient, get_renderable=self._draw
+        )
 
     def on_event(self, event: Event) -> None:
         """Take the event into the picture."""
@@ -168,13 +169,25 @@ class LiveScreen:
 
 def show_table(console: Console, table: events.Table) -> None:
     """Print a table; off a terminal as wide as its text, so that no cell is cut."""
-    grid = Grid(title=Text(table.title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
+    grid = Grid(
+        title=Text(table.title, style="bold") if table.title else None,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+    )
     for column in table.columns:
         grid.add_column(Text(column), overflow="fold")
     for row in table.rows:
         grid.add_row(*(Text(cell) for cell in row))
-    wide = None if console.is_terminal else max(console.measure(grid).maximum, 20)
-    console.print(grid, width=wide, soft_wrap=not console.is_terminal)
+    if console.is_terminal:
+        console.print(grid, Text())
+        return
+    # In a file nothing wraps: lines there are searched, whatever their length.
+    width = console.measure(grid, options=console.options.update(width=10_000)).maximum
+    page = io.StringIO()
+    Console(file=page, width=width).print(grid)
+    lines = (line.rstrip() for line in page.getvalue().splitlines())
+    console.print("\n".join(lines), markup=False, soft_wrap=True, end="\n\n")
 
 
 def describe(event: Event) -> str | None:
@@ -218,7 +231,7 @@ def step_parts(step: events.StepDone) -> list[str]:
 
 def metrics_line(metrics: Mapping[str, float]) -> str:
     """Return metrics as one line."""
-    return ", ".join(f"{name} {number(value)}" for name, value in metrics.items())
+    return ", ".join(f"{name} {metric(name, value)}" for name, value in metrics.items())
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
@@ -260,8 +273,10 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
 
 
-def number(value: float) -> str:
-    """Return a metric: counts whole, the rest with four figures."""
+def metric(name: str, value: float) -> str:
+    """Return a metric's value: bytes as sizes, counts whole, the rest with four figures."""
+    if name.endswith("_bytes"):
+        return size(value)
     return f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 2 else f"{value:.4g}"
 
 

@@ -38,6 +38,9 @@ def merge(
             help="Merge into the weights as quantised for training, not into the original ones.",
         ),
     ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the model in that folder.")
+    ] = False,
 ) -> None:
     """Fold an adapter into its base, as an ordinary model. Prints the model's folder."""
     folder = adapter_folder(adapter)
@@ -52,6 +55,7 @@ def merge(
             dtype=None if dtype is None else dtype.value,
             force=force,
             from_quantized=from_quantized,
+            overwrite=overwrite,
             on_event=on_event,
         )
     typer.echo(out)

@@ -67,7 +67,7 @@ def evaluate(
         raise DataError(f"there is no data file '{data}'.", found=neighbours(data, "*"))
     opened = _open(adapter, base, force)
     from peftkit.evaluate import evaluate as measure
-    from peftkit_cli.render import Renderer, number
+    from peftkit_cli.render import Renderer, metric
 
     with Renderer(transient=True) as on_event:
         metrics = measure(opened.base, data, style=opened.style, on_event=on_event)
@@ -76,7 +76,7 @@ def evaluate(
         return
     width = max(len(name) for name in metrics)
     for name, value in metrics.items():
-        typer.echo(f"{name:{width}}  {number(value)}")
+        typer.echo(f"{name:{width}}  {metric(name, value)}")
 
 
 def chat(

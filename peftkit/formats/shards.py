@@ -63,10 +63,10 @@ def find_shards(folder: Path) -> Shards | None:
     Raises:
         BaseError: A file is missing, damaged, or not as the index says.
     """
-    if not (folder / INDEX).exists():
-        if not (folder / SINGLE).exists():
-            return None
+    if (folder / SINGLE).exists():  # transformers prefers it to an index, too
         return Shards(folder, {SINGLE: _header(folder / SINGLE)}, None)
+    if not (folder / INDEX).exists():
+        return None
     index = files.read_json(folder / INDEX, max_bytes=MAX_INDEX_BYTES, error=BaseError)
     where, metadata = index.get("weight_map"), index.get("metadata", {})
     asked = f"cannot read the weights of {folder}"

@@ -1,4 +1,4 @@
-"""Packed weights: quantise, dequantise, and multiply with one that stays packed for the backward pass.
+"""Packed weights: quantise, dequantise, multiply, and keep nothing else for the backward pass.
 
 nf4, fp4: 64 consecutive values of the flattened tensor share one absmax (Dettmers et al., 2023,
 arXiv:2305.14314); double quantisation keeps these in 8 bits, 256 to a scale. int8: one absmax for
@@ -12,14 +12,19 @@ Shapes: n values, padded to whole blocks; `...` is any leading shape.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrize import ParametrizationList
 
 BLOCK = 64
 NESTED_BLOCK = 256
+COPY_SHARE = 0.25
+"""`keep_copies` takes at most this share of the memory that is free."""
 _CHUNK = 1 << 24  # values quantised at a time: bitsandbytes takes 12 bytes of scratch for each
 
 
@@ -94,7 +99,7 @@ class PackedLinear(torch.autograd.Function):
         return functional.linear(x, unpack(packed, scales, form, dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return dx and db; nothing else has a gradient."""
         packed, *scales = ctx.saved_tensors
         grad_x = grad_bias = None
@@ -103,3 +108,110 @@ class PackedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
         return grad_x, grad_bias, None, None, None, *(None for _ in scales)
+
+
+class Packing(nn.Module):
+    """How a packed tensor is read: its form and scales. Calling it on the packed data unpacks.
+
+    It also serves as torch's parametrization of a parameter. Scales are parameters that never
+    train: as buffers they would be sent between ranks at every step. They stay as they are when
+    the model is cast; a cast changes `dtype`, in which the tensor comes out.
+
+    Attributes:
+        form: Kind, shape, block size.
+        dtype: Compute dtype.
+        kept: The unpacked tensor where it is kept for speed, or None.
+    """
+
+    def __init__(self, form: Form, dtype: torch.dtype, scales: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.form, self.dtype = form, dtype
+        self.kept: Tensor | None = None
+        # the kind is in the name, so that a state dict of another kind does not load
+        names = (f"absmax_{form.kind}", "nested_absmax", "nested_code", "nested_offset")
+        for name, scale in zip(names, scales, strict=False):
+            self.register_parameter(name, nn.Parameter(scale, requires_grad=False))
+
+    @property
+    def scales(self) -> tuple[Tensor, ...]:
+        """Absmax; where that is itself quantised, also its absmax, code and offset."""
+        return tuple(scale for scale in self._parameters.values() if scale is not None)
+
+    def forward(self, packed: Tensor) -> Tensor:
+        """Return the tensor in the compute dtype: the kept one, or a new one."""
+        if self.kept is not None:
+            return self.kept
+        return unpack(packed, self.scales, self.form, self.dtype)
+
+    def num_bytes(self, packed: Tensor) -> int:
+        """Return the bytes of the packed data and its scales."""
+        return sum(t.numel() * t.element_size() for t in (packed, *self.scales))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Packing:
+        asked = fn(torch.empty(0, dtype=self.dtype, device=self.scales[0].device)).dtype
+        super()._apply(lambda tensor: _moved(tensor, fn(tensor)), recurse)
+        if asked == self.dtype:
+            self.kept = None if self.kept is None else fn(self.kept)
+        else:  # the kept one was rounded to the former dtype
+            self.dtype, self.kept = asked, None
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.kept = None
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """Say the kind, the shape and the dtype."""
+        double = ", double_quant" if len(self.scales) > 1 else ""
+        return f"{self.form.kind}{double}, {tuple(self.form.shape)}, {self.dtype}"
+
+
+def _moved(before: Tensor, after: Tensor) -> Tensor:
+    return after if after.dtype == before.dtype else before.to(after.device)
+
+
+def packed_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Packing]]:
+    """Yield (path, packed data, packing) of every packed weight once."""
+    for path, module in model.named_modules():
+        packing = next((m for m in module.children() if isinstance(m, Packing)), None)
+        if packing is None:
+            continue
+        if isinstance(module, ParametrizationList):
+            yield path.replace("parametrizations.", ""), module.original, packing
+        else:
+            yield path, module.packed, packing
+
+
+def keep_copies(model: nn.Module, max_bytes: int | None = None) -> int:
+    """Dequantise every quantised weight once and keep it, if all of them fit; else keep none.
+
+    Where memory is plentiful this makes a quantised base as fast as one that is not.
+
+    Args:
+        max_bytes: By default a quarter (COPY_SHARE) of the memory that is free.
+
+    Returns:
+        Bytes that the copies take.
+    """
+    if max_bytes is None:
+        max_bytes = int(COPY_SHARE * _free_bytes())
+    found = list(packed_tensors(model))
+    total = sum(p.form.shape.numel() * p.dtype.itemsize for _, _, p in found)
+    fits = total <= max_bytes
+    for _, packed, packing in found:
+        packing.kept = None
+        packing.kept = packing(packed) if fits else None
+    return total if fits else 0
+
+
+def _free_bytes() -> int:
+    """Return the main memory that this process may still take, by the system and its cgroup."""
+    free = 0
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = 1024 * int(lines.get("MemAvailable", "0 kB").split()[0])
+    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return max(free, 0)

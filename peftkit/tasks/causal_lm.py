@@ -5,7 +5,7 @@ Shapes: B rows, T tokens, n learnt tokens of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -138,11 +138,11 @@ class CausalLM:
         """Return a batch, padded on the right (see `peftkit.data.pack.collate`)."""
         return collate(rows, self._pad_id)
 
-    def num_targets(self, batch: dict[str, Tensor]) -> int:
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         """Return how many tokens a batch teaches; it never waits for the GPU."""
         return batch["targets"].numel()
 
-    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross entropy summed over the learnt tokens of a batch, in fp32."""
         inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False}
         if self.isolation is not None:
@@ -261,7 +261,8 @@ def _named(sources: Sequence[str]) -> str:
 
 def _max_length(model: nn.Module, tokenizer: Any, asked: int | None) -> int:
     config = unwrapped(model).config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
+    names = ("max_position_embeddings", "max_seq_len")  # the latter is MPT's
+    limit = next((getattr(config, name) for name in names if hasattr(config, name)), None)
     if asked is None:
         limits = [limit, tokenizer.model_max_length]
         known = [int(n) for n in limits if n is not None and 0 < n < NO_LIMIT]
@@ -275,7 +276,7 @@ def _max_length(model: nn.Module, tokenizer: Any, asked: int | None) -> int:
     if limit is not None and asked > limit:
         raise DataError(
             f"Cannot use data.max_length: {asked}.",
-            found=f"The model reads at most {limit} tokens (max_position_embeddings).",
+            found=f"The model reads at most {limit} tokens (its config's max_position_embeddings).",
             fix=f"Set data.max_length to {limit} or less, or to null.",
         )
     return asked

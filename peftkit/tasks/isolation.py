@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from peftkit.errors import BaseError, DataError
 from peftkit.tasks.loss import accepted, unwrapped
@@ -43,8 +44,8 @@ def check_causal(model: nn.Module) -> None:
         raise BaseError(asked, found="It is an encoder-decoder.", fix="Choose another base.")
     ids, changed = _probe_ids(bare, [(9, 8)])
     with _evaluating(model):
-        before = _logits(model, ids.flip(1), {})[:, :8]
-        after = _logits(model, changed.flip(1), {})[:, :8]
+        both = _logits(model, torch.cat([ids, changed]).flip(1), {})[:, :8]
+    before, after = both
     if not bool(before.isfinite().all()):
         found = "Its logits are not finite numbers."
         raise BaseError(
@@ -127,23 +128,21 @@ def _isolates(model: nn.Module, mode: Isolation) -> bool:
     # a mask must also keep the model's window, which only a document longer than it can show
     longer = (_window(bare) or 0) if mode == "mask" else 0
     splits = ((9, 8 + longer), (6, 11 + longer))  # two rows: some kernels isolate only one
-    ids, changed = _probe_ids(bare, splits)
+    ids = torch.cat(_probe_ids(bare, splits))  # (4, T): the rows, and the same rows changed
     each = [torch.cat([torch.arange(n, device=ids.device) for n in split]) for split in splits]
-    packed: dict[str, Any] = {"position_ids": torch.stack(each)}
+    packed: dict[str, Any] = {"position_ids": torch.stack(each * 2)}
     if mode == "mask":
         packed["attention_mask"] = isolating_mask(model, packed["position_ids"])
     try:
-        here = _seconds(_logits(model, ids, packed), splits)
-        other = _seconds(_logits(model, changed, packed), splits)
+        here, other = _seconds(_logits(model, ids, packed), splits)
     except Exception:  # a model's own way of saying that it takes no such mask
         if mode == "mask":
             return False
         raise
-    alone = [
-        _logits(model, ids[row : row + 1, first:], {})[0] for row, (first, _) in enumerate(splits)
-    ]
-    joined = _seconds(_logits(model, ids, {}), splits)
-    joined_changed = _seconds(_logits(model, changed, {}), splits)
+    documents = [ids[row, first:] for row, (first, _) in enumerate(splits)]
+    padded = _logits(model, pad_sequence(documents, batch_first=True), {})
+    alone = [padded[row, : len(document)] for row, document in enumerate(documents)]
+    joined, joined_changed = _seconds(_logits(model, ids, {}), splits)
     open_door = _rms_difference(joined, joined_changed)
     rounding = 8 * torch.finfo(bare.dtype).eps * _rms_difference(alone, None)
     scale = max(open_door, rounding)
@@ -173,8 +172,12 @@ def _logits(model: nn.Module, ids: Tensor, extra: Mapping[str, Any]) -> Tensor:
     return logits.float()
 
 
-def _seconds(logits: Tensor, splits: Sequence[tuple[int, int]]) -> list[Tensor]:
-    return [logits[row, first:] for row, (first, _) in enumerate(splits)]
+def _seconds(
+    logits: Tensor, splits: Sequence[tuple[int, int]]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the second documents of the rows, and of the rows changed."""
+    found = [row[first:] for row, (first, _) in zip(logits, [*splits, *splits], strict=True)]
+    return found[: len(splits)], found[len(splits) :]
 
 
 def _rms_difference(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) -> float:

@@ -46,7 +46,8 @@ class Ranks:
                 f"{launched} processes were launched, and accelerate has joined {self.world_size}",
                 fix="Launch with: accelerate launch --num_processes N -m peftkit_cli train ...",
             )
-        if self.world_size > 1 and own != self.device:
+        same = own.type == self.device.type and (own.type == "cpu" or own == self.device)
+        if self.world_size > 1 and not same:
             raise RunError(
                 f"process {self.rank} of {self.world_size} has its model on the wrong device",
                 found=f"It is on {self.device}; accelerate gives this process {own}.",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from peftkit.errors import CheckpointError, OutputError
 from peftkit.events import Event, Notice, Saved
-from peftkit.files import read_json, read_tensors, write_json, write_tensors
+from peftkit.files import free_bytes, read_json, read_tensors, write_json, write_tensors
 from peftkit.train import rng
 from peftkit.train.checkpoint import Checkpoint, Checkpoints
 from peftkit.train.config import TrainConfig
@@ -50,7 +50,7 @@ class Saver:
     ) -> None:
         self.learner, self.order, self.config = learner, order, config
         self.weights, self.identity, self.say = weights, identity, say
-        self.checkpoints = Checkpoints(config.output_dir, config.keep_checkpoints)
+        self.checkpoints = Checkpoints(config.output_dir, config.keep_checkpoints, free_bytes)
         self.last: Path | None = None
         self.resumed_step: int | None = None
         trained = learner.parameters.values()

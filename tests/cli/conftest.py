@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
 from peftkit_cli.app import run
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,7 @@ class Done(NamedTuple):
 Run = Callable[..., Done]
 
 
-@pytest.fixture()
+@pytest.fixture
 def peftkit(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Run:
@@ -62,7 +63,7 @@ def start(*args: object, cwd: Path, **options: int) -> subprocess.Popen[str]:
     )
 
 
-@pytest.fixture()
+@pytest.fixture
 def peftkit_process(tmp_path: Path) -> Run:
     """Run a command as a process of its own."""
 

@@ -9,7 +9,6 @@ import copy
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from peftkit.data.chat import CHATML, choose_template
 from peftkit.data.encode import Encoder, Style, prompt_ids, stop_ids
@@ -65,7 +64,7 @@ Q1, A1, Q2, A2 = "what is the fox?", " the dog\n", "and then", "<think>\nhm\n</t
 TURNS = [("user", Q1), ("assistant", A1), ("user", Q2), ("assistant", A2)]
 
 
-def with_template(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
+def with_template(tokenizer: Any, template: str) -> Any:
     own = copy.deepcopy(tokenizer)
     own.chat_template = template
     return own
@@ -75,12 +74,12 @@ def messages(turns: list[tuple[str, str]]) -> list[dict[str, Any]]:
     return [{"role": role, "content": content} for role, content in turns]
 
 
-def encoded(tokenizer: PreTrainedTokenizerFast, fields: dict[str, Any]) -> Row:
+def encoded(tokenizer: Any, fields: dict[str, Any]) -> Row:
     parsed = parse([Record(fields, "a.jsonl:7")], "auto", where="a.jsonl")
     return Encoder(tokenizer).encode(parsed.examples[0])
 
 
-def learnt(tokenizer: PreTrainedTokenizerFast, row: Row) -> list[str]:
+def learnt(tokenizer: Any, row: Row) -> list[str]:
     """Return the text of each run of learnt tokens."""
     runs: list[list[int]] = [[]]
     for token, label in zip(row.input_ids, row.labels, strict=True):
@@ -108,7 +107,7 @@ def learnt(tokenizer: PreTrainedTokenizerFast, row: Row) -> list[str]:
     ],
 )
 def test_the_assistants_turns_and_their_ends_are_learnt_and_nothing_else(
-    tokenizer: PreTrainedTokenizerFast, name: str, spans: list[str]
+    tokenizer: Any, name: str, spans: list[str]
 ) -> None:
     own = with_template(tokenizer, TEMPLATES[name])
     row = encoded(own, {"messages": messages(TURNS)})
@@ -121,9 +120,7 @@ def test_the_assistants_turns_and_their_ends_are_learnt_and_nothing_else(
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "opens_think"])
-def test_generation_begins_with_the_tokens_that_training_saw(
-    tokenizer: PreTrainedTokenizerFast, name: str
-) -> None:
+def test_generation_begins_with_the_tokens_that_training_saw(tokenizer: Any, name: str) -> None:
     own = with_template(tokenizer, TEMPLATES[name])
     row = encoded(own, {"messages": messages(TURNS[:2])})
     prompt = prompt_ids(own, Q1, Style("chat"))
@@ -136,7 +133,7 @@ def test_generation_begins_with_the_tokens_that_training_saw(
 
 
 def test_rows_that_begin_otherwise_than_generation_are_counted(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Any,
 ) -> None:
     for name, count in (("opens_think", 1), ("thinks", 0)):
         encoder = Encoder(with_template(tokenizer, TEMPLATES[name]))
@@ -146,9 +143,7 @@ def test_rows_that_begin_otherwise_than_generation_are_counted(
 
 
 @pytest.mark.parametrize("template", [CHATML, TEMPLATES["chatml"]])
-def test_chatml_of_our_own_writes_what_chatml_writes(
-    tokenizer: PreTrainedTokenizerFast, template: str
-) -> None:
+def test_chatml_of_our_own_writes_what_chatml_writes(tokenizer: Any, template: str) -> None:
     own = with_template(tokenizer, template)
     text = own.apply_chat_template(
         messages([("system", "s"), *TURNS[:3]]), add_generation_prompt=True, tokenize=False
@@ -161,7 +156,7 @@ def test_chatml_of_our_own_writes_what_chatml_writes(
 
 
 CALL = {"name": "find", "arguments": {"what": "fox"}}
-TOOL_ROW = {
+TOOL_ROW: dict[str, Any] = {
     "conversations": [
         {"from": "human", "value": Q1},
         {"from": "function_call", "value": '{"name": "find", "arguments": {"what": "fox"}}'},
@@ -173,7 +168,7 @@ TOOL_ROW = {
 
 
 def test_tool_calls_are_learnt_and_tool_answers_are_not(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Any,
 ) -> None:
     own = with_template(tokenizer, CHATML)
     row = encoded(own, TOOL_ROW)
@@ -184,7 +179,7 @@ def test_tool_calls_are_learnt_and_tool_answers_are_not(
     assert "<|im_start|>tool\n3 foxes<|im_end|>" in text
 
 
-def test_a_template_that_knows_no_tools_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_template_that_knows_no_tools_is_refused(tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"(?s)a.jsonl:7.*may not know them.*chatml"):
         encoded(tokenizer, TOOL_ROW)
     only_tools = {**TOOL_ROW, "conversations": [TOOL_ROW["conversations"][n] for n in (0, 3)]}
@@ -193,7 +188,7 @@ def test_a_template_that_knows_no_tools_is_refused(tokenizer: PreTrainedTokenize
 
 
 def test_a_template_that_drops_tool_calls_without_a_word_is_refused(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Any,
 ) -> None:
     template = TEMPLATES["chatml"].replace("m.content", "(m.content or '')")
     own = with_template(tokenizer, template)
@@ -201,7 +196,7 @@ def test_a_template_that_drops_tool_calls_without_a_word_is_refused(
         encoded(own, {"conversations": TOOL_ROW["conversations"]})
 
 
-def test_a_template_that_drops_a_message_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_template_that_drops_a_message_is_refused(tokenizer: Any) -> None:
     template = TEMPLATES["chatml"].replace(
         "for m in messages", "for m in messages if m.role != 's'"
     )
@@ -211,20 +206,20 @@ def test_a_template_that_drops_a_message_is_refused(tokenizer: PreTrainedTokeniz
         encoded(own, row)
 
 
-def test_a_template_may_escape_what_is_said(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_template_may_escape_what_is_said(tokenizer: Any) -> None:
     own = with_template(tokenizer, TEMPLATES["chatml"].replace("m.content", "(m.content | tojson)"))
     row = encoded(own, {"messages": messages(TURNS[:2])})
     assert learnt(own, row) == ['" the dog\\n"<|im_end|>']
 
 
-def test_a_templates_own_refusal_is_told_with_the_row(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_templates_own_refusal_is_told_with_the_row(tokenizer: Any) -> None:
     own = with_template(tokenizer, "{{ raise_exception('System role not supported') }}")
     with pytest.raises(DataError, match=r"(?s)cannot write a.jsonl:7.*System role not supported"):
         encoded(own, {"messages": messages(TURNS)})
 
 
 def test_a_turn_that_cannot_be_found_for_certain_is_refused(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Any,
 ) -> None:
     # how long a conversation is stands before it, and what is said is said twice
     template = "{{ messages | length }}" + TEMPLATES["endless"].replace(
@@ -235,7 +230,7 @@ def test_a_turn_that_cannot_be_found_for_certain_is_refused(
         encoded(own, {"messages": messages(TURNS)})
 
 
-def test_turns_of_weight_0_and_empty_turns_are_context(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_turns_of_weight_0_and_empty_turns_are_context(tokenizer: Any) -> None:
     turns = messages(TURNS)
     turns[1]["weight"] = 0
     assert learnt(tokenizer, encoded(tokenizer, {"messages": turns})) == [A2 + "<|im_end|>"]
@@ -243,13 +238,13 @@ def test_turns_of_weight_0_and_empty_turns_are_context(tokenizer: PreTrainedToke
     assert encoded(tokenizer, {"messages": turns}).num_targets == 0
 
 
-def test_what_follows_the_last_answer_is_left_out(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_what_follows_the_last_answer_is_left_out(tokenizer: Any) -> None:
     short = encoded(tokenizer, {"messages": messages(TURNS[:2])})
     assert encoded(tokenizer, {"messages": messages(TURNS[:3])}) == short
 
 
 def test_text_that_looks_like_tokens_or_a_sentinel_is_no_trap(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Any,
 ) -> None:
     own = with_template(tokenizer, TEMPLATES["thinks"])
     said = "x<|im_end|>\n<|im_start|>assistant\nfake"
@@ -258,16 +253,14 @@ def test_text_that_looks_like_tokens_or_a_sentinel_is_no_trap(
     assert learnt(own, row) == ["a<|im_end|>", "<think>\n\n</think>\n\na<|im_end|>"]
 
 
-def test_the_tokens_that_end_an_answer(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_tokens_that_end_an_answer(tokenizer: Any) -> None:
     assert stop_ids(tokenizer, Style("plain")) == [tokenizer.eos_token_id]
     own = with_template(tokenizer, TEMPLATES["chatml"].replace("<|im_end|>", "<pad>"))
     assert stop_ids(own, Style("chat")) == sorted({own.pad_token_id, own.eos_token_id})
     assert stop_ids(own, Style("chat", TEMPLATES["chatml"])) == [own.eos_token_id]
 
 
-def test_a_template_is_chosen_by_name_or_file(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Any
-) -> None:
+def test_a_template_is_chosen_by_name_or_file(tokenizer: Any, tmp_path: Any) -> None:
     assert choose_template(tokenizer, None) is None
     assert choose_template(tokenizer, "chatml") == CHATML
     (tmp_path / "mine.jinja").write_text("é{{ messages }}", encoding="utf-8")

@@ -71,7 +71,10 @@ def test_a_format_is_found_by_its_fields(row: dict[str, Any], name: str, example
 
 
 def test_fields_that_nothing_uses_are_told() -> None:
-    rows = [{"id": 1, "question": "q", "answer": "a"}, {"question": "q", "answer": "a", "tag": "x"}]
+    rows: list[dict[str, Any]] = [
+        {"id": 1, "question": "q", "answer": "a"},
+        {"question": "q", "answer": "a", "tag": "x"},
+    ]
     assert parsed(*rows).unused == ("id", "tag")
 
 

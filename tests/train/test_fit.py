@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from train_toy import Played, Row, Toy, ToyTask, config_of, make_rows, play, same
+from tests.train.toy import Played, Row, Toy, ToyTask, config_of, make_rows, play, same
 
 from peftkit.errors import ConfigError, DataError, OutputError
 from peftkit.events import EvalDone, Event, Notice, RunDone, RunStarted, Saved, StepDone
@@ -87,7 +87,8 @@ def test_the_eval_loss_is_the_mean_over_all_targets(tmp_path: Path) -> None:
     rows, task = make_rows(5, first=50), ToyTask()
     run = play(tmp_path, eval_rows=rows)
     batch = task.collate(rows)
-    loss = float(task.loss_sum(run.model.eval(), batch)) / task.num_targets(batch)
+    with torch.no_grad():
+        loss = float(task.loss_sum(run.model.eval(), batch)) / task.num_targets(batch)
     evals = [event for event in run.events if isinstance(event, EvalDone)]
     assert [event.step for event in evals] == [3, 6, 9, 12]
     # two batches of 2 and one of 1 against one of 5: sums in another order
@@ -182,7 +183,8 @@ def test_a_folder_that_holds_an_adapter_is_refused(tmp_path: Path) -> None:
 def test_overwrite_starts_anew(tmp_path: Path) -> None:
     first = play(tmp_path, max_steps=5)
     again = play(tmp_path, max_steps=2, overwrite=True)
-    assert again.losses == first.losses[:2] or again.error is None
+    assert again.error is None
+    assert again.losses[0] == first.losses[0]
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-1", "step-2"]
 
 
@@ -212,7 +214,7 @@ def test_defaults_suffice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (tmp_path / "runs" / "adapter" / "checkpoints" / "step-3").is_dir()
 
 
-def test_a_value_that_is_no_tensor_size_counts_packed_weights_by_what_they_stand_for() -> None:
+def test_packed_weights_are_counted_by_what_they_stand_for() -> None:
     class Packed(torch.nn.Module):
         in_features, out_features = 8, 16
 
@@ -241,5 +243,5 @@ def test_an_eval_loss_that_is_not_finite_is_told_and_never_best(tmp_path: Path) 
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_a_notice_is_an_event_too(tmp_path: Path) -> None:
+def test_a_run_without_trouble_has_no_notices(tmp_path: Path) -> None:
     assert not any(isinstance(event, Notice) for event in play(tmp_path).events)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from train_toy import Toy, config_of, play, same
+from tests.train.toy import Toy, crash_after, play, same
 
 from peftkit.errors import CheckpointError, ConfigError
 from peftkit.train.config import TrainConfig
@@ -151,17 +151,7 @@ def test_without_fp16_the_loss_is_not_scaled() -> None:
 def test_8_bit_adamw_trains_and_resumes_in_a_run(tmp_path: Path) -> None:
     whole = play(tmp_path / "a", optimizer="adamw_8bit")
     assert whole.error is None
-    play(tmp_path / "b", optimizer="adamw_8bit", max_steps=None, on_event=_stop_at_5)
+    play(tmp_path / "b", optimizer="adamw_8bit", on_event=crash_after(5))
     rest = play(tmp_path / "b", optimizer="adamw_8bit", resume=True)
     assert rest.losses == whole.losses[5:]
     assert same(rest.weights, whole.weights)
-
-
-def _stop_at_5(event: object) -> None:
-    from train_toy import crash_after
-
-    crash_after(5)(event)  # type: ignore[arg-type]
-
-
-def test_the_config_names_what_it_reads(tmp_path: Path) -> None:
-    assert config_of(tmp_path).rows_per_step(num_processes=3) == 12

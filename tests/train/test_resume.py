@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from train_toy import Crash, Played, Toy, ToyTask, crash_after, make_rows, play, same
+from tests.train.toy import Crash, Played, Toy, crash_after, make_rows, play, same
 
 from peftkit.errors import CheckpointError
 from peftkit.events import EvalDone, RunStarted
@@ -246,5 +246,4 @@ def test_the_manifest_says_where_the_run_stands(tmp_path: Path) -> None:
     assert manifest["num_processes"] == 1
     assert manifest["identity"]["base"] == "sha256:aa"
     assert {"train", "rows", "num_processes"} <= manifest["identity"].keys()
-    assert manifest["versions"]["torch"] == torch.__version__.split("+")[0] or manifest["versions"]
-    assert ToyTask.__doc__
+    assert manifest["versions"]["torch"] == torch.__version__

@@ -5,14 +5,17 @@ Shapes: every weight here is (out, in), as the module multiplies; a Conv1D keeps
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import Adapter
+from peftkit.anatomy import is_linear
 from peftkit.errors import AdapterError, MergeError
 from peftkit.methods.protocol import AdapterModule, Method
 from peftkit.quant import weight_of
@@ -70,12 +73,15 @@ def _squares(values: Tensor) -> float:
     return float(torch.linalg.vector_norm(values, dtype=torch.float32).double().square())
 
 
-def merge_into(adapter: Adapter, tally: Tally | None = None) -> nn.Module:
+def merge_into(
+    adapter: Adapter, *, tally: Tally | None = None, dtype: torch.dtype | None = None
+) -> nn.Module:
     """Fold an adapter into the live weights of its model and take its modules away.
 
     Args:
         adapter: On a model in 16 or 32 bits; nothing is changed unless all of it can be merged.
         tally: Counts what was done.
+        dtype: In which the caller will store the weights; only counted here.
 
     Returns:
         The model, as transformers made it, with other weights.
@@ -108,10 +114,59 @@ def merge_into(adapter: Adapter, tally: Tally | None = None) -> nn.Module:
             weight = weight_of(module.base)  # (out, in), a view of the parameter
             before = weight.float()
             exact = module.merged_weight(before)
-            tally.add(before, exact, exact.to(weight.dtype))
+            tally.add(before, exact, exact.to(dtype or weight.dtype))
             weight.copy_(exact)
     adapter.detach()
     return adapter.model
+
+
+@torch.no_grad()
+def merge_dequantized(adapter: Adapter, dtype: torch.dtype, *, tally: Tally) -> nn.Module:
+    """Return a new, unquantised model of a quantised one with an adapter, which is taken away.
+
+    Args:
+        adapter: On a model whose weights are quantised, some or all.
+        dtype: Of every float tensor of the new model.
+        tally: Counts what was done to the adapted weights.
+
+    Raises:
+        MergeError: The method has no merged form.
+    """
+    modules, quantized = dict(adapter.modules), adapter.model
+    for module in modules.values():
+        check_mergeable(adapter.method, module)
+    adapter.detach()
+    plain = _dequantized(quantized, dtype)
+    for path, module in modules.items():
+        before = weight_of(module.base).float()
+        exact = module.merged_weight(before)
+        weight = weight_of(plain.get_submodule(path))
+        tally.add(before, exact, exact.to(dtype))
+        weight.copy_(exact)
+    return plain
+
+
+def _dequantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Build the model's class again, with its weights as they are when they are used."""
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        plain = type(model)(config)
+    state = {}
+    for name, expected in plain.state_dict().items():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        is_matrix = leaf == "weight" and is_linear(module)
+        tensor = weight_of(module) if is_matrix else getattr(module, leaf)
+        if is_matrix and type(plain.get_submodule(path)).__name__ == "Conv1D":
+            tensor = tensor.t()
+        assert tensor.shape == expected.shape, name
+        state[name] = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+    plain.load_state_dict(state, assign=True)
+    cast(Any, plain).tie_weights()
+    plain.generation_config = model.generation_config
+    return plain
 
 
 def check_mergeable(method: Method, module: AdapterModule) -> None:

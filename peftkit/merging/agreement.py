@@ -1,0 +1,85 @@
+"""Agreement: do two models compute the same? Logits on a few prompts, largest difference, top-1.
+
+Shapes: T tokens of a prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.base import Base
+
+PROMPTS = (
+    "The capital of France is",
+    "Question: If I have three apples and eat one, how many are left?\nAnswer:",
+    '{"name": "Anna", "order": ["pizza", "salad"], "total":',
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+)
+"""A fact, a question, data, code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How the logits of two models agree.
+
+    Attributes:
+        max_difference: Of any logit.
+        largest: The largest logit, in absolute value: the scale of the former.
+        top1: Share of positions, 0 to 1, at which both give the same token.
+        num_positions: How many were compared.
+    """
+
+    max_difference: float
+    largest: float
+    top1: float
+    num_positions: int
+
+
+@torch.no_grad()
+def logits_on(base: Base, prompts: Sequence[str]) -> list[Tensor]:
+    """Return the logits (T, V) of every position of each prompt, float32, on the CPU."""
+    logits = []
+    for prompt in prompts:
+        ids = base.tokenizer(prompt, return_tensors="pt")["input_ids"].to(base.device)
+        logits.append(base.model(input_ids=ids, use_cache=False).logits[0].float().cpu())
+    return logits
+
+
+def agreement(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> Agreement:
+    """Compare the logits of two models on the same prompts; NaN makes the difference infinite."""
+    a, b = torch.cat(list(ours)), torch.cat(list(reference))  # (positions, V)
+    difference = float((a - b).abs().max())
+    return Agreement(
+        max_difference=difference if difference == difference else float("inf"),
+        largest=float(b.abs().max()),
+        top1=float((a.argmax(-1) == b.argmax(-1)).float().mean()),
+        num_positions=len(a),
+    )
+
+
+@contextmanager
+def in_float32(base: Base) -> Iterator[None]:
+    """Compute in float32 while the context holds, on a CPU; the weights stay what they are.
+
+    Elsewhere memory is dearer than the last digits, and the model computes in its own dtype.
+    """
+    if base.device.type != "cpu":
+        yield
+        return
+    before = {name: tensor.dtype for name, tensor in _tensors(base.model)}
+    base.model.float()
+    try:
+        yield
+    finally:
+        for name, tensor in _tensors(base.model):
+            tensor.data = tensor.data.to(before[name])
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)

@@ -1,0 +1,51 @@
+"""A model folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from peftkit import files
+from peftkit.errors import OutputError
+
+
+@contextlib.contextmanager
+def new_folder(out: Path, overwrite: bool, sources: Sequence[Path]) -> Iterator[Path]:
+    """Yield an empty folder whose files become those of `out` when the block ends well.
+
+    Raises:
+        OutputError: `out` is not empty, is what is read from, or cannot be written.
+    """
+    asked = f"cannot write the merged model to {out}"
+    if any(out.resolve() == source.resolve() for source in sources if str(source) not in ("", ".")):
+        raise OutputError(asked, found="it is read from", fix="Choose another folder.")
+    existed = out.exists()
+    if out.is_dir() and any(out.iterdir()) and not overwrite:
+        names = ", ".join(sorted(path.name for path in out.iterdir())[:5])
+        raise OutputError(asked, found=f"it holds {names}", fix="Choose a new or an empty folder.")
+    files.writable_folder(out)
+    folder = out / f".merging-{secrets.token_hex(4)}"
+    folder.mkdir()
+    try:
+        yield folder
+        _publish(folder, out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not existed and not any(out.iterdir()):
+            out.rmdir()
+
+
+def _publish(folder: Path, out: Path) -> None:
+    """Move the files up; weights of an earlier model go, and config.json comes last."""
+    config = out / "config.json"
+    config.unlink(missing_ok=True)
+    for path in out.iterdir():
+        if path.name.endswith((".safetensors", ".safetensors.index.json", ".bin")):
+            path.unlink()
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == config.name):
+        os.replace(path, out / path.name)
+    files.fsync_dir(out)

@@ -1,0 +1,85 @@
+"""The merge of a model in memory, saved as transformers saves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from peftkit import files
+from peftkit.errors import MergeError, RunError
+from peftkit.events import Listener, Notice, Stage
+from peftkit.formats.folder import Opened
+from peftkit.merging.fold import Tally, merge_dequantized, merge_into
+
+
+def check_kind(opened: Opened, from_quantized: bool) -> None:
+    """Refuse quantised weights unless asked for, and the reverse.
+
+    Raises:
+        MergeError: Says how the base is stored.
+    """
+    kind = opened.base.audit.quantized_as
+    if (kind != "none") == from_quantized:
+        return
+    if from_quantized:
+        raise MergeError(
+            "there are no quantised weights to merge into",
+            found=f"the adapter was trained over {opened.base.name} in 16 or 32 bits",
+            fix="Leave --from-quantized out.",
+        )
+    raise MergeError(
+        f"the base {opened.base.name} has no 16-bit weights to merge into",
+        found=f"its weights are stored in {kind}",
+        fix="Name its original with --base MODEL. Or merge with --from-quantized: the model then "
+        "takes 16 bits for each weight or more, and keeps the rounding of the quantised ones.",
+    )
+
+
+def write_whole(
+    opened: Opened,
+    folder: Path,
+    dtype: torch.dtype | None,
+    from_quantized: bool,
+    tally: Tally,
+    on_event: Listener,
+) -> None:
+    """Merge in memory and save as transformers does.
+
+    Raises:
+        MergeError: The method has no merged form, or a weight is shared.
+        RunError: A weight does not fit the dtype, or the disk is full.
+    """
+    on_event(Stage("Merging the whole model in memory"))
+    model: Any = opened.base.model
+    if from_quantized:
+        on_event(Notice(cost_of(opened.base.audit.quantized_as)))
+        model = merge_dequantized(opened.adapter, dtype or model.dtype, tally=tally)
+    else:
+        merge_into(opened.adapter, tally=tally, dtype=dtype)
+        model.to(dtype)
+    if bad := files.non_finite(model.state_dict()):
+        raise RunError(
+            f"cannot write {len(bad)} weights in {dtype or model.dtype}",
+            found=f"they hold NaN, Infinity, or numbers too large for it, as {bad[0]}",
+            fix="Write bf16 or fp32.",
+        )
+    try:
+        model.save_pretrained(folder, max_shard_size="5GB")
+        opened.base.tokenizer.save_pretrained(folder)
+    except (OSError, SafetensorError) as problem:
+        free = files.free_bytes(folder)
+        found = f"{problem}\n{free:,} bytes are free on the disk."
+        raise RunError(f"cannot write {folder}", found=found) from problem
+    for path in folder.iterdir():  # the library writes them for their owner alone
+        path.chmod((folder / "config.json").stat().st_mode)
+
+
+def cost_of(kind: str) -> str:
+    """Return what it costs to merge into quantised weights, for the user."""
+    return (
+        f"Merged into the {kind} weights of the base, dequantised: that is what the adapter was "
+        "trained over. The model takes 16 bits for each weight or more, and keeps their rounding."
+    )

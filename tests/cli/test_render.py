@@ -1,0 +1,161 @@
+"""What the screen shows of a run, live and as lines."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from peftkit import events
+from peftkit.events import Event
+from peftkit_cli import render
+from peftkit_cli.render import LiveScreen, PlainScreen, Renderer
+
+
+def step(number: int, num_steps: int = 100, loss: float = 0.5) -> events.StepDone:
+    return events.StepDone(
+        number, num_steps, number / 50, loss, 2e-4, 0.25, 900, 1234.5, 3 * 2**30, 187.0
+    )
+
+
+RUN: list[Event] = [
+    events.Stage("Loading the base"),
+    events.Table("Base", ("kind", "count"), (("nf4 [q]", "210"), ("x" * 150, "1"))),
+    events.Notice("labels of 2 rows were cut"),
+    events.RunStarted(100, 0, 1500, 4_884_480, 139_400_000, "cpu"),
+    *[step(number, loss=2 / number) for number in range(1, 51)],
+    events.EvalDone(50, {"eval_loss": 0.51, "num_rows": 64}, True),
+    events.Saved("checkpoint", Path("runs/demo/checkpoints/step-50")),
+    *[step(number, loss=2 / number) for number in range(51, 101)],
+    events.RunDone(100, 75.2, {"loss": 0.02}),
+]
+
+
+def plain(happened: list[Event], seconds_each: float = 0.0) -> list[str]:
+    """Return the lines that a log file gets."""
+    console, now = Console(file=io.StringIO(), width=80), [0.0]
+    screen = PlainScreen(console, console, clock=lambda: now[0])
+    for event in happened:
+        now[0] += seconds_each
+        screen.on_event(event)
+    return console.file.getvalue().splitlines()
+
+
+def live(happened: list[Event], *, transient: bool = False) -> str:
+    """Return all that a terminal gets."""
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    screen = LiveScreen(console, console, transient=transient)
+    with screen.live:
+        for event in happened:
+            screen.on_event(event)
+        screen.finish()
+    return console.file.getvalue()
+
+
+def test_a_log_tells_every_fact_in_one_line_each() -> None:
+    lines = plain(RUN)
+    text = "\n".join(lines)
+    assert lines[0] == "Loading the base"
+    assert "nf4 [q]" in text
+    assert "x" * 150 in text, "a cell is never cut"
+    assert "note: labels of 2 rows were cut" in lines
+    assert "Training 4.88M of 139.4M parameters (3.50 %) on cpu: 1,500 rows, 100 steps" in lines
+    assert "eval at step 50: eval_loss 0.51, num_rows 64 (best so far)" in lines
+    assert "saved checkpoint: runs/demo/checkpoints/step-50" in lines
+    assert lines[-1] == "Done: 100 steps in 1:15; loss 0.02"
+
+
+def test_a_log_holds_the_first_and_last_step_and_few_between() -> None:
+    steps = [line for line in plain(RUN) if line.startswith("step ")]
+    assert steps[0].startswith("step 1/100  loss 2.0000  lr 2.00e-04  grad 0.25  epoch 0.02")
+    assert steps[-1].startswith("step 100/100  loss 0.0200")
+    assert "1,234 tokens/s  peak 3.0 GiB  3:07 left" in steps[-1]
+    assert 40 <= len(steps) <= 60
+
+
+def test_a_slow_run_gives_a_sign_of_life_every_minute() -> None:
+    slow = plain([step(number, num_steps=100_000) for number in range(2, 22)], seconds_each=20.0)
+    assert [line.split("/")[0] for line in slow] == [f"step {n}" for n in (4, 7, 10, 13, 16, 19)]
+
+
+def test_a_log_is_thinned_to_tenths_of_a_long_piece_of_work() -> None:
+    lines = plain([events.Progress("Encoding", done, 1000) for done in range(1001)])
+    assert len(lines) == 10
+    assert lines[-1] == "Encoding 1,000/1,000"
+
+
+def test_a_terminal_shows_the_curve_and_keeps_what_is_done() -> None:
+    text = live(RUN)
+    assert "✓ Loading the base" in text
+    assert "loss █" in text
+    assert "100/100" in text
+    assert "saved checkpoint" in text
+
+
+def test_brackets_in_texts_are_no_markup() -> None:
+    happened: list[Event] = [events.Stage("Reading [red]x[/red].jsonl"), events.Stage("next")]
+    assert "Reading [red]x[/red].jsonl" in live(happened)
+    assert plain(happened)[0] == "Reading [red]x[/red].jsonl"
+
+
+def test_a_transient_screen_leaves_notices_alone() -> None:
+    happened = [events.Stage("Loading"), events.Notice("mind this"), events.Stage("Attaching")]
+    text = live(happened, transient=True)
+    assert "mind this" in text
+    assert "✓" not in text
+
+
+def test_a_stage_that_broke_off_is_not_shown_as_done() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    screen = LiveScreen(console, console, transient=False)
+    screen.live.start()
+    screen.on_event(events.Stage("Loading"))
+    screen.finish(failed=True)
+    assert "✓" not in console.file.getvalue()
+
+
+def test_only_the_first_process_draws(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, lines in (("1", []), ("0", ["Loading"])):
+        monkeypatch.setenv("RANK", rank)
+        with Renderer() as on_event:
+            on_event(events.Stage("Loading"))
+        assert capsys.readouterr().err.splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    ("values", "curve"),
+    [([], ""), ([1.0], "▁"), ([2.0, 2.0], "▁▁"), ([0.0, 7.0], "▁█"), ([3.0, 2.0, 1.0], "█▅▁")],
+)
+def test_sparkline(values: list[float], curve: str) -> None:
+    assert render.sparkline(values) == curve
+
+
+def test_a_long_sparkline_is_the_means_of_equal_spans() -> None:
+    assert render.sparkline([float(n // 3) for n in range(24)], width=8) == render.SPARKS
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (render.count(999), "999"),
+        (render.count(4_884_480), "4.88M"),
+        (render.count(139_400_000), "139.4M"),
+        (render.count(8_030_000_000), "8.03B"),
+        (render.size(512), "512 B"),
+        (render.size(1.5 * 2**20), "1.5 MiB"),
+        (render.size(80 * 2**30), "80.0 GiB"),
+        (render.duration(59.4), "59 s"),
+        (render.duration(187), "3:07"),
+        (render.duration(3765), "1:02:45"),
+        (render.metric("num_rows", 64), "64"),
+        (render.metric("exact_match", 1.0), "1"),
+        (render.metric("loss", 0.51234), "0.5123"),
+        (render.metric("peak_bytes", 1.5 * 2**30), "1.5 GiB"),
+    ],
+)
+def test_figures_as_texts(made: str, text: str) -> None:
+    assert made == text

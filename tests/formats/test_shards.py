@@ -1,0 +1,157 @@
+"""A model folder's weights are written again tensor by tensor, what is not changed bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from peftkit.errors import BaseError, RunError
+from peftkit.formats.shards import INDEX, Shards, copy_companions, find_shards, rewrite_shards
+
+CHANGED = "model.layers.1.mlp.up_proj.weight"
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
+
+
+@pytest.fixture(params=["one file", "shards"])
+def folder(request: pytest.FixtureRequest, llama: PreTrainedModel, tmp_path: Path) -> Path:
+    """A tiny Llama in bfloat16 as transformers saves it."""
+    size = "50GB" if request.param == "one file" else "20KB"
+    llama.to(torch.bfloat16).save_pretrained(tmp_path / "base", max_shard_size=size)
+    return tmp_path / "base"
+
+
+def found(folder: Path) -> Shards:
+    shards = find_shards(folder)
+    assert shards is not None
+    return shards
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def test_what_is_not_changed_is_copied_bit_for_bit(folder: Path, out: Path) -> None:
+    rewrite_shards(found(folder), out, {CHANGED: lambda weight: weight.float() + 1})
+    copy_companions(folder, out)
+    before, after = tensors_of(folder), tensors_of(out)
+    assert after.keys() == before.keys()
+    for name, tensor in before.items():
+        expected = (tensor.float() + 1).bfloat16() if name == CHANGED else tensor
+        assert after[name].dtype == torch.bfloat16
+        assert torch.equal(after[name], expected), name
+    assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in folder.iterdir())
+    AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_files_are_the_same_to_the_byte_when_nothing_changes(folder: Path, out: Path) -> None:
+    rewrite_shards(found(folder), out, {})
+    for path in folder.glob("*.safetensors"):
+        assert (out / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_dtype_asked_for_is_that_of_all_weights_and_of_the_config(
+    folder: Path, out: Path, dtype: torch.dtype
+) -> None:
+    rewrite_shards(found(folder), out, {}, dtype=dtype)
+    copy_companions(folder, out, dtype=dtype)
+    for name, tensor in tensors_of(out).items():
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, tensors_of(folder)[name].to(dtype))
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == dtype
+    if (out / INDEX).exists():
+        total = sum(t.numel() * t.element_size() for t in tensors_of(out).values())
+        assert json.loads((out / INDEX).read_text())["metadata"]["total_size"] == total
+
+
+def test_integers_and_foreign_dtypes_are_copied_whatever_the_dtype(
+    tmp_path: Path, out: Path
+) -> None:
+    tensors = {
+        "blocks": torch.arange(64, dtype=torch.uint8),
+        "scales": torch.ones(4).to(torch.float8_e4m3fn),
+        "ids": torch.arange(3),
+        "norm": torch.ones(3, dtype=torch.float64),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    rewrite_shards(found(tmp_path), out, {}, dtype=torch.bfloat16)
+    after = load_file(out / "model.safetensors")
+    assert after.pop("norm").dtype == torch.bfloat16
+    assert all(torch.equal(after[n].view(torch.uint8), tensors[n].view(torch.uint8)) for n in after)
+
+
+def test_a_number_too_large_for_the_dtype_is_refused(tmp_path: Path, out: Path) -> None:
+    save_file({"a": torch.tensor([1e6])}, tmp_path / "model.safetensors")
+    with pytest.raises(RunError, match="too large for that dtype"):
+        rewrite_shards(found(tmp_path), out, {}, dtype=torch.float16)
+    assert not list(out.iterdir())
+
+
+def test_a_change_that_is_not_finite_is_refused(folder: Path, out: Path) -> None:
+    with pytest.raises(RunError, match=CHANGED):
+        rewrite_shards(found(folder), out, {CHANGED: lambda weight: weight.float() / 0})
+
+
+def test_weights_other_licences_and_notes_stay_behind(tmp_path: Path, out: Path) -> None:
+    copied = ("config.json", "tokenizer.json", "chat_template.jinja", "vocab.txt", "LICENSE")
+    left = ("pytorch_model.bin", "tf_model.h5", "README.md", "x.gguf", ".gitattributes")
+    for name in (*copied, *left):
+        (tmp_path / "base" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "base" / name).write_text(f"{name} of the base")
+    (tmp_path / "base" / "onnx").mkdir()
+    copy_companions(tmp_path / "base", out)
+    assert sorted(p.name for p in out.iterdir()) == sorted(copied)
+    assert all((out / n).read_text() == f"{n} of the base" for n in copied)
+
+
+def test_files_behind_links_are_copied_as_files(tmp_path: Path, out: Path) -> None:
+    (tmp_path / "blob").write_text("{}")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "config.json").symlink_to("../blob")  # as in the hub's cache
+    copy_companions(tmp_path / "snapshot", out)
+    assert not (out / "config.json").is_symlink()
+    assert (out / "config.json").read_text() == "{}"
+
+
+def test_a_folder_without_safetensors_has_no_shards(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02")
+    assert find_shards(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda index: index.pop("weight_map"), "no weight_map"),
+        (lambda index: index["weight_map"].update(a="../../etc/passwd"), "names the file '../../"),
+        (lambda index: index["weight_map"].update(a=3), "names the file 3"),
+        (lambda index: index["weight_map"].update(a="gone.safetensors"), "no such file"),
+        (lambda index: index["weight_map"].update({CHANGED: "other.safetensors"}), "no such file"),
+        (lambda index: index["weight_map"].update(more="one.safetensors"), "as 'more'"),
+    ],
+)
+def test_an_index_that_lies_is_refused(tmp_path: Path, change, message: str) -> None:
+    save_file({CHANGED: torch.ones(2)}, tmp_path / "one.safetensors")
+    index = {"metadata": {}, "weight_map": {CHANGED: "one.safetensors"}}
+    change(index)
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(BaseError, match=message):
+        find_shards(tmp_path)
+
+
+def test_a_shard_cut_short_is_refused(folder: Path) -> None:
+    shard = min(folder.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-7])
+    with pytest.raises(BaseError, match="the payload has"):
+        find_shards(folder)

@@ -1,0 +1,246 @@
+"""From a file to rows and batches, with nothing lost that is not counted."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from peftkit.data.encode import Style, prompt_ids
+from peftkit.data.load import DataConfig
+from peftkit.data.pack import IGNORE
+from peftkit.errors import DataError
+from peftkit.events import Event, Notice, Progress, Stage, Table
+from peftkit.tasks.causal_lm import CausalLM
+
+Tokenizer = PreTrainedTokenizerFast
+Build = Callable[..., CausalLM]
+
+
+@pytest.fixture
+def events() -> list[Event]:
+    return []
+
+
+@pytest.fixture
+def task(llama: PreTrainedModel, tokenizer: Tokenizer, events: list[Event]) -> Build:
+    def build(style: Style | None = None, **settings: Any) -> CausalLM:
+        config = DataConfig(**{"train": "", "max_length": 64, **settings})
+        return CausalLM(llama, tokenizer, config, style=style, on_event=events.append)
+
+    return build
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def said(question: str, answer: str) -> dict[str, Any]:
+    turns = (("user", question), ("assistant", answer))
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def counts(events: list[Event]) -> dict[str, str]:
+    (table,) = [event for event in events if isinstance(event, Table)]
+    return {row[0]: row[1] for row in table.rows}
+
+
+def test_every_row_is_counted(tmp_path: Path, task: Build, events: list[Event]) -> None:
+    rows = [said("the fox", "the dog")] * 17
+    rows += [said("the fox", "a b c d e f " * 20)]  # line 18: cut
+    rows += [said("a b c d e f " * 20, "the dog")]  # line 19: the answer lies beyond the cut
+    rows += [said("the fox", "")]  # line 20: nothing to learn
+    where = write(tmp_path / "a.jsonl", *[row | {"id": 1} for row in rows])
+    encoded = task(max_dropped=0.1).encode(where)
+    assert [row.source.rpartition(":")[2] for row in encoded] == [str(n) for n in range(1, 19)]
+    assert len(encoded[-1].input_ids) == 64
+    assert counts(events) == {
+        "format": "messages",
+        "rows read": "20",
+        "rows kept": "18",
+        "cut at 64 tokens": "1",
+        "dropped: nothing to learn": f"1 ({where}:20)",
+        "dropped: the answer lies beyond the cut": f"1 ({where}:19)",
+        "tokens": str(sum(len(row.input_ids) for row in encoded)),
+        "learnt tokens": str(sum(row.num_targets for row in encoded)),
+        "fields not used": "id",
+    }
+    assert any(isinstance(event, Stage) for event in events)
+    assert any(isinstance(event, Progress) for event in events)
+
+
+def test_dropping_more_than_was_allowed_is_an_error_that_names_the_rows(
+    tmp_path: Path, task: Build, events: list[Event]
+) -> None:
+    rows = [said("the fox", "the dog")] * 8 + [said("the fox", "")] + [said("a " * 99, "b")]
+    where = write(tmp_path / "a.jsonl", *rows)
+    with pytest.raises(DataError) as caught:
+        task(max_dropped=0.19).encode(where)
+    message = str(caught.value)
+    assert "2 of 10 rows have nothing to learn, more than data.max_dropped (19%)" in message
+    assert f"Nothing to learn (no answer): 1 ({where}:9)" in message
+    assert f"The answer lies beyond 64 tokens: 1 ({where}:10)" in message
+    assert "Raise data.max_length" in message
+    assert counts(events)["rows kept"] == "8"  # told before the error
+    assert len(task(max_dropped=0.2).encode(where)) == 8
+
+
+def test_no_row_left_is_an_error_whatever_was_allowed(tmp_path: Path, task: Build) -> None:
+    where = write(tmp_path / "a.jsonl", said("the fox", " "))
+    with pytest.raises(DataError, match="no row has a token to learn"):
+        task(max_dropped=1.0).encode(where)
+    masked = said("the fox", "the dog")
+    masked["messages"][1]["weight"] = 0
+    with pytest.raises(DataError, match=r"(?s)no row has a token to learn.*a\.jsonl:1"):
+        task(max_dropped=1.0).encode(write(tmp_path / "a.jsonl", masked))
+
+
+def test_load_packs_and_tells_how_full_the_rows_are(
+    tmp_path: Path, task: Build, events: list[Event]
+) -> None:
+    where = write(tmp_path / "a.jsonl", *[said("the fox", "the dog")] * 9)
+    plain = task(packing=False).load(where)
+    assert len(plain) == 9
+    packed = task(packing=True).load(where)
+    assert len(packed) < 9
+    assert sum(len(row.lengths) for row in packed) == 9
+    assert all(len(row.input_ids) <= 64 for row in packed)
+    notices = [event.text for event in events if isinstance(event, Notice)]
+    assert notices[-1].startswith(f"Packed 9 documents into {len(packed)} rows of up to 64 tokens")
+
+
+def test_what_a_row_teaches_can_be_seen(tmp_path: Path, task: Build) -> None:
+    maker = task()
+    (row,) = maker.encode(write(tmp_path / "a.jsonl", said("the fox", "the dog")))
+    assert maker.spans(row) == [
+        ("", "<|im_start|>user\nthe fox<|im_end|>\n<|im_start|>assistant\n"),
+        ("learnt", "the dog<|im_end|>"),
+    ]
+
+
+def test_the_last_answer_and_its_prompt_are_what_generation_gives(
+    tmp_path: Path, task: Build, tokenizer: Tokenizer
+) -> None:
+    maker = task()
+    turns = said("the fox", "the dog")["messages"] + said("and", "the answer")["messages"]
+    (row,) = maker.encode(write(tmp_path / "a.jsonl", {"messages": turns}))
+    prompt, answer = maker.last_answer(row)
+    assert answer == "the answer"
+    assert prompt == prompt_ids(tokenizer, turns[:3], maker.style)
+
+
+def test_num_targets_is_what_the_loss_sums_over(tmp_path: Path, task: Build) -> None:
+    maker = task()
+    rows = maker.load(write(tmp_path / "a.jsonl", *[said("the fox", "the dog")] * 9))
+    batch = maker.collate(rows)
+    assert maker.num_targets(batch) == sum(row.num_targets for row in rows)
+    assert maker.num_targets(batch) == int((batch["labels"][:, 1:] != IGNORE).sum())
+
+
+def test_the_end_of_turn_is_learnt_though_it_pads_too(
+    tmp_path: Path, llama: PreTrainedModel, tokenizer: Tokenizer
+) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.pad_token = own.eos_token
+    config = DataConfig(train="", max_length=64, packing=False)
+    maker = CausalLM(llama, own, config)
+    rows = maker.encode(
+        write(tmp_path / "a.jsonl", said("a", "b"), said("the fox", "the dog and the fox"))
+    )
+    batch = maker.collate(rows)
+    ends = batch["targets"] == own.eos_token_id
+    assert int(ends.sum()) == 2
+    assert int((batch["input_ids"] == own.eos_token_id).sum()) > 4  # the padding and user turns
+
+
+def test_the_style_is_that_of_the_rows(tmp_path: Path, task: Build) -> None:
+    chat = write(tmp_path / "chat.jsonl", said("the fox", "the dog"))
+    plain = write(tmp_path / "plain.jsonl", {"prompt": "the fox", "completion": " the dog"})
+    for where, style in ((chat, Style("chat")), (plain, Style("plain"))):
+        maker = task()
+        maker.encode(where)
+        assert maker.style == style
+    with pytest.raises(DataError, match=r"(?s)style 'chat'.*the others in the style 'plain'"):
+        maker.encode(chat)
+    with pytest.raises(DataError, match=r"(?s)style 'plain'.*the others in the style 'chat'"):
+        task(style=Style("chat")).encode(plain)
+
+
+def test_a_template_of_ones_own_is_part_of_the_style(tmp_path: Path, task: Build) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    where = write(tmp_path / "a.jsonl", said("the fox", "the dog"))
+    maker = task(chat_template=str(template))
+    (row,) = maker.encode(where)
+    assert maker.style == Style("chat", template.read_text())
+    again = task(style=maker.style)
+    assert again.encode(where) == [row]
+    assert again.spans(row)[0] == ("", "user:the fox<|im_end|>assistant:")
+
+
+def test_rows_that_begin_otherwise_than_generation_are_told(
+    tmp_path: Path, task: Build, events: list[Event]
+) -> None:
+    template = tmp_path / "thinks.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<think>' }}{% endif %}"
+    )
+    where = write(tmp_path / "a.jsonl", said("the fox", "the dog"), said("a", "<think>b"))
+    task(chat_template=str(template)).encode(where)
+    (notice,) = [event.text for event in events if isinstance(event, Notice)]
+    assert "in 1 rows the answer does not begin right after" in notice
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokenizers", "found"),
+    [(64, 256, 64), (None, 256, 256), (None, 10**30, 256), (None, 100, 100), (256, 100, 256)],
+)
+def test_a_row_is_as_long_as_asked_or_as_the_model_can_read(
+    llama: PreTrainedModel, tokenizer: Tokenizer, asked: int | None, tokenizers: int, found: int
+) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.model_max_length = tokenizers
+    assert CausalLM(llama, own, DataConfig(train="", max_length=asked)).max_length == found
+
+
+def test_a_row_longer_than_the_model_reads_is_refused(task: Build, tokenizer: Tokenizer) -> None:
+    with pytest.raises(DataError, match=r"(?s)data\.max_length: 257.*at most 256 tokens"):
+        task(max_length=257)
+    own = copy.deepcopy(tokenizer)
+    own.model_max_length = 10**30
+    endless = BloomForCausalLM(BloomConfig(vocab_size=384, hidden_size=32, n_layer=1, n_head=4))
+    with pytest.raises(DataError, match=r"(?s)data\.max_length: null.*Set data\.max_length"):
+        CausalLM(endless, own, DataConfig(train="", max_length=None, packing=False))
+
+
+def test_an_instruct_file_of_each_format_teaches_the_same_answer(
+    tmp_path: Path, task: Build
+) -> None:
+    formats: list[dict[str, Any]] = [
+        said("the fox", "the dog"),
+        {
+            "conversations": [
+                {"from": "human", "value": "the fox"},
+                {"from": "gpt", "value": "the dog"},
+            ]
+        },
+        {"instruction": "the fox", "input": "", "output": "the dog"},
+        {"question": "the fox", "answer": "the dog"},
+    ]
+    encoded = {task().encode(write(tmp_path / "a.jsonl", row))[0].input_ids for row in formats}
+    assert len(encoded) == 1

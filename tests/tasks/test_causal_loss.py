@@ -1,0 +1,185 @@
+"""The loss is the definition's, for every architecture, though only learnt rows reach the head."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    GPTJConfig,
+    GPTJForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    PreTrainedModel,
+)
+
+from peftkit.data.pack import IGNORE, Row, collate
+from peftkit.tasks.loss import accepted, cross_entropy_sum, target_logits
+from tests.families import FAMILIES, VOCAB
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def gptj() -> PreTrainedModel:
+    config = GPTJConfig(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, rotary_dim=4
+    )
+    model = GPTJForCausalLM(config)
+    nn.init.normal_(model.lm_head.bias)
+    return model
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": FAMILIES["llama"],
+    "gpt2": FAMILIES["gpt2"],  # tied
+    "mixtral": FAMILIES["mixtral"],
+    "gemma2": FAMILIES["gemma2"],  # tanh after the head
+    "cohere": lambda: CohereForCausalLM(CohereConfig(**_SIZES)),  # a scale after the head
+    "granite": lambda: GraniteForCausalLM(GraniteConfig(**_SIZES, logits_scaling=7.0)),
+    "gptj": gptj,  # a bias in the head
+}
+
+
+def batch() -> dict[str, Tensor]:
+    """Return three rows of unequal lengths, about half of their tokens learnt."""
+    draw = torch.Generator().manual_seed(1)
+    rows = []
+    for number, length in enumerate((41, 9, 23)):
+        ids = tuple(torch.randint(0, VOCAB, (length,), generator=draw).tolist())
+        keep = torch.rand(length, generator=draw) < 0.5
+        labels = tuple(
+            t if k and n else IGNORE for n, (t, k) in enumerate(zip(ids, keep, strict=True))
+        )
+        rows.append(Row(ids, labels, (length,), f"a:{number}"))
+    return collate(rows, pad_id=2)
+
+
+def by_definition(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=data["input_ids"], use_cache=False).logits.float()
+    return F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), data["labels"][:, 1:].flatten(), reduction="sum"
+    )
+
+
+def loss(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
+    inputs = {"input_ids": data["input_ids"], "use_cache": False}
+    return cross_entropy_sum(model, accepted(model, inputs), data["target_index"], data["targets"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_the_definitions(name: str) -> None:
+    model, data = MODELS[name]().eval(), batch()  # eval: GPT-2's dropout is on by default
+    expected = by_definition(model, data)
+    expected.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    found = loss(model, data)
+    found.backward()
+    # float32 sums over about 36 tokens in another order
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-4)
+    for parameter, gradient in model.named_parameters():
+        if parameter in gradients:
+            torch.testing.assert_close(gradient.grad, gradients[parameter], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_only_learnt_rows_reach_the_head(name: str) -> None:
+    model, data = MODELS[name]().eval(), batch()
+    seen: list[torch.Size] = []
+    model.get_output_embeddings().register_forward_hook(
+        lambda module, args, output: seen.append(output.shape)
+    )
+    with torch.no_grad():
+        logits = target_logits(model, {"input_ids": data["input_ids"]}, data["target_index"])
+        whole = model(input_ids=data["input_ids"]).logits
+    num_targets = len(data["targets"])
+    assert seen == [(1, num_targets, VOCAB), (3, 41, VOCAB)]
+    assert logits.shape == (num_targets, VOCAB)
+    torch.testing.assert_close(logits, whole.flatten(0, 1)[data["target_index"]])
+
+
+def test_no_hook_stays_behind_even_after_an_error() -> None:
+    model, data = MODELS["llama"](), batch()
+    loss(model, data)
+    with pytest.raises(IndexError):
+        loss(model, {**data, "target_index": torch.tensor([10**6])})
+    assert not model.lm_head._forward_pre_hooks
+
+
+class _NoHead(nn.Module):
+    """A model as a user may have built it: its head is no module of its own."""
+
+    def __init__(self, inner: PreTrainedModel, head: nn.Module | None) -> None:
+        super().__init__()
+        self.inner, self._head = inner, head
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self._head
+
+    def forward(self, input_ids: Tensor) -> Any:
+        hidden = self.inner.model(input_ids=input_ids, use_cache=False).last_hidden_state
+        return type("Output", (), {"logits": F.linear(hidden, self.inner.lm_head.weight)})
+
+
+@pytest.mark.parametrize("called", ["no head", "a head that is never called"])
+def test_without_a_head_to_hook_all_logits_are_made(called: str) -> None:
+    inner, data = FAMILIES["llama"](), batch()
+    model = _NoHead(inner, None if called == "no head" else inner.lm_head)
+    torch.testing.assert_close(loss(model, data), by_definition(inner, data))
+
+
+def test_a_model_without_position_ids_is_called_without() -> None:
+    inner = FAMILIES["llama"]()
+    inputs = {"input_ids": 1, "position_ids": 2, "use_cache": False}
+    assert accepted(inner, inputs) == inputs
+    assert accepted(_NoHead(inner, None), inputs) == {"input_ids": 1}
+
+
+def test_bf16_logits_are_summed_in_fp32() -> None:
+    model, data = FAMILIES["llama"]().bfloat16(), batch()
+    found = loss(model, data)
+    assert found.dtype == torch.float32
+    with torch.no_grad():
+        torch.testing.assert_close(found, by_definition(model, data), rtol=1e-2, atol=0.0)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_the_head_is_found_through_a_data_parallel_wrapper(one_rank: None) -> None:
+    model, data = FAMILIES["llama"](), batch()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    seen: list[torch.Size] = []
+    model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    found = loss(wrapped, data)
+    found.backward()
+    assert seen == [(1, len(data["targets"]), VOCAB)]
+    assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
+    torch.testing.assert_close(found, by_definition(model, data))

@@ -1,0 +1,190 @@
+"""Packing is allowed where documents are isolated, by whatever means; elsewhere it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from peftkit.data.load import DataConfig
+from peftkit.data.pack import IGNORE, Row, pack
+from peftkit.errors import BaseError, DataError
+from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.isolation import check_causal, check_packing
+from tests.families import FAMILIES, VOCAB, tiny_tokenizer
+
+_IDS: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_SIZES: dict[str, Any] = {**_IDS, "hidden_size": 32, "num_hidden_layers": 2}
+_HEADS: dict[str, Any] = {**_SIZES, "num_attention_heads": 4, "intermediate_size": 64}
+
+
+def _tiny(name: str, config: str, **settings: Any) -> Callable[[], PreTrainedModel]:
+    def build() -> PreTrainedModel:
+        return getattr(transformers, name)(getattr(transformers, config)(**settings))
+
+    return build
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    **{name: FAMILIES[name] for name in ("llama", "gpt2", "qwen3", "gemma2", "phi3", "mixtral")},
+    "mistral with a window": _tiny(
+        "MistralForCausalLM", "MistralConfig", **_HEADS, num_key_value_heads=2, sliding_window=6
+    ),
+    "opt": _tiny(
+        "OPTForCausalLM",
+        "OPTConfig",
+        **_SIZES,
+        ffn_dim=64,
+        num_attention_heads=4,
+        word_embed_proj_dim=32,
+        max_position_embeddings=256,
+        init_std=0.2,
+        dropout=0.0,
+    ),
+    "mpt": _tiny(
+        "MptForCausalLM", "MptConfig", vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4
+    ),
+    "falcon": _tiny(
+        "FalconForCausalLM",
+        "FalconConfig",
+        **_SIZES,
+        num_attention_heads=4,
+        initializer_range=0.2,
+    ),
+    "gpt_oss with a window": _tiny(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        **_HEADS,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=5,
+        initializer_range=0.2,
+    ),
+    "bloom": _tiny(
+        "BloomForCausalLM",
+        "BloomConfig",
+        **_IDS,
+        hidden_size=32,
+        n_layer=2,
+        n_head=4,
+        initializer_range=0.2,
+    ),
+    "mamba": _tiny("MambaForCausalLM", "MambaConfig", **_SIZES, initializer_range=0.2),
+}
+BY_POSITIONS = ["llama", "gpt2", "qwen3", "gemma2", "phi3", "mixtral", "mistral with a window"]
+BY_MASK = ["opt", "mpt", "falcon", "gpt_oss with a window"]
+EAGER_ONLY = {"gemma2", "gpt_oss with a window", "mpt"}
+CASES = [
+    (name, attention)
+    for name in BY_POSITIONS + BY_MASK
+    for attention in ("eager", "sdpa")
+    if attention == "eager" or name not in EAGER_ONLY
+]
+
+
+def documents() -> list[Row]:
+    draw = torch.Generator().manual_seed(3)
+    rows = []
+    for number, length in enumerate((9, 7, 21, 3, 13, 11)):
+        ids = tuple(torch.randint(3, VOCAB, (length,), generator=draw).tolist())
+        rows.append(Row(ids, (IGNORE, IGNORE, *ids[2:]), (length,), f"a:{number}"))
+    return rows
+
+
+@pytest.mark.parametrize(("name", "attention"), CASES)
+def test_a_packed_batch_gives_the_loss_and_gradients_of_its_rows_alone(
+    name: str, attention: str
+) -> None:
+    model = MODELS[name]().eval()
+    model.set_attn_implementation(attention)
+    config = DataConfig(train="", max_length=None if name == "mpt" else 32)
+    task = CausalLM(model, tiny_tokenizer(), config)
+    assert task.isolation == ("positions" if name in BY_POSITIONS else "mask")
+    rows = documents()
+    packed = pack(rows, 31)
+    assert [row.lengths for row in packed] == [(9, 21), (7, 13, 11), (3,)]  # padded, too
+    first = next(model.parameters())
+
+    def measured(batches: list[list[Row]]) -> tuple[Tensor, Tensor]:
+        total = torch.stack([task.loss_sum(model, task.collate(batch)) for batch in batches]).sum()
+        return total.detach(), torch.autograd.grad(total, first)[0]
+
+    alone, alone_gradient = measured([[row] for row in rows])
+    together, gradient = measured([packed])
+    # float32 rounding only; documents that see each other differ in the first digit
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(gradient, alone_gradient, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mamba"])
+def test_a_model_that_cannot_isolate_documents_is_refused_by_name(name: str) -> None:
+    model = MODELS[name]()
+    with pytest.raises(DataError, match=rf"(?s){type(model).__name__}.*data\.packing: false"):
+        check_packing(model)
+    task = CausalLM(model, tiny_tokenizer(), DataConfig(train="", packing=False, max_length=64))
+    row = documents()[2]
+    loss = task.loss_sum(model, task.collate([row, documents()[3]]))
+    apart = [task.loss_sum(model, task.collate([one])) for one in (row, documents()[3])]
+    torch.testing.assert_close(loss, sum(apart), rtol=1e-5, atol=1e-4)
+
+
+class _Cached(nn.Module):
+    """A Llama that keeps its cache whatever it is told, and so sees over the edge of documents."""
+
+    def __init__(self, inner: PreTrainedModel) -> None:
+        super().__init__()
+        self.inner, self.config, self.dtype = inner, inner.config, inner.dtype
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.inner.get_input_embeddings()
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Any:
+        return self.inner(input_ids=input_ids, position_ids=position_ids, use_cache=True)
+
+
+def test_a_leak_that_no_table_could_know_is_found() -> None:
+    with pytest.raises(DataError, match="Cannot pack documents for _Cached"):
+        check_packing(_Cached(FAMILIES["llama"]()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+def test_the_probe_holds_in_16_bit_and_changes_nothing(name: str, dtype: torch.dtype) -> None:
+    model = FAMILIES[name]().train()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.lm_head.eval()
+    before = torch.get_rng_state()
+    assert check_packing(model) == "positions"
+    check_causal(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training
+    assert not model.lm_head.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_that_is_not_causal_is_refused() -> None:
+    with pytest.raises(BaseError, match=r"(?s)BertForMaskedLM.*with the tokens after it"):
+        check_causal(FAMILIES["bert"]())
+    with pytest.raises(BaseError, match=r"(?s)T5ForConditionalGeneration.*encoder-decoder"):
+        check_causal(FAMILIES["t5"]())
+
+
+def test_a_model_that_makes_no_numbers_is_refused() -> None:
+    model = FAMILIES["llama"]()
+    with torch.no_grad():
+        model.lm_head.weight[3, 3] = float("nan")
+    with pytest.raises(BaseError, match="not finite"):
+        check_causal(model)

@@ -1,0 +1,47 @@
+"""Functions run in other processes, to be killed there."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+# One process that has imported the slow libraries and never used them; children are forked off it.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch._dynamo", "accelerate.tracking", "pytest"])
+SECONDS = 60
+
+
+def start(function: Callable[..., None], *args: Any, **environment: str) -> BaseProcess:
+    """Start a function of a test module in a new process."""
+    child = CONTEXT.Process(target=_run, args=(function, args, environment), daemon=True)
+    child.start()
+    return child
+
+
+def exit_code(child: BaseProcess) -> int | None:
+    """Wait for a child and return its exit code; minus the signal that killed it."""
+    child.join(SECONDS)
+    if child.is_alive():
+        child.kill()
+        raise AssertionError(f"still alive after {SECONDS} s")
+    return child.exitcode
+
+
+def free_port() -> str:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def _run(function: Callable[..., None], args: tuple[Any, ...], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import torch
+
+    torch.set_num_threads(1)
+    function(*args)

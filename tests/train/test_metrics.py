@@ -1,0 +1,127 @@
+"""Trackers and metrics.jsonl never cost a run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import tracking
+from tests.train.toy import play
+
+from peftkit.errors import ConfigError
+from peftkit.train import metrics
+from peftkit.train.metrics import perplexity, require_trackers
+
+
+class Recorder:
+    """A tracker as accelerate's are made and called."""
+
+    name = "wandb"
+    requires_logging_directory = False
+    made: list[Recorder]
+
+    def __init__(self, run_name: str) -> None:
+        self.run_name, self.config, self.logged = run_name, dict[str, Any](), list[Any]()
+        self.finished = False
+        type(self).made.append(self)
+
+    def start(self) -> None: ...
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.config = values
+
+    def log(self, values: dict[str, float], step: int | None) -> None:
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+@pytest.fixture
+def kinds(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Recorder]]:
+    """Put recorders in the place of accelerate's trackers."""
+
+    class First(Recorder):
+        made = []
+
+    class Second(Recorder):
+        name, made = "trackio", []
+
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", First)
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "trackio", Second)
+    monkeypatch.setattr(metrics, "get_available_trackers", lambda: ["wandb", "trackio"])
+    return {"wandb": First, "trackio": Second}
+
+
+def test_trackers_get_the_figures_of_every_step_and_evaluation(
+    tmp_path: Path, kinds: dict[str, type[Recorder]]
+) -> None:
+    run = play(tmp_path, log_to=["wandb", "trackio"])
+    for kind in kinds.values():
+        (tracker,) = kind.made
+        losses = [values["train/loss"] for _, values in tracker.logged if "train/loss" in values]
+        assert losses == run.losses
+        assert [step for step, values in tracker.logged if "eval/loss" in values] == [3, 6, 9, 12]
+        assert tracker.config["learning_rate"] == 0.02
+        assert tracker.finished
+
+
+@pytest.mark.parametrize("where", ["__init__", "start", "store_init_configuration"])
+def test_a_tracker_that_cannot_start_costs_one_notice(
+    tmp_path: Path,
+    kinds: dict[str, type[Recorder]],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(kinds["wandb"], where, fail)
+    run = play(tmp_path, log_to=["wandb", "trackio"])
+    assert run.error is None
+    assert run.notices == [
+        "The tracker wandb failed and is left out from here on: no network"
+    ]
+    assert len(kinds["trackio"].made[0].logged) == 16
+
+
+def test_a_tracker_that_fails_later_costs_one_notice_and_not_the_others(
+    tmp_path: Path, kinds: dict[str, type[Recorder]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Recorder, values: dict[str, float], step: int | None) -> None:
+        if step == 4:
+            raise RuntimeError("quota")
+
+    monkeypatch.setattr(kinds["wandb"], "log", fail)
+    run = play(tmp_path, log_to=["wandb", "trackio"])
+    assert run.error is None
+    assert len(run.notices) == 1
+    assert "quota" in run.notices[0]
+    assert len(kinds["trackio"].made[0].logged) == 16
+
+
+def test_trackers_are_ended_when_the_run_breaks(
+    tmp_path: Path, kinds: dict[str, type[Recorder]]
+) -> None:
+    def crash(event: object) -> None:
+        if getattr(event, "step", 0) == 2:
+            raise KeyError
+
+    run = play(tmp_path, log_to=["wandb"], on_event=crash)
+    assert isinstance(run.error, KeyError)
+    assert kinds["wandb"].made[0].finished
+
+
+def test_a_tracker_that_is_not_installed_is_refused_with_the_way_to_get_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pip install trackio"):
+        require_trackers(["trackio"])
+    run = play(tmp_path, log_to=["trackio"])
+    assert isinstance(run.error, ConfigError)
+    assert run.events == []
+
+
+def test_perplexity_has_no_upper_end() -> None:
+    assert perplexity(0.0) == 1.0
+    assert perplexity(1e4) == math.inf

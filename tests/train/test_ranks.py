@@ -1,0 +1,221 @@
+"""Two processes on gloo are one run: the same weights, one writer, one end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from tests.train.children import exit_code, free_port, start
+from tests.train.toy import Played, ToyTask, crash_after, make_rows, play, same
+
+from peftkit.errors import RunError
+from peftkit.train.ranks import Ranks
+from peftkit.train.signals import Interrupted
+
+ROWS = make_rows(14)  # steps of 4: the last of an epoch has 2 rows, one for each process
+
+
+class Listing(ToyTask):
+    """Notes the first token of every row trained on, and does what it is told to meanwhile."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.seen, self.calls = what, list[int](), 0
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        if model.training:
+            self.calls += 1
+            own = os.environ["RANK"] == "1"
+            if self.what == "terminate" and own and self.calls == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if self.what == "die" and own and self.calls == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.what == "shrink" and own and len(batch["labels"]) > 1:
+                raise RuntimeError("CUDA out of memory.")
+            if self.what == "nan" and own and self.calls == 5:
+                return super().loss_sum(model, batch) * float("nan")
+            self.seen += [tuple(row) for row in batch["input_ids"].tolist()]
+        return super().loss_sum(model, batch)
+
+
+def work(folder: str, what: str, changes: dict[str, Any]) -> None:
+    """What each process does; it reports in report-RANK.json."""
+    rank = os.environ["RANK"]
+    task = Listing(what)
+    settings = {"batch_size": 1, "gradient_accumulation": 2, "save_every": 2, **changes}
+    crash = crash_after(settings.pop("crash")) if "crash" in settings else None
+    rows = settings.pop("rows", ROWS)
+    run = play(Path(folder), task=task, rows=rows, on_event=crash, **settings)
+    report = {
+        "losses": run.losses,
+        "events": len(run.events),
+        "notices": run.notices,
+        "error": repr(run.error),
+        "seen": task.seen,
+        "sum": sum(float(p.double().sum()) for p in run.weights.values()),
+        "is_main": run.result.is_main if run.result else None,
+    }
+    Path(folder, f"report-{rank}.json").write_text(json.dumps(report))
+    code = run.error.exit_code if isinstance(run.error, Interrupted) else int(bool(run.error))
+    os._exit(code)  # leaving gloo in order would wait for a process that may be dead
+
+
+def launch(folder: Path, what: str = "", **changes: Any) -> list[int | None]:
+    """Run two processes as `accelerate launch --cpu --num_processes 2` would; return exit codes."""
+    port = free_port()
+    folder.mkdir(exist_ok=True)
+    children = [
+        start(
+            work,
+            str(folder),
+            what,
+            changes,
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
+        for rank in range(2)
+    ]
+    return [exit_code(child) for child in children]
+
+
+def reports(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"report-{rank}.json").read_text()) for rank in range(2)]
+
+
+def weights(folder: Path, step: int = 12) -> dict[str, Tensor]:
+    return load_file(folder / "checkpoints" / f"step-{step}" / "weights.safetensors")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two processes, with accumulation 2 on each."""
+    folder = tmp_path_factory.mktemp("two")
+    assert launch(folder) == [0, 0]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Played, Path]:
+    """The same on one process, with accumulation 4."""
+    folder = tmp_path_factory.mktemp("one")
+    run = play(folder, rows=ROWS, batch_size=1, gradient_accumulation=4, save_every=2)
+    return run, folder
+
+
+def test_two_processes_learn_what_one_does_with_twice_the_accumulation(
+    two: Path, one: tuple[Played, Path]
+) -> None:
+    # sums in another order, magnified where AdamW divides by a small gradient
+    assert reports(two)[0]["losses"] == pytest.approx(one[0].losses, rel=1e-4)
+    for name, weight in weights(one[1]).items():
+        torch.testing.assert_close(weights(two)[name], weight, rtol=1e-3, atol=1e-4)
+
+
+def test_both_processes_end_with_the_same_weights(two: Path) -> None:
+    assert reports(two)[0]["sum"] == reports(two)[1]["sum"]
+
+
+def test_every_row_is_learnt_once_an_epoch_by_one_of_them(two: Path) -> None:
+    rows = sorted(list(row.input_ids) for row in ROWS)
+    seen = [row for report in reports(two) for row in report["seen"]]
+    assert sorted(seen) == sorted(3 * rows)
+
+
+def test_only_the_main_process_speaks_and_writes(two: Path) -> None:
+    main, other = reports(two)
+    assert (main["is_main"], other["is_main"]) == (True, False)
+    assert main["events"] > 12
+    assert other["events"] == 0
+    lines = (two / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == main["events"]
+
+
+def test_two_processes_resume_to_the_same_end(two: Path, tmp_path: Path) -> None:
+    assert launch(tmp_path / "run", crash=6) == [1, 1]
+    assert launch(tmp_path / "run", resume=True) == [0, 0]
+    assert reports(tmp_path / "run")[0]["losses"] == reports(two)[0]["losses"][6:]
+    assert same(weights(tmp_path / "run"), weights(two))
+
+
+def test_another_number_of_processes_is_refused(two: Path, tmp_path: Path) -> None:
+    run = play(
+        two, rows=ROWS, batch_size=1, gradient_accumulation=2, save_every=2, resume=True
+    )
+    assert "num_processes: 2 -> 1" in str(run.error)
+
+
+def test_a_signal_to_one_process_stops_both_after_the_same_step(tmp_path: Path) -> None:
+    assert launch(tmp_path / "run", "terminate") == [143, 143]
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-3\n"
+    assert all("after step 3" in report["error"] for report in reports(tmp_path / "run"))
+
+
+def test_a_process_short_of_memory_shrinks_its_own_batches(
+    tmp_path: Path, one: tuple[Played, Path]
+) -> None:
+    changes = {"batch_size": 2, "gradient_accumulation": 1}
+    assert launch(tmp_path / "run", "shrink", **changes) == [0, 0]
+    main = reports(tmp_path / "run")[0]
+    assert main["losses"] == pytest.approx(one[0].losses, rel=1e-4)
+    (notice,) = main["notices"]
+    assert "another process" in notice
+
+
+def test_a_number_that_is_not_finite_on_one_process_stops_both(tmp_path: Path) -> None:
+    assert launch(tmp_path / "run", "nan") == [1, 1]
+    assert all("RunError" in report["error"] for report in reports(tmp_path / "run"))
+    assert (tmp_path / "run" / "rank1-diagnosis.json").exists()
+
+
+def test_a_killed_process_ends_the_other_in_bounded_time(tmp_path: Path) -> None:
+    began = time.monotonic()
+    codes = launch(tmp_path / "run", "die")
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] not in (0, None)
+    assert time.monotonic() - began < 30
+
+
+def test_a_row_may_have_no_counterpart_on_the_other_process(tmp_path: Path) -> None:
+    """5 rows in steps of 4: the last step has one row, and one process has none."""
+    rows = ROWS[:5]
+    alone = play(tmp_path / "one", rows=rows, batch_size=1, gradient_accumulation=4)
+    assert launch(tmp_path / "two", rows=rows) == [0, 0]
+    assert reports(tmp_path / "two")[0]["losses"] == pytest.approx(alone.losses, rel=1e-4)
+
+
+def test_processes_that_do_not_find_each_other_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without its address, accelerate would let each of them train alone."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "-1")
+    monkeypatch.setattr("peftkit.train.ranks.Accelerator", Alone)
+    with pytest.raises(RunError, match="2 processes were launched, and accelerate has joined 1"):
+        Ranks(torch.device("cpu"))
+
+
+class Alone:
+    """An Accelerator that has joined nobody."""
+
+    process_index, num_processes, device = 0, 1, torch.device("cpu")
+
+    def __init__(self, **settings: object) -> None: ...
+
+
+def test_a_lone_process_sums_and_gathers_nothing() -> None:
+    ranks = Ranks(torch.device("cpu"))
+    assert (ranks.rank, ranks.world_size, ranks.is_main) == (0, 1, True)
+    assert ranks.sum(torch.tensor(3.0)) == 3.0
+    assert ranks.gather(torch.tensor([1, 2])).tolist() == [[1, 2]]
+    assert ranks.max(7) == 7

@@ -1,0 +1,190 @@
+"""SIGINT and SIGTERM: the first saves and stops, wherever the run is; the second ends it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from tests.train.toy import Played, Row, Toy, ToyTask, play, same
+
+from peftkit.events import Event
+from peftkit.train import manifest
+from peftkit.train.checkpoint import Checkpoints
+from peftkit.train.signals import Interrupted, StopRequest, stop_requests
+
+BOTH = [signal.SIGINT, signal.SIGTERM]
+
+
+class Signalling(ToyTask):
+    """Sends signals to its own process at the given calls, training and eval batches counted."""
+
+    def __init__(self, calls: dict[int, signal.Signals], *, training: bool = True) -> None:
+        self.calls, self.training, self.count = calls, training, 0
+
+    def loss_sum(self, model, batch):  # type: ignore[no-untyped-def]
+        if model.training == self.training:
+            self.count += 1
+            if self.count in self.calls:
+                os.kill(os.getpid(), self.calls[self.count])
+        return super().loss_sum(model, batch)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    return play(tmp_path_factory.mktemp("whole"), model=Toy(dropout=0.3))
+
+
+def go_on(folder: Path) -> Played:
+    return play(folder, model=Toy(dropout=0.3), save_every=None, resume=True)
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_a_signal_within_a_step_saves_after_that_step_and_stops(
+    tmp_path: Path, whole: Played, number: signal.Signals
+) -> None:
+    task = Signalling({8: number})  # the first of the two batches of step 5
+    run = play(tmp_path, model=Toy(dropout=0.3), task=task, save_every=None)
+    assert isinstance(run.error, Interrupted)
+    assert run.error.exit_code == 128 + number
+    assert "step-5" in str(run.error)
+    assert "--resume" in str(run.error)
+    assert run.saved[-1] == "step-5"
+    rest = go_on(tmp_path)
+    assert run.losses + rest.losses == whole.losses
+    assert same(rest.weights, whole.weights)
+
+
+def test_a_signal_within_an_evaluation_stops_it_and_the_resumed_run_makes_up_for_it(
+    tmp_path: Path, whole: Played
+) -> None:
+    rows = [Row((n, n + 1), (-100, n), "eval") for n in range(10)]
+    reference = play(tmp_path / "a", eval_rows=rows)
+    task = Signalling({7: signal.SIGTERM}, training=False)  # in the second evaluation of 5 batches
+    run = play(tmp_path / "b", task=task, eval_rows=rows)
+    assert isinstance(run.error, Interrupted)
+    assert task.count == 7, "the evaluation should have ended with the batch of the signal"
+    assert run.saved[-1] == "step-6"
+    rest = play(tmp_path / "b", eval_rows=rows, resume=True)
+
+    def evals(*runs: Played) -> list[tuple[int, float]]:
+        events = [event for run in runs for event in run.events if hasattr(event, "best")]
+        return [(event.step, event.metrics["loss"]) for event in events]
+
+    assert evals(run, rest) == evals(reference)
+    assert rest.result is not None
+    assert reference.result is not None
+    assert rest.result.best_step == reference.result.best_step
+    assert rest.result.best_checkpoint is not None
+    assert rest.result.best_checkpoint.is_dir()
+
+
+@pytest.mark.parametrize("where", ["weights", "MANIFEST.json", "renamed", "latest"])
+def test_a_signal_within_a_save_lets_it_finish(
+    tmp_path: Path, whole: Played, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def failpoint(name: str) -> None:
+        if name == where:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "failpoint", failpoint)
+        run = play(tmp_path, model=Toy(dropout=0.3), save_every=4, eval_every=None)
+    assert isinstance(run.error, Interrupted)
+    assert run.saved == ["step-4"]
+    Checkpoints(tmp_path, keep=1).verified(4)
+    assert go_on(tmp_path).losses == whole.losses[4:]
+
+
+def test_a_signal_in_the_last_save_still_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failpoint(name: str) -> None:
+        if name == "latest":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(manifest, "failpoint", failpoint)
+    run = play(tmp_path, save_every=None, eval_every=None, eval_rows=[])
+    assert isinstance(run.error, Interrupted)
+    assert len(run.losses) == 12
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_second_signal_ends_the_run_at_once(
+    tmp_path: Path, whole: Played, number: signal.Signals, expected: type[BaseException]
+) -> None:
+    task = Signalling({8: number, 9: number})  # both in step 5
+    run = play(tmp_path, model=Toy(dropout=0.3), task=task, save_every=2)
+    assert isinstance(run.error, expected)
+    assert getattr(run.error, "code", 128 + number) == 128 + number
+    assert len(run.losses) == 4
+    assert run.saved[-1] == "step-4"
+    assert go_on(tmp_path).losses == whole.losses[4:]
+
+
+def test_a_second_signal_within_a_save_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = 0
+
+    def failpoint(name: str) -> None:
+        nonlocal passed
+        passed += name == "optimizer"
+        if name == "optimizer" and passed == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(manifest, "failpoint", failpoint)
+    run = play(tmp_path)
+    assert isinstance(run.error, SystemExit)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-1", "step-2"]
+    assert Checkpoints(tmp_path, keep=1).newest_valid(lambda event: None).step == 2
+
+
+def test_handlers_are_restored_afterwards(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in BOTH]
+    during: list[object] = []
+
+    def listen(event: Event) -> None:
+        during.append(signal.getsignal(signal.SIGTERM))
+
+    play(tmp_path, max_steps=1, on_event=listen)
+    assert during[0] != before[1]
+    assert [signal.getsignal(number) for number in BOTH] == before
+    play(tmp_path, max_steps=1)  # refused: the folder holds a run
+    assert [signal.getsignal(number) for number in BOTH] == before
+
+
+def test_a_run_in_a_thread_takes_no_signals(tmp_path: Path) -> None:
+    runs: list[Played] = []
+    thread = threading.Thread(target=lambda: runs.append(play(tmp_path)))
+    before = signal.getsignal(signal.SIGTERM)
+    thread.start()
+    during = signal.getsignal(signal.SIGTERM)
+    thread.join()
+    assert runs[0].error is None
+    assert during == before
+
+
+def test_a_signal_that_a_launcher_relays_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    request = StopRequest()
+    for _ in range(3):
+        request.receive(signal.SIGTERM, None)
+    assert request.signum == signal.SIGTERM
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 10)
+    with pytest.raises(SystemExit):
+        request.receive(signal.SIGTERM, None)
+
+
+def test_without_a_signal_nothing_is_requested() -> None:
+    with stop_requests() as stop:
+        assert stop.signum == 0
+
+
