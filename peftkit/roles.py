@@ -156,6 +156,8 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
         "Phi4MultimodalAudioMLP": Layout(1, ("up", "gate")),
     },
 }
+WHOLES = dict.fromkeys(("q", "k", "v"), "qkv") | dict.fromkeys(("gate", "up"), "gate_up")
+"""Role -> the fused one that it may be a part of."""
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIM = ("head_dim", "head_size", "attention_head_size")
 NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads")

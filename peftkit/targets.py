@@ -63,7 +63,8 @@ def resolve(model: nn.Module, targets: Sequence[str] | str) -> list[Site]:
     """Return the sites that the targets name, each once, in the order of the model.
 
     Raises:
-        TargetError: Lists every target that names nothing here, and what there is.
+        TargetError: Lists every target that names nothing here, or only a part of what it means,
+            and what there is.
     """
     asked = [targets] if isinstance(targets, str) else list(targets)
     places = find_places(model)
@@ -78,7 +79,7 @@ def resolve(model: nn.Module, targets: Sequence[str] | str) -> list[Site]:
             # a pattern means the layer as it stands, and so does all-linear
             if found == {""} or target.endswith(table.ALL_LINEAR):
                 whole.add(index)
-        if not hits:
+        if not hits or _hiding(places, target):
             failed.append(target)
     if failed or not asked:
         raise _no_match(model, places, failed)
@@ -140,6 +141,15 @@ def _on(place: Place, qualifier: str) -> bool:
     return place.side == ""
 
 
+def _hiding(places: list[Place], target: str) -> Place | None:
+    """Return a weight in which a role is fused with others in an order that is not known."""
+    found = re.fullmatch(r"(.*[._])?(q|k|v|gate|up)", target)
+    if not found:
+        return None
+    matches = _matcher((found[1] or "") + table.WHOLES[found[2]])
+    return next((place for place in places if matches(place) - {""}), None)
+
+
 def _has_name(place: Place, pattern: str) -> bool:
     names = [place.path, f"{place.path}.{place.parameter}"]
     return _matches(names if place.parameter else names[:1], pattern)
@@ -159,25 +169,30 @@ def _no_match(model: nn.Module, places: list[Place], failed: list[str]) -> Targe
     if not failed:
         asked = f"no targets are given for {name}."
     reasons = [reason for target in failed if (reason := _why(model, places, target))]
-    words = {*table.ROLES, *table.GROUPS, *(name for place in places for name in place.names)}
-    words |= {place.path.rpartition(".")[2] for place in places if not place.is_embedding}
-    known = [target for target in failed if target in words]  # a role that is not in this model
-    guesses = [did_you_mean(t, words) for t in failed if t not in known]
+    guesses = [_guess(places, target) for target in failed]
     hints = " ".join(dict.fromkeys(filter(None, guesses)))
     found = "\n".join([*reasons, " ".join(filter(None, [_roles_found(places), hints]))])
     source = getattr(getattr(model, "config", None), "_name_or_path", "") or "MODEL"
     return TargetError(asked, found=found, fix=f"List every layer with: peftkit inspect {source}")
 
 
+def _guess(places: list[Place], target: str) -> str:
+    """Return "Did you mean 'x'?" of a role of this model or the name of a layer, or ""."""
+    present = dict.fromkeys(name for place in places for name in place.names)
+    if _is_role(target):  # a right word that is not in this model
+        near = next((name for name in present if name.endswith(f"_{target}")), "")
+        return f"Did you mean '{near}'?" if near else ""
+    leaves = {place.path.rpartition(".")[2] for place in places if not place.is_embedding}
+    return did_you_mean(target, [*present, *table.GROUPS, *sorted(leaves)])
+
+
 def _why(model: nn.Module, places: list[Place], target: str) -> str:
     """Return one line on why a target names nothing, where there is more to say."""
-    for kind, parts in (("qkv", "qkv"), ("kv", "kv"), ("gate_up", ("gate", "up"))):
-        fused = next((p for p in places if p.roles[0].endswith(kind) and not p.repeats), None)
-        if fused and target.rpartition(".")[2].rpartition("_")[2] in parts:
-            return (
-                f"'{target}' may be in {fused.path}, fused in an order that is not known here: "
-                f"target the whole as '{fused.names[0]}'."
-            )
+    if fused := _hiding(places, target):
+        return (
+            f"'{target}' may be in {fused.path}, fused in an order that is not known here: "
+            f"target the whole as '{fused.names[0]}'."
+        )
     if _is_role(target) or _is_role(target.partition(".")[2]):
         return ""
     others = Counter(type(m).__name__ for path, m, _ in walk(model) if _matches([path], target))

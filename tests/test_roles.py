@@ -227,7 +227,8 @@ def test_rows_of_a_fused_projection_act_as_their_role(name: str) -> None:
     assert q is None or moved(q) == [TOKEN]
     assert len(moved(k)) > 1
     assert len(moved(v)) > 1
-    # Without values nothing is left of queries and keys: no row of v is among theirs.
+    # Without values nothing is left of queries and keys: no row of v is among theirs. (In minimax,
+    # whose attention is linear, keys could be the values as well; there the order is its code's.)
     silent = owner_output(model, place, without_values(lambda output: None))
     others = k if q is None else torch.cat([q, k])
     assert torch.equal(owner_output(model, place, without_values(noise(others))), silent)

@@ -202,11 +202,11 @@ def prepare_output(output_dir: Path, *, resume: bool = False, overwrite: bool = 
         OutputError: The folder cannot be written to, or holds a run.
         CheckpointError: There is nothing to resume.
     """
-    writable_folder(output_dir)
     checkpoints = Checkpoints(output_dir, keep=1)
     found = [f"step-{step}" for step in checkpoints.steps()]
     if resume and not found:
         raise checkpoints.nothing_to_resume([])
+    writable_folder(output_dir)
     found += sorted(path.name for path in output_dir.glob("*.safetensors"))
     if found and not (resume or overwrite):
         raise OutputError(

@@ -130,7 +130,7 @@ class Learner:
             targets = float(sum(self.task.num_targets(batch) for batch in batches))
             # counted over the whole group and all processes before the first backward pass, so that
             # the gradient is that of one mean over targets, not of a mean of means
-            total = self.ranks.sum(torch.tensor(targets, device=self.ranks.device))
+            total = self.ranks.sum(torch.full((), targets, device=self.ranks.device))
             loss, said = self._gradients(rows, batches, total.clamp(min=1), start)
             notice = said or notice
             facts, grad_norm = self._summed(loss, total, rows, notice)

@@ -15,12 +15,10 @@ from peftkit.errors import DataError
 from peftkit.events import Listener, ignore
 from peftkit.train.checkpoint import prepare_output
 from peftkit.train.config import TrainConfig
-from peftkit.train.identity import identity_of
 from peftkit.train.learner import Task
 from peftkit.train.metrics import require_trackers
 from peftkit.train.model import trainable_parameters
 from peftkit.train.run import Result, Run
-from peftkit.train.saving import Saver
 from peftkit.train.signals import stop_requests
 from peftkit.train.weights import TrainableWeights, Weights
 
@@ -64,10 +62,17 @@ def fit(
     prepare_output(config.output_dir, resume=resume, overwrite=overwrite)
     require_trackers(config.log_to)
     with stop_requests() as stop:
-        run = Run(model, task, parameters, train_rows, eval_rows, config, stop, on_event)
-        known = identity_of(config, train_rows, eval_rows, run.ranks.world_size, identity or {})
-        run.saver = Saver(
-            run.learner, run.order, config, weights or TrainableWeights(model), known, run.say
+        run = Run(
+            model,
+            task,
+            train_rows,
+            eval_rows,
+            config,
+            parameters=parameters,
+            weights=weights or TrainableWeights(model),
+            identity=identity or {},
+            stop=stop,
+            on_event=on_event,
         )
         with run.prepared():
             return run.go(allow_changes if resume else None)

@@ -8,11 +8,12 @@ running out of memory, or of rows in a small last group), and a task may call an
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 from torch import Tensor
 
 from peftkit.errors import RunError
@@ -76,6 +77,12 @@ class Ranks:
         parts = total.split([gradient.numel() for gradient in gradients])
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
+
+    def take_from_main(self, tensors: Iterable[Tensor]) -> None:
+        """Give every process the main one's values."""
+        if self.world_size > 1:
+            for tensor in tensors:
+                broadcast(tensor.data, from_process=0)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return a vector of every process, on the CPU: (world_size, length)."""

@@ -19,6 +19,7 @@ from peftkit.files import write_json
 from peftkit.train import rng
 from peftkit.train.config import TrainConfig
 from peftkit.train.evaluate import Evaluator
+from peftkit.train.identity import identity_of
 from peftkit.train.learner import Learner, NonFinite, StepFacts, Task
 from peftkit.train.metrics import MetricsFile, Trackers, peak_bytes, perplexity, start_trackers
 from peftkit.train.model import device_name, num_parameters
@@ -27,6 +28,7 @@ from peftkit.train.order import Order
 from peftkit.train.ranks import Ranks
 from peftkit.train.saving import Saver
 from peftkit.train.signals import Interrupted, StopRequest
+from peftkit.train.weights import Weights
 
 DIAGNOSIS = "diagnosis.json"
 
@@ -58,16 +60,17 @@ class Result:
 class Run:
     """One run, on one of its processes: what `fit` does, step by step."""
 
-    saver: Saver
-
     def __init__(
         self,
         model: nn.Module,
         task: Task,
-        parameters: Mapping[str, nn.Parameter],
         train_rows: Sequence[Any],
         eval_rows: Sequence[Any],
         config: TrainConfig,
+        *,
+        parameters: Mapping[str, nn.Parameter],
+        weights: Weights,
+        identity: Mapping[str, Any],
         stop: StopRequest,
         on_event: Listener,
     ) -> None:
@@ -78,6 +81,8 @@ class Run:
         self.num_steps = config.num_steps(len(train_rows), world_size)
         self.learner = Learner(model, task, parameters, config, self.ranks, stop)
         self.evaluator = Evaluator(model, task, eval_rows, config.batch_size, self.ranks, stop)
+        known = identity_of(config, train_rows, eval_rows, world_size, identity)
+        self.saver = Saver(self.learner, self.order, config, weights, known, self.say)
         self.has_eval = bool(eval_rows)
         self._agreed_stop = 0
         self._listeners = [on_event] if self.ranks.is_main else []
@@ -132,6 +137,7 @@ class Run:
         self.ranks.wait()  # nobody writes before everybody has looked at the folder
         if resume is None:
             rng.seed_everything(self.config.seed, self.ranks.rank)
+            self.ranks.take_from_main(self.learner.parameters.values())
         else:
             self.saver.resume(resume)
         if self.ranks.is_main:

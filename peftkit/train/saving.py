@@ -23,6 +23,7 @@ from peftkit.train.state import state_from_json
 from peftkit.train.weights import Weights
 
 OPTIMIZER, RANDOM, STATE = "optimizer.safetensors", "rng.safetensors", "state.json"
+MAX_STATE_BYTES = 1 << 24
 SLACK_BYTES = 1 << 20  # generators, manifest, the adapter's own JSON
 
 
@@ -119,7 +120,7 @@ class Saver:
 
     def _load(self, folder: Path, *, exact: bool) -> None:
         learner, ranks = self.learner, self.learner.ranks
-        saved = read_json(folder / STATE, error=CheckpointError)
+        saved = read_json(folder / STATE, max_bytes=MAX_STATE_BYTES, error=CheckpointError)
         tensors = read_tensors(folder / OPTIMIZER, error=CheckpointError)
         generators = read_tensors(folder / RANDOM, error=CheckpointError)
         state = state_from_json(saved["run"])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import pytest
 
@@ -49,27 +50,66 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def start(*args: object, cwd: Path, **options: int) -> subprocess.Popen[str]:
+def start(
+    *args: object, cwd: Path, stdout: int | IO[str] = subprocess.PIPE
+) -> subprocess.Popen[str]:
     """Start a command as a process of its own, with pipes to it."""
     return subprocess.Popen(
         [sys.executable, "-m", "peftkit_cli", *map(str, args)],
         cwd=cwd,
         env=environment(),
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
-        **options,
     )
 
 
+RECIPE = """\
+base: {{model: {model}, quantize: none}}
+method: {{type: lora, rank: 4, alpha: 8, targets: [q, v]}}
+data: {{train: train.jsonl, eval: eval.jsonl, max_length: 64}}
+train: {{output_dir: runs/demo, max_steps: 8, batch_size: 2, learning_rate: 0.05, eval_every: 4}}
+"""
+
+
+def turn(question: str, answer: str) -> dict[str, list[dict[str, str]]]:
+    """Return a row of one question and its answer."""
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+
+
+def write_rows(file: Path, rows: Iterable[object]) -> None:
+    """Write JSON Lines."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_project(folder: Path, model: Path) -> Path:
+    """Write data and a recipe, as a user has them; return the folder."""
+    rows = [turn(f"what is the {word}?", f"the {word} dog") for word in ("quick", "brown", "lazy")]
+    write_rows(folder / "train.jsonl", rows * 4)
+    write_rows(folder / "eval.jsonl", rows)
+    (folder / "recipe.yaml").write_text(RECIPE.format(model=model), encoding="utf-8")
+    return folder
+
+
 @pytest.fixture
-def peftkit_process(tmp_path: Path) -> Run:
-    """Run a command as a process of its own."""
+def project(peftkit: Run, tmp_path: Path, model_folder: Path) -> Path:
+    """A folder with data and a recipe; commands run in it."""
+    return write_project(tmp_path, model_folder)
 
-    def call(*args: object, cwd: Path = tmp_path, stdin: str = "") -> Done:
-        process = start(*args, cwd=cwd)
-        out, err = process.communicate(stdin, timeout=120)
-        return Done(process.returncode, out, err)
 
-    return call
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """A project whose recipe has been trained, into runs/demo. Do not write into it."""
+    folder = write_project(tmp_path_factory.mktemp("trained"), model_folder)
+    process = start("train", "recipe.yaml", cwd=folder)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    (folder / "out.txt").write_text(out, encoding="utf-8")
+    (folder / "err.txt").write_text(err, encoding="utf-8")
+    return folder

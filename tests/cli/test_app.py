@@ -22,7 +22,9 @@ COMMANDS: dict[str, list[str]] = {
     ],
     "chat": ["ADAPTER", "--base", "--max-new-tokens", "--temperature", "--seed", "--force"],
     "eval": ["ADAPTER", "--data", "--base", "--force", "--json"],
-    "merge": ["ADAPTER", "--out", "--base", "--dtype", "--force", "--from-quantized", "--overwrite"],
+    "merge": [
+        "ADAPTER", "--out", "--base", "--dtype", "--force", "--from-quantized", "--overwrite",
+    ],
     "inspect": ["ADAPTER|MODEL", "--json"],
     "recipes ls": [],
     "recipes show": ["NAME"],

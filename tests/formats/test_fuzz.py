@@ -15,15 +15,22 @@ import random
 import re
 import resource
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from transformers import PreTrainedModel
 
+from peftkit.adapter import Adapter, attach
 from peftkit.errors import PeftkitError
 from peftkit.files import write_tensors
 from peftkit.formats.guard import read_json, read_tensors
+from peftkit.formats.peft import NOTES, TENSORS, Provenance, load_adapter, save_adapter
+from peftkit.methods.lora import LoRA
+from peftkit.methods.protocol import AdapterModule
 
 COUNT = int(os.environ.get("PEFTKIT_FUZZ_COUNT", "300"))
 SEED = int(os.environ.get("PEFTKIT_FUZZ_SEED", "0"))
@@ -79,6 +86,41 @@ def change_word(data: bytearray, rng: random.Random) -> None:
     if found:
         match = rng.choice(found)
         data[match.start() : match.end()] = rng.choice(WORDS)
+
+
+ODD_VALUES: tuple[Any, ...] = (
+    *(None, True, False, -1, 0, 1, 0.5, 10**9, 2**63, -(2**63), 1e300, 1e-300, "", "x", "8", "("),
+    *(r"(\w+\.?)+!", r".*", "../../../etc/passwd", "\x1b[2J", "all-linear", "os.system"),
+    *([], {}, [[]], [None], [1], ["q_proj"], [{"q_proj": 1}], {"": 1}, {"q_proj": None}),
+    *(
+        {"q_proj": 0},
+        {"q_proj": -1},
+        {"q_proj": "8"},
+        {"(": 4},
+        {r"(\w+\.?)+!": 4},
+        {"a": {"b": []}},
+    ),
+    *(["x" * 10_000], ["q_proj"] * 10_000, {"q_proj": 10**9}, {"type": "dora"}),
+)
+MORE_FIELDS = (
+    *("rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "modules_to_save", "lora_bias"),
+    *("layers_to_transform", "layers_pattern", "exclude_modules", "auto_mapping", "megatron_core"),
+    *("megatron_config", "tokenizer_kwargs", "trainable_token_indices", "target_parameters"),
+)
+
+
+def change_field(fields: dict[str, Any], rng: random.Random) -> None:
+    """Set one field, at the top or inside one, to a valid JSON value that it should not have."""
+    while True:
+        key = rng.choice([*fields, *MORE_FIELDS])
+        inner = fields.get(key)
+        if not isinstance(inner, dict) or not inner or rng.random() < 0.5:
+            break
+        fields = inner
+    if rng.random() < 0.1:
+        fields.pop(key, None)
+    else:
+        fields[key] = rng.choice(ODD_VALUES)
 
 
 MUTATIONS: tuple[Callable[[bytearray, random.Random], None], ...] = (
@@ -158,3 +200,50 @@ def test_a_mutated_json_file_is_an_object_or_a_typed_error(tmp_path: Path) -> No
         assert isinstance(result, dict | PeftkitError), f"seed {seed}"
     assert num_refused > COUNT // 4
     assert peak_bytes() - before < MOST_BYTES
+
+
+@pytest.mark.parametrize("made_here", [True, False], ids=["with our notes", "PEFT's files alone"])
+def test_a_mutated_folder_loads_equal_or_is_a_typed_error(
+    llama: PreTrainedModel, tmp_path: Path, made_here: bool
+) -> None:
+    adapter = attach(llama, LoRA(rank=2, alpha=4, targets=("q", "down"), rank_pattern={"q": 3}))
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.uniform_(-1, 1)
+    save_adapter(adapter, tmp_path, Provenance(base="tiny", fingerprint="sha256:" + "1" * 64))
+    if not made_here:
+        (tmp_path / NOTES).unlink()
+    expected, scalings = adapter.state(), scalings_of(adapter)
+    adapter.detach()
+    whole = {path: path.read_bytes() for path in sorted(tmp_path.iterdir())}
+    before, outcomes = peak_bytes(), Counter[str]()
+    for seed, rng in seeds():
+        path = rng.choice(list(whole))
+        is_tensors = path.name == TENSORS
+        header = 8 + int.from_bytes(whole[path][:8], "little") if is_tensors else None
+        if is_tensors or rng.random() < 0.5:
+            path.write_bytes(mutated(whole[path], rng, header if rng.random() < 0.8 else None))
+        else:
+            fields = json.loads(whole[path])
+            change_field(fields, rng)
+            path.write_text(json.dumps(fields))
+        result = outcome(lambda: load_adapter(llama, tmp_path), f"seed {seed}, {path.name}")
+        assert path.write_bytes(whole[path])
+        if isinstance(result, PeftkitError):
+            outcomes["refused"] += 1
+        else:
+            outcomes["loaded"] += 1
+            loaded, now = result.state(), scalings_of(result)
+            result.detach()
+            if made_here:  # there is nothing that a file of PEFT could be checked by
+                assert now == scalings, f"seed {seed}, {path.name}"
+                assert loaded.keys() == expected.keys()
+                assert all(torch.equal(t, loaded[n]) for n, t in expected.items()), f"seed {seed}"
+        assert not any(isinstance(module, AdapterModule) for module in llama.modules())
+    assert outcomes["refused"] > COUNT // 2
+    assert outcomes["loaded"] > 0
+    assert peak_bytes() - before < MOST_BYTES
+
+
+def scalings_of(adapter: Adapter) -> dict[str, float]:
+    return {path: float(module.scaling) for path, module in adapter.modules.items()}  # type: ignore[arg-type]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -155,3 +158,29 @@ def test_a_shard_cut_short_is_refused(folder: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-7])
     with pytest.raises(BaseError, match="the payload has"):
         find_shards(folder)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_a_tensor_or_two_are_in_memory_whatever_the_model(tmp_path: Path, out: Path) -> None:
+    size = 1 << 20
+    save_file({f"t{n}": torch.ones(size // 4) for n in range(60)}, tmp_path / "model.safetensors")
+    script = f"""
+        import re
+        from pathlib import Path
+        import torch
+        from peftkit.formats.shards import find_shards, rewrite_shards
+
+        def peak():
+            status = Path("/proc/self/status").read_text()
+            return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", status)[1])
+
+        torch.set_num_threads(1)
+        torch.neg(torch.ones(size := {size})).isfinite().all()
+        shards, before = find_shards(Path({str(tmp_path)!r})), peak()
+        rewrite_shards(shards, Path({str(out)!r}), dict.fromkeys(shards.entries, torch.neg))
+        print(peak() - before)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert int(done.stdout) < 10 * size
+    assert all((tensor == -1).all() for tensor in load_file(out / "model.safetensors").values())

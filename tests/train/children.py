@@ -15,7 +15,7 @@ CONTEXT.set_forkserver_preload(["torch._dynamo", "accelerate.tracking", "pytest"
 SECONDS = 60
 
 
-def start(function: Callable[..., None], *args: Any, **environment: str) -> BaseProcess:
+def start(function: Callable[..., object], *args: Any, **environment: str) -> BaseProcess:
     """Start a function of a test module in a new process."""
     child = CONTEXT.Process(target=_run, args=(function, args, environment), daemon=True)
     child.start()
@@ -38,7 +38,9 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def _run(function: Callable[..., None], args: tuple[Any, ...], environment: dict[str, str]) -> None:
+def _run(
+    function: Callable[..., object], args: tuple[Any, ...], environment: dict[str, str]
+) -> None:
     os.environ.update(environment)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch

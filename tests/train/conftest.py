@@ -1,4 +1,4 @@
-"""No waiting for the disk: that bytes are durable cannot be seen from here, only the order of it."""
+"""No waiting for the disk: whether bytes are durable cannot be seen from here anyway."""
 
 from __future__ import annotations
 

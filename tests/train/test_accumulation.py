@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from tests.train.toy import Row, Toy, ToyTask, config_of, make_rows, play
 
-from peftkit.train.learner import Learner
 from peftkit.train.order import Order
-from peftkit.train.ranks import Ranks
-from peftkit.train.signals import StopRequest
+from tests.train.toy import Row, Toy, ToyTask, learner_of, make_rows, play
 
 # Sums of the same few hundred fp32 terms in another order.
-CLOSE = {"rtol": 1e-5, "atol": 1e-7}
+CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
 ROWS = make_rows(8)  # of 3 to 9 tokens
-
-
-def learner_of(model: nn.Module, **changes: Any) -> Learner:
-    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    config = config_of(Path("unused"), **changes)
-    return Learner(model, ToyTask(), parameters, config, Ranks(torch.device("cpu")), StopRequest())
 
 
 def gradients_of_a_step(model: nn.Module, **changes: Any) -> dict[str, Tensor]:
     """Return what the optimizer is given in one step over ROWS."""
-    learner, seen = learner_of(model, **changes), dict[str, Tensor]()
+    learner, seen = learner_of(model, ToyTask(), **changes), dict[str, Tensor]()
 
     def watch(*_: object) -> None:
-        seen.update({n: p.grad.clone() for n, p in learner.parameters.items() if p.grad is not None})
+        seen.update(
+            {n: p.grad.clone() for n, p in learner.parameters.items() if p.grad is not None}
+        )
 
     learner.optimizer.register_step_pre_hook(watch)
     learner.step(ROWS, 0.1)
@@ -118,7 +111,7 @@ def test_a_gradient_that_is_a_transposed_view_is_read_right() -> None:
     assert isinstance(twisted.lora_A.weight, nn.Parameter)
     twisted.lora_A.weight.register_post_accumulate_grad_hook(transposed)
     for model in (plain, twisted):
-        learner = learner_of(model, batch_size=8)
+        learner = learner_of(model, ToyTask())
         for _ in range(3):
             learner.step(ROWS, 0.1)
     assert torch.equal(plain.lora_A.weight, twisted.lora_A.weight)
@@ -127,7 +120,7 @@ def test_a_gradient_that_is_a_transposed_view_is_read_right() -> None:
 def test_a_parameter_without_a_gradient_gets_zeros() -> None:
     model = Toy()
     model.unused = nn.Parameter(torch.ones(3, 3))
-    learner = learner_of(model, weight_decay=0.5)
+    learner = learner_of(model, ToyTask(), weight_decay=0.5)
     learner.step(ROWS, 0.1)
     # only the decay has moved it: 1 - 0.1 x 0.5
     torch.testing.assert_close(model.unused.data, torch.full((3, 3), 0.95))
@@ -137,7 +130,11 @@ def test_a_parameter_without_a_gradient_gets_zeros() -> None:
 def test_every_epoch_has_every_row_once_and_in_its_own_order(num_rows: int) -> None:
     order = Order(num_rows, 4, seed=3)
     epochs = [
-        [i for step in range(order.steps_per_epoch) for i in order.group(e * order.steps_per_epoch + step)]
+        [
+            i
+            for step in range(order.steps_per_epoch)
+            for i in order.group(e * order.steps_per_epoch + step)
+        ]
         for e in range(3)
     ]
     assert all(sorted(epoch) == list(range(num_rows)) for epoch in epochs)
@@ -163,11 +160,12 @@ def test_processes_share_a_group_evenly_and_without_overlap(world_size: int) -> 
 
 def test_a_row_object_may_be_anything_the_task_understands(tmp_path: Path) -> None:
     class PairTask(ToyTask):
-        def collate(self, rows):  # type: ignore[no-untyped-def]
+        def collate(self, rows: Sequence[Any]) -> Mapping[str, Tensor]:
             return super().collate([Row(ids, labels, "") for ids, labels in rows])
 
     pairs = [(row.input_ids, row.labels) for row in make_rows(14)]
-    plain, paired = play(tmp_path / "a"), play(
-        tmp_path / "b", task=PairTask(), rows=pairs, eval_rows=pairs[:3]
+    plain, paired = (
+        play(tmp_path / "a"),
+        play(tmp_path / "b", task=PairTask(), rows=pairs, eval_rows=pairs[:3]),
     )
     assert paired.losses == plain.losses

@@ -5,22 +5,24 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import resource
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from tests.train.children import exit_code, start
-from tests.train.toy import Crash, Played, Row, Toy, crash_after, play, same
 
 from peftkit.errors import CheckpointError, OutputError, RunError
 from peftkit.events import Event, Notice, Saved
 from peftkit.train import manifest
 from peftkit.train.checkpoint import Checkpoints, prepare_output
+from tests.train.children import exit_code, start
+from tests.train.toy import Crash, Played, Row, Toy, crash_after, play, same
 
 FILES = ["weights.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"]
 FAILPOINTS = [
@@ -71,9 +73,7 @@ def train_and_die(folder: str, where: str, which: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     manifest.failpoint = failpoint
-    play(
-        Path(folder), model=Toy(dropout=0.3), eval_every=None, save_every=2, keep_checkpoints=1
-    )
+    play(Path(folder), model=Toy(dropout=0.3), eval_every=None, save_every=2, keep_checkpoints=1)
 
 
 @pytest.mark.parametrize("where", FAILPOINTS)
@@ -94,6 +94,32 @@ def test_killed_anywhere_in_a_save_the_run_goes_on_to_the_same_end(
     assert run.losses == whole.losses[step:]
     assert same(run.weights, whole.weights)
     assert names(tmp_path) == ["latest", "step-12"]
+
+
+def train_slowly(folder: str) -> None:
+    """Train with a checkpoint after every step, at a pace that leaves time to be killed."""
+
+    def pause(event: Event) -> None:
+        time.sleep(0.01)
+
+    play(Path(folder), model=Toy(dropout=0.3), eval_every=None, on_event=pause)
+
+
+@pytest.mark.parametrize("moment", range(int(os.environ.get("PEFTKIT_KILLS", "3"))))
+def test_killed_at_any_moment_the_run_goes_on_to_the_same_end(
+    tmp_path: Path, whole: Played, moment: int
+) -> None:
+    """PEFTKIT_KILLS=50 pytest tests/train/test_checkpoints.py -k any_moment: for longer."""
+    child = start(train_slowly, str(tmp_path))
+    while not (tmp_path / "checkpoints" / "step-1").exists():
+        time.sleep(0.001)
+    time.sleep(random.Random(moment).uniform(0, 0.5))
+    child.kill()
+    assert exit_code(child) in (0, -signal.SIGKILL)
+    run = go_on(tmp_path)
+    assert run.error is None
+    assert run.losses == whole.losses[12 - len(run.losses) :]
+    assert same(run.weights, whole.weights)
 
 
 # --- what makes a checkpoint invalid

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.train.toy import Played, Row, Toy, ToyTask, config_of, make_rows, play, same
+from torch import Tensor, nn
 
 from peftkit.errors import ConfigError, DataError, OutputError
 from peftkit.events import EvalDone, Event, Notice, RunDone, RunStarted, Saved, StepDone
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 from peftkit.train.model import num_parameters
+from tests.train.toy import Played, Row, Toy, ToyTask, config_of, make_rows, play, same
 
 
 def test_only_what_requires_a_gradient_is_trained(tmp_path: Path) -> None:
@@ -103,12 +106,26 @@ def test_evaluating_does_not_disturb_training(tmp_path: Path) -> None:
     assert same(often.weights, never.weights)
 
 
+def test_an_evaluation_that_draws_random_numbers_does_not_disturb_training_either(
+    tmp_path: Path,
+) -> None:
+    class Drawing(ToyTask):
+        def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+            if not model.training:
+                torch.rand(3), random.random(), np.random.rand()
+            return super().loss_sum(model, batch)
+
+    drawing = play(tmp_path / "a", model=Toy(dropout=0.3), task=Drawing(), eval_every=1)
+    plain = play(tmp_path / "b", model=Toy(dropout=0.3), eval_every=None)
+    assert drawing.losses == plain.losses
+
+
 def test_dropout_is_off_in_the_evaluation_and_on_in_training(tmp_path: Path) -> None:
     seen: list[tuple[bool, bool]] = []
 
     class Watching(ToyTask):
-        def loss_sum(self, model, batch):  # type: ignore[no-untyped-def]
-            seen.append((torch.is_grad_enabled(), model.dropout.training))
+        def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+            seen.append((torch.is_grad_enabled(), model.get_submodule("dropout").training))
             return super().loss_sum(model, batch)
 
     play(tmp_path, task=Watching())
@@ -139,7 +156,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path: Pat
     [({}, 12), ({"epochs": 0.5}, 2), ({"max_steps": 7}, 7), ({"epochs": 1.1}, 5)],
 )
 def test_a_run_has_as_many_steps_as_asked(
-    tmp_path: Path, changes: dict[str, float], steps: int
+    tmp_path: Path, changes: dict[str, Any], steps: int
 ) -> None:
     assert len(play(tmp_path, save_every=None, **changes).losses) == steps
     assert config_of(tmp_path, **changes).num_steps(14) == steps
@@ -162,7 +179,7 @@ def test_metrics_jsonl_goes_on_after_a_line_cut_short(tmp_path: Path) -> None:
     play(tmp_path, max_steps=1)
     cut, *lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert cut == '{"event": "StepDone", "st'
-    assert [json.loads(line)["event"] for line in lines][0] == "RunStarted"
+    assert json.loads(lines[0])["event"] == "RunStarted"
 
 
 def test_a_folder_that_holds_a_run_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -232,7 +249,7 @@ def test_packed_weights_are_counted_by_what_they_stand_for() -> None:
 
 def test_an_eval_loss_that_is_not_finite_is_told_and_never_best(tmp_path: Path) -> None:
     class Diverging(ToyTask):
-        def loss_sum(self, model, batch):  # type: ignore[no-untyped-def]
+        def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
             loss = super().loss_sum(model, batch)
             return loss if model.training else loss * float("nan")
 
@@ -241,6 +258,28 @@ def test_an_eval_loss_that_is_not_finite_is_told_and_never_best(tmp_path: Path) 
     assert run.result.best_step is None
     assert any("eval loss after step 12 is nan" in text for text in run.notices)
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_checkpoints_hold_what_the_weights_write(tmp_path: Path) -> None:
+    class Text:
+        def __init__(self) -> None:
+            self.loaded: list[str] = []
+
+        def save(self, folder: Path) -> None:
+            (folder / "deep").mkdir()
+            (folder / "deep" / "adapter.txt").write_text("weights")
+
+        def load(self, folder: Path) -> None:
+            self.loaded.append((folder / "deep" / "adapter.txt").read_text())
+
+    config, weights = config_of(tmp_path, max_steps=2), Text()
+    fit(Toy(), ToyTask(), make_rows(14), config=config, weights=weights)
+    listed = json.loads((tmp_path / "checkpoints" / "step-2" / "MANIFEST.json").read_text())[
+        "files"
+    ]
+    assert "deep/adapter.txt" in listed
+    fit(Toy(), ToyTask(), make_rows(14), config=config, weights=weights, resume=True)
+    assert weights.loaded == ["weights"]
 
 
 def test_a_run_without_trouble_has_no_notices(tmp_path: Path) -> None:

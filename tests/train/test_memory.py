@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from tests.train.toy import Row, Toy, ToyTask, config_of, make_rows, play, same
 
 from peftkit.errors import PeftkitError, RunError
-from peftkit.train.learner import Learner
 from peftkit.train.memory import Recompute, is_out_of_memory
-from peftkit.train.ranks import Ranks
-from peftkit.train.signals import StopRequest
+from tests.train.toy import Row, Toy, ToyTask, crash_after, learner_of, make_rows, play, same
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB."
 CPU = "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"
@@ -104,8 +101,6 @@ def test_memory_that_runs_out_in_the_middle_of_a_group_leaves_no_gradient_behind
 
 
 def test_a_resumed_run_stays_with_the_smaller_batches(tmp_path: Path) -> None:
-    from tests.train.toy import crash_after
-
     settings: dict[str, Any] = {"batch_size": 4, "gradient_accumulation": 1}
     whole = play(tmp_path / "a", model=Toy(0.3), task=Small(1), **settings)
     play(tmp_path / "b", model=Toy(0.3), task=Small(1), on_event=crash_after(5), **settings)
@@ -176,6 +171,7 @@ class Block(nn.Module):
     """A block as transformers marks them."""
 
     gradient_checkpointing = False
+    _gradient_checkpointing_func: Callable[..., Tensor]
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -184,31 +180,29 @@ class Block(nn.Module):
 
     def run(self, x: Tensor) -> Tensor:
         self.runs += 1
-        return self.inner(x)
+        y: Tensor = self.inner(x)
+        return y
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gradient_checkpointing and self.training:
-            recomputed: Tensor = self._gradient_checkpointing_func(self.run, x)
-            return recomputed
+            return self._gradient_checkpointing_func(self.run, x)
         return self.run(x)
 
 
 class Blocks(Toy):
     def __init__(self) -> None:
         super().__init__(dropout=0.3)
-        self.lora_A = Block(self.lora_A)
+        self.block = Block(nn.Dropout(0.3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scale: Tensor = self.block(self.magnitude)
+        return super().forward(ids) * scale
 
 
 class SmallUnlessRecomputed(Small):
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        self.rows = 2 if model.lora_A.gradient_checkpointing else 0
+        self.rows = 2 if isinstance(model, Blocks) and model.block.gradient_checkpointing else 0
         return super().loss_sum(model, batch)
-
-
-def learner_of(model: nn.Module, task: ToyTask, **changes: Any) -> Learner:
-    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    config = config_of(Path("unused"), **{"batch_size": 8, **changes})
-    return Learner(model, task, parameters, config, Ranks(torch.device("cpu")), StopRequest())
 
 
 def test_recomputing_changes_no_number_and_is_undone(tmp_path: Path) -> None:
@@ -217,8 +211,8 @@ def test_recomputing_changes_no_number_and_is_undone(tmp_path: Path) -> None:
     b = play(tmp_path / "b", model=recomputed, gradient_checkpointing=True)
     assert a.losses == b.losses
     assert same(a.weights, b.weights)
-    assert recomputed.lora_A.runs > plain.lora_A.runs
-    assert recomputed.lora_A.gradient_checkpointing is False
+    assert recomputed.block.runs > plain.block.runs
+    assert not recomputed.block.gradient_checkpointing
 
 
 def test_auto_recomputes_once_not_one_row_fits_and_then_tries_whole_batches_again() -> None:

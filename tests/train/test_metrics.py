@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from accelerate import tracking
-from tests.train.toy import play
 
 from peftkit.errors import ConfigError
 from peftkit.train import metrics
 from peftkit.train.metrics import perplexity, require_trackers
+from tests.train.toy import play
 
 
 class Recorder:
@@ -20,7 +20,7 @@ class Recorder:
 
     name = "wandb"
     requires_logging_directory = False
-    made: list[Recorder]
+    made: ClassVar[list[Recorder]]
 
     def __init__(self, run_name: str) -> None:
         self.run_name, self.config, self.logged = run_name, dict[str, Any](), list[Any]()
@@ -44,10 +44,11 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Recorder]]:
     """Put recorders in the place of accelerate's trackers."""
 
     class First(Recorder):
-        made = []
+        made: ClassVar[list[Recorder]] = []
 
     class Second(Recorder):
-        name, made = "trackio", []
+        name = "trackio"
+        made: ClassVar[list[Recorder]] = []
 
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", First)
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "trackio", Second)
@@ -81,9 +82,7 @@ def test_a_tracker_that_cannot_start_costs_one_notice(
     monkeypatch.setattr(kinds["wandb"], where, fail)
     run = play(tmp_path, log_to=["wandb", "trackio"])
     assert run.error is None
-    assert run.notices == [
-        "The tracker wandb failed and is left out from here on: no network"
-    ]
+    assert run.notices == ["The tracker wandb failed and is left out from here on: no network"]
     assert len(kinds["trackio"].made[0].logged) == 16
 
 

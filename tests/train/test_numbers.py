@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from tests.train.toy import Played, Row, Toy, ToyTask, make_rows, play, same
 
 from peftkit.errors import RunError
+from tests.train.toy import Played, Row, Toy, ToyTask, make_rows, play, same
 
 BAD = 13  # the row that breaks, counted from 0; step 3 of seed 0 has it, see the test below
 

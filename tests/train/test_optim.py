@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from tests.train.toy import Toy, crash_after, play, same
 
 from peftkit.errors import CheckpointError, ConfigError
 from peftkit.train.config import TrainConfig
@@ -19,6 +19,7 @@ from peftkit.train.optim import (
     optimizer_state,
     parameter_groups,
 )
+from tests.train.toy import Toy, ToyTask, crash_after, learner_of, make_rows, play, same
 
 
 def rates(**changes: object) -> list[float]:
@@ -77,7 +78,7 @@ def test_adamw_is_torchs_fused_one() -> None:
 
 
 @pytest.mark.parametrize("name", ["paged_adamw", "paged_adamw_8bit"])
-def test_paged_optimizers_without_a_gpu_are_refused_with_the_one_to_use(name: str) -> None:
+def test_paged_optimizers_without_a_gpu_are_refused_with_the_one_to_use(name: Any) -> None:
     with pytest.raises(ConfigError, match=f"Use train.optimizer: {name.removeprefix('paged_')}"):
         build_optimizer({"w": nn.Parameter(torch.ones(2, 2))}, TrainConfig(optimizer=name))
 
@@ -146,6 +147,37 @@ def test_without_fp16_the_loss_is_not_scaled() -> None:
     for _ in range(LossScale.GROWTH_STEPS):
         scale.went_well()
     assert scale.factor == 1.0
+
+
+class Overflow(torch.autograd.Function):
+    """A gradient that is too large for 16 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.where(gradient.abs() > 100, float("inf"), gradient)
+
+
+class Half(Toy):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return Overflow.apply(super().forward(ids))
+
+
+def test_a_step_that_overflows_is_done_again_at_a_lower_scale_and_learns_the_same() -> None:
+    plain, scaled = learner_of(Toy(0.3), ToyTask()), learner_of(Half(0.3), ToyTask())
+    scaled.scale = LossScale(needed=True)
+    for learner in (plain, scaled):
+        torch.manual_seed(0)
+        for _ in range(3):
+            learner.step(make_rows(8), 0.1)
+    assert 1.0 < scaled.scale.factor < 2.0**16
+    assert scaled.scale.good_steps == 3
+    for name, parameter in plain.parameters.items():
+        # the factor is a power of two: only fused multiply-adds round otherwise
+        torch.testing.assert_close(scaled.parameters[name], parameter, rtol=1e-5, atol=1e-6)
 
 
 def test_8_bit_adamw_trains_and_resumes_in_a_run(tmp_path: Path) -> None:

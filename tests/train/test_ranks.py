@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from tests.train.children import exit_code, free_port, start
-from tests.train.toy import Played, ToyTask, crash_after, make_rows, play, same
 
 from peftkit.errors import RunError
 from peftkit.train.ranks import Ranks
 from peftkit.train.signals import Interrupted
+from tests.train.children import exit_code, free_port, start
+from tests.train.toy import Played, Toy, ToyTask, crash_after, make_rows, play, same
 
 ROWS = make_rows(14)  # steps of 4: the last of an epoch has 2 rows, one for each process
 
@@ -28,7 +28,7 @@ class Listing(ToyTask):
     """Notes the first token of every row trained on, and does what it is told to meanwhile."""
 
     def __init__(self, what: str) -> None:
-        self.what, self.seen, self.calls = what, list[int](), 0
+        self.what, self.seen, self.calls = what, list[Any](), 0
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         if model.training:
@@ -53,7 +53,10 @@ def work(folder: str, what: str, changes: dict[str, Any]) -> None:
     settings = {"batch_size": 1, "gradient_accumulation": 2, "save_every": 2, **changes}
     crash = crash_after(settings.pop("crash")) if "crash" in settings else None
     rows = settings.pop("rows", ROWS)
-    run = play(Path(folder), task=task, rows=rows, on_event=crash, **settings)
+    model = Toy()
+    if what == "differ" and rank == "1":
+        torch.nn.init.zeros_(model.lora_A.weight)
+    run = play(Path(folder), model=model, task=task, rows=rows, on_event=crash, **settings)
     report = {
         "losses": run.losses,
         "events": len(run.events),
@@ -126,6 +129,13 @@ def test_both_processes_end_with_the_same_weights(two: Path) -> None:
     assert reports(two)[0]["sum"] == reports(two)[1]["sum"]
 
 
+def test_processes_that_begin_with_different_weights_take_those_of_the_main_one(
+    two: Path, tmp_path: Path
+) -> None:
+    assert launch(tmp_path / "run", "differ") == [0, 0]
+    assert [report["sum"] for report in reports(tmp_path / "run")] == [reports(two)[0]["sum"]] * 2
+
+
 def test_every_row_is_learnt_once_an_epoch_by_one_of_them(two: Path) -> None:
     rows = sorted(list(row.input_ids) for row in ROWS)
     seen = [row for report in reports(two) for row in report["seen"]]
@@ -149,9 +159,7 @@ def test_two_processes_resume_to_the_same_end(two: Path, tmp_path: Path) -> None
 
 
 def test_another_number_of_processes_is_refused(two: Path, tmp_path: Path) -> None:
-    run = play(
-        two, rows=ROWS, batch_size=1, gradient_accumulation=2, save_every=2, resume=True
-    )
+    run = play(two, rows=ROWS, batch_size=1, gradient_accumulation=2, save_every=2, resume=True)
     assert "num_processes: 2 -> 1" in str(run.error)
 
 

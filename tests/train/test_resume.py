@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.train.toy import Crash, Played, Toy, crash_after, make_rows, play, same
 
 from peftkit.errors import CheckpointError
 from peftkit.events import EvalDone, RunStarted
+from tests.train.toy import Crash, Played, Toy, crash_after, make_rows, play, same
 
 NUM_STEPS = 12  # 3 epochs of 4 steps, each epoch's last one smaller; 2 batches accumulated
 
@@ -134,7 +135,7 @@ def test_a_row_that_only_moved_in_its_file_is_the_same_row(tmp_path: Path) -> No
         ("max_grad_norm", None),
     ],
 )
-def test_another_setting_is_refused_by_its_name(tmp_path: Path, key: str, value: object) -> None:
+def test_another_setting_is_refused_by_its_name(tmp_path: Path, key: str, value: Any) -> None:
     play(tmp_path, on_event=crash_after(1))
     error = play(tmp_path, resume=True, **{key: value}).error
     assert isinstance(error, CheckpointError)
@@ -233,9 +234,7 @@ def test_a_checkpoint_is_free_of_pickle(tmp_path: Path) -> None:
         "state.json",
         "weights.safetensors",
     }
-    assert "lora_A.weight" in load_file(
-        tmp_path / "checkpoints" / "step-1" / "weights.safetensors"
-    )
+    assert "lora_A.weight" in load_file(tmp_path / "checkpoints" / "step-1" / "weights.safetensors")
 
 
 def test_the_manifest_says_where_the_run_stands(tmp_path: Path) -> None:

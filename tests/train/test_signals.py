@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first saves and stops, wherever the run is; the second ends it at once."""
+"""SIGINT and SIGTERM: the first saves and stops, wherever the run is; the second ends it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tests.train.toy import Played, Row, Toy, ToyTask, play, same
+from torch import Tensor, nn
 
-from peftkit.events import Event
+from peftkit.events import EvalDone, Event
 from peftkit.train import manifest
 from peftkit.train.checkpoint import Checkpoints
 from peftkit.train.signals import Interrupted, StopRequest, stop_requests
+from tests.train.toy import Played, Row, Toy, ToyTask, play, same
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
 
@@ -25,7 +27,7 @@ class Signalling(ToyTask):
     def __init__(self, calls: dict[int, signal.Signals], *, training: bool = True) -> None:
         self.calls, self.training, self.count = calls, training, 0
 
-    def loss_sum(self, model, batch):  # type: ignore[no-untyped-def]
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         if model.training == self.training:
             self.count += 1
             if self.count in self.calls:
@@ -71,7 +73,7 @@ def test_a_signal_within_an_evaluation_stops_it_and_the_resumed_run_makes_up_for
     rest = play(tmp_path / "b", eval_rows=rows, resume=True)
 
     def evals(*runs: Played) -> list[tuple[int, float]]:
-        events = [event for run in runs for event in run.events if hasattr(event, "best")]
+        events = [e for run in runs for e in run.events if isinstance(e, EvalDone)]
         return [(event.step, event.metrics["loss"]) for event in events]
 
     assert evals(run, rest) == evals(reference)
@@ -186,5 +188,3 @@ def test_a_signal_that_a_launcher_relays_is_one_request(monkeypatch: pytest.Monk
 def test_without_a_signal_nothing_is_requested() -> None:
     with stop_requests() as stop:
         assert stop.signum == 0
-
-

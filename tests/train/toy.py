@@ -13,8 +13,11 @@ from torch import Tensor, nn
 
 from peftkit.events import Event, Notice, Saved, StepDone
 from peftkit.train.config import TrainConfig
+from peftkit.train.learner import Learner
 from peftkit.train.loop import fit
+from peftkit.train.ranks import Ranks
 from peftkit.train.run import Result
+from peftkit.train.signals import StopRequest
 
 VOCABULARY = 31
 
@@ -68,10 +71,10 @@ class ToyTask:
 
     def collate(self, rows: Sequence[Row]) -> Mapping[str, Tensor]:
         width = max(len(row.input_ids) for row in rows)
-        pad = [(width - len(row.input_ids)) for row in rows]
+        padded = [(row, width - len(row.input_ids)) for row in rows]
         return {
-            "input_ids": torch.tensor([[*r.input_ids] + [0] * n for r, n in zip(rows, pad)]),
-            "labels": torch.tensor([[*r.labels] + [-100] * n for r, n in zip(rows, pad)]),
+            "input_ids": torch.tensor([[*r.input_ids] + [0] * n for r, n in padded]),
+            "labels": torch.tensor([[*r.labels] + [-100] * n for r, n in padded]),
         }
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
@@ -80,6 +83,13 @@ class ToyTask:
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         logits = model(batch["input_ids"]).float()
         return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def learner_of(model: nn.Module, task: Any, **changes: Any) -> Learner:
+    """Return a Learner alone, without a run around it."""
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    config = config_of(Path("unused"), **{"batch_size": 8, **changes})
+    return Learner(model, task, parameters, config, Ranks(torch.device("cpu")), StopRequest())
 
 
 @dataclass
@@ -125,8 +135,8 @@ def play(
     *,
     model: nn.Module | None = None,
     task: Any = None,
-    rows: Sequence[Row] | None = None,
-    eval_rows: Sequence[Row] | None = None,
+    rows: Sequence[Any] | None = None,
+    eval_rows: Sequence[Any] | None = None,
     on_event: Callable[[Event], None] | None = None,
     resume: bool = False,
     overwrite: bool = False,

@@ -1,0 +1,320 @@
+"""Each command for real, on a tiny model: check, train, generate, chat, eval, merge, inspect."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from peftkit.formats.folder import open_adapter
+from peftkit.generate import generate
+from tests.cli.conftest import Run, start, turn, write_rows
+
+ASKED = "what is the lazy?"
+
+
+@pytest.fixture
+def inside(trained: Path, peftkit: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command in the folder of a trained project."""
+    monkeypatch.chdir(trained)
+    return peftkit
+
+
+def test_train_prints_the_folder_and_tells_the_rest_on_stderr(trained: Path) -> None:
+    assert (trained / "out.txt").read_text() == "runs/demo\n"
+    told = (trained / "err.txt").read_text()
+    for line in ("Training ", "step 8/8  loss ", "eval at step 8: ", "saved adapter: runs/demo"):
+        assert line in told
+    assert "Warning" not in told
+    assert "\x1b" not in told, "no colours in a file"
+    assert "it/s" not in told, "no progress bars of libraries in a file"
+    names = {path.name for path in (trained / "runs" / "demo").iterdir()}
+    assert {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "README.md",
+        "peftkit.json",
+    } <= names
+    assert {"recipe.yaml", "metrics.jsonl", "checkpoints"} <= names
+
+
+def test_train_on_a_finished_run_is_refused_unless_told_to_overwrite(
+    project: Path, peftkit: Run
+) -> None:
+    steps = ("--set", "train.max_steps=1", "--out", "a: run")
+    assert peftkit("train", "recipe.yaml", *steps)[:2] == (0, "a: run\n")
+    before = (project / "a: run" / "adapter_model.safetensors").read_bytes()
+    again = peftkit("train", "recipe.yaml", *steps, "--set", "train.seed=1")
+    assert (again.code, again.out) == (2, "")
+    assert "OutputError: " in again.err
+    assert (project / "a: run" / "adapter_model.safetensors").read_bytes() == before
+    over = peftkit("train", "recipe.yaml", *steps, "--set", "train.seed=1", "--overwrite")
+    assert over.code == 0
+    assert (project / "a: run" / "adapter_model.safetensors").read_bytes() != before
+
+
+def test_resume_refuses_changes_that_are_not_allowed(project: Path, peftkit: Run) -> None:
+    train = ("train", "recipe.yaml", "--set", "train.save_every=2")
+    assert peftkit(*train, "--set", "train.max_steps=2").code == 0
+    refused = peftkit(*train, "--set", "train.max_steps=4", "--resume")
+    assert (refused.code, refused.out) == (2, "")
+    assert "train.max_steps" in refused.err
+    allowed = peftkit(
+        *train, "--set", "train.max_steps=4", "--resume", "--allow-changes", "train.max_steps"
+    )
+    assert allowed.code == 0, allowed.err
+    assert "step 4/4" in allowed.err
+    assert "step 2/4" not in allowed.err
+
+
+def test_check_shows_the_rows_as_the_loss_sees_them_and_writes_nothing(
+    project: Path, peftkit: Run
+) -> None:
+    before = sorted(project.rglob("*"))
+    done = peftkit("check", "recipe.yaml")
+    assert done.code == 0
+    learnt = [line for line in done.out.splitlines() if line.strip().startswith("learnt  ")]
+    assert any(line.endswith("the quick dog<|im_end|>") for line in learnt)
+    assert not any("what is" in line for line in learnt)
+    assert sorted(project.rglob("*")) == before
+
+
+def test_generate_prints_the_completion_and_nothing_else(inside: Run, trained: Path) -> None:
+    opened = open_adapter(trained / "runs" / "demo")
+    (expected,) = generate(
+        opened.base.model, opened.base.tokenizer, ASKED, style=opened.style, max_new_tokens=12
+    )
+    done = inside("generate", "runs/demo", "--prompt", ASKED, "--max-new-tokens", 12)
+    assert done[:2] == (0, expected + "\n")
+    with opened.adapter.disabled():
+        bare = generate(opened.base.model, opened.base.tokenizer, ASKED, max_new_tokens=12)
+    assert bare != [expected], "the adapter takes part"
+
+
+def test_a_seed_repeats_a_sampled_completion(inside: Run) -> None:
+    sample = ("generate", "runs/demo", "--prompt", ASKED, "--temperature", 2, "--seed")
+    first, second, other = inside(*sample, 1), inside(*sample, 1), inside(*sample, 2)
+    assert first.out == second.out != other.out
+
+
+def test_a_prompt_can_come_from_stdin(inside: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from io import StringIO
+
+    told = inside("generate", "runs/demo", "--prompt", ASKED).out
+    monkeypatch.setattr("sys.stdin", StringIO(ASKED + "\n"))
+    assert inside("generate", "runs/demo", "--prompt", "-").out == told
+    monkeypatch.setattr("sys.stdin", StringIO(""))
+    assert inside("generate", "runs/demo", "--prompt", "-").code == 2
+
+
+def test_chat_answers_with_adapter_and_base_in_turn(trained: Path) -> None:
+    lines = [
+        ASKED, "/reset", "/base", ASKED, "/reset", "/adapter", ASKED, "/bas", "/help", "", "/quit",
+        "never asked",
+    ]  # fmt: skip
+    process = start("chat", "runs/demo", "--max-new-tokens", 5, cwd=trained)
+    out, err = process.communicate("\n".join(lines), timeout=120)
+    assert process.returncode == 0, err
+    first, bare, again = out.splitlines()
+    assert first == again != bare
+    assert "Did you mean '/base'?" in err
+    assert all(command in err for command in ("/adapter", "/reset", "/quit"))
+    assert ">" not in out, "no prompts where there is no terminal"
+
+
+def test_chat_remembers_what_was_said(inside: Run, trained: Path) -> None:
+    from peftkit_cli.conversation import Conversation
+
+    opened = open_adapter(trained / "runs" / "demo")
+    talk = Conversation(opened, max_new_tokens=4, temperature=0.0, seed=None)
+    talk.take("name\n")
+    talk.take("/base")
+    talk.take(" /slash")
+    roles = [message["role"] for message in talk.history]
+    assert roles == ["user", "assistant", "user", "assistant"]
+    assert talk.history[2]["content"] == "/slash"
+    assert all(module.enabled for module in opened.adapter.modules.values())
+    talk.take("/reset")
+    assert talk.history == []
+    assert talk.take("/quit") is False
+
+
+def test_eval_measures_and_speaks_json(inside: Run) -> None:
+    done = inside("eval", "runs/demo", "--data", "eval.jsonl")
+    assert done.code == 0
+    names = [line.split()[0] for line in done.out.splitlines()]
+    assert names[:3] == ["loss", "perplexity", "exact_match"]
+    found = json.loads(inside("eval", "runs/demo", "--data", "eval.jsonl", "--json").out)
+    assert found["num_rows"] == 3
+    assert list(found) == names
+
+
+def test_merge_writes_a_model_that_transformers_loads(
+    inside: Run, trained: Path, tmp_path: Path
+) -> None:
+    done = inside("merge", "runs/demo", "--out", tmp_path / "merged", "--dtype", "fp32")
+    assert done[:2] == (0, f"{tmp_path / 'merged'}\n"), done.err
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    opened = open_adapter(trained / "runs" / "demo", dtype="fp32")
+    ids = torch.tensor([[9, 41, 77]])
+    with torch.no_grad():
+        difference = merged(ids).logits - opened.base.model(ids).logits
+    assert difference.abs().max() < 1e-4  # fp32, weights of order 0.2: rounding of the sums
+    taken = inside("merge", "runs/demo", "--out", tmp_path / "merged")
+    assert (taken.code, taken.out) == (2, "")
+    assert "OutputError: " in taken.err
+
+
+def test_inspect_tells_what_an_adapter_is(inside: Run, model_folder: Path) -> None:
+    found = json.loads(inside("inspect", "runs/demo", "--json").out)
+    assert (found["kind"], found["type"], found["rank"], found["alpha"]) == (
+        "adapter",
+        "lora",
+        4,
+        8,
+    )
+    assert found["base"] == str(model_folder)
+    assert found["prompt_style"] == "chat"
+    q, v = (4 * 32 + 32 * 4, 4 * 32 + 16 * 4)
+    assert found["num_parameters"] == 2 * (q + v)
+    paths = {group["modules"] for group in found["modules"]}
+    assert paths == {"model.layers.*.self_attn.q_proj", "model.layers.*.self_attn.v_proj"}
+    told = inside("inspect", "runs/demo/adapter_config.json")
+    assert told.code == 0
+    assert "model.layers.*.self_attn.q_proj" in told.out
+
+
+def test_inspect_tells_the_roles_of_a_model(inside: Run, model_folder: Path) -> None:
+    found = json.loads(inside("inspect", model_folder, "--json").out)
+    assert (found["kind"], found["num_blocks"]) == ("model", 2)
+    groups = {group["role"]: group for group in found["modules"]}
+    assert groups["q"]["modules"] == "model.layers.*.self_attn.q_proj"
+    assert groups["k"] | {"modules": ""} == {
+        "role": "k", "modules": "", "count": 2, "shape": "32 -> 16", "parameters": 2 * 32 * 16,
+    }  # fmt: skip
+    assert groups["embed"]["shape"] == "384 -> 32"
+    assert groups["down"]["shape"] == "64 -> 32"
+    told = inside("inspect", model_folder)
+    assert told.code == 0
+    assert "self_attn.q_proj" in told.out
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_the_run_and_has_its_exit_code(
+    number: signal.Signals, code: int, project: Path
+) -> None:
+    endless = ("--set", "train.max_steps=100000", "--set", "train.eval_every=null")
+    process = start("train", "recipe.yaml", *endless, cwd=project)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("step "):
+            break
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (code, "")
+    assert "Traceback" not in err
+    assert number.name in err
+    assert list((project / "runs" / "demo" / "checkpoints").glob("step-*/MANIFEST.json"))
+
+
+def test_sigterm_outside_of_training_is_143(trained: Path) -> None:
+    process = start("chat", "runs/demo", cwd=trained)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(ASKED + "\n")
+    process.stdin.flush()
+    process.stdout.readline()
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+
+
+WRONG_RECIPES: dict[str, tuple[list[str], list[str]]] = {
+    "unknown key": (["train.learning_rat=1"], ["learning_rat", "Did you mean", "learning_rate"]),
+    "wrong type": (["train.epochs=many"], ["train.epochs", "'many'"]),
+    "misspelt target": (["method.targets=[q_porj]"], ["TargetError", "'q_porj'", "Roles found"]),
+    "missing file": (["data.train=trian.jsonl"], ["trian.jsonl", "train.jsonl"]),
+    "broken JSON line": (["data.train=broken.jsonl"], ["broken.jsonl:2"]),
+    "no assistant turn": (["data.train=unanswered.jsonl"], ["unanswered.jsonl:2", "assistant"]),
+    "all masked": (["data.train=silent.jsonl"], ["silent.jsonl", "no row has a token to learn"]),
+    "unknown base": (["base.model=nowhere/such-model"], ["nowhere/such-model"]),
+    "output is a file": (["train.output_dir=eval.jsonl"], ["OutputError", "eval.jsonl"]),
+}
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+@pytest.mark.parametrize("wrong", WRONG_RECIPES)
+def test_wrong_input_is_told_with_exit_code_2(
+    wrong: str, command: str, project: Path, peftkit: Run
+) -> None:
+    write_rows(
+        project / "unanswered.jsonl", [turn("a", "b"), {"messages": turn("a", "b")["messages"][:1]}]
+    )
+    write_rows(project / "silent.jsonl", [turn("a", ""), turn("b", " ")])
+    (project / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n{"text": "b"}\n')
+    changes, told = WRONG_RECIPES[wrong]
+    if command == "check" and wrong == "output is a file":
+        pytest.skip("check looks at nothing it would write")
+    done = peftkit(command, "recipe.yaml", *(part for c in changes for part in ("--set", c)))
+    assert done.code == 2, done.err
+    assert "Traceback" not in done.err
+    for part in told:
+        assert part in done.err
+    assert not (project / "runs").exists()
+
+
+def test_every_error_of_a_recipe_comes_at_once_with_its_line(project: Path, peftkit: Run) -> None:
+    text = (project / "recipe.yaml").read_text().replace("rank: 4", "rnk: 4")
+    (project / "recipe.yaml").write_text(text.replace("max_steps: 8", "max_steps: eight"))
+    done = peftkit("train", "recipe.yaml", "--set", "train.seed=-1")
+    assert done.code == 2
+    for part in ("recipe.yaml:2", "method.rnk", "recipe.yaml:4", "train.max_steps", "train.seed"):
+        assert part in done.err
+
+
+def test_an_adapter_for_another_base_needs_force(
+    inside: Run, tmp_path: Path, model_folder: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model_folder, other)
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_pretrained(other)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(other)
+    asked = ("--prompt", ASKED, "--base", other)
+    refused = inside("generate", "runs/demo", *asked)
+    assert (refused.code, refused.out) == (2, "")
+    assert "AdapterError: " in refused.err
+    assert "--force" in refused.err
+    assert inside("generate", "runs/demo", *asked, "--force").code == 0
+
+
+def test_an_adapter_without_its_tensors_or_with_a_pickle_is_refused(
+    inside: Run, trained: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    for name in ("adapter_config.json", "peftkit.json"):
+        shutil.copy(trained / "runs" / "demo" / name, folder)
+    for command in (("generate", folder, "--prompt", "a"), ("inspect", folder)):
+        done = inside(*command)
+        assert (done.code, done.out) == (2, "")
+        assert "adapter_model.safetensors" in done.err
+    (folder / "adapter_model.bin").write_bytes(b"\x80\x04.")
+    assert "safetensors" in inside("generate", folder, "--prompt", "a").err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
+def test_a_full_disk_behind_stdout_is_no_success(trained: Path) -> None:
+    with open("/dev/full", "w") as full:
+        process = start("inspect", "runs/demo", cwd=trained, stdout=full)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "No space left on device" in err
