@@ -1,6 +1,7 @@
 """peftkit: parameter-efficient fine-tuning of transformers, by roles.
 
-    from peftkit import CausalLM, DataConfig, LoRA, TrainConfig, attach, fit, load_base, save_adapter
+    from peftkit import CausalLM, DataConfig, LoRA, TrainConfig
+    from peftkit import attach, fit, load_base, save_adapter
 
     base = load_base("smollm2-135m", quantize="nf4")
     adapter = attach(base.model, LoRA(rank=16, targets=("q", "v")))
@@ -17,21 +18,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from peftkit.adapter import Adapter, attach
-    from peftkit.base import Base, load_base
-    from peftkit.data.load import DataConfig
-    from peftkit.errors import PeftkitError
-    from peftkit.evaluate import evaluate
-    from peftkit.formats.folder import open_adapter
-    from peftkit.formats.peft import Provenance, load_adapter, save_adapter
-    from peftkit.generate import generate
-    from peftkit.merge import merge, merge_into
-    from peftkit.methods.dora import DoRA
-    from peftkit.methods.lora import LoRA
-    from peftkit.recipe import Recipe
-    from peftkit.tasks.causal_lm import CausalLM
-    from peftkit.train.config import TrainConfig
-    from peftkit.train.loop import fit
+    from peftkit.adapter import Adapter as Adapter
+    from peftkit.adapter import attach as attach
+    from peftkit.base import Base as Base
+    from peftkit.base import load_base as load_base
+    from peftkit.data.load import DataConfig as DataConfig
+    from peftkit.errors import PeftkitError as PeftkitError
+    from peftkit.evaluate import evaluate as evaluate
+    from peftkit.formats.folder import open_adapter as open_adapter
+    from peftkit.formats.peft import (
+        Provenance as Provenance,
+    )
+    from peftkit.formats.peft import (
+        load_adapter as load_adapter,
+    )
+    from peftkit.formats.peft import (
+        save_adapter as save_adapter,
+    )
+    from peftkit.generate import generate as generate
+    from peftkit.merge import merge as merge
+    from peftkit.methods.dora import DoRA as DoRA
+    from peftkit.methods.lora import LoRA as LoRA
+    from peftkit.recipe import Recipe as Recipe
+    from peftkit.tasks.causal_lm import CausalLM as CausalLM
+    from peftkit.train.config import TrainConfig as TrainConfig
+    from peftkit.train.loop import fit as fit
 
 _HOME = {
     "Adapter": "adapter",
@@ -51,13 +62,12 @@ _HOME = {
     "load_adapter": "formats.peft",
     "load_base": "base",
     "merge": "merge",
-    "merge_into": "merge",
     "open_adapter": "formats.folder",
     "save_adapter": "formats.peft",
 }
 """Public name to the module that defines it."""
 
-__all__ = list(_HOME)  # noqa: PLE0605  # the names and their homes are one table
+__all__ = list(_HOME)  # the names and their homes are one table
 __version__ = "0.1.0"
 
 

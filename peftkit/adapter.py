@@ -27,7 +27,9 @@ class Adapter:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the trainable parameters."""
-        return (p for module in self.modules.values() for p in module.parameters() if p.requires_grad)
+        return (
+            p for module in self.modules.values() for p in module.parameters() if p.requires_grad
+        )
 
     @property
     def num_trainable(self) -> int:

@@ -57,8 +57,6 @@ class Place:
         """The roles as a user says them."""
         if not self.set_apart:
             return self.roles
-        if self.side == "projector":
-            return ("projector",)
         return tuple(r if r in table.UNSIDED else f"{self.side}_{r}" for r in self.roles)
 
     @property
@@ -193,7 +191,8 @@ def find_places(model: nn.Module) -> list[Place]:
 
 def _output_layer(model: nn.Module) -> nn.Module | None:
     getter = getattr(model, "get_output_embeddings", None)
-    return getter() if getter else None
+    head = getter() if getter else None
+    return None if head is None else bare(head)
 
 
 def _input_layer(model: nn.Module) -> nn.Module | None:
@@ -278,9 +277,13 @@ def _set_sides_apart(model: nn.Module, places: list[Place]) -> None:
     for place in places:
         place.side = grammar.side(place.path)
     equal = any(name.startswith(table.EQUAL_TOWERS) for name in model._parameters)
-    if not equal and any(p.block and not p.side and not p.is_embedding for p in places):
-        for place in places:
-            place.set_apart = place.side != "" and place.roles != ("head",)
+    if equal or not any(p.block and not p.side and not p.is_embedding for p in places):
+        return
+    places[:] = [p for p in places if p.side != "projector" or not p.is_embedding]
+    for place in places:
+        place.set_apart = place.side != "" and place.roles != ("head",)
+        if place.set_apart and place.side == "projector":  # whatever is in it, it is one thing
+            place.roles, place.repeats, place.sizes = ("projector",), 0, ()
 
 
 # ------------------------------------------------------------------- blocks

@@ -1,69 +1,61 @@
-"""The frozen base: found, loaded, quantised if asked, fingerprinted."""
+"""The frozen base: found, loaded, fingerprinted, quantised if asked, and audited."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import os
 from dataclasses import dataclass
-from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
 from torch import nn
 
+from peftkit import pretrained
 from peftkit.audit import Audit, audit
-from peftkit.config import Config
-from peftkit.errors import BaseError
-from peftkit.events import Listener, Notice, Stage, ignore
+from peftkit.config import Config, from_dict
+from peftkit.events import Listener, Stage, ignore
+from peftkit.fingerprint import fingerprint
 from peftkit.kernels.packed import keep_copies
+from peftkit.locate import locate
 from peftkit.quant import adopt_bitsandbytes, quantize_model
-from peftkit.sources import Source, locate, not_found, quiet, read_gguf
-
-MODEL_CLASSES: dict[str, Any] = {"causal_lm": transformers.AutoModelForCausalLM}
-"""Task to the class that loads its models."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SAMPLES = 64
-"""Values of each tensor that the fingerprint reads."""
-VOLATILE = {"_name_or_path", "name_or_path", "dtype", "torch_dtype", "transformers_version"} | {
-    "use_cache", "quantization_config", "_attn_implementation", "_experts_implementation"
-}  # fmt: skip
-"""Config entries that say how a model is stored or run, not what it is."""
 
 
 class BaseConfig(Config):
-    """The frozen model."""
+    """Which base model, and how it is held in memory."""
 
     model: str
-    """Hub id, folder, .gguf file, or a short name: smollm2-135m."""
+    """Folder, GGUF file, hub id, or a short name (smollm2-135m)."""
     revision: str | None = None
-    """Commit, tag or branch of a hub id."""
+    """Branch, tag or commit on the hub."""
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Precision of computing, and of the weights that are not quantised. auto: bf16 on GPUs and CPUs
-    that are fast in it, fp16 on older GPUs, else fp32."""
+    """Precision of all computing and of what is not quantised; auto: the machine's fastest."""
     quantize: Literal["none", "nf4", "fp4", "int8"] = "none"
-    """Keep the linear layers' weights in 4 or 8 bits."""
+    """Keep the weights of linear layers in 4 or 8 bits."""
     double_quant: bool = True
-    """Quantise the scales of 4-bit weights too: 4.13 bits a value, not 4.5."""
+    """Quantise the scales of nf4 and fp4 as well: 4.1 bits for a weight instead of 4.5."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A frozen model, ready to carry an adapter.
+    """A frozen model in eval mode, and what is known of it.
 
     Attributes:
-        model: In eval mode; nothing in it requires a gradient.
-        tokenizer: Its own; it has a pad token.
-        name: As it was asked for.
-        revision: The hub's commit, where it comes from the hub.
-        fingerprint: Of config and weights, the same in every dtype and quantisation.
-        audit: What its weights really are.
+        model: A transformers model; no parameter requires a gradient.
+        tokenizer: Its tokenizer, which has a pad token.
+        name: What loads it again: short name or hub id as asked, or an absolute path.
+        hub_id: What other tools find it by: of a short name its hub id; of a folder None.
+        revision: Commit on the hub, or None.
+        fingerprint: Of config and weights as they were before quantising.
+        audit: How every parameter is stored.
+        device: Where the model is.
     """
 
     model: Any
     tokenizer: Any
     name: str
+    hub_id: str | None
     revision: str | None
     fingerprint: str
     audit: Audit
@@ -81,142 +73,89 @@ def load_base(
     device: torch.device | str | None = None,
     on_event: Listener = ignore,
 ) -> Base:
-    """Load a base model and freeze it; arguments as the fields of `BaseConfig`.
+    """Load a base model to put an adapter on.
 
     Args:
-        device: By default the GPU if there is one.
+        model: Folder, GGUF file, hub id or short name.
+        revision: Branch, tag or commit on the hub.
+        dtype: "bf16", "fp16", "fp32", or "auto": bf16 where this machine is fast at it.
+        quantize: "none", "nf4", "fp4" or "int8"; layer by layer, so that the device never holds
+            more than one in 16 bits. On a CPU with memory to spare the dequantised weights are
+            kept beside, for speed. A checkpoint that is quantised already stays as it is.
+        double_quant: Quantise the scales of nf4 and fp4 as well.
+        task: What the model is for: selects its class.
+        device: By default a GPU where there is one.
 
     Raises:
-        BaseError: It cannot be found, read, or quantised; or its file lacks weights.
+        BaseError: There is no such model, its files are damaged or incomplete, or it could not be
+            quantised as asked.
+        ConfigError: dtype or quantize is none of these.
     """
-    on_event(Stage(f"Loading the base {model}"))
-    target = torch.device(device) if device is not None else default_device()
-    compute_dtype = DTYPES.get(dtype) or fast_dtype(target)
-    source = locate(model, on_event)
-    loaded, tokenizer = _load(model, source, revision, compute_dtype, task, on_event)
-    _ensure_pad_token(tokenizer, model)
-    loaded.requires_grad_(False)
-    loaded.eval()
+    asked = {"model": model, "dtype": dtype, "quantize": quantize, "double_quant": double_quant}
+    from_dict(BaseConfig, asked, "load_base(...)")
+    place = _default_device() if device is None else torch.device(device)
+    wanted = DTYPES.get(dtype) or fast_dtype(place)
+    location = pretrained.convert(locate(model, revision), on_event)
+    location, revision = pretrained.reachable(location, revision)
+    on_event(Stage(f"Loading the base {location.name}"))
+    tokenizer = pretrained.load_tokenizer(location, revision, on_event)
+    loaded = pretrained.load_model(location, revision, task, wanted, on_event)
+    loaded.requires_grad_(False).eval()
+    adopt_bitsandbytes(loaded, wanted)
+    pretrained.forget_quantization(loaded)
     identity = fingerprint(loaded)
-    adopt_bitsandbytes(loaded, compute_dtype)
+    if wanted == torch.float16:
+        pretrained.cast_to_half(loaded)
     if quantize != "none":
-        # layer by layer, so that the 16-bit model never lies on the GPU whole
-        quantize_model(
-            loaded,
-            quantize,
-            double_quant=double_quant,
-            compute_dtype=compute_dtype,
-            device=target,
-            on_event=on_event,
-        )
-    loaded.to(target)
-    if target.type == "cpu" and quantize != "none":
+        quantize_model(loaded, quantize, double_quant=double_quant, device=place, on_event=on_event)
+    loaded.to(place)
+    if place.type == "cpu":
         keep_copies(loaded)
-    commit = getattr(loaded.config, "_commit_hash", None)
-    return Base(loaded, tokenizer, model, commit, identity, audit(loaded), target)
+    return Base(
+        model=loaded,
+        tokenizer=tokenizer,
+        name=location.name,
+        hub_id=location.hub_id,
+        revision=getattr(loaded.config, "_commit_hash", None) or revision,
+        fingerprint=identity,
+        audit=audit(loaded),
+        device=place,
+    )
 
 
 def skeleton(model: str, *, revision: str | None = None, task: str = "causal_lm") -> nn.Module:
-    """Build a base's modules without its weights, on the meta device.
+    """Build a model without its weights, on the meta device, out of its config alone.
 
     Raises:
-        BaseError: It cannot be found.
+        BaseError: There is no such model, or its config is of no use.
     """
-    source = locate(model, ignore)
-    if source.gguf is not None:
-        return read_gguf(source, torch.float32)[0].to("meta")
-    try:
-        with quiet(), torch.device("meta"):
-            config = transformers.AutoConfig.from_pretrained(source.where, revision=revision)
-            return MODEL_CLASSES[task].from_config(config)
-    except (OSError, ValueError) as problem:
-        raise not_found(model, problem) from problem
+    location, revision = pretrained.reachable(locate(model, revision), revision)
+    return pretrained.build_skeleton(location, revision, task)
 
 
-def _load(
-    name: str,
-    source: Source,
-    revision: str | None,
-    dtype: torch.dtype,
-    task: str,
-    on_event: Listener,
-) -> tuple[Any, Any]:
-    if source.gguf is not None:
-        return read_gguf(source, dtype)
-    try:
-        with quiet():
-            model, info = MODEL_CLASSES[task].from_pretrained(
-                source.where, revision=revision, dtype=dtype, output_loading_info=True
-            )
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source.where, revision=revision)
-    except (OSError, ValueError, KeyError, ImportError) as problem:
-        raise not_found(name, problem) from problem
-    lacking = [*info.get("missing_keys", ()), *map(str, info.get("mismatched_keys", ()))]
-    if lacking:
-        raise BaseError(
-            f"the files of {name} do not hold all weights of {type(model).__name__}",
-            found=f"{len(lacking)} missing or misshapen: {', '.join(sorted(lacking)[:5])}",
-            fix="They would be random numbers. Get the files again, or another base.",
-        )
-    if unused := sorted(info.get("unexpected_keys", ())):
-        on_event(
-            Notice(
-                f"{name} holds {len(unused)} tensors that {type(model).__name__} does not use: "
-                f"{', '.join(unused[:3])}"
-            )
-        )
-    return model, tokenizer
+def local_folder(model: str, revision: str | None = None) -> Path | None:
+    """Return the folder with a base's config and safetensors, if it has one on this machine.
 
-
-def _ensure_pad_token(tokenizer: Any, name: str) -> None:
-    if tokenizer.pad_token_id is not None:
-        return
-    if tokenizer.eos_token_id is None:
-        raise BaseError(
-            f"the tokenizer of {name} has neither a pad nor an end token",
-            fix="Set pad_token or eos_token in its tokenizer_config.json.",
-        )
-    # padding is masked by position, never by id, so sharing the end token harms nothing
-    tokenizer.pad_token = tokenizer.eos_token
-
-
-def default_device() -> torch.device:
-    """Return this process's GPU, or the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    Raises:
+        BaseError: There is no such model.
+    """
+    location = locate(model, revision)
+    if not location.is_local:
+        return pretrained.snapshot(location, revision)
+    return None if location.gguf else Path(location.source)
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """Return the narrowest dtype that a device multiplies fast and trains well in."""
+    """Return the precision that a device multiplies fastest at: bf16, or what is next to it."""
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    return torch.bfloat16 if has_fast_bf16() else torch.float32
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(False) else torch.float16
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    has_bf16 = flags & {"avx512_bf16", "amx_bf16", "bf16"}  # without them it is slower than fp32
+    return torch.bfloat16 if has_bf16 and device.type == "cpu" else torch.float32
 
 
-@cache
-def has_fast_bf16() -> bool:
-    """Whether this CPU has bf16 products of its own; without them bf16 is slower than fp32."""
-    cpu = torch.cpu
-    return bool(cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported())
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Return "sha256:..." over a model's config and a fixed sample of every tensor.
-
-    Values are rounded to bfloat16 first, so that every dtype of loading gives the same. To be taken
-    before quantising.
-    """
-    digest = hashlib.sha256()
-    config = getattr(model, "config", None)
-    if config is not None:
-        entries = {k: v for k, v in config.to_dict().items() if k not in VOLATILE}
-        digest.update(json.dumps(entries, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        flat = tensor.detach().reshape(-1)
-        count = min(SAMPLES, flat.numel())
-        at = torch.arange(count, device=flat.device) * (flat.numel() - 1) // max(count - 1, 1)
-        sample = flat[at].to(torch.bfloat16)
-        digest.update(f"{name}{tuple(tensor.shape)}".encode())
-        digest.update(sample.cpu().view(torch.int16).numpy().tobytes())
-    return f"sha256:{digest.hexdigest()}"
+def _default_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))  # one GPU for each process

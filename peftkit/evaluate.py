@@ -83,9 +83,7 @@ def _rows(
 
 
 @torch.no_grad()
-def _loss(
-    base: Base, task: CausalLM, rows: Sequence[Row], on_event: Listener
-) -> tuple[float, int]:
+def _loss(base: Base, task: CausalLM, rows: Sequence[Row], on_event: Listener) -> tuple[float, int]:
     total, num_tokens = 0.0, 0
     by_length = sorted(rows, key=lambda row: len(row.input_ids))  # little padding in a batch
     for start in range(0, len(by_length), BATCH_SIZE):
@@ -97,9 +95,7 @@ def _loss(
     return total / num_tokens, num_tokens
 
 
-def _answers(
-    base: Base, task: CausalLM, rows: Sequence[Row], on_event: Listener
-) -> list[Answer]:
+def _answers(base: Base, task: CausalLM, rows: Sequence[Row], on_event: Listener) -> list[Answer]:
     on_event(Stage(f"Completing {len(rows)} rows"))
     tokenizer = base.tokenizer
     asked = [task.last_answer(row) for row in rows]

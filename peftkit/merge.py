@@ -11,21 +11,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from peftkit.base import load_base
+from peftkit.base import load_base, skeleton
 from peftkit.errors import RunError
 from peftkit.events import Listener, Saved, Stage, Table, ignore
 from peftkit.formats.card import Card, write_card
 from peftkit.formats.folder import Opened, adapter_folder, open_adapter
 from peftkit.formats.peft import AdapterFile, read_adapter
-from peftkit.merging.agreement import PROMPTS, Agreement, agreement, in_float32, logits_on
+from peftkit.merging.agreement import PROMPTS, Agreement, agreement, logits_on
 from peftkit.merging.fold import Tally
 from peftkit.merging.output import new_folder
-from peftkit.merging.stream import plan_stream, write_streamed
+from peftkit.merging.stream import base_of, files_of, plan_stream, usual_dtype, write_streamed
 from peftkit.merging.whole import check_kind, cost_of, write_whole
 
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -58,10 +58,11 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """Logits of each prompt, with the adapter and without."""
+    """Logits of each prompt, with the adapter and without, and where they were computed."""
 
     adapted: Sequence[Tensor]
     bare: Sequence[Tensor]
+    device: torch.device
 
 
 def merge(
@@ -83,7 +84,8 @@ def merge(
         adapter: A folder made by peftkit or by PEFT.
         out: The new folder; nothing appears in it before all of it is written and verified.
         base: Another place of the base than the one recorded.
-        dtype: Of all weights written; None keeps each weight's own.
+        dtype: Of all weights written; None keeps each weight's own (of a GGUF file: fp32, as no
+            type of 16 bits holds what it holds).
         from_quantized: Merge into the dequantised weights that the adapter was trained over; needed
             where the base exists in quantised form only.
         verify: Load base and adapter, then the result, and compare them: the one step that takes
@@ -100,26 +102,34 @@ def merge(
         RunError: The disk is full, or the merged model does not compute what it should.
     """
     file = read_adapter(adapter_folder(adapter))
-    name = base or file.provenance.base or ""
+    name, revision = base_of(file, base)
     out, tally = Path(out).expanduser(), Tally()
     stored = DTYPES[dtype] if dtype else None
+
+    def load(**how: Any) -> Opened:
+        return open_adapter(file.folder, base, force=force, on_event=on_event, **how)
+
     with new_folder(out, overwrite, (file.folder, Path(name))) as folder:
-        plan = None if from_quantized else plan_stream(file, Path(name), stored, tally)
-
-        def opened(dtype: str = "auto") -> Opened:
-            kind = None if from_quantized else "none"
-            return open_adapter(
-                file.folder, base, quantize=kind, dtype=dtype, force=force, on_event=on_event
-            )
-
-        if plan is not None:
-            reference = _reference(opened(), prompts) if verify else None
+        source = None if from_quantized else files_of(name, revision)
+        plan = source and plan_stream(
+            file, source, skeleton(name, revision=revision), stored, tally
+        )
+        reference = None
+        if plan:
+            if verify:
+                # float32 shows every difference; but a GPU has no memory to spare for it
+                computing = "auto" if torch.cuda.is_available() else "fp32"
+                reference = _reference(load(quantize="none", dtype=computing), prompts)
             write_streamed(*plan, folder, stored, on_event)
         else:
-            whole = opened("fp32" if dtype and not from_quantized else "auto")
+            # quantised weights as they were trained over; others in float32, to round only once
+            how = {} if from_quantized else {"quantize": "none", "dtype": "fp32", "device": "cpu"}
+            whole = load(**how)
             check_kind(whole, from_quantized)
-            reference = _reference(whole, prompts) if verify else None
-            write_whole(whole, folder, stored, from_quantized, tally, on_event)
+            kept = stored or (whole.base.model.dtype if from_quantized else usual_dtype(source))
+            if verify:
+                reference = _reference(whole, prompts)
+            write_whole(whole, folder, kept, tally, on_event)
             del whole  # before the result is loaded
         tally.check()
         effect = agreed = None
@@ -135,10 +145,12 @@ def merge(
 
 
 def _reference(opened: Opened, prompts: Sequence[str]) -> _Reference:
-    with in_float32(opened.base):
-        adapted = logits_on(opened.base, prompts)
-        with opened.adapter.disabled():
-            return _Reference(adapted, logits_on(opened.base, prompts))
+    base = opened.base
+    if base.device.type == "cpu":
+        base.model.float()  # also what comes out of quantised weights
+    adapted = logits_on(base, prompts)
+    with opened.adapter.disabled():
+        return _Reference(adapted, logits_on(base, prompts), base.device)
 
 
 def _verified(
@@ -149,9 +161,9 @@ def _verified(
     Raises:
         RunError: It computes something else than base and adapter.
     """
-    base = load_base(str(folder))
-    with in_float32(base):
-        found = agreement(logits_on(base, prompts), reference.adapted)
+    computing = "fp32" if reference.device.type == "cpu" else "auto"
+    base = load_base(str(folder), dtype=computing, device=reference.device)
+    found = agreement(logits_on(base, prompts), reference.adapted)
     limit = LARGEST_DIFFERENCE * found.largest
     exact = tally.relative_rounding < EXACT
     if found.max_difference == float("inf") or (exact and found.max_difference > limit):

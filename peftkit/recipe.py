@@ -22,7 +22,8 @@ from peftkit.methods.table import AnyMethod
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.checkpoint import prepare_output
 from peftkit.train.config import TrainConfig
-from peftkit.train.loop import Result, fit
+from peftkit.train.loop import fit
+from peftkit.train.run import Result
 
 RECIPE = "recipe.yaml"
 
@@ -139,7 +140,7 @@ def prepare(recipe: Recipe, *, on_event: Listener = ignore) -> Prepared:
 
 
 def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> None:
-    """Check all that can be checked without training, and show the first rows as the loss sees them.
+    """Check all but the training, and show the first rows as the loss sees them.
 
     Raises:
         PeftkitError: The first thing that would have stopped the run.
@@ -155,6 +156,7 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
 def _provenance(recipe: Recipe, ready: Prepared) -> Provenance:
     return Provenance(
         base=ready.base.name,
+        hub_id=ready.base.hub_id,
         revision=ready.base.revision,
         fingerprint=ready.base.fingerprint,
         loading=recipe.base.model_dump(mode="json", exclude={"model", "revision"}),

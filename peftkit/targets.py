@@ -90,13 +90,13 @@ def find_roles(model: nn.Module) -> dict[str, list[Site]]:
     """Return every role of a model, as a user says it, and its sites."""
     found: dict[str, list[Site]] = {}
     for place in find_places(model):
-        for role, name in zip(place.roles, place.names, strict=False):
+        for role, name in zip(place.roles, place.names, strict=True):
             found.setdefault(name, []).append(_site(place, {role}))
     return found
 
 
 def _site(place: Place, roles: set[str], *, whole: bool = False) -> Site:
-    names = dict(zip(place.roles, place.names, strict=False))
+    names = dict(zip(place.roles, place.names, strict=True))
     if whole and place.repeats:
         return Site(place.path, (), None, place.parameter)
     kept = [role for role in names if role in roles]
@@ -118,7 +118,7 @@ def _matcher(target: str) -> Callable[[Place], set[str]]:
             return {r for r in place.roles if r in wanted} if _on(place, qualifier) else set()
         if rest == table.ALL_LINEAR:
             return {r for r in place.roles if r in wanted}
-        names = zip(place.roles, place.names, strict=False)
+        names = zip(place.roles, place.names, strict=True)
         return {role for role, name in names if name in wanted}
 
     return matches
@@ -126,8 +126,10 @@ def _matcher(target: str) -> Callable[[Place], set[str]]:
 
 def _is_role(word: str) -> bool:
     side, _, role = word.partition("_")
-    return word in table.ROLES or word in table.GROUPS or (
-        side in table.TOWERS and role in table.ROLES and role not in table.UNSIDED
+    return (
+        word in table.ROLES
+        or word in table.GROUPS
+        or (side in table.TOWERS and role in table.ROLES and role not in table.UNSIDED)
     )
 
 
@@ -237,7 +239,7 @@ def _layers_found(places: list[Place]) -> str:
                 if place.parameter and place.parameter != "weight"
                 else linear_shape(place.module)
             )
-            path = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", place.path)
+            path = re.sub(r"(?<![^.])\d+(?=\.|$)", "*", place.path)
             lines[f"{path} ({shape[0]} -> {shape[1]})"] += 1
     if not lines:
         return "It has no linear layer at all."

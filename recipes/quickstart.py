@@ -12,31 +12,45 @@ import sys
 import time
 from pathlib import Path
 
-from peftkit_cli.render import Renderer
-
 from peftkit import recipe
 from peftkit.base import load_base
 from peftkit.evaluate import Answer, answer
 from peftkit.formats.folder import open_adapter
 from peftkit.formats.peft import TENSORS
+from peftkit_cli.render import Renderer
 
 HERE = Path(__file__).parent
 OUT = Path("runs/quickstart")
 PEFTKIT = Path(sys.executable).with_name("peftkit")
 NUM_TRAIN, NUM_HELD_OUT = 640, 64
 
-ITEMS = "pizza burger salad taco wrap sandwich curry soup pie bagel noodle dumpling".split()
-SIZES = "small medium large".split()
-EXTRAS = "cheese mushrooms onions olives bacon peppers pickles chili garlic spinach".split()
-STREETS = "Oak Pine Mill River Church Station Garden Market Castle Bridge".split()
-NUMBERS = "one two three four five six seven eight nine".split()
-PEOPLE = "Anna Ben Carla David Emma Farid Grace Hugo Ines Jonas Kate Liam Mona Nils".split()
+ITEMS = (
+    *("pizza", "burger", "salad", "taco", "wrap", "sandwich"),
+    *("curry", "soup", "pie", "bagel", "noodle", "dumpling"),
+)
+SIZES = ("small", "medium", "large")
+EXTRAS = (
+    *("cheese", "mushrooms", "onions", "olives", "bacon"),
+    *("peppers", "pickles", "chili", "garlic", "spinach"),
+)
+STREETS = (
+    *("Oak", "Pine", "Mill", "River", "Church"),
+    *("Station", "Garden", "Market", "Castle", "Bridge"),
+)
+NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+PEOPLE = (
+    *("Anna", "Ben", "Carla", "David", "Emma", "Farid", "Grace"),
+    *("Hugo", "Ines", "Jonas", "Kate", "Liam", "Mona", "Nils"),
+)
 SENTENCES = (
     "Hi, this is {name}, could I get {number} {size} {item}s {extras} to {house} {street} Street?",
     "{number} {size} {item}s {extras} for {name}, {house} {street} Street please.",
     "Please send {number} {item}s, {size} ones, {extras}, to {name} at {house} {street} Street.",
-    "I'm {name} and I'd like to order {number} {size} {item}s {extras}. It's {house} {street} Street.",
+    "I'm {name} and I'd like {number} {size} {item}s {extras}. It's {house} {street} Street.",
 )
+
+
+EXAMPLE = "Please send three pizzas, large ones, with olives, to Kate at 7 Oak Street."
 
 
 def make_order(rng: random.Random) -> dict[str, str]:
@@ -101,7 +115,7 @@ def main() -> None:
     say(f"The adapter is in {OUT} ({(OUT / TENSORS).stat().st_size / 1e6:.1f} MB).")
     say(f"All of it took {(time.monotonic() - began) / 60:.1f} minutes. Try next:\n")
     say(f"  {PEFTKIT} chat {OUT}")
-    say(f'  {PEFTKIT} generate {OUT} --prompt "Two large pizzas with olives for Kate, 7 Oak Street."')
+    say(f'  {PEFTKIT} generate {OUT} --prompt "{EXAMPLE}"')
     say(f"  {PEFTKIT} merge {OUT} --out runs/merged")
 
 

@@ -11,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from peftkit.adapter import Adapter, attach
+from peftkit.base import skeleton
 from peftkit.errors import AdapterError, MergeError, OutputError, RunError
 from peftkit.events import Event, Saved, Table
 from peftkit.formats.peft import Provenance, read_adapter, save_adapter
+from peftkit.formats.shards import find_shards
 from peftkit.merge import Dtype, merge
 from peftkit.merging.agreement import agreement
 from peftkit.merging.fold import Tally, merge_into
@@ -206,9 +208,10 @@ def test_files_that_are_not_one_to_one_are_left_to_the_other_way(
     else:
         stored["model.layers.1.mlp.w3.weight"] = stored.pop(name)
     save_file(stored, saved.base / "model.safetensors")
-    file = read_adapter(saved.adapter)
-    assert plan_stream(file, saved.base, None, Tally()) is None
-    assert plan_stream(file, saved.base / "config.json", None, Tally()) is None
+    shards = find_shards(saved.base)
+    assert shards is not None
+    file, model = read_adapter(saved.adapter), skeleton(str(saved.base))
+    assert plan_stream(file, shards, model, None, Tally()) is None
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
@@ -324,9 +327,9 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(saved: Saver) -> None:
 
 def test_tensors_that_do_not_fit_the_base_are_refused(saved: Saver) -> None:
     saved()
-    wide = FAMILIES["llama"]()
-    wide.config.hidden_size = 64
-    type(wide)(wide.config).save_pretrained(saved.base)
+    config = FAMILIES["llama"]().config
+    config.hidden_size = 64
+    LlamaForCausalLM(config).save_pretrained(saved.base)
     with pytest.raises(AdapterError, match="does not fit"):
         merge(saved.adapter, saved.out, verify=False)
     assert not saved.out.exists()

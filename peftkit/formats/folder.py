@@ -40,7 +40,7 @@ def open_adapter(
     force: bool = False,
     on_event: Listener = ignore,
 ) -> Opened:
-    """Load an adapter folder's base, as it was trained unless told otherwise, and the adapter on it.
+    """Load an adapter's base, as it was trained unless told otherwise, and the adapter on it.
 
     Args:
         adapter: A folder made by peftkit (a run, a checkpoint) or by PEFT.

@@ -2,9 +2,9 @@
 
 A folder holds adapter_config.json, adapter_model.safetensors, and, when made here, peftkit.json:
 what PEFT's config has no place for (the method as asked, the base's fingerprint, the prompt style).
-The format is PEFT 0.21's: a tensor of the module at `path` is named "base_model.model.{path}.{name}".
-Only the sixteen oldest config keys and those that differ from their defaults are written, because
-PEFT before 0.14 refuses keys that it does not know.
+The format is PEFT 0.21's: a tensor of the module at `path` is "base_model.model.{path}.{name}". Only
+the sixteen oldest config keys and those that differ from their defaults are written, because PEFT
+before 0.14 refuses keys that it does not know.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Provenance:
     """Where an adapter comes from, and what it takes to use it as it was trained.
 
     Attributes:
-        base: Hub id or path of the base. revision: Its commit, if pinned.
+        base: Short name, hub id or path of the base. revision: Its commit, if pinned.
+        hub_id: Where other tools find it, if it is published.
         fingerprint: Of the base's weights; an adapter on other weights is refused.
         loading: dtype, quantize and double_quant with which the base was loaded.
         prompt_style: How a prompt is put to the model; None where the file does not say.
@@ -68,6 +69,7 @@ class Provenance:
     """
 
     base: str | None = None
+    hub_id: str | None = None
     revision: str | None = None
     fingerprint: str | None = None
     loading: Mapping[str, Any] = field(default_factory=dict)
@@ -86,7 +88,9 @@ class AdapterFile:
     made_here: bool
 
 
-def save_adapter(adapter: Adapter, folder: str | Path, provenance: Provenance | None = None) -> Path:
+def save_adapter(
+    adapter: Adapter, folder: str | Path, provenance: Provenance | None = None
+) -> Path:
     """Write an adapter folder that peftkit and PEFT load.
 
     Args:
@@ -112,6 +116,7 @@ def save_adapter(adapter: Adapter, folder: str | Path, provenance: Provenance | 
         "method": adapter.method.model_dump(mode="json"),
         "base": {
             "name": provenance.base,
+            "hub_id": provenance.hub_id,
             "revision": provenance.revision,
             "fingerprint": provenance.fingerprint,
             "loading": dict(provenance.loading),
@@ -134,7 +139,7 @@ def _config_fields(adapter: Adapter, provenance: Provenance) -> dict[str, Any]:
         **OLDEST_FIELDS,
         "peft_type": adapter.method.peft_type,
         "task_type": provenance.task_type,
-        "base_model_name_or_path": provenance.base,
+        "base_model_name_or_path": provenance.hub_id or provenance.base,
         "revision": provenance.revision,
         "target_modules": shortest_endings(paths, others),
         "fan_in_fan_out": transposed,
@@ -164,6 +169,7 @@ def read_adapter(folder: str | Path) -> AdapterFile:
         method = from_dict(METHODS[spec["type"]], spec, str(folder / NOTES))
         provenance = Provenance(
             base["name"],
+            base["hub_id"],
             base["revision"],
             base["fingerprint"],
             base["loading"],
@@ -317,11 +323,15 @@ def _completed(adapter: Adapter, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     """Let each module add what a foreign file leaves to be made from the weight."""
     complete: dict[str, Tensor] = {}
     for path, module in adapter.modules.items():
-        own = {n.removeprefix(path + "."): t for n, t in tensors.items() if n.startswith(path + ".")}
+        own = {
+            n.removeprefix(path + "."): t for n, t in tensors.items() if n.startswith(path + ".")
+        }
         try:
             own = dict(module.complete(own))
         except KeyError as error:
-            raise AdapterError(f"{path} has no tensor {error}", fix="The file is incomplete.") from error
+            raise AdapterError(
+                f"{path} has no tensor {error}", fix="The file is incomplete."
+            ) from error
         complete |= {f"{path}.{name}": tensor for name, tensor in own.items()}
     return complete | {name: t for name, t in tensors.items() if name not in complete}
 
@@ -359,7 +369,7 @@ def _ends_with(path: str, ending: str) -> bool:
 
 
 class AdapterFolder:
-    """The adapter's side of a checkpoint: every checkpoint is an adapter folder, loadable as one."""
+    """The adapter's side of a checkpoint: every checkpoint is an adapter folder."""
 
     def __init__(self, adapter: Adapter, provenance: Provenance) -> None:
         self._adapter, self._provenance = adapter, provenance

@@ -1,8 +1,9 @@
 """Cross entropy whose logits are never all there at once.
 
-The head is frozen, or nearly so: the gradient of the hidden rows can be made together with the loss,
-chunk by chunk, and the logits of a chunk are gone before the next one's are made. Plain autograd over
-the whole keeps four arrays of (n, V): the logits, their float32 copy, its log-softmax, the gradient.
+The head is frozen, or nearly so: the gradient of the hidden rows can be made together with the
+loss, chunk by chunk, and the logits of a chunk are gone before the next one's are made. Plain
+autograd over the whole keeps four arrays of (n, V): the logits, their float32 copy, its
+log-softmax, the gradient.
 
 Shapes: n rows whose label counts, H hidden size, V vocabulary, C rows of a chunk.
 """
@@ -25,7 +26,7 @@ CHUNK_BYTES = 256 << 20
 
 
 def reference_cross_entropy(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
-    """Return the sum of the rows' losses by the definition; what the chunked form is tested with."""
+    """Return the sum of the rows' losses by the definition."""
     return functional.cross_entropy(head(hidden).float(), targets, reduction="sum")
 
 
@@ -55,7 +56,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Loss and gradients in the forward pass; backward only scales them."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, hidden: Tensor, targets: Tensor, head: Head, chunk_rows: int, *trainable: Tensor
     ) -> Tensor:
         wants_grad = any(ctx.needs_input_grad)
@@ -77,7 +78,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, *grads = ctx.saved_tensors  # type: ignore[attr-defined]
         scale = grad_loss
         return (

@@ -56,5 +56,7 @@ def adapted_row_norms(
     a, b = lora_a.float(), lora_b.float()
     cross = functional.linear(weight, lora_a.to(weight.dtype)).float()  # (out, R) = W A^T
     gram = a @ a.t()  # (R, R)
-    squared = squared_norms + ((2 * scaling) * cross + (scaling * scaling) * (b @ gram)).mul(b).sum(1)
+    squared = squared_norms + ((2 * scaling) * cross + (scaling * scaling) * (b @ gram)).mul(b).sum(
+        1
+    )
     return squared.clamp_min(torch.finfo(torch.float32).tiny).sqrt()

@@ -5,12 +5,11 @@ Shapes: T tokens of a prompt, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from peftkit.base import Base
 
@@ -60,26 +59,3 @@ def agreement(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> Agreement:
         top1=float((a.argmax(-1) == b.argmax(-1)).float().mean()),
         num_positions=len(a),
     )
-
-
-@contextmanager
-def in_float32(base: Base) -> Iterator[None]:
-    """Compute in float32 while the context holds, on a CPU; the weights stay what they are.
-
-    Elsewhere memory is dearer than the last digits, and the model computes in its own dtype.
-    """
-    if base.device.type != "cpu":
-        yield
-        return
-    before = {name: tensor.dtype for name, tensor in _tensors(base.model)}
-    base.model.float()
-    try:
-        yield
-    finally:
-        for name, tensor in _tensors(base.model):
-            tensor.data = tensor.data.to(before[name])
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -90,10 +91,7 @@ def merge_into(
         MergeError: The method has no merged form, or a weight is quantised or is shared.
     """
     tally = tally or Tally()
-    uses: dict[int, int] = {}
-    for module in adapter.model.modules():
-        for parameter in module.parameters(recurse=False):
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    shared = shared_parameters(adapter.model)
     for path, module in adapter.modules.items():
         check_mergeable(adapter.method, module)
         weight = getattr(module.base, "weight", None)
@@ -103,7 +101,7 @@ def merge_into(
                 found=f"its weight is quantised ({type(module.base).__name__})",
                 fix="Load the base with quantize='none' and the adapter on it, then merge.",
             )
-        if uses[id(weight)] > 1:
+        if id(weight) in shared:
             raise MergeError(
                 f"cannot merge into {path} alone",
                 found="it shares its weight with another layer (tied embeddings)",
@@ -167,6 +165,14 @@ def _dequantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     cast(Any, plain).tie_weights()
     plain.generation_config = model.generation_config
     return plain
+
+
+def shared_parameters(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that more than one module uses (tied embeddings)."""
+    uses = Counter(
+        id(parameter) for module in model.modules() for parameter in module.parameters(False)
+    )
+    return {key for key, count in uses.items() if count > 1}
 
 
 def check_mergeable(method: Method, module: AdapterModule) -> None:

@@ -5,16 +5,20 @@ Shapes: a weight on disk is (out, in); that of a Conv1D is (in, out).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from peftkit.anatomy import linear_shape
+from peftkit.base import local_folder
+from peftkit.errors import AdapterError, BaseError
 from peftkit.events import Listener, Progress
 from peftkit.formats.peft import AdapterFile, named_tensors
 from peftkit.formats.shards import Shards, copy_companions, find_shards, rewrite_shards
-from peftkit.merging.fold import Tally, TensorFold
+from peftkit.merging.fold import Tally, TensorFold, shared_parameters
 from peftkit.methods.table import method_from_peft
 from peftkit.tensor_header import DTYPE_NAMES, Entry
 
@@ -26,36 +30,97 @@ FLOATS = {
 Plan = tuple[Shards, dict[str, Callable[[Tensor], Tensor]]]
 
 
+def base_of(file: AdapterFile, base: str | None) -> tuple[str, str | None]:
+    """Return name and revision of an adapter's base, or of the one given instead.
+
+    Raises:
+        AdapterError: The adapter does not name one.
+    """
+    name = base or file.provenance.base
+    if not name:
+        raise AdapterError(
+            f"{file.folder} does not say which base it belongs to",
+            fix="Name the base it was trained on with --base MODEL.",
+        )
+    return name, None if base else file.provenance.revision
+
+
+def files_of(base: str, revision: str | None) -> Shards | None:
+    """Return the base's weight files if it has such on this machine, all of them.
+
+    Raises:
+        BaseError: There is no such base, or its files are damaged.
+    """
+    folder = local_folder(base, revision)
+    if folder is None:
+        return None
+    try:
+        return find_shards(folder)
+    except BaseError:
+        if Path(base).expanduser().exists():
+            raise
+        return None  # a download that was not finished; loading goes on with it
+
+
+def usual_dtype(shards: Shards | None) -> torch.dtype:
+    """Return the float dtype of most of the weights."""
+    sizes: Counter[str] = Counter()
+    for entry in shards.entries.values() if shards else ():
+        sizes[entry.dtype] += entry.end - entry.start
+    return next((FLOATS[d] for d, _ in sizes.most_common() if d in FLOATS), torch.float32)
+
+
 def plan_stream(
-    file: AdapterFile, base: Path, dtype: torch.dtype | None, tally: Tally
+    file: AdapterFile,
+    shards: Shards,
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    tally: Tally,
 ) -> Plan | None:
     """Return the base's files and what becomes of which tensor; None where that is not one to one.
+
+    Args:
+        file: The adapter.
+        shards: The base's weights.
+        model: The base without weights: which module is what.
+        dtype: In which the weights will be stored; None: each in its own.
+        tally: Counts what will be done.
 
     Raises:
         AdapterError: A tensor of the adapter is misshapen.
         MergeError: The method has no merged form.
     """
-    shards = find_shards(base) if base.is_dir() else None
-    if shards is None:
-        return None
-    entries = shards.entries
-    states: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in named_tensors(file.folder, nn.Module()).items():
-        path = name
-        while path and _on_disk(path, entries) is None:
-            path = path.rpartition(".")[0]
-        states.setdefault(path, {})[name.removeprefix(path + ".")] = tensor
-    changes = {}
-    for path, state in states.items():
-        name = _on_disk(path, entries) or ""
-        if not path or len(entries[name].shape) != 2 or entries[name].dtype not in FLOATS:
+    entries, modules = shards.entries, dict(model.named_modules())
+    shared = shared_parameters(model)
+    method, changes = method_from_peft(file.fields), {}
+    for path, state in _states(file, model).items():
+        name = _on_disk(path, entries)
+        module = modules[path]
+        weight = getattr(module, "weight", None)
+        if name is None or weight is None or id(weight) in shared:
             return None
-        stored = dtype or FLOATS[entries[name].dtype]
-        changes[name] = _change(file, path, state, entries[name].shape, stored, tally)
+        entry = entries[name]
+        if entry.dtype not in FLOATS or entry.shape != tuple(weight.shape):
+            return None
+        fold = TensorFold(method, path, state, linear_shape(module)[::-1])
+        transposed = type(module).__name__ == "Conv1D"
+        changes[name] = _change(fold, transposed, dtype or FLOATS[entry.dtype], tally)
     return shards, changes
 
 
-def _on_disk(path: str, entries: dict[str, Entry]) -> str | None:
+def _states(file: AdapterFile, model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Return the adapter's tensors by the path of their module; "" where there is none."""
+    states: dict[str, dict[str, Tensor]] = {}
+    modules = dict(model.named_modules())
+    for name, tensor in named_tensors(file.folder, model).items():
+        path = name
+        while path and path not in modules:
+            path = path.rpartition(".")[0]
+        states.setdefault(path, {})[name.removeprefix(path + ".")] = tensor
+    return states
+
+
+def _on_disk(path: str, entries: Mapping[str, Entry]) -> str | None:
     """Return the name in the files of a module's weight.
 
     A base saved without its head lacks the name of the part that holds the layers ("transformer.").
@@ -69,21 +134,9 @@ def _on_disk(path: str, entries: dict[str, Entry]) -> str | None:
 
 
 def _change(
-    file: AdapterFile,
-    path: str,
-    state: dict[str, Tensor],
-    shape: tuple[int, ...],
-    stored: torch.dtype,
-    tally: Tally,
+    fold: TensorFold, transposed: bool, stored: torch.dtype, tally: Tally
 ) -> Callable[[Tensor], Tensor]:
     """Return what makes the merged tensor of one on disk; Conv1D keeps its weight transposed."""
-    transposed = bool(file.fields.get("fan_in_fan_out"))
-    fold = TensorFold(
-        method_from_peft(file.fields),
-        path,
-        state,
-        (shape[1], shape[0]) if transposed else (shape[0], shape[1]),
-    )
 
     def change(weight: Tensor) -> Tensor:
         before = (weight.t() if transposed else weight).float()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -39,35 +41,30 @@ def check_kind(opened: Opened, from_quantized: bool) -> None:
 
 
 def write_whole(
-    opened: Opened,
-    folder: Path,
-    dtype: torch.dtype | None,
-    from_quantized: bool,
-    tally: Tally,
-    on_event: Listener,
+    opened: Opened, folder: Path, dtype: torch.dtype, tally: Tally, on_event: Listener
 ) -> None:
-    """Merge in memory and save as transformers does.
+    """Merge in memory and save as transformers does, every float tensor in `dtype`.
 
     Raises:
         MergeError: The method has no merged form, or a weight is shared.
         RunError: A weight does not fit the dtype, or the disk is full.
     """
     on_event(Stage("Merging the whole model in memory"))
-    model: Any = opened.base.model
-    if from_quantized:
-        on_event(Notice(cost_of(opened.base.audit.quantized_as)))
-        model = merge_dequantized(opened.adapter, dtype or model.dtype, tally=tally)
+    kind = opened.base.audit.quantized_as
+    if kind == "none":
+        model: Any = merge_into(opened.adapter, tally=tally, dtype=dtype).to(dtype)
     else:
-        merge_into(opened.adapter, tally=tally, dtype=dtype)
-        model.to(dtype)
+        on_event(Notice(cost_of(kind)))
+        model = merge_dequantized(opened.adapter, dtype, tally=tally)
     if bad := files.non_finite(model.state_dict()):
         raise RunError(
-            f"cannot write {len(bad)} weights in {dtype or model.dtype}",
+            f"cannot write {len(bad)} weights in {dtype}",
             found=f"they hold NaN, Infinity, or numbers too large for it, as {bad[0]}",
             fix="Write bf16 or fp32.",
         )
     try:
-        model.save_pretrained(folder, max_shard_size="5GB")
+        with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
+            model.save_pretrained(folder, max_shard_size="5GB")
         opened.base.tokenizer.save_pretrained(folder)
     except (OSError, SafetensorError) as problem:
         free = files.free_bytes(folder)

@@ -24,9 +24,11 @@ class DoRALinear(LoRALinear):
     """A frozen linear layer whose direction is adapted by LoRA and whose row norms are trained.
 
     Attributes:
-        magnitude: (num_rows,): the trained norms of the adapted output rows.
+        lora_magnitude: (num_rows,): the trained norms of the adapted output rows.
         squared_norms: (out,) float32: ||w||^2 of the frozen rows.
     """
+
+    squared_norms: Tensor
 
     def __init__(self, base: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(base, *args, **kwargs)
@@ -54,7 +56,7 @@ class DoRALinear(LoRALinear):
             return out
         norms = self._row_norms(weight_of(self.base), self.squared_norms)
         ratio = self.full_magnitude().float() / norms  # (out,), exactly one at the start
-        plain = out if self.base.bias is None else out - self.base.bias
+        plain = out if self.bias is None else out - self.bias
         out = out + (ratio - 1).to(out.dtype) * plain
         scaled_b = ratio[:, None] * self.full_b()
         return add_lora(out, self.dropout(x), self.full_a(), scaled_b, self.scaling)

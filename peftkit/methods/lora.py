@@ -46,6 +46,8 @@ class LoRALinear(AdapterModule):
 
     start_A: Tensor | None
     start_B: Tensor | None
+    rows: Tensor | None
+    columns: Tensor | None
 
     def __init__(
         self,
@@ -66,12 +68,17 @@ class LoRALinear(AdapterModule):
         num_roles = len(site.rows) if site.rows else 1
         rows = torch.cat(list(site.rows.values())).to(device) if site.rows else None
         num_rows = self.out_features if rows is None else len(rows)
-        self.lora_A = nn.Parameter(torch.zeros(num_roles * rank, self.in_features, dtype=dtype, device=device))
+        self.lora_A = nn.Parameter(
+            torch.zeros(num_roles * rank, self.in_features, dtype=dtype, device=device)
+        )
         self.lora_B = nn.Parameter(torch.zeros(num_rows, rank, dtype=dtype, device=device))
         self.register_buffer("rows", rows, persistent=False)  # (num_rows,) into the outputs
         self.register_buffer("columns", self._columns(), persistent=False)  # (num_rows, r) into R
         subtracts = init in ("pissa", "olora")
-        for name, shape in (("start_A", (rank, self.in_features)), ("start_B", (self.out_features, rank))):
+        for name, shape in (
+            ("start_A", (rank, self.in_features)),
+            ("start_B", (self.out_features, rank)),
+        ):
             start = torch.zeros(shape, dtype=dtype, device=device) if subtracts else None
             self.register_buffer(name, start, persistent=False)
 
@@ -92,7 +99,7 @@ class LoRALinear(AdapterModule):
         """Return B as it is applied and saved: (out, R), zero rows where nothing is adapted."""
         if self.start_B is not None:
             return torch.cat([self.lora_B, -self.start_B], dim=1)
-        if self.rows is None:
+        if self.rows is None or self.columns is None:
             return self.lora_B
         full = self.lora_B.new_zeros(self.out_features, self.lora_A.shape[0])
         return full.index_put((self.rows[:, None], self.columns), self.lora_B)
@@ -119,7 +126,9 @@ class LoRALinear(AdapterModule):
                 bound = 1 / math.sqrt(self.in_features)
                 self.lora_A.copy_(self._draw(torch.Tensor.uniform_, generator, -bound, bound))
 
-    def _draw(self, sample: Any, generator: torch.Generator, *args: float, **kwargs: float) -> Tensor:
+    def _draw(
+        self, sample: Any, generator: torch.Generator, *args: float, **kwargs: float
+    ) -> Tensor:
         # drawn on the CPU in float32, so that a seed means the same adapter on every device
         return sample(torch.empty(self.lora_A.shape), *args, **kwargs, generator=generator)
 
@@ -132,8 +141,12 @@ class LoRALinear(AdapterModule):
         else:
             q, upper = torch.linalg.qr(weight)
             a, b = upper[: self.rank], q[:, : self.rank]
-        assert self.start_A is not None and self.start_B is not None
-        for trained, start, value in ((self.lora_A, self.start_A, a), (self.lora_B, self.start_B, b)):
+        assert self.start_A is not None
+        assert self.start_B is not None
+        for trained, start, value in (
+            (self.lora_A, self.start_A, a),
+            (self.lora_B, self.start_B, b),
+        ):
             trained.copy_(value)
             start.copy_(value)
 
@@ -155,10 +168,9 @@ class LoRALinear(AdapterModule):
             self.lora_B.copy_(b[:, : self.rank])
             self.start_A.copy_(a[self.rank :])
             self.start_B.copy_(-b[:, self.rank :])
-        elif self.rows is None:
+        elif self.rows is None or self.columns is None:
             self.lora_B.copy_(b)
         else:
-            assert self.columns is not None
             self.lora_B.copy_(b[self.rows[:, None].cpu(), self.columns.cpu()])
             if torch.count_nonzero(b) != torch.count_nonzero(self.full_b()):
                 raise AdapterError(
@@ -200,9 +212,9 @@ class LoRA(Method):
     """Scale by alpha / sqrt(rank) instead."""
     init: Init = "default"
     """Start of A and B: default (Kaiming A, zero B), gaussian, pissa, olora."""
-    rank_pattern: dict[str, int] = {}
+    rank_pattern: dict[str, int] = Field(default_factory=dict)
     """Other ranks, by role or by the end of a module's name: {v: 8, "layers.0.mlp.up_proj": 4}."""
-    alpha_pattern: dict[str, int | float] = {}
+    alpha_pattern: dict[str, int | float] = Field(default_factory=dict)
     """Other alphas, likewise."""
 
     def wrap(self, base: nn.Module, site: Site) -> LoRALinear:
@@ -249,7 +261,9 @@ class LoRA(Method):
         return default
 
     def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
-        shapes = {path: module.state_shapes()["lora_A.weight"][0] for path, module in modules.items()}
+        shapes = {
+            path: module.state_shapes()["lora_A.weight"][0] for path, module in modules.items()
+        }
         alphas = {}
         for path, module in modules.items():
             assert isinstance(module, LoRALinear)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +39,12 @@ class AdapterModule(nn.Module, ABC):
     @property
     def weight(self) -> Tensor:
         """The base's weight: models that look at their layers' weights see what was there."""
-        return self.base.weight
+        return cast(Tensor, self.base.weight)
 
     @property
     def bias(self) -> Tensor | None:
         """The base's bias, likewise."""
-        return self.base.bias
+        return cast("Tensor | None", self.base.bias)
 
     @abstractmethod
     def reset(self, generator: torch.Generator) -> None:
@@ -86,7 +86,7 @@ class Method(Config, ABC):
 
     type: str
     targets: tuple[str, ...] | str = "all-linear"
-    """Roles (q, k, v, o, gate, up, down, ...), groups (attention, ffn, all-linear), module names."""
+    """Roles (q, k, v, o, gate, up, down, ...), groups (attention, ffn, all-linear), or names."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which the adapter is kept and trained, over any base."""
 

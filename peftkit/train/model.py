@@ -34,24 +34,6 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def num_parameters(model: nn.Module) -> int:
-    """Return how many values a model has, quantised ones counted by what they stand for."""
-    seen: set[int] = set()
-    total = 0
-    for module in model.modules():
-        shape = getattr(module, "in_features", None), getattr(module, "out_features", None)
-        weight = module._parameters.get("weight")
-        packed = all(shape) and (weight is None or not weight.is_floating_point())
-        if packed and not list(module.children()):
-            total += int(shape[0] or 0) * int(shape[1] or 0)
-            seen.add(id(weight))
-        for parameter in module.parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                total += parameter.numel()
-    return total
-
-
 def device_name(device: torch.device, num_processes: int) -> str:
     """Return a device for people: "cpu", "NVIDIA H200", "2 x NVIDIA H200"."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from peftkit.audit import audit
 from peftkit.errors import PeftkitError, RunError
 from peftkit.events import EvalDone, Event, Listener, Notice, RunDone, RunStarted, StepDone
 from peftkit.files import write_json
@@ -22,7 +23,7 @@ from peftkit.train.evaluate import Evaluator
 from peftkit.train.identity import identity_of
 from peftkit.train.learner import Learner, NonFinite, StepFacts, Task
 from peftkit.train.metrics import MetricsFile, Trackers, peak_bytes, perplexity, start_trackers
-from peftkit.train.model import device_name, num_parameters
+from peftkit.train.model import device_name
 from peftkit.train.optim import learning_rate
 from peftkit.train.order import Order
 from peftkit.train.ranks import Ranks
@@ -245,7 +246,7 @@ class Run:
             start_step=self.learner.state.step,
             num_rows=len(self.rows),
             num_trainable=sum(p.numel() for p in self.learner.parameters.values()),
-            num_parameters=num_parameters(self.model),
+            num_parameters=audit(self.model).num_parameters,
             device=device_name(self.ranks.device, self.ranks.world_size),
         )
 

@@ -47,7 +47,11 @@ OURS = {
     "dora-rslora": DoRA(rank=4, alpha=8, targets=ROLES, rslora=True),
     "dora-patterns": DoRA(rank=4, alpha=8, targets=ROLES, rank_pattern={"o": 2}),
 }
-COMMON: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+COMMON: dict[str, Any] = {
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["q_proj", "v_proj", "down_proj"],
+}
 THEIRS: dict[str, dict[str, Any]] = {
     "lora": {},
     "rslora": {"use_rslora": True},
@@ -76,7 +80,7 @@ def nudge(model: nn.Module) -> None:
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
 
-@pytest.fixture()
+@pytest.fixture
 def base() -> nn.Module:
     torch.manual_seed(0)
     return FAMILIES["llama"]().eval()
@@ -203,7 +207,7 @@ def test_another_base_of_the_same_shapes_is_refused_unless_forced(
 def test_a_pickle_alone_is_refused_unopened(base: nn.Module, tmp_path: Path) -> None:
     save_adapter(attach(base, LoRA(rank=2, targets=("q",))), tmp_path)
     (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
-    with pytest.raises(AdapterError, match="holds no adapter_model.safetensors"):
+    with pytest.raises(AdapterError, match=r"holds no adapter_model\.safetensors"):
         load_adapter(base, tmp_path)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,14 +51,14 @@ def train_a_little(adapter: Adapter, steps: int = 3) -> list[float]:
 
 
 @pytest.fixture(params=GRID, ids=lambda cell: "-".join(cell))
-def cell(request: pytest.FixtureRequest) -> Iterator[tuple[Method, nn.Module, Tensor]]:
+def cell(request: pytest.FixtureRequest) -> tuple[Method, nn.Module, Tensor]:
     """A method, a frozen base that it is not yet on, and the base's logits."""
     method, family, kind = request.param
     torch.manual_seed(0)
     model = FAMILIES[family]().eval()
     if kind != "none":
         quantize_model(model, kind, double_quant=True, compute_dtype=torch.float32)
-    yield METHODS[method], model, logits(model)
+    return METHODS[method], model, logits(model)
 
 
 def test_fresh_adapter_leaves_the_base_unchanged_to_the_bit(cell) -> None:
@@ -128,7 +126,9 @@ def test_a_second_adapter_on_one_model_is_refused(cell) -> None:
         attach(model, method)
 
 
-@pytest.mark.parametrize("method", [LoRA(rank=4, alpha=8), DoRA(rank=4, alpha=8)], ids=["lora", "dora"])
+@pytest.mark.parametrize(
+    "method", [LoRA(rank=4, alpha=8), DoRA(rank=4, alpha=8)], ids=["lora", "dora"]
+)
 def test_a_role_of_a_fused_layer_adapts_only_its_rows(method, tmp_path) -> None:
     torch.manual_seed(0)
     model = FAMILIES["gpt2"]().eval()
@@ -148,7 +148,7 @@ def test_a_role_of_a_fused_layer_adapts_only_its_rows(method, tmp_path) -> None:
     assert (difference[:third] > 0).all()
     save_adapter(adapter, tmp_path)
     adapter.detach()
-    again = load_adapter(model, tmp_path)
+    load_adapter(model, tmp_path)
     assert torch.equal(logits(model), trained)
 
 

@@ -17,7 +17,6 @@ from peftkit.errors import ConfigError, DataError, OutputError
 from peftkit.events import EvalDone, Event, Notice, RunDone, RunStarted, Saved, StepDone
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
-from peftkit.train.model import num_parameters
 from tests.train.toy import Played, Row, Toy, ToyTask, config_of, make_rows, play, same
 
 
@@ -229,22 +228,6 @@ def test_defaults_suffice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     result = fit(Toy(), ToyTask(), make_rows(8))
     assert result.step == 3
     assert (tmp_path / "runs" / "adapter" / "checkpoints" / "step-3").is_dir()
-
-
-def test_packed_weights_are_counted_by_what_they_stand_for() -> None:
-    class Packed(torch.nn.Module):
-        in_features, out_features = 8, 16
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("packed", torch.zeros(64, dtype=torch.uint8))
-            self.bias = torch.nn.Parameter(torch.zeros(16))
-
-    linear = torch.nn.Linear(8, 16)
-    tied = torch.nn.Linear(8, 16, bias=False)
-    tied.weight = linear.weight
-    assert num_parameters(Packed()) == num_parameters(linear) == 8 * 16 + 16
-    assert num_parameters(torch.nn.Sequential(linear, tied)) == 8 * 16 + 16
 
 
 def test_an_eval_loss_that_is_not_finite_is_told_and_never_best(tmp_path: Path) -> None:

@@ -271,6 +271,6 @@ def test_rows_without_a_length_do_not_hide_the_error(tmp_path: Path) -> None:
             return super().collate([Row(ids, labels, "") for ids, labels in rows])
 
     pairs = [(row.input_ids, row.labels) for row in make_rows(14)]
-    run = play(tmp_path, task=Pairs(0), rows=pairs)  # type: ignore[arg-type]
+    run = play(tmp_path, task=Pairs(0), rows=pairs)
     assert isinstance(run.error, RunError)
     assert "does not fit into memory" in str(run.error)

