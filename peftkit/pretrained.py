@@ -27,6 +27,7 @@ from transformers.utils.hub import cached_file
 from peftkit.errors import BaseError, OutputError, PeftkitError
 from peftkit.events import Listener, Notice, Stage
 from peftkit.files import fsync_dir
+from peftkit.kernels.packed import Packing
 from peftkit.locate import KNOWN, Location, hub_answers, suggest
 
 TASKS = {"causal_lm": "AutoModelForCausalLM"}
@@ -204,9 +205,11 @@ def cast_to_half(model: Any) -> None:
     """Cast the parameters to float16, but for those that the model keeps in float32."""
     plan = (model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict)
     keep = {f".{name}." for names in plan for name in names or ()}
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not any(part in f".{name}." for part in keep):
-            parameter.data = parameter.data.to(torch.float16)
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            kept = isinstance(module, Packing) or any(k in f".{path}.{name}." for k in keep)
+            if parameter is not None and parameter.is_floating_point() and not kept:
+                parameter.data = parameter.data.to(torch.float16)
     model.config.dtype = torch.float16
 
 

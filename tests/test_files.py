@@ -281,3 +281,16 @@ def test_a_large_json_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
         file.truncate(100 << 20)
     with pytest.raises(AdapterError, match="larger than 1,048,576 bytes"):
         files.read_json(tmp_path / "t")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.complex64, torch.int8])
+def test_any_kind_of_tensor_can_be_asked_whether_it_is_finite(dtype: torch.dtype) -> None:
+    tensor = torch.arange(20).reshape(4, 5).to(dtype)
+    assert files.is_finite(tensor)
+    assert files.is_finite(tensor[:0])
+    assert files.is_finite(tensor.t())
+    if dtype != torch.int8:
+        tensor[2, 1] = float("nan")
+        assert not files.is_finite(tensor)
+        tensor[2, 1] = float("-inf")
+        assert not files.is_finite(tensor.t())

@@ -86,7 +86,7 @@ class Saver:
         if quantize != "none":
             quantize_model(model, quantize)
         adapter = trained(model, method, size)
-        loading = {"dtype": "auto", "quantize": quantize, "double_quant": True}
+        loading = {"dtype": "fp32", "quantize": quantize, "double_quant": True}
         save_adapter(adapter, self.adapter, Provenance(base=str(self.base), loading=loading))
         self.logits = logits(model.float())
 

@@ -2,9 +2,9 @@
 
 A folder holds adapter_config.json, adapter_model.safetensors, and, when made here, peftkit.json:
 what PEFT's config has no place for (the method as asked, the base's fingerprint, the prompt style).
-The format is PEFT 0.21's: a tensor of the module at `path` is "base_model.model.{path}.{name}". Only
-the sixteen oldest config keys and those that differ from their defaults are written, because PEFT
-before 0.14 refuses keys that it does not know.
+The format is PEFT 0.21's: a tensor of the module at `path` is "base_model.model.{path}.{name}".
+Only the sixteen oldest config keys and those that differ from their defaults are written, because
+PEFT before 0.14 refuses keys that it does not know.
 """
 
 from __future__ import annotations
@@ -102,18 +102,29 @@ def save_adapter(
         AdapterError: A tensor is not finite.
         OutputError: The folder is not writable.
     """
-    folder = Path(folder)
     provenance = provenance or Provenance()
-    tensors = {PREFIX + name: tensor.cpu() for name, tensor in adapter.state().items()}
+    fields = _config_fields(adapter, provenance)
+    return write_folder(Path(folder), adapter.state(), fields, adapter.method, provenance)
+
+
+def write_folder(
+    folder: Path,
+    state: Mapping[str, Tensor],
+    fields: Mapping[str, Any],
+    method: Method,
+    provenance: Provenance,
+) -> Path:
+    """Write the three files of an adapter folder; see `save_adapter`."""
+    tensors = {PREFIX + name: tensor.cpu() for name, tensor in state.items()}
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt"}
     if provenance.fingerprint:
         metadata["base_fingerprint"] = provenance.fingerprint
     write_tensors(tensors, folder / TENSORS, metadata)
-    write_json(_config_fields(adapter, provenance), folder / CONFIG)
+    write_json(fields, folder / CONFIG)
     notes = {
         "version": 1,
-        "method": adapter.method.model_dump(mode="json"),
+        "method": method.model_dump(mode="json"),
         "base": {
             "name": provenance.base,
             "hub_id": provenance.hub_id,
@@ -136,14 +147,21 @@ def _config_fields(adapter: Adapter, provenance: Provenance) -> dict[str, Any]:
     ]
     transposed = any(type(m.base).__name__ == "Conv1D" for m in adapter.modules.values())
     return {
+        **where_fields(adapter.method, provenance, shortest_endings(paths, others)),
+        "fan_in_fan_out": transposed,
+        **adapter.method.to_peft(adapter.modules),
+    }
+
+
+def where_fields(method: Method, provenance: Provenance, targets: list[str]) -> dict[str, Any]:
+    """Return the config fields that say where an adapter sits, with the oldest ones' defaults."""
+    return {
         **OLDEST_FIELDS,
-        "peft_type": adapter.method.peft_type,
+        "peft_type": method.peft_type,
         "task_type": provenance.task_type,
         "base_model_name_or_path": provenance.hub_id or provenance.base,
         "revision": provenance.revision,
-        "target_modules": shortest_endings(paths, others),
-        "fan_in_fan_out": transposed,
-        **adapter.method.to_peft(adapter.modules),
+        "target_modules": targets,
     }
 
 
@@ -214,7 +232,7 @@ def load_adapter(
             f"this base is {fingerprint[:23]}...",
             fix="Give the right base with --base, or load it all the same with --force.",
         )
-    tensors = named_tensors(file.folder, model)
+    tensors = named_tensors(file.folder)
     adapter = attach(model, file.method, sites=_sites(file, tensors, model))
     try:
         _check_config(file, adapter)
@@ -229,7 +247,7 @@ def load_adapter(
     return adapter
 
 
-def named_tensors(folder: Path, model: nn.Module) -> dict[str, Tensor]:
+def named_tensors(folder: Path) -> dict[str, Tensor]:
     """Read an adapter's tensors under the names of `Adapter.state()`.
 
     Raises:
@@ -381,4 +399,4 @@ class AdapterFolder:
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Take the tensors of a checkpoint's adapter files, bit for bit."""
-        self._adapter.load_state(named_tensors(folder, self._adapter.model))
+        self._adapter.load_state(named_tensors(folder))

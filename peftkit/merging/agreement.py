@@ -42,11 +42,12 @@ class Agreement:
 @torch.no_grad()
 def logits_on(base: Base, prompts: Sequence[str]) -> list[Tensor]:
     """Return the logits (T, V) of every position of each prompt, float32, on the CPU."""
-    logits = []
-    for prompt in prompts:
-        ids = base.tokenizer(prompt, return_tensors="pt")["input_ids"].to(base.device)
-        logits.append(base.model(input_ids=ids, use_cache=False).logits[0].float().cpu())
-    return logits
+    ids = [base.tokenizer(prompt)["input_ids"] for prompt in prompts]
+    # padded on the right, which no token of a causal model sees: weights are read once
+    longest = max(map(len, ids))
+    batch = torch.tensor([row + [row[-1]] * (longest - len(row)) for row in ids])
+    logits = base.model(input_ids=batch.to(base.device), use_cache=False).logits
+    return [rows[: len(row)].float().cpu() for rows, row in zip(logits, ids, strict=True)]
 
 
 def agreement(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> Agreement:

@@ -112,7 +112,7 @@ def _states(file: AdapterFile, model: nn.Module) -> dict[str, dict[str, Tensor]]
     """Return the adapter's tensors by the path of their module; "" where there is none."""
     states: dict[str, dict[str, Tensor]] = {}
     modules = dict(model.named_modules())
-    for name, tensor in named_tensors(file.folder, model).items():
+    for name, tensor in named_tensors(file.folder).items():
         path = name
         while path and path not in modules:
             path = path.rpartition(".")[0]

@@ -218,8 +218,7 @@ class LoRA(Method):
     """Other alphas, likewise."""
 
     def wrap(self, base: nn.Module, site: Site) -> LoRALinear:
-        rank = self._of(site, self.rank_pattern, self.rank)
-        alpha = self._of(site, self.alpha_pattern, self.alpha)
+        rank, scaling = self.scale_of(site)
         smallest = min(linear_shape(base))
         if rank > smallest:
             raise TargetError(
@@ -237,11 +236,17 @@ class LoRA(Method):
             base,
             site,
             rank=rank,
-            scaling=alpha / (math.sqrt(rank) if self.rslora else rank),
+            scaling=scaling,
             dropout=self.dropout,
             init=self.init,
             dtype=ADAPTER_DTYPES[self.dtype],
         )
+
+    def scale_of(self, site: Site) -> tuple[int, float]:
+        """Return the rank and the scaling of a site."""
+        rank = self._of(site, self.rank_pattern, self.rank)
+        alpha = self._of(site, self.alpha_pattern, self.alpha)
+        return rank, alpha / (math.sqrt(rank) if self.rslora else rank)
 
     @staticmethod
     def _of(site: Site, pattern: Mapping[str, Any], default: Any) -> Any:
@@ -261,25 +266,15 @@ class LoRA(Method):
         return default
 
     def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
-        shapes = {
-            path: module.state_shapes()["lora_A.weight"][0] for path, module in modules.items()
-        }
-        alphas = {}
+        ranks, scalings = {}, {}
         for path, module in modules.items():
             assert isinstance(module, LoRALinear)
-            over = math.sqrt(shapes[path]) if self.rslora else shapes[path]
-            alphas[path] = _integer_if_whole(module.scaling * over)
-        rank, rank_pattern = _majority(shapes)
-        alpha, alpha_pattern = _majority(alphas)
-        fields: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "lora_dropout": self.dropout}
+            ranks[path] = module.state_shapes()["lora_A.weight"][0]
+            scalings[path] = module.scaling
         # a subtracted start is part of the tensors, so what is on disk is a plain LoRA
-        fields["init_lora_weights"] = "gaussian" if self.init == "gaussian" else True
-        optional = {
-            "rank_pattern": rank_pattern,
-            "alpha_pattern": alpha_pattern,
-            "use_rslora": self.rslora,
-        }
-        return fields | {name: value for name, value in optional.items() if value}
+        init = "gaussian" if self.init == "gaussian" else True
+        scales = peft_scales(ranks, scalings, rslora=self.rslora)
+        return {"lora_dropout": self.dropout, "init_lora_weights": init, **scales}
 
     @classmethod
     def from_peft(cls, fields: Mapping[str, Any]) -> Method:
@@ -311,6 +306,25 @@ _READ_FIELDS: dict[str, Any] = dict.fromkeys(
     ...,
 ) | {"bias": "none"}  # fmt: skip
 """Fields of PEFT's LoRA config that are acted on, or that say nothing about the tensors."""
+
+
+def peft_scales(
+    ranks: Mapping[str, int], scalings: Mapping[str, float], *, rslora: bool
+) -> dict[str, Any]:
+    """Return the config fields that give modules their ranks and scales.
+
+    Args:
+        ranks, scalings: By module path. rslora: scaling is alpha / sqrt(rank).
+    """
+    alphas = {
+        path: _integer_if_whole(scaling * (math.sqrt(ranks[path]) if rslora else ranks[path]))
+        for path, scaling in scalings.items()
+    }
+    rank, rank_pattern = _majority(ranks)
+    alpha, alpha_pattern = _majority(alphas)
+    patterns = {"rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern, "use_rslora": rslora}
+    used = {name: value for name, value in patterns.items() if value}
+    return {"r": rank, "lora_alpha": alpha, **used}
 
 
 def _integer_if_whole(value: float) -> int | float:
