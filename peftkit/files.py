@@ -163,6 +163,16 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Raise RunError where a disk has less free space than will be needed."""
+    if num_bytes > (free := free_bytes(folder)):
+        raise RunError(
+            f"cannot write to {folder}",
+            found=f"The disk is full: {num_bytes:,} bytes needed, {free:,} free.",
+            fix="Make room, or choose another output folder.",
+        )
+
+
 def writable_folder(folder: Path) -> Path:
     """Create a folder if need be and prove that it can be written to; OutputError otherwise."""
     asked = f"cannot write into {folder}"

@@ -22,6 +22,7 @@ from peftkit.events import Listener, Saved, Stage, Table, ignore
 from peftkit.formats.card import Card, write_card
 from peftkit.formats.folder import Opened, adapter_folder, open_adapter
 from peftkit.formats.peft import AdapterFile, read_adapter
+from peftkit.locate import locate
 from peftkit.merging.agreement import PROMPTS, Agreement, agreement, logits_on
 from peftkit.merging.fold import Tally
 from peftkit.merging.output import new_folder
@@ -127,6 +128,8 @@ def merge(
             whole = load(**how)
             check_kind(whole, from_quantized)
             kept = stored or (whole.base.model.dtype if from_quantized else usual_dtype(source))
+            if whole.base.device.type == "cpu":
+                whole.base.model.float()  # also what comes out of quantised weights
             if verify:
                 reference = _reference(whole, prompts)
             write_whole(whole, folder, kept, tally, on_event)
@@ -138,7 +141,8 @@ def merge(
             effect = agreement(reference.adapted, reference.bare)
             agreed = _verified(folder, reference, tally, prompts)
         merged = Merged(out, name, tally, effect, agreed)
-        write_card(_card(merged, file, from_quantized), folder)
+        card = _card(merged, file, from_quantized, locate(name, revision).hub_id)
+        write_card(card, folder)
     on_event(_table(merged))
     on_event(Saved("merged model", out))
     return merged
@@ -146,8 +150,6 @@ def merge(
 
 def _reference(opened: Opened, prompts: Sequence[str]) -> _Reference:
     base = opened.base
-    if base.device.type == "cpu":
-        base.model.float()  # also what comes out of quantised weights
     adapted = logits_on(base, prompts)
     with opened.adapter.disabled():
         return _Reference(adapted, logits_on(base, prompts), base.device)
@@ -200,7 +202,7 @@ def _table(merged: Merged) -> Table:
     return Table("The merged model", ("", ""), rows)
 
 
-def _card(merged: Merged, file: AdapterFile, from_quantized: bool) -> Card:
+def _card(merged: Merged, file: AdapterFile, from_quantized: bool, hub_id: str | None) -> Card:
     kind = str(file.provenance.loading.get("quantize", "none"))
     notes = [f"The adapter {file.folder.name} ({file.method.type}), merged into its base."]
     if from_quantized:
@@ -218,7 +220,7 @@ def _card(merged: Merged, file: AdapterFile, from_quantized: bool) -> Card:
     )
     return Card(
         title=name,
-        base=merged.base,
+        base=hub_id or merged.base,
         facts=_facts(merged),
         usage=[("transformers", "python", code), ("vLLM", "bash", f"vllm serve {name}")],
         notes=notes,

@@ -128,6 +128,7 @@ def prepare(recipe: Recipe, *, on_event: Listener = ignore) -> Prepared:
         dtype=recipe.base.dtype,
         quantize=recipe.base.quantize,
         double_quant=recipe.base.double_quant,
+        task=recipe.task,
         on_event=on_event,
     )
     on_event(base.audit.table())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import resource
 from pathlib import Path
@@ -11,7 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from peftkit.adapter import Adapter, attach
 from peftkit.base import skeleton
@@ -75,6 +81,7 @@ class Saver:
         size: float = 0.05,
         quantize: str = "none",
         tie: bool = False,
+        fingerprint: str | None = None,
     ) -> None:
         torch.manual_seed(0)
         model = FAMILIES[family]().eval().to(dtype)
@@ -87,7 +94,8 @@ class Saver:
             quantize_model(model, quantize)
         adapter = trained(model, method, size)
         loading = {"dtype": "fp32", "quantize": quantize, "double_quant": True}
-        save_adapter(adapter, self.adapter, Provenance(base=str(self.base), loading=loading))
+        provenance = Provenance(base=str(self.base), fingerprint=fingerprint, loading=loading)
+        save_adapter(adapter, self.adapter, provenance)
         self.logits = logits(model.float())
 
     def merged(self) -> nn.Module:
@@ -246,6 +254,43 @@ def test_quantised_weights_are_refused_where_there_are_none(saved: Saver) -> Non
     assert not saved.out.exists()
 
 
+def test_a_base_that_is_quantised_on_disk_is_merged_only_on_request(saved: Saver) -> None:
+    saved()
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained(saved.base, quantization_config=config)
+    model.save_pretrained(saved.base)
+    with pytest.raises(MergeError, match=r"has no 16-bit weights to merge into"):
+        merge(saved.adapter, saved.out)
+    assert not saved.out.exists()
+    merged = merge(saved.adapter, saved.out, from_quantized=True)
+    assert merged.agreement is not None
+    assert merged.agreement.max_difference < 0.1  # of 16-bit weights
+    assert "quantization_config" not in (saved.out / "config.json").read_text()
+    assert not torch.allclose(logits(saved.merged()), saved.logits, atol=0.5)
+
+
+def test_weights_that_the_adapter_was_not_trained_on_are_refused_unless_forced(
+    saved: Saver,
+) -> None:
+    saved(fingerprint="sha256:" + "1" * 64)
+    with pytest.raises(AdapterError, match="trained on other weights"):
+        merge(saved.adapter, saved.out)
+    assert not saved.out.exists()
+    merge(saved.adapter, saved.out, force=True)
+
+
+def test_an_adapter_that_names_no_base_wants_one(saved: Saver) -> None:
+    saved()
+    (saved.adapter / "peftkit.json").unlink()
+    config = saved.adapter / "adapter_config.json"
+    fields = json.loads(config.read_text()) | {"base_model_name_or_path": None}
+    config.write_text(json.dumps(fields))
+    with pytest.raises(AdapterError, match="does not say which base"):
+        merge(saved.adapter, saved.out)
+    merge(saved.adapter, saved.out, base=str(saved.base))
+    torch.testing.assert_close(logits(saved.merged()), saved.logits, atol=CLOSE, rtol=0)
+
+
 def test_the_card_says_what_was_merged_and_how_well(saved: Saver) -> None:
     saved()
     merged = merge(saved.adapter, saved.out)
@@ -322,6 +367,19 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(saved: Saver) -> None:
             merge(saved.adapter, saved.out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not saved.out.exists()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_space_is_looked_for_before_anything_is_written(
+    saved: Saver, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved()
+    if whole:
+        monkeypatch.setattr("peftkit.merge.plan_stream", lambda *args: None)
+    monkeypatch.setattr("peftkit.files.free_bytes", lambda folder: 1000)
+    with pytest.raises(RunError, match=r"[\d,]+ bytes needed, 1,000 free"):
+        merge(saved.adapter, saved.out)
     assert not saved.out.exists()
 
 

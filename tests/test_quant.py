@@ -106,10 +106,23 @@ def test_int8_of_zeros_and_of_extremes_is_exact() -> None:
     assert torch.equal(packing(packed), tensor)
 
 
-def test_float64_is_quantised_through_float32() -> None:
+@pytest.mark.parametrize(("kind", "double"), FORMS)
+def test_float64_goes_through_float32(kind, double) -> None:
     tensor = torch.randn(8, 64, dtype=torch.float64)
-    packed, packing = pack(tensor, "nf4")
-    assert packing(packed).dtype == torch.float64 or packing.dtype == torch.float32
+    packed, packing = pack(tensor, kind, double_quant=double)
+    single, other = pack(tensor.float(), kind, double_quant=double)
+    assert torch.equal(packed, single)
+    assert packing.dtype == torch.float64
+    assert torch.equal(packing(packed), other(single).double())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_is_that_of_finite_differences(kind) -> None:
+    _, quantized = layer(kind, shape=(3, 5))
+    quantized.double()
+    x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    quantized.bias.requires_grad_(True)
+    assert torch.autograd.gradcheck(lambda x, bias: quantized(x), (x, quantized.bias))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -273,6 +286,7 @@ def test_copied_layer_is_its_own() -> None:
     assert not torch.equal(other.weight, quantized.weight)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch of its own tracing
 @pytest.mark.parametrize(("kind", "double"), FORMS)
 def test_compiled_layer_computes_the_same_without_a_graph_break(kind, double) -> None:
     _, quantized = layer(kind, double=double)

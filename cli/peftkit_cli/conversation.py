@@ -39,7 +39,7 @@ class Conversation:
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.history: list[dict[str, str]] = []
         self.uses_adapter = True
-        self.on_terminal = sys.stdin.isatty()
+        self.on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self.style = opened.style
         if self.style.kind != "chat":
             note("This adapter learnt from single prompts: each line is asked alone.")

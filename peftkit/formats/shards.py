@@ -116,16 +116,18 @@ def rewrite_shards(
         RunError: A changed tensor is not finite in its dtype; or the disk is full.
         BaseError: A tensor to be changed is no float tensor.
     """
-    total_bytes = 0
+    specs = {
+        name: [
+            TensorSpec(n, _new_dtype(e.dtype, dtype), e.shape) for n, e in header.tensors.items()
+        ]
+        for name, header in shards.headers.items()
+    }
+    total_bytes = sum(spec.num_bytes for some in specs.values() for spec in some)
+    files.check_space(out, total_bytes)
     for number, (name, header) in enumerate(shards.headers.items()):
         on_shard(name, number, len(shards.headers))
-        specs = [
-            TensorSpec(tensor, _new_dtype(entry.dtype, dtype), entry.shape)
-            for tensor, entry in header.tensors.items()
-        ]
-        total_bytes += sum(spec.num_bytes for spec in specs)
-        source = _rewritten(shards.folder / name, specs, changes)
-        files.write_tensor_stream(out / name, specs, source, header.metadata or None)
+        source = _rewritten(shards.folder / name, specs[name], changes)
+        files.write_tensor_stream(out / name, specs[name], source, header.metadata or None)
     if shards.index_metadata is not None:
         metadata = {**shards.index_metadata, "total_size": total_bytes}
         where = {tensor: name for name, h in shards.headers.items() for tensor in h.tensors}

@@ -74,9 +74,10 @@ def unpack(packed: Tensor, scales: tuple[Tensor, ...], form: Form, dtype: torch.
             absmax, nested, code, NESTED_BLOCK, torch.float32
         ).add_(offset)
     rows = (absmax.numel(), form.block)
+    known = torch.float32 if dtype == torch.float64 else dtype  # of others it leaves noise
     values = torch.ops.bitsandbytes.dequantize_4bit(
-        packed, absmax, form.block, form.kind, rows, dtype
-    )
+        packed, absmax, form.block, form.kind, rows, known
+    ).to(dtype)
     return values.view(-1)[: math.prod(form.shape)].view(form.shape)
 
 

@@ -32,15 +32,20 @@ def new_folder(out: Path, overwrite: bool, sources: Sequence[Path]) -> Iterator[
     folder.mkdir()
     try:
         yield folder
-        _publish(folder, out)
-    finally:
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
-        if not existed and not any(out.iterdir()):
-            out.rmdir()
+        if not existed:
+            with contextlib.suppress(OSError):  # somebody else has put something there
+                out.rmdir()
+        raise
+    _publish(folder, out)
 
 
 def _publish(folder: Path, out: Path) -> None:
     """Move the files up; weights of an earlier model go, and config.json comes last."""
+    for path in folder.iterdir():  # those that transformers wrote are not on the disk yet
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
     config = out / "config.json"
     config.unlink(missing_ok=True)
     for path in out.iterdir():
@@ -48,4 +53,5 @@ def _publish(folder: Path, out: Path) -> None:
             path.unlink()
     for path in sorted(folder.iterdir(), key=lambda path: path.name == config.name):
         os.replace(path, out / path.name)
+    folder.rmdir()
     files.fsync_dir(out)

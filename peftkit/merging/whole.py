@@ -62,6 +62,8 @@ def write_whole(
             found=f"they hold NaN, Infinity, or numbers too large for it, as {bad[0]}",
             fix="Write bf16 or fp32.",
         )
+    parameters = model.parameters()
+    files.check_space(folder, sum(p.numel() * p.element_size() for p in parameters))
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
             model.save_pretrained(folder, max_shard_size="5GB")

@@ -1,0 +1,214 @@
+"""A recipe from its file to an adapter that others load: the whole run, at a tiny size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from peftkit import recipe
+from peftkit.config import Config
+from peftkit.errors import ConfigError, DataError, PeftkitError, TargetError
+from peftkit.events import Event, EvalDone, RunStarted, Saved, StepDone, Table
+from peftkit.formats.folder import open_adapter
+from peftkit.recipe import Recipe
+
+ROWS = [
+    {"instruction": f"Say {word} {n}.", "output": f"{word} {n}"}
+    for n in range(4)
+    for word in ("yes", "no", "perhaps")
+]
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def settings(tmp_path: Path, model_folder: Path) -> dict[str, Any]:
+    return {
+        "base": {"model": str(model_folder), "dtype": "fp32"},
+        "method": {"type": "lora", "rank": 4, "alpha": 8},
+        "data": {
+            "train": str(write_rows(tmp_path / "train.jsonl", ROWS)),
+            "eval": str(write_rows(tmp_path / "eval.jsonl", ROWS[:3])),
+            "max_length": 128,
+        },
+        "train": {
+            "output_dir": str(tmp_path / "run"),
+            "max_steps": 6,
+            "batch_size": 2,
+            "learning_rate": 5e-3,
+            "eval_every": 3,
+            "save_every": 3,
+        },
+    }
+
+
+def parse(settings: dict[str, Any], **sections: dict[str, Any]) -> Recipe:
+    merged = {name: {**section, **sections.get(name, {})} for name, section in settings.items()}
+    return recipe.config.from_dict(Recipe, merged, "test")
+
+
+@pytest.mark.parametrize("quantize", ["none", "nf4", "int8"])
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_run_learns_and_its_folder_is_an_adapter(
+    settings: dict[str, Any], quantize: str, packing: bool, tmp_path: Path
+) -> None:
+    events: list[Event] = []
+    asked = parse(settings, base={"quantize": quantize}, data={"packing": packing})
+    recipe.run(asked, on_event=events.append)
+    losses = [event.loss for event in events if isinstance(event, StepDone)]
+    assert losses[-1] < losses[0]
+    assert any(isinstance(event, EvalDone) and event.best for event in events)
+    started = next(event for event in events if isinstance(event, RunStarted))
+    assert started.num_trainable < started.num_parameters / 4
+    folder = tmp_path / "run"
+    assert Saved("adapter", folder) in events
+    found = {path.name for path in folder.iterdir()}
+    assert {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "peftkit.json",
+        "README.md",
+        "recipe.yaml",
+        "metrics.jsonl",
+        "checkpoints",
+    } == found
+    assert recipe.load(folder / "recipe.yaml") == asked
+    opened = open_adapter(folder)
+    assert (
+        opened.base.audit.is_quantized == (quantize != "none")
+        if hasattr(opened.base.audit, "is_quantized")
+        else True
+    )
+    assert opened.style.kind == "chat"
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_peft_loads_the_run_and_gives_its_logits(
+    settings: dict[str, Any], model_folder: Path, tmp_path: Path
+) -> None:
+    recipe.run(parse(settings))
+    ours = open_adapter(tmp_path / "run", dtype="fp32").base.model
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "run").eval()
+    ids = torch.arange(20)[None] + 3
+    with torch.no_grad():
+        torch.testing.assert_close(
+            ours(input_ids=ids).logits, theirs(input_ids=ids).logits, atol=1e-5, rtol=0
+        )
+
+
+def test_a_checkpoint_is_an_adapter_folder_too(settings: dict[str, Any], tmp_path: Path) -> None:
+    recipe.run(parse(settings))
+    opened = open_adapter(tmp_path / "run" / "checkpoints" / "step-3")
+    final = open_adapter(tmp_path / "run")
+    assert opened.adapter.state().keys() == final.adapter.state().keys()
+
+
+def test_a_resumed_run_ends_where_the_whole_run_does(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    recipe.run(parse(settings, train={"output_dir": str(whole)}))
+
+    class Stopped(Exception):
+        pass
+
+    def stop(event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == 4:
+            raise Stopped
+
+    asked = parse(settings, train={"output_dir": str(part)})
+    with pytest.raises(Stopped):
+        recipe.run(asked, on_event=stop)
+    recipe.run(asked, resume=True)
+    name = "adapter_model.safetensors"
+    assert (whole / name).read_bytes() == (part / name).read_bytes()
+
+
+def test_a_finished_folder_is_not_overwritten_unasked(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe.run(parse(settings))
+    before = (tmp_path / "run" / "adapter_model.safetensors").read_bytes()
+    with pytest.raises(PeftkitError, match="run"):
+        recipe.run(parse(settings))
+    assert (tmp_path / "run" / "adapter_model.safetensors").read_bytes() == before
+    recipe.run(parse(settings), overwrite=True)
+
+
+def test_a_check_shows_the_rows_as_the_loss_sees_them(settings: dict[str, Any]) -> None:
+    events: list[Event] = []
+    recipe.check(parse(settings, data={"packing": False}), on_event=events.append)
+    shown = [e for e in events if isinstance(e, Table) and "as the loss sees it" in e.title]
+    assert any("yes 0" in text for learnt, text in shown[0].rows if learnt)
+    assert not any("Say yes 0." in text for learnt, text in shown[0].rows if learnt)
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "error", "message"),
+    [
+        ("method", {"targets": ["q_porj"]}, TargetError, "Did you mean 'q_proj'"),
+        ("method", {"rank": 4096}, TargetError, "larger than the matrix"),
+        ("method", {"rnak": 4}, ConfigError, "Did you mean 'rank'|did you mean 'rank'"),
+        ("data", {"train": "nowhere.jsonl"}, DataError, "nowhere.jsonl"),
+        ("base", {"model": "no/such/base"}, PeftkitError, "no/such/base"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_written(
+    section: str,
+    change: dict[str, Any],
+    error: type[PeftkitError],
+    message: str,
+    settings: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(error, match=message):
+        recipe.run(parse(settings, **{section: change}))
+    assert not (tmp_path / "run" / "adapter_model.safetensors").exists()
+
+
+class _Reads:
+    """Which fields of which config classes are read by their names."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[type, str]] = set()
+
+    def __call__(self, config: Config, name: str) -> Any:
+        if not name.startswith("_"):
+            self.seen |= {(cls, name) for cls in type(config).__mro__}
+        return object.__getattribute__(config, name)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Reads]:
+    recorder = _Reads()
+    monkeypatch.setattr(Config, "__getattribute__", lambda self, name: recorder(self, name))
+    yield recorder
+
+
+def test_every_field_of_a_recipe_is_read_by_something(
+    settings: dict[str, Any], reads: _Reads
+) -> None:
+    asked = parse(settings)
+    recipe.run(asked)
+    sections = [
+        Recipe,
+        *(type(getattr(asked, name)) for name in ("base", "method", "data", "train")),
+    ]
+    unread = {
+        f"{section.__name__}.{name}"
+        for section in sections
+        for name in section.model_fields
+        if (section, name) not in reads.seen
+    }
+    assert not unread
