@@ -84,11 +84,7 @@ def test_a_run_learns_and_its_folder_is_an_adapter(
     } == found
     assert recipe.load(folder / "recipe.yaml") == asked
     opened = open_adapter(folder)
-    assert (
-        opened.base.audit.is_quantized == (quantize != "none")
-        if hasattr(opened.base.audit, "is_quantized")
-        else True
-    )
+    assert opened.base.audit.quantized_as == quantize
     assert opened.style.kind == "chat"
 
 
