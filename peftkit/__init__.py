@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from peftkit.generate import generate as generate
     from peftkit.merge import merge as merge
+    from peftkit.merging.fold import merge_into as merge_into
     from peftkit.methods.dora import DoRA as DoRA
     from peftkit.methods.lora import LoRA as LoRA
     from peftkit.recipe import Recipe as Recipe
@@ -62,6 +63,7 @@ _HOME = {
     "load_adapter": "formats.peft",
     "load_base": "base",
     "merge": "merge",
+    "merge_into": "merging.fold",
     "open_adapter": "formats.folder",
     "save_adapter": "formats.peft",
 }

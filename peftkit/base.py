@@ -98,14 +98,14 @@ def load_base(
     location = pretrained.convert(locate(model, revision), on_event)
     location, revision = pretrained.reachable(location, revision)
     on_event(Stage(f"Loading the base {location.name}"))
+    pretrained.check_config(location, revision, task)
     tokenizer = pretrained.load_tokenizer(location, revision, on_event)
     loaded = pretrained.load_model(location, revision, task, wanted, on_event)
     loaded.requires_grad_(False).eval()
     adopt_bitsandbytes(loaded, wanted)
     pretrained.forget_quantization(loaded)
     identity = fingerprint(loaded)
-    if wanted == torch.float16:
-        pretrained.cast_to_half(loaded)
+    pretrained.cast(loaded, wanted)
     if quantize != "none":
         quantize_model(loaded, quantize, double_quant=double_quant, device=place, on_event=on_event)
     loaded.to(place)

@@ -106,8 +106,8 @@ def complete(
     Raises:
         DataError: A prompt is empty or fills the context, or an argument is out of its range.
     """
-    _check(max_new_tokens, temperature, top_p)
-    ends = _end_ids(model, tokenizer, stops)
+    settings = _settings(model, tokenizer, stops, temperature, top_p)
+    _room(model, prompts, max_new_tokens)  # before any work is done
     answers: list[list[int]] = [[] for _ in prompts]
     # Longest first: prompts of like length share a batch, and a lack of memory shows at once.
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
@@ -115,10 +115,10 @@ def complete(
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
             batch = [prompts[index] for index in chosen]
-            config = _config(model, tokenizer, batch, ends, max_new_tokens, temperature, top_p)
-            new = _run(model, batch, config)
+            settings.max_new_tokens = _room(model, batch, max_new_tokens)
+            new = _run(model, batch, settings)
             for index, ids in zip(chosen, new.tolist(), strict=True):
-                answers[index] = _until(ends, ids)
+                answers[index] = _until(settings.eos_token_id or (), ids)
     return answers
 
 
@@ -138,15 +138,14 @@ def stream(
     The model runs in a thread. Leaving the loop early, by `break` or Ctrl-C, stops it at the next
     token.
     """
-    _check(max_new_tokens, temperature, top_p)
-    ends = _end_ids(model, tokenizer, stops)
-    config = _config(model, tokenizer, [prompt], ends, max_new_tokens, temperature, top_p)
+    settings = _settings(model, tokenizer, stops, temperature, top_p)
+    settings.max_new_tokens = _room(model, [prompt], max_new_tokens)
     pieces, stop = _Pieces(tokenizer), threading.Event()
 
     def work() -> None:
         try:
             with _sampling(model, seed):
-                _run(model, [prompt], config, pieces, stop.is_set)
+                _run(model, [prompt], settings, pieces, stop.is_set)
         except Exception as error:  # raised again below, in the thread that reads
             pieces.queue.put(error)
         finally:
@@ -164,9 +163,14 @@ def stream(
         thread.join()
 
 
-def _check(max_new_tokens: int, temperature: float, top_p: float) -> None:
-    if max_new_tokens < 1:
-        raise DataError(f"max_new_tokens is {max_new_tokens}.", fix="Give a number above 0.")
+def _settings(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    stops: Sequence[int],
+    temperature: float,
+    top_p: float,
+) -> GenerationConfig:
+    """Return what is asked for and nothing of the model's own but its end tokens."""
     if not (math.isfinite(temperature) and temperature >= 0):
         raise DataError(
             f"the temperature is {temperature}.",
@@ -174,41 +178,12 @@ def _check(max_new_tokens: int, temperature: float, top_p: float) -> None:
         )
     if not 0 < top_p <= 1:
         raise DataError(f"top_p is {top_p}.", fix="Give a number above 0, at most 1.")
-
-
-def _end_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]
-) -> list[int]:
-    """Return every token id that ends an answer; call it before the model's config is set aside."""
     found = model.generation_config.eos_token_id if model.generation_config is not None else None
     of_model = [] if found is None else [found] if isinstance(found, int) else list(found)
     of_tokenizer = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return sorted({int(token) for token in (*stops, *of_model, *of_tokenizer)})
-
-
-def _config(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
-    ends: list[int],
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-) -> GenerationConfig:
-    longest = max(len(prompt) for prompt in prompts)
-    if not all(prompts):
-        raise DataError("the prompt is empty: it has no tokens.", fix="Give at least one word.")
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and longest >= limit:
-        raise DataError(
-            f"the prompt leaves no room for an answer: it has {longest:,} tokens.",
-            found=f"The context of {type(model).__name__} is {limit:,} tokens.",
-            fix="Shorten it.",
-        )
-    room = max_new_tokens if limit is None else min(max_new_tokens, limit - longest)
+    ends = sorted({int(token) for token in (*stops, *of_model, *of_tokenizer)})
     pad = tokenizer.pad_token_id
     settings = GenerationConfig(
-        max_new_tokens=room,
         do_sample=temperature > 0,
         use_cache=True,
         eos_token_id=ends or None,
@@ -217,6 +192,25 @@ def _config(
     if temperature > 0:
         settings.update(temperature=temperature, top_p=top_p, top_k=0)
     return settings
+
+
+def _room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+    """Return how many tokens may follow the longest prompt."""
+    if max_new_tokens < 1:
+        raise DataError(f"max_new_tokens is {max_new_tokens}.", fix="Give a number above 0.")
+    if not all(prompts):
+        raise DataError("the prompt is empty: it has no tokens.", fix="Give at least one word.")
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is None or not prompts:
+        return max_new_tokens
+    longest = max(len(prompt) for prompt in prompts)
+    if longest >= limit:
+        raise DataError(
+            f"the prompt leaves no room for an answer: it has {longest:,} tokens.",
+            found=f"The context of {type(model).__name__} is {limit:,} tokens.",
+            fix="Shorten it.",
+        )
+    return min(max_new_tokens, int(limit) - longest)
 
 
 @contextmanager
@@ -271,7 +265,9 @@ class _Pieces(BaseStreamer):
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     # Not cleaned up: that takes spaces out of code and JSON.
-    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    return str(
+        tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    )
 
 
 class _Stop(StoppingCriteria):
@@ -287,13 +283,13 @@ class _Stop(StoppingCriteria):
 def _run(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
-    config: GenerationConfig,
+    settings: GenerationConfig,
     streamer: BaseStreamer | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Tensor:
     """Return the new ids, (B, N), padded on the right where a row ended early."""
     width = max(len(prompt) for prompt in prompts)
-    input_ids = torch.full((len(prompts), width), int(config.pad_token_id))  # (B, T)
+    input_ids = torch.full((len(prompts), width), int(settings.pad_token_id))  # (B, T)
     attention_mask = torch.zeros_like(input_ids)
     for row, prompt in enumerate(prompts):
         # Padded on the left, so that every row's next token is the last column's.
@@ -303,7 +299,7 @@ def _run(
     output = generate(
         input_ids.to(model.device),
         attention_mask=attention_mask.to(model.device),
-        generation_config=config,
+        generation_config=settings,
         stopping_criteria=StoppingCriteriaList([_Stop(is_stopped)]),
         streamer=streamer,
     )

@@ -87,7 +87,7 @@ def locate(model: str, revision: str | None = None) -> Location:
     if model in KNOWN:
         return _known(model, revision)
     path = Path(model).expanduser()
-    if path.exists():
+    if model.strip() and path.exists():
         if revision:
             raise BaseError(
                 f"there is no revision {revision!r} of {model}.",

@@ -16,7 +16,7 @@ from peftkit.errors import AdapterError, PeftkitError
 from peftkit.strict_json import shown
 
 MAX_LENGTH = 10_000
-SECONDS = 5.0
+SECONDS = 2.0
 
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 _UNBOUNDED = re.compile(r"[*+]|\{\d*,\d*\}")
@@ -41,6 +41,15 @@ def is_simple(pattern: str) -> bool:
         and not _REPEATED_GROUP.search(plain)
         and not _BACKREFERENCE.search(pattern)
     )
+
+
+def is_pattern(pattern: str) -> bool:
+    """Tell whether a text is a regular expression at all."""
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
 
 
 def fullmatches(

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import replace
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def load_model(
 ) -> Any:
     """Load a model on the CPU; its weights come in `dtype`, or, for float16, in the files' own.
 
-    (What float16 rounds away the fingerprint would miss: `cast_to_half` comes after it.)
+    (What float16 rounds away the fingerprint would miss: `cast` comes after it.)
 
     Raises:
         BaseError: The files are damaged, incomplete, or no model for this task.
@@ -57,24 +58,43 @@ def load_model(
     # the bar of this one loader knows no switch
     silence = redirect_stderr(io.StringIO()) if location.gguf else nullcontext()
     with quiet(), _explained(location), silence:
-        model, info = cls.from_pretrained(location.source, output_loading_info=True, **where)
+        model, info = cls.from_pretrained(
+            location.source, output_loading_info=True, ignore_mismatched_sizes=True, **where
+        )  # what does not match is looked at below
     if getattr(model, "_hf_peft_config_loaded", False):
         raise BaseError(
             f"{location.name} is not a base model.", found="It is an adapter.", fix="Name its base."
         )
-    wrong = {
-        what: sorted(str(key) for key in info[f"{what}_keys"]) for what in ("missing", "mismatched")
-    }
-    if any(wrong.values()):
+    problems = [f"missing: {key}" for key in sorted(info["missing_keys"])]
+    problems += [
+        f"misshapen: {key} is {tuple(found)}, not {tuple(wanted)}"
+        for key, found, wanted in sorted(info["mismatched_keys"])
+    ]
+    if problems:
         raise BaseError(
             f"{location.name} is not a whole {type(model).__name__}.",
-            found="\n".join(f"{what}: {_listed(keys)}" for what, keys in wrong.items() if keys),
+            found=_listed(problems, "\n"),
             fix="These weights would be random. Download it again, or give another model.",
         )
     if info["unexpected_keys"]:
         keys = _listed(sorted(info["unexpected_keys"]))
         on_event(Notice(f"{type(model).__name__} does not use these weights of its files: {keys}"))
     return model
+
+
+def check_config(location: Location, revision: str | None, task: str) -> None:
+    """Read a model's config and see that it is one for this task, before anything large is read.
+
+    Raises:
+        BaseError: It is missing, damaged, or of a model for something else.
+    """
+    cls, config = _class_of(task), _load_config(location, revision)
+    if type(config) not in cls._model_mapping:
+        raise BaseError(
+            f"{location.name} is not a {task} model.",
+            found=f"Its model_type is {config.model_type}.",
+            fix=f"Give a model that transformers' {TASKS[task]} knows.",
+        )
 
 
 def load_tokenizer(location: Location, revision: str | None, on_event: Listener) -> Any:
@@ -111,10 +131,10 @@ def build_skeleton(location: Location, revision: str | None, task: str) -> nn.Mo
     Raises:
         BaseError: The config is missing, or none for this task.
     """
-    cls, where = _class_of(task), _arguments(location, revision)
+    check_config(location, revision, task)
+    config = _load_config(location, revision)
     with quiet(), _explained(location), torch.device("meta"):
-        config = transformers.AutoConfig.from_pretrained(location.source, **where)
-        return cls.from_config(config, trust_remote_code=False).eval()
+        return _class_of(task).from_config(config, trust_remote_code=False).eval()
 
 
 def reachable(location: Location, revision: str | None) -> tuple[Location, str | None]:
@@ -201,34 +221,48 @@ def forget_quantization(model: Any) -> None:
     model.config.__dict__.pop("quantization_config", None)
 
 
-def cast_to_half(model: Any) -> None:
-    """Cast the parameters to float16, but for those that the model keeps in float32."""
-    plan = (model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict)
-    keep = {f".{name}." for names in plan for name in names or ()}
+def cast(model: Any, dtype: torch.dtype) -> None:
+    """Cast the parameters that are not packed, but for those that the model keeps in float32."""
+    plan = [model._keep_in_fp32_modules_strict or ()]
+    if dtype == torch.float16:
+        plan.append(model._keep_in_fp32_modules or ())
+    keep = {f".{name}." for names in plan for name in names}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             kept = isinstance(module, Packing) or any(k in f".{path}.{name}." for k in keep)
             if parameter is not None and parameter.is_floating_point() and not kept:
-                parameter.data = parameter.data.to(torch.float16)
-    model.config.dtype = torch.float16
+                parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and log lines off the terminal."""
+    """Keep progress bars and log lines of transformers and bitsandbytes off the terminal."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    other = getLogger("bitsandbytes")
+    other_level = other.level
     logging.set_verbosity_error()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns where the environment has decided about bars
-        logging.disable_progress_bar()
+    other.setLevel(ERROR)
+    _show_bars(False)
     try:
         yield
     finally:
         logging.set_verbosity(level)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if bars:
-                logging.enable_progress_bar()
+        other.setLevel(other_level)
+        _show_bars(bars)
+
+
+def _show_bars(show: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns where the environment has decided about them
+        (logging.enable_progress_bar if show else logging.disable_progress_bar)()
+
+
+_REASONS = {
+    "trust_remote_code": "It needs code of its own, which peftkit does not run.",
+    "instantiate the backend tokenizer": "It has no tokenizer files that can be read.",
+}
+"""What a message of transformers holds -> what it means here."""
 
 
 @contextmanager
@@ -239,12 +273,18 @@ def _explained(location: Location, what: str = "") -> Iterator[None]:
     except (PeftkitError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a damaged file can raise anything
-        lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
-        raise BaseError(
-            f"cannot load {what}{location.name}.",
-            found="\n".join(line[:300] for line in lines[:4]),
-            fix="" if location.is_local else suggest(location.name),
-        ) from error
+        text = str(error) or repr(error)
+        lines = [line.strip()[:300] for line in text.splitlines() if line.strip()]
+        reason = next((r for sign, r in _REASONS.items() if sign in text), "\n".join(lines[:4]))
+        fix = "" if location.is_local else suggest(location.name)
+        raise BaseError(f"cannot load {what}{location.name}.", found=reason, fix=fix) from error
+
+
+def _load_config(location: Location, revision: str | None) -> Any:
+    with quiet(), _explained(location):
+        return transformers.AutoConfig.from_pretrained(
+            location.source, **_arguments(location, revision)
+        )
 
 
 def _class_of(task: str) -> Any:
@@ -283,6 +323,6 @@ def _check_weights(folder: Path) -> None:
     )
 
 
-def _listed(keys: list[str]) -> str:
-    more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
-    return ", ".join(keys[:5]) + more
+def _listed(items: list[str], separator: str = ", ") -> str:
+    more = [f"and {len(items) - 5} more"] if len(items) > 5 else []
+    return separator.join(items[:5] + more)

@@ -38,6 +38,7 @@ from peftkit.kernels.packed import (
 )
 
 KINDS = ("nf4", "fp4", "int8")
+MAX_LISTED = 10
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -175,7 +176,7 @@ def quantize_model(
         The audit of the model as it is then.
 
     Raises:
-        BaseError: A linear layer could not be quantised, or there is none; lists all of them.
+        BaseError: A linear layer could not be quantised, or there is none; lists them.
     """
     if kind not in KINDS:
         raise BaseError(f"cannot quantise to {kind!r}.", fix=f"Use one of {', '.join(KINDS)}.")
@@ -203,10 +204,15 @@ def quantize_model(
     if problems or not work:
         raise BaseError(
             f"cannot quantise {type(model).__name__} to {kind}.",
-            found="\n".join(problems) or "It has no linear layers.",
+            found=_listed(problems) or "It has no linear layers.",
             fix="Load it with quantize: none, or give a model in 16 or 32 bits.",
         )
     return audit(model)
+
+
+def _listed(problems: list[str]) -> str:
+    more = [f"... and {len(problems) - MAX_LISTED} more"] if len(problems) > MAX_LISTED else []
+    return "\n".join(problems[:MAX_LISTED] + more)
 
 
 def _quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

@@ -26,12 +26,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # Parts that know nothing of each other.
     ("quant", "targets", "data/", "train/"),
     # What is composed of parts.
-    ("base", "methods/", "tasks/"),
+    ("base", "methods/", "tasks/", "banked"),
     ("adapter",),
     ("formats/",),
     # Whole stories.
     ("generate",),
-    ("recipe", "evaluate", "merge", "plan"),
+    ("bank", "recipe", "evaluate", "merge", "plan"),
     ("__init__",),
     ("cli/",),
 )
@@ -45,6 +45,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "accelerate": ("train/",),
     "datasets": ("data/load",),
     "transformers": ("base", "tasks/", "generate"),
+    "gguf": ("formats/gguf", "formats/gguf_names"),  # the optional extra; imported when called
     "huggingface_hub": ("formats/hub",),
     "safetensors": ("formats/", "merge", "train/checkpoint"),
     "pydantic": ("config", "config_words", "methods/", "data/", "train/", "base", "recipe"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import transformers
 from peftkit import recipe
 from peftkit.config import Config
 from peftkit.errors import ConfigError, DataError, PeftkitError, TargetError
-from peftkit.events import Event, EvalDone, RunStarted, Saved, StepDone, Table
+from peftkit.events import EvalDone, Event, RunStarted, Saved, StepDone, Table
 from peftkit.formats.folder import open_adapter
 from peftkit.recipe import Recipe
 
@@ -186,10 +185,10 @@ class _Reads:
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Reads]:
+def reads(monkeypatch: pytest.MonkeyPatch) -> _Reads:
     recorder = _Reads()
     monkeypatch.setattr(Config, "__getattribute__", lambda self, name: recorder(self, name))
-    yield recorder
+    return recorder
 
 
 def test_every_field_of_a_recipe_is_read_by_something(

@@ -106,10 +106,11 @@ def run(argv: Sequence[str] | None = None) -> int:
         _abandon_stdout()
         return 1
     except (KeyboardInterrupt, typer.Abort):
-        _say("Interrupted", "nothing more was done.")
-        return 130
+        code = 128 + signal.SIGINT
     except Exception as error:
         return _end_of(error)
+    if code == 128 + signal.SIGINT:  # typer's own answer to Ctrl-C too
+        _say("Interrupted", "the command stopped where it was.")
     return code if isinstance(code, int) else 0
 
 

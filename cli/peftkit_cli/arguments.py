@@ -65,7 +65,10 @@ def adapter_folder(text: str) -> Path:
         raise AdapterError(f"'{text}' is a file, and an adapter is a folder.", fix=right)
     if not (folder / "adapter_config.json").is_file():
         names = sorted(path.name for path in folder.iterdir())
-        if "checkpoints" in names:
+        inside = sorted(str(path.parent) for path in folder.glob("*/adapter_config.json"))
+        if inside:
+            right = f"Give one of the adapters in it: {', '.join(inside[:8])}"
+        elif "checkpoints" in names:
             right = "The run has not finished: go on with peftkit train RECIPE.yaml --resume"
         raise AdapterError(
             f"'{text}' holds no adapter_config.json.",

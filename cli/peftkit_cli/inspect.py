@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peftkit_cli.arguments import Json
+from peftkit.errors import BaseError
+from peftkit_cli.arguments import Json, neighbours
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,6 +60,8 @@ def inspect(
         path = path.parent
     if any((path / name).is_file() for name in ADAPTER_FILES):
         facts, groups = adapter_facts(path)
+    elif path.parent != Path() and path.parent.is_dir() and not path.exists():
+        raise BaseError(f"there is no adapter or model '{what}'.", found=neighbours(path))
     else:
         facts, groups = model_facts(what)
     if as_json:

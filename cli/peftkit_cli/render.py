@@ -42,7 +42,9 @@ class Renderer:
         elif not console.is_terminal or console.is_dumb_terminal:
             self._listener = PlainScreen(console, tables or console).on_event
         else:
-            self._live = LiveScreen(console, tables or console, transient=transient)
+            if tables is None or tables.is_terminal:
+                tables = console  # on one terminal, all go through the console that redraws it
+            self._live = LiveScreen(console, tables, transient=transient)
             self._listener = self._live.on_event
 
     def __enter__(self) -> Listener:
@@ -174,6 +176,7 @@ def show_table(console: Console, table: events.Table) -> None:
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
+        show_header=any(table.columns),
     )
     for column in table.columns:
         grid.add_column(Text(column), overflow="fold")

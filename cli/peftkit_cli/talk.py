@@ -64,7 +64,9 @@ def evaluate(
 ) -> None:
     """Measure loss, perplexity and the exact match of completions on a data file."""
     if not data.exists():
-        raise DataError(f"there is no data file '{data}'.", found=neighbours(data, "*"))
+        raise DataError(
+            f"there is no data file '{data}'.", found=neighbours(data, f"*{data.suffix}")
+        )
     opened = _open(adapter, base, force)
     from peftkit.evaluate import evaluate as measure
     from peftkit_cli.render import Renderer, metric

@@ -48,16 +48,16 @@ def train(
     from peftkit_cli.render import Renderer
 
     with Renderer() as on_event:
-        run(
+        result = run(
             settings,
             resume=resume,
             overwrite=overwrite,
             allow_changes=allow_changes or (),
             on_event=on_event,
         )
-    folder = settings.train.output_dir
-    typer.echo(folder)
-    note(f"Next: peftkit chat {folder}")
+    if result.is_main:  # under `accelerate launch` each process comes here
+        typer.echo(settings.train.output_dir)
+        note(f"Next: peftkit chat {settings.train.output_dir}")
 
 
 def check(recipe: RecipeFile, overrides: Overrides = None) -> None:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from peftkit.errors import AdapterError
+from peftkit.formats.endings import shortest_endings
 from peftkit.formats.peft import (
     AdapterFile,
     Provenance,
     named_tensors,
     read_adapter,
-    shortest_endings,
     where_fields,
     write_folder,
 )

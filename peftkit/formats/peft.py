@@ -10,7 +10,7 @@ PEFT before 0.14 refuses keys that it does not know.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ from peftkit.anatomy import is_linear
 from peftkit.config import from_dict
 from peftkit.data.encode import Style
 from peftkit.errors import AdapterError
-from peftkit.files import write_json, write_tensors
+from peftkit.files import sha256_of, write_json, write_tensors
+from peftkit.formats.endings import ANY, check_targets, shortest_endings, targeted, unmatched
 from peftkit.formats.guard import read_json, read_tensors
 from peftkit.methods.protocol import Method
 from peftkit.methods.table import METHODS, method_from_peft
+from peftkit.strict_json import shown
 from peftkit.targets import Site, resolve
 
 CONFIG = "adapter_config.json"
@@ -124,6 +126,7 @@ def write_folder(
     write_json(fields, folder / CONFIG)
     notes = {
         "version": 1,
+        "sha256": {TENSORS: sha256_of(folder / TENSORS)},
         "method": method.model_dump(mode="json"),
         "base": {
             "name": provenance.base,
@@ -173,6 +176,7 @@ def read_adapter(folder: str | Path) -> AdapterFile:
     """
     folder = Path(folder)
     fields = read_json(_existing(folder, CONFIG))
+    check_targets(fields.get("target_modules"), f"cannot use {folder / CONFIG}")
     foreign = method_from_peft(fields)
     if not (folder / NOTES).exists():
         provenance = Provenance(
@@ -183,7 +187,7 @@ def read_adapter(folder: str | Path) -> AdapterFile:
         return AdapterFile(folder, foreign, fields, provenance, made_here=False)
     notes = read_json(folder / NOTES)
     try:
-        spec, base = notes["method"], notes["base"]
+        spec, base, digest = notes["method"], notes["base"], notes["sha256"][TENSORS]
         method = from_dict(METHODS[spec["type"]], spec, str(folder / NOTES))
         provenance = Provenance(
             base["name"],
@@ -200,6 +204,12 @@ def read_adapter(folder: str | Path) -> AdapterFile:
             found=f"{error} is missing or of the wrong type",
             fix="Restore it, or delete it to load the folder as a plain PEFT adapter.",
         ) from error
+    if sha256_of(_existing(folder, TENSORS)) != digest:
+        raise AdapterError(
+            f"{folder / TENSORS} is not the file that was saved",
+            found="its sha256 is another one than that in " + NOTES,
+            fix="Get it again; or delete the notes to load it as a plain PEFT adapter.",
+        )
     return AdapterFile(folder, method, fields, provenance, made_here=True)
 
 
@@ -239,7 +249,7 @@ def load_adapter(
         if not file.made_here:
             tensors = _completed(adapter, tensors)
         adapter.load_state(tensors)
-    except AdapterError:
+    except BaseException:
         adapter.detach()
         raise
     for parameter in adapter.parameters():
@@ -276,8 +286,7 @@ def _sites(file: AdapterFile, tensors: Mapping[str, Tensor], model: nn.Module) -
         return resolve(model, file.method.targets)
     paths = {_owner(name, linears) for name in tensors}
     if not any(file.fields.get(key) for key in ("layers_to_transform", "exclude_modules")):
-        targets = file.fields.get("target_modules")
-        paths |= {path for path in linears if _is_targeted(path, targets, otherwise=False)}
+        paths |= set(targeted(linears, file.fields.get("target_modules")))
     return [Site(path=path, roles=()) for path, _ in model.named_modules() if path in paths]
 
 
@@ -295,7 +304,8 @@ def _check_config(file: AdapterFile, adapter: Adapter) -> None:
         written = adapter.method.to_peft(adapter.modules)
         names = sorted(written.keys() | file.fields.keys() - WHERE_FIELDS)
         differing = [
-            f"{name}: {file.fields.get(name)!r} in {CONFIG}, {written.get(name)!r} by {NOTES}"
+            f"{shown(name)}: {shown(file.fields.get(name))} in {CONFIG}, "
+            f"{shown(written.get(name))} by {NOTES}"
             for name in names
             if (file.fields.get(name) or None) != (written.get(name) or None)
         ]
@@ -305,36 +315,27 @@ def _check_config(file: AdapterFile, adapter: Adapter) -> None:
                 found="\n".join(differing),
                 fix=f"Restore it; or delete {NOTES} to load it as {CONFIG} says.",
             )
-    missing = unmatched_targets(file.fields.get("target_modules"), paths)
+    targets = file.fields.get("target_modules")
+    missing = unmatched(targets, paths)
     if missing:
         raise AdapterError(
-            f"{file.folder} has no tensors for the target {', '.join(missing)}",
-            found=f"tensors for {', '.join(shortest_endings(paths, []))}",
+            f"{file.folder} has no tensors for the target {_some(missing)}",
+            found=f"tensors for {_some(shortest_endings(paths, []))}",
             fix="The file is incomplete, or belongs to another base.",
         )
-    extra = [path for path in paths if not _is_targeted(path, file.fields.get("target_modules"))]
-    if extra:
+    extra = paths - set(targeted(paths, targets))
+    if extra and targets not in (None, ANY):
         raise AdapterError(
             f"{file.folder} has tensors for modules that its config does not target",
-            found=", ".join(sorted(extra)[:5]),
+            found=_some(sorted(extra)),
             fix="The config or the tensors belong to another adapter.",
         )
 
 
-def unmatched_targets(targets: Any, paths: Collection[str]) -> list[str]:
-    """Return the entries of PEFT's `target_modules` that name none of `paths`."""
-    if not isinstance(targets, list):
-        return []
-    return sorted(t for t in targets if not any(_ends_with(path, t) for path in paths))
-
-
-def _is_targeted(path: str, targets: Any, *, otherwise: bool = True) -> bool:
-    """Apply PEFT's `target_modules`: a list of endings, or one pattern for the whole path."""
-    if isinstance(targets, list):
-        return any(_ends_with(path, str(target)) for target in targets)
-    if isinstance(targets, str) and targets != "all-linear":
-        return re.fullmatch(targets, path) is not None
-    return otherwise
+def _some(names: Sequence[str]) -> str:
+    """Return a few of a stranger's names, shortened."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(shown(name) for name in names[:5]) + more
 
 
 def _completed(adapter: Adapter, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -367,23 +368,6 @@ def _existing(folder: Path, name: str) -> Path:
         found=("there is " + ", ".join(found)) if found else "no such folder, or an empty one",
         fix=fix,
     )
-
-
-def shortest_endings(paths: Iterable[str], others: Collection[str]) -> list[str]:
-    """Return the shortest dotted endings that name all of `paths` and none of `others`."""
-    pending, chosen, length = set(paths), set(), 1
-    while pending:
-        for path in sorted(pending):
-            ending = ".".join(path.split(".")[-length:])
-            if ending == path or not any(_ends_with(other, ending) for other in others):
-                chosen.add(ending)
-                pending.discard(path)
-        length += 1
-    return sorted(chosen)
-
-
-def _ends_with(path: str, ending: str) -> bool:
-    return path == ending or path.endswith("." + ending)
 
 
 class AdapterFolder:

@@ -16,17 +16,19 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from peftkit.anatomy import linear_shape
-from peftkit.errors import AdapterError, TargetError
+from peftkit.errors import AdapterError, ConfigError, TargetError
 from peftkit.kernels.lora import add_lora, low_rank
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, refuse_unknown
+from peftkit.patterns import is_pattern, is_simple
 from peftkit.quant import weight_of
+from peftkit.strict_json import shown
 from peftkit.targets import Site
 
 Init = Literal["default", "gaussian", "pissa", "olora"]
@@ -212,9 +214,9 @@ class LoRA(Method):
     """Scale by alpha / sqrt(rank) instead."""
     init: Init = "default"
     """Start of A and B: default (Kaiming A, zero B), gaussian, pissa, olora."""
-    rank_pattern: dict[str, int] = Field(default_factory=dict)
+    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     """Other ranks, by role or by the end of a module's name: {v: 8, "layers.0.mlp.up_proj": 4}."""
-    alpha_pattern: dict[str, int | float] = Field(default_factory=dict)
+    alpha_pattern: dict[str, Annotated[int | float, Field(gt=0)]] = Field(default_factory=dict)
     """Other alphas, likewise."""
 
     def wrap(self, base: nn.Module, site: Site) -> LoRALinear:
@@ -286,12 +288,23 @@ class LoRA(Method):
         return cls(
             rank=fields.get("r", 8),
             alpha=fields.get("lora_alpha", 8),
-            dropout=float(fields.get("lora_dropout", 0.0)),
-            rslora=bool(fields.get("use_rslora", False)),
+            dropout=fields.get("lora_dropout", 0.0),
+            rslora=fields.get("use_rslora", False),
             init=init,
             rank_pattern=fields.get("rank_pattern") or {},
             alpha_pattern=fields.get("alpha_pattern") or {},
         )
+
+    @model_validator(mode="after")
+    def _check_patterns(self) -> LoRA:
+        for name in (*self.rank_pattern, *self.alpha_pattern):
+            if not is_simple(name) or not is_pattern(name):
+                raise ConfigError(
+                    f"cannot use {shown(name)} in rank_pattern or alpha_pattern",
+                    found="it is no regular expression that can be matched in bounded time",
+                    fix="Name roles, or the ends of module names.",
+                )
+        return self
 
 
 _READ_FIELDS: dict[str, Any] = dict.fromkeys(

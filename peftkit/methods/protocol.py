@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from peftkit.config import Config
 from peftkit.errors import AdapterError
+from peftkit.strict_json import shown
 from peftkit.targets import Site
 
 ADAPTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -120,7 +121,7 @@ def refuse_unknown(fields: Mapping[str, Any], known: Mapping[str, Any], peft_typ
         AdapterError: Lists all such fields.
     """
     bad = [
-        f"{name}: {value!r}"
+        f"{shown(name)}: {shown(value)}"
         for name, value in fields.items()
         if not (name in known and (known[name] is ... or value == known[name]))
         and value not in (None, False, [], {})

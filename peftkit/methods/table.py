@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from peftkit.errors import AdapterError, did_you_mean
+from peftkit.errors import AdapterError, ConfigError, did_you_mean
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import Method
@@ -24,11 +24,13 @@ def method_from_peft(fields: Mapping[str, Any]) -> Method:
         AdapterError: No method here reads this kind of adapter.
     """
     peft_type = str(fields.get("peft_type"))
-    if fields.get("use_dora") and peft_type == DoRA.peft_type:
-        return DoRA.from_peft(fields)
-    for method in METHODS.values():
+    dora = bool(fields.get("use_dora")) and peft_type == DoRA.peft_type
+    for method in (DoRA,) if dora else METHODS.values():
         if method.peft_type == peft_type:
-            return method.from_peft(fields)
+            try:
+                return method.from_peft(fields)
+            except ConfigError as error:
+                raise AdapterError("the adapter's config is not valid", found=str(error)) from error
     kinds = sorted({method.peft_type for method in METHODS.values()})
     raise AdapterError(
         f"no method reads an adapter of type {peft_type!r}",

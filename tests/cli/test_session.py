@@ -244,7 +244,6 @@ WRONG_RECIPES: dict[str, tuple[list[str], list[str]]] = {
     "no assistant turn": (["data.train=unanswered.jsonl"], ["unanswered.jsonl:2", "assistant"]),
     "all masked": (["data.train=silent.jsonl"], ["silent.jsonl", "no row has a token to learn"]),
     "unknown base": (["base.model=nowhere/such-model"], ["nowhere/such-model"]),
-    "output is a file": (["train.output_dir=eval.jsonl"], ["OutputError", "eval.jsonl"]),
 }
 
 
@@ -259,14 +258,24 @@ def test_wrong_input_is_told_with_exit_code_2(
     write_rows(project / "silent.jsonl", [turn("a", ""), turn("b", " ")])
     (project / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n{"text": "b"}\n')
     changes, told = WRONG_RECIPES[wrong]
-    if command == "check" and wrong == "output is a file":
-        pytest.skip("check looks at nothing it would write")
     done = peftkit(command, "recipe.yaml", *(part for c in changes for part in ("--set", c)))
     assert done.code == 2, done.err
     assert "Traceback" not in done.err
     for part in told:
         assert part in done.err
     assert not [path for path in (project / "runs").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("out", ["eval.jsonl", "eval.jsonl/run"])
+def test_an_output_folder_that_cannot_be_is_told_before_the_base_is_loaded(
+    out: str, project: Path, peftkit: Run
+) -> None:
+    before = (project / "eval.jsonl").read_bytes()
+    done = peftkit("train", "recipe.yaml", "--out", out)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("OutputError: ")
+    assert out in done.err
+    assert (project / "eval.jsonl").read_bytes() == before
 
 
 def test_every_error_of_a_recipe_comes_at_once_with_its_line(project: Path, peftkit: Run) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError
-from peftkit.formats.peft import load_adapter, save_adapter, shortest_endings
+from peftkit.formats.endings import shortest_endings
+from peftkit.formats.peft import load_adapter, save_adapter
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from tests.families import FAMILIES
@@ -155,7 +156,7 @@ def test_the_config_is_the_oldest_keys_and_what_differs(base: nn.Module, tmp_pat
         ({"modules_to_save": ["lm_head"]}, "features that peftkit does not read"),
         ({"layer_replication": [[0, 2]]}, "features that peftkit does not read"),
         ({"peft_type": "LOHA"}, "no method reads an adapter of type 'LOHA'"),
-        ({"target_modules": ["q_proj", "v_proj", "k_proj"]}, "no tensors for the target k_proj"),
+        ({"target_modules": ["q_proj", "v_proj", "k_proj"]}, "no tensors for the target 'k_proj'"),
         ({"target_modules": ["q_proj"]}, "tensors for modules that its config does not target"),
     ],
     ids=str,

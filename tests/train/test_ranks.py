@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from peftkit.errors import RunError
+from peftkit.events import Event, Saved
 from peftkit.train.ranks import Ranks
 from peftkit.train.signals import Interrupted
 from tests.train.children import exit_code, free_port, start
@@ -51,12 +52,14 @@ def work(folder: str, what: str, changes: dict[str, Any]) -> None:
     rank = os.environ["RANK"]
     task = Listing(what)
     settings = {"batch_size": 1, "gradient_accumulation": 2, "save_every": 2, **changes}
-    crash = crash_after(settings.pop("crash")) if "crash" in settings else None
+    listen = crash_after(settings.pop("crash")) if "crash" in settings else None
+    if what == "late":
+        listen = terminate_after_the_last_save
     rows = settings.pop("rows", ROWS)
     model = Toy()
     if what == "differ" and rank == "1":
         torch.nn.init.zeros_(model.lora_A.weight)
-    run = play(Path(folder), model=model, task=task, rows=rows, on_event=crash, **settings)
+    run = play(Path(folder), model=model, task=task, rows=rows, on_event=listen, **settings)
     report = {
         "losses": run.losses,
         "events": len(run.events),
@@ -69,6 +72,12 @@ def work(folder: str, what: str, changes: dict[str, Any]) -> None:
     Path(folder, f"report-{rank}.json").write_text(json.dumps(report))
     code = run.error.exit_code if isinstance(run.error, Interrupted) else int(bool(run.error))
     os._exit(code)  # leaving gloo in order would wait for a process that may be dead
+
+
+def terminate_after_the_last_save(event: Event) -> None:
+    """On the main process, which alone hears of it."""
+    if isinstance(event, Saved) and event.path.name == "step-12":
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def launch(folder: Path, what: str = "", **changes: Any) -> list[int | None]:
@@ -169,6 +178,10 @@ def test_a_signal_to_one_process_stops_both_after_the_same_step(tmp_path: Path) 
     assert all("after step 3" in report["error"] for report in reports(tmp_path / "run"))
 
 
+def test_a_signal_in_the_last_save_still_counts_on_both(tmp_path: Path) -> None:
+    assert launch(tmp_path / "run", "late") == [143, 143]
+
+
 def test_a_process_short_of_memory_shrinks_its_own_batches(
     tmp_path: Path, one: tuple[Played, Path]
 ) -> None:
@@ -200,6 +213,32 @@ def test_a_row_may_have_no_counterpart_on_the_other_process(tmp_path: Path) -> N
     alone = play(tmp_path / "one", rows=rows, batch_size=1, gradient_accumulation=4)
     assert launch(tmp_path / "two", rows=rows) == [0, 0]
     assert reports(tmp_path / "two")[0]["losses"] == pytest.approx(alone.losses, rel=1e-4)
+
+
+class Precise(ToyTask):
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        assert torch.is_autocast_enabled("cpu"), "the launcher asked for bf16"
+        assert model(batch["input_ids"]).dtype == torch.bfloat16
+        return super().loss_sum(model, batch)
+
+
+def train_precisely(folder: str) -> None:
+    run = play(Path(folder), model=Plain(), task=Precise())
+    os._exit(0 if run.error is None else 1)
+
+
+class Plain(Toy):
+    """Without the fp32 magnitude, which would make the output fp32."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.base(x) + self.lora_B(self.lora_A(x))
+
+
+def test_the_precision_that_the_launcher_was_told_is_used(tmp_path: Path) -> None:
+    """`accelerate launch --mixed_precision bf16`."""
+    child = start(train_precisely, str(tmp_path), ACCELERATE_MIXED_PRECISION="bf16")
+    assert exit_code(child) == 0
 
 
 def test_processes_that_do_not_find_each_other_are_refused(

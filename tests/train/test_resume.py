@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from peftkit.errors import CheckpointError
 from peftkit.events import EvalDone, RunStarted
-from tests.train.toy import Crash, Played, Toy, crash_after, make_rows, play, same
+from tests.train.toy import Crash, Played, Row, Toy, crash_after, make_rows, play, same
 
 NUM_STEPS = 12  # 3 epochs of 4 steps, each epoch's last one smaller; 2 batches accumulated
 
@@ -63,6 +63,21 @@ def test_resuming_twice_changes_nothing(tmp_path: Path, whole: tuple[Played, Pat
     assert [len(run.losses) for run in runs] == [3, 5, 4]
     assert [loss for run in runs for loss in run.losses] == whole[0].losses
     assert_same_end(tmp_path, whole[1])
+
+
+def test_the_best_evaluation_is_remembered(tmp_path: Path) -> None:
+    opposite = [Row((n, n), (-100, n), "eval") for n in range(20)]  # forgotten in training
+    settings: dict[str, Any] = {"eval_rows": opposite, "eval_every": 1, "learning_rate": 0.3}
+    whole = play(tmp_path / "a", **settings)
+    first = play(tmp_path / "b", on_event=crash_after(10), **settings)
+    rest = play(tmp_path / "b", resume=True, **settings)
+    assert [best for *_, best in evals_of(whole)][9:] == [False] * 3
+    assert evals_of(first, rest) == evals_of(whole)
+    assert rest.result is not None
+    assert whole.result is not None
+    assert rest.result.best_step == whole.result.best_step
+    assert rest.result.best_checkpoint is not None
+    assert rest.result.best_checkpoint.is_dir()
 
 
 def test_steps_since_the_last_checkpoint_are_done_again_alike(

@@ -1,0 +1,1 @@
+"""The parts of combining: which adapters belong together, and what becomes of one layer."""

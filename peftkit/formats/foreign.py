@@ -1,0 +1,177 @@
+"""What an adapter from elsewhere is, by its content; and PEFT's tensor names in plain form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from peftkit.errors import AdapterError
+from peftkit.files import write_json, write_tensors
+from peftkit.formats.guard import (
+    SAFETENSORS,
+    check_safetensors,
+    read_json,
+    read_tensors,
+    what_is,
+)
+from peftkit.formats.peft import CONFIG, NOTES, PREFIX, TENSORS
+
+GGUF = "a GGUF file"
+_MAX_FILES = 200
+_ADAPTER_NAME = re.compile(
+    r"(?<=\.)(lora_[AB]|lora_magnitude_vector)\.(?!weight$|bias$)[A-Za-z0-9_-]+(?=\.weight$|$)"
+)
+"""PEFT's in-memory name of an adapter, which some tools leave in the file's tensor names."""
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module)\.")
+"""What torch.compile and FSDP put into the names."""
+
+_MERGED = "Merge it in the tool that made it, or ask for it as a PEFT LoRA."
+_REFUSED: tuple[tuple[str, str, str], ...] = (
+    (
+        r"lora_(unet|te\d?|transformer|prior)_",
+        "kohya-ss (sd-scripts), an adapter of an image model",
+        "peftkit adapts language models; use it in the program that it was made for.",
+    ),
+    (
+        r"(unet|text_encoder(_\d)?|diffusion_model)\.|transformer\.(single_)?transformer_blocks\.",
+        "Diffusers, an adapter of an image model",
+        "peftkit adapts language models; load it with diffusers' load_lora_weights.",
+    ),
+    (r".*\.hada_w[12]_[ab]$", "a LoHa, whose update is no low-rank product", _MERGED),
+    (r".*\.lokr_w[12](_[ab])?$", "a LoKr, whose update is no low-rank product", _MERGED),
+    (
+        r".*\.lora_(down|up)\.weight$",
+        "LyCORIS or kohya-ss (lora_down, lora_up), whose scale stands in no config",
+        _MERGED,
+    ),
+    (
+        r".*\.experts\.\d+\..*lora_",
+        "one LoRA for each expert of a mixture, as PEFT wrote it for transformers 4",
+        "transformers 5 stacks the experts, and there is no LoRA of one expert in a stack: "
+        "merge it with the versions that it was made with.",
+    ),
+)
+
+
+class Found(NamedTuple):
+    """What a path leads to: the kind, its folder, and the file in it that holds the tensors."""
+
+    kind: Literal["peft", "mlx", "gguf"]
+    folder: Path
+    file: Path
+
+
+def recognise(path: Path) -> Found:
+    """Return what kind of adapter is at `path`, from the content of its files.
+
+    Raises:
+        AdapterError: Nothing there, several adapters, or one of a kind that is refused, by name.
+    """
+    path = path.expanduser()
+    asked = f"cannot import {path}"
+    if not path.exists():
+        raise AdapterError(asked, found="There is no such file or folder.")
+    file = path if path.is_file() else _only_file(path, asked)
+    kind = what_is(file)
+    if kind == GGUF:
+        return Found("gguf", file.parent, file)
+    names = list(check_safetensors(file).tensors)
+    _refuse(names, asked)
+    if any(name.endswith((".lora_a", ".lora_b")) for name in names):
+        found = Found("mlx", file.parent, file)
+    elif (file.parent / NOTES).is_file() or any(".lora_" in name for name in names):
+        found = Found("peft", file.parent, file)
+        _refuse_experts(file.parent, names, asked)
+    else:
+        raise AdapterError(
+            asked,
+            found=f"{file.name} holds no tensors of a LoRA, as {names[0]}",
+            fix="Give an adapter of PEFT, mlx-lm or llama.cpp.",
+        )
+    if not (file.parent / CONFIG).is_file():
+        raise AdapterError(
+            asked,
+            found=f"There is no {CONFIG} beside {file.name}, and the scale stands in it.",
+            fix=f"Get {CONFIG} from where the tensors are from.",
+        )
+    return found
+
+
+def _only_file(folder: Path, asked: str) -> Path:
+    """Return the one file of a folder that holds tensors."""
+    paths = sorted(p for p in folder.iterdir() if p.is_file())[:_MAX_FILES]
+    kinds = {p: what_is(p) for p in paths if p.stat().st_size}
+    usable = [p for p, kind in kinds.items() if kind in (SAFETENSORS, GGUF)]
+    if len(usable) == 1:
+        return usable[0]
+    if usable:
+        raise AdapterError(
+            asked,
+            found=f"It holds several: {', '.join(p.name for p in usable[:5])}.",
+            fix="Name the file that is meant.",
+        )
+    for path, kind in kinds.items():
+        if "pickle" in kind or "torch.save" in kind or "git-lfs" in kind:
+            check_safetensors(path)  # says what it is and what to do
+    names = ", ".join(p.name for p in paths[:8])
+    raise AdapterError(
+        asked,
+        found=f"It holds no tensors, only {names}." if names else "It is an empty folder.",
+        fix="Give the folder or the file of an adapter of PEFT, mlx-lm or llama.cpp.",
+    )
+
+
+def _refuse(names: Iterable[str], asked: str) -> None:
+    for name in names:
+        for pattern, what, fix in _REFUSED:
+            if re.match(pattern, name):
+                raise AdapterError(asked, found=f"It is from {what}: {name}", fix=fix)
+
+
+def _refuse_experts(folder: Path, names: Iterable[str], asked: str) -> None:
+    stacked = [name for name in names if re.search(r"\.experts\.(base_layer\.)*lora_[AB]\.", name)]
+    if not stacked:
+        return
+    version = str(read_json(folder / CONFIG).get("peft_version", ""))
+    old = re.match(r"0\.(\d+)\.", version)
+    if old is None or int(old[1]) < 19:
+        found = (
+            f"It adapts stacked experts, and was made by PEFT {version or 'of unknown version'}: "
+            "before 0.19 rows and columns were the other way round, which the file does not say."
+        )
+    else:
+        found = f"It adapts stacked experts: {stacked[0]}"
+    raise AdapterError(asked, found=found, fix="Merge it with the PEFT that it was made with.")
+
+
+def plain_folder(found: Found, scratch: Path) -> Path:
+    """Return a PEFT adapter's folder, or a copy of it in `scratch` with plain names.
+
+    Raises:
+        AdapterError: A tensor occurs twice, under different names.
+    """
+    origin: dict[str, str] = {}
+    for name in check_safetensors(found.file).tensors:
+        plain = plain_name(name)
+        if plain in origin:
+            raise AdapterError(
+                f"cannot import {found.folder}",
+                found=f"{origin[plain]} and {name} are the same tensor of different adapters.",
+                fix="Save one adapter at a time.",
+            )
+        origin[plain] = name
+    if found.file.name == TENSORS and all(plain == name for plain, name in origin.items()):
+        return found.folder
+    named = {plain_name(name): tensor for name, tensor in read_tensors(found.file).items()}
+    write_tensors(named, scratch / TENSORS, {"format": "pt"})
+    write_json(read_json(found.folder / CONFIG), scratch / CONFIG)
+    return scratch
+
+
+def plain_name(name: str) -> str:
+    """Return a tensor's name as PEFT saves it today."""
+    plain = _WRAPPERS.sub("", name).removeprefix(PREFIX)
+    plain = _ADAPTER_NAME.sub(r"\1", plain)
+    return PREFIX + plain.removesuffix(".weight" if plain.endswith("vector.weight") else "")

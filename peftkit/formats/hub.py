@@ -1,0 +1,308 @@
+"""Adapters on a model hub: pushed in one commit, pulled at one commit, checked on both ways.
+
+Nothing but the five files of an adapter goes up or comes down, whatever else lies beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, hf_hub_download
+from huggingface_hub.constants import is_offline_mode
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from peftkit.errors import AdapterError, OutputError, PeftkitError, RunError
+from peftkit.events import Listener, Notice, Stage, ignore
+from peftkit.files import write_json
+from peftkit.formats.card import CARD, Card, adapter_usage, render_card
+from peftkit.formats.guard import MAX_PAYLOAD_BYTES, check_safetensors, read_tensors
+from peftkit.formats.hub_id import HubId, parse_hub_id
+from peftkit.formats.peft import CONFIG, NOTES, TENSORS, AdapterFile, read_adapter
+from peftkit.formats.staged import new_adapter_folder
+from peftkit.strict_json import shown
+
+FILES = (CONFIG, TENSORS, CARD, NOTES, "recipe.yaml")
+NEEDED = (CONFIG, TENSORS)
+ORIGIN = "pulled.json"
+"""Says where a pulled adapter comes from."""
+_MAX_BYTES = {TENSORS: MAX_PAYLOAD_BYTES}
+_MAX_TEXT_BYTES = 4 << 20
+_LOG_IN = "Log in with: hf auth login (or set HF_TOKEN)."
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """A commit on the hub: its page, its hash, and the names of its files."""
+
+    url: str
+    commit: str
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """An adapter of the hub on this machine."""
+
+    folder: Path
+    repo: str
+    commit: str
+
+
+def push_adapter(
+    folder: str | Path, name: str, *, private: bool = False, on_event: Listener = ignore
+) -> Pushed:
+    """Upload an adapter folder in a single commit.
+
+    Args:
+        folder: Of an adapter; a run's checkpoints and metrics stay where they are.
+        name: USER/NAME; created if it does not exist.
+        private: Of a repository that is created. One that exists and is public is refused.
+
+    Raises:
+        AdapterError: No adapter there, or a damaged one; the name is none.
+        OutputError: No network, not logged in, or no right to write there. Nothing was changed.
+    """
+    target = parse_hub_id(name)
+    asked = f"cannot push {folder} to {name}"
+    if target.revision:
+        raise OutputError(asked, found="A push goes to the main branch.", fix="Leave @... out.")
+    file = _checked(Path(folder))
+    uploads = _uploads(file, target.repo)
+    if file.provenance.base and Path(file.provenance.base).is_absolute():
+        on_event(
+            Notice(
+                f"The adapter names its base by a path of this machine, {file.provenance.base}: "
+                "others will need --base MODEL."
+            )
+        )
+    api = _api()
+    on_event(Stage(f"Pushing {', '.join(uploads)} to {target.repo}"))
+    with _told(asked, OutputError):
+        if is_offline_mode():
+            raise OfflineModeIsEnabled
+        if not api.token and _saved_token() is None:
+            raise OutputError(asked, found="You are not logged in.", fix=_LOG_IN)
+        there, parent = _prepared(api, target.repo, private, asked)
+        done = api.create_commit(
+            target.repo,
+            [
+                *(CommitOperationAdd(name, source) for name, source in uploads.items()),
+                *(CommitOperationDelete(n) for n in FILES if n in there and n not in uploads),
+            ],
+            commit_message="Upload an adapter with peftkit",
+            parent_commit=parent,
+        )
+    return Pushed(str(done.commit_url), str(done.oid), tuple(uploads))
+
+
+def _checked(folder: Path) -> AdapterFile:
+    """Read all of an adapter folder, so that nobody else gets a damaged one."""
+    file = read_adapter(folder)
+    read_tensors(folder / TENSORS)
+    return file
+
+
+def _uploads(file: AdapterFile, repo: str) -> dict[str, str | bytes]:
+    """Return the files that go up; the card is written for a folder that has none."""
+    uploads: dict[str, str | bytes] = {
+        name: str(file.folder / name) for name in FILES if (file.folder / name).is_file()
+    }
+    if CARD not in uploads:
+        base = file.provenance.hub_id or file.provenance.base
+        card = Card(title=repo.partition("/")[2], base=base, usage=adapter_usage(base, repo))
+        uploads[CARD] = render_card(card).encode()
+    return uploads
+
+
+def _prepared(api: HfApi, repo: str, private: bool, asked: str) -> tuple[Sequence[str], str | None]:
+    """Make sure that the repository is there; return its files and its newest commit."""
+    try:
+        info = api.model_info(repo)
+    except RepositoryNotFoundError:
+        api.create_repo(repo, private=private)
+        return (), None
+    if private and not info.private:
+        raise OutputError(
+            asked,
+            found="The repository exists, and is public.",
+            fix="Choose another name; or make it private on its page, or push without --private.",
+        )
+    return [file.rfilename for file in info.siblings or ()], info.sha
+
+
+def pull_adapter(
+    name: str, out: str | Path, *, force: bool = False, on_event: Listener = ignore
+) -> Pulled:
+    """Download an adapter into a folder of its own, with a record of the commit.
+
+    Args:
+        name: USER/NAME or USER/NAME@REVISION.
+        force: Replace the adapter in that folder.
+
+    Raises:
+        AdapterError: No such repository, no right to read it, no network, or it holds no adapter
+            that could be used.
+        OutputError: The folder is taken or not writable.
+    """
+    out = Path(out).expanduser()
+    with new_adapter_folder(out, force=force) as folder:
+        fetched = fetch(name, on_event=on_event)
+        for file in FILES:
+            if (fetched.folder / file).is_file():
+                shutil.copyfile(fetched.folder / file, folder / file)  # follows the cache's link
+        asked = parse_hub_id(name)
+        record = {"hub_id": asked.repo, "revision": asked.revision, "commit": fetched.commit}
+        write_json(record, folder / ORIGIN)
+        _checked(folder)
+    return Pulled(out, fetched.repo, fetched.commit)
+
+
+def resolve_adapter(name: str, *, on_event: Listener = ignore) -> Path:
+    """Return a folder that holds an adapter of the hub: in the hub's own cache, at one commit.
+
+    Raises:
+        AdapterError: As `pull_adapter`.
+    """
+    return fetch(name, on_event=on_event).folder
+
+
+def fetch(name: str, *, on_event: Listener = ignore) -> Pulled:
+    """Download an adapter into the hub's cache and check it; offline, find it there."""
+    asked = f"cannot get the adapter {name}"
+    wanted = parse_hub_id(name)
+    api = _api()
+    with _told(asked, AdapterError):
+        if is_offline_mode():
+            names, revision = list(FILES), wanted.revision
+        else:
+            on_event(Stage(f"Fetching the adapter {name}"))
+            info = api.model_info(wanted.repo, revision=wanted.revision, files_metadata=True)
+            sizes = {file.rfilename: file.size for file in info.siblings or ()}
+            names, revision = _chosen(sizes, asked), info.sha
+        paths = {file: path for file in names if (path := _download(wanted, file, revision))}
+    folder = paths[CONFIG].parent  # snapshots/COMMIT
+    check_safetensors(paths[TENSORS])
+    read_adapter(folder)
+    return Pulled(folder, wanted.repo, folder.name)
+
+
+def _chosen(sizes: dict[str, int | None], asked: str) -> list[str]:
+    """Return which of a repository's files are fetched; judged by their names and sizes alone."""
+    for name in sizes:
+        parts = PurePosixPath(name).parts
+        windows = PureWindowsPath(name)
+        if ".." in parts or name.startswith("/") or windows.drive or "\\" in name or "\0" in name:
+            raise AdapterError(
+                asked,
+                found=f"The repository lists a file {shown(name)}.",
+                fix="Such a name leads out of the folder: do not use this repository.",
+            )
+    missing = [name for name in NEEDED if name not in sizes]
+    if missing:
+        has = ", ".join(sorted(sizes)[:8]) or "nothing"
+        pickled = any(name.endswith((".bin", ".pt", ".pth")) for name in sizes)
+        fix = "Give a repository of a PEFT adapter."
+        if CONFIG in sizes and pickled:
+            fix = "A pickle can run code when it is read: ask its owner for safetensors."
+        elif "config.json" in sizes:
+            fix = "That is a whole model, not an adapter: name it as a base."
+        raise AdapterError(asked, found=f"It has no {missing[0]}; it holds {has}.", fix=fix)
+    for name in FILES:
+        limit = _MAX_BYTES.get(name, _MAX_TEXT_BYTES)
+        if (size := sizes.get(name)) and size > limit:
+            raise AdapterError(asked, found=f"{name} has {size:,} bytes; the limit is {limit:,}.")
+    return [name for name in FILES if name in sizes]
+
+
+def _download(wanted: HubId, name: str, revision: str | None) -> Path | None:
+    """Return a file's place in the cache; None for one that is not needed and not there."""
+    try:
+        path = hf_hub_download(
+            wanted.repo,
+            name,
+            revision=revision,
+            endpoint=os.environ.get("HF_ENDPOINT"),
+            local_files_only=is_offline_mode(),
+        )
+    except LocalEntryNotFoundError:
+        if name in NEEDED or not is_offline_mode():
+            raise
+        return None
+    return Path(path)
+
+
+def _api() -> HfApi:
+    return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+
+
+def _saved_token() -> str | None:
+    from huggingface_hub import get_token
+
+    return get_token()
+
+
+@contextlib.contextmanager
+def _told(asked: str, error: type[PeftkitError]) -> Iterator[None]:
+    """Turn what the hub's library raises into what happened and what to do."""
+    try:
+        yield
+    except PeftkitError:
+        raise
+    except OfflineModeIsEnabled:
+        found, fix = "HF_HUB_OFFLINE is set.", "Unset it, or give a folder of this machine."
+        raise error(asked, found=found, fix=fix) from None
+    except LocalEntryNotFoundError as problem:
+        found = "It is not in the cache of this machine, and the hub cannot be reached."
+        raise error(asked, found=found, fix=_REACH) from problem
+    except GatedRepoError as problem:
+        found, fix = "Its owner lets people in on request.", f"Ask on its page. {_LOG_IN}"
+        raise error(asked, found=found, fix=fix) from problem
+    except RevisionNotFoundError as problem:
+        found = "The repository has no such revision."
+        raise error(asked, found=found, fix="See its branches on its page.") from problem
+    except RepositoryNotFoundError as problem:
+        found = "There is no such repository, or it is private and you may not see it."
+        raise error(asked, found=found, fix=f"Check the name. {_LOG_IN}") from problem
+    except HfHubHTTPError as problem:
+        found, fix = _said(problem)
+        raise error(asked, found=found, fix=fix) from problem
+    except ValueError as problem:  # the library's own checks, as of the card's front matter
+        raise error(asked, found=str(problem)) from problem
+    except (HTTPError, OSError) as problem:
+        code = getattr(problem, "errno", None)
+        if code in (errno.ENOSPC, errno.EDQUOT):
+            raise RunError(asked, found=str(problem), fix="Make room on the disk.") from problem
+        found = f"The hub cannot be reached: {problem or type(problem).__name__}"
+        raise error(asked, found=found, fix=_REACH) from problem
+
+
+_REACH = "Check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses what was fetched before."
+
+
+def _said(problem: HfHubHTTPError) -> tuple[str, str]:
+    """Return what the hub answered, and what to do."""
+    status = getattr(problem.response, "status_code", 0)
+    answer = problem.server_message or str(problem).partition("\n")[0]
+    fixes = {
+        401: f"The token is not valid. {_LOG_IN}",
+        403: "Your token has no right to do this: make one that may write, and log in with it.",
+        409: "Someone else changed the repository meanwhile: try again.",
+        412: "Someone else changed the repository meanwhile: try again.",
+        429: "The hub is asked too often: wait a few minutes.",
+    }
+    fix = fixes.get(status, "Try again later." if status >= 500 else "")
+    return f"The hub answered {status}: {answer}", fix

@@ -1,0 +1,151 @@
+"""Adapter folders of mlx-lm, both ways.
+
+adapters.safetensors holds `<module>.lora_a` (in, r), `<module>.lora_b` (r, out) and, of DoRA,
+`<module>.m` (out,); a layer computes y + scale * (x @ a) @ b, with one rank and one scale for all
+of them, from `lora_parameters` of adapter_config.json
+(https://github.com/ml-explore/mlx-lm, mlx_lm/tuner/utils.py: load_adapters).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peftkit.errors import AdapterError
+from peftkit.files import write_json, write_tensors
+from peftkit.formats.guard import read_json, read_tensors
+from peftkit.formats.low_rank import LowRank
+from peftkit.formats.peft import CONFIG, AdapterFile
+from peftkit.formats.uniform import uniform, without_padding
+
+MLX_TENSORS = "adapters.safetensors"
+_A, _B, _M = ".lora_a", ".lora_b", ".m"
+_BLOCK = re.compile(r"model\.layers\.\d+\.(?P<key>.+)")
+
+
+def write_mlx(
+    file: AdapterFile,
+    modules: Mapping[str, LowRank],
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write an adapter as mlx-lm reads it; the folder exists.
+
+    Raises:
+        AdapterError: It sits on modules that mlx-lm has not, or names otherwise.
+    """
+    _check_names(file, modules)
+    even, rank, scaling = uniform(modules)
+    with_magnitude = any(module.magnitude is not None for module in even.values())
+    tensors: dict[str, Tensor] = {}
+    for path, module in even.items():
+        tensors[path + _A] = module.a.T.contiguous()
+        tensors[path + _B] = module.b.T.contiguous()
+        if module.magnitude is not None:
+            tensors[path + _M] = module.magnitude
+    write_tensors({name: t.to(dtype) for name, t in tensors.items()}, folder / MLX_TENSORS)
+    keys = {match["key"] for path in even if (match := _BLOCK.fullmatch(path))}
+    config = {
+        "fine_tune_type": "dora" if with_magnitude else "lora",
+        "model": file.provenance.hub_id or file.provenance.base,
+        "num_layers": -1,  # all of them
+        "lora_parameters": {
+            "rank": rank,
+            "scale": scaling,
+            "dropout": 0.0,
+            "keys": sorted(keys),
+        },
+    }
+    write_json(config, folder / CONFIG)
+
+
+def _check_names(file: AdapterFile, modules: Mapping[str, LowRank]) -> None:
+    asked = f"cannot write {file.folder} for mlx-lm"
+    if file.fields.get("fan_in_fan_out"):
+        raise AdapterError(
+            asked,
+            found="its base has Conv1D layers (GPT-2), which mlx-lm names otherwise",
+            fix="Merge it into its base, and convert that: peftkit merge ADAPTER --out DIR",
+        )
+    strange = sorted(path for path in modules if not _BLOCK.fullmatch(path))
+    if strange:
+        more = [f"and {len(strange) - 8} more"] if len(strange) > 8 else []
+        raise AdapterError(
+            asked,
+            found="\n".join([*(f"{p} is not in model.layers" for p in strange[:8]), *more]),
+            fix="Train it without these targets, or merge it: peftkit merge ADAPTER --out DIR",
+        )
+
+
+def read_mlx(folder: Path, tensors_name: str = MLX_TENSORS) -> dict[str, LowRank]:
+    """Read an adapter of mlx-lm: module path to update.
+
+    Ranks that are zero throughout, as `write_mlx` fills them in, are dropped.
+
+    Raises:
+        AdapterError: Not such an adapter; lists every tensor that is missing or misshapen.
+    """
+    rank, scale, is_dora = _parameters(folder)
+    parts: dict[str, dict[str, Tensor]] = {}
+    problems = []
+    for name, tensor in read_tensors(folder / tensors_name).items():
+        suffix = next((s for s in (_A, _B, _M) if name.endswith(s)), None)
+        if suffix is None:
+            problems.append(f"unexpected: {name}")
+        else:
+            parts.setdefault(name.removesuffix(suffix), {})[suffix] = tensor
+    needed = {_A, _B, _M} if is_dora else {_A, _B}
+    modules = {}
+    for path, part in sorted(parts.items()):
+        problems += [f"missing: {path}{suffix}" for suffix in sorted(needed - part.keys())]
+        problems += [f"unexpected: {path}{suffix}" for suffix in sorted(part.keys() - needed)]
+        if part.keys() == needed:
+            shapes = [tuple(part[suffix].shape) for suffix in sorted(needed)]
+            if _fits(part, rank):
+                modules[path] = LowRank(part[_A].T, part[_B].T, scale, part.get(_M))
+            else:
+                problems.append(f"misshapen: {path} has {shapes}, but rank {rank}")
+    if problems or not modules:
+        raise AdapterError(
+            f"the tensors of {folder / tensors_name} are not those of its config",
+            found="\n".join(problems) or "it has none",
+            fix="Get the adapter again; experts and embeddings cannot be imported.",
+        )
+    return {path: without_padding(module) for path, module in modules.items()}
+
+
+def _fits(part: Mapping[str, Tensor], rank: int) -> bool:
+    a, b, magnitude = part[_A], part[_B], part.get(_M)
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != rank or b.shape[0] != rank:
+        return False
+    return magnitude is None or magnitude.shape == b.shape[1:]
+
+
+def _parameters(folder: Path) -> tuple[int, float, bool]:
+    """Return rank, scale, and whether it is DoRA."""
+    config = read_json(folder / CONFIG)
+    asked = f"cannot read {folder} as an adapter of mlx-lm"
+    kind: Any = config.get("fine_tune_type", "dora" if config.get("use_dora") else "lora")
+    if kind not in ("lora", "dora"):
+        raise AdapterError(
+            asked,
+            found=f"its fine_tune_type is {kind!r}",
+            fix="Only lora and dora are adapters; 'full' holds whole weights.",
+        )
+    given = config.get("lora_parameters")
+    given = given if isinstance(given, dict) else {}
+    rank: Any = given.get("rank")
+    scale: Any = given.get("scale")
+    if type(rank) is not int or rank < 1 or type(scale) not in (int, float) or not scale > 0:
+        raise AdapterError(
+            asked,
+            found=f"lora_parameters says rank {rank!r}, scale {scale!r}",
+            fix="It needs a positive rank and a positive scale, as mlx-lm writes them.",
+        )
+    return rank, float(scale), kind == "dora"

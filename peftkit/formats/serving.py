@@ -1,0 +1,142 @@
+"""PEFT folders as inference servers accept them (vLLM 0.33; LoRAX reads the same).
+
+vLLM takes plain LoRA on linear layers, up to a rank that it is started with. It refuses the rest
+when the adapter is loaded, which may be in production; here it is refused before.
+Source: vllm/lora/peft_helper.py, vllm/lora/utils.py, vllm/config/lora.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peftkit.errors import AdapterError
+from peftkit.formats.guard import check_safetensors, read_json
+from peftkit.formats.low_rank import A, B, LowRank
+from peftkit.formats.peft import CONFIG, TENSORS, AdapterFile, where_fields, write_folder
+from peftkit.formats.uniform import uniform
+from peftkit.methods.lora import LoRA, peft_scales
+
+MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM's --max-lora-rank takes."""
+
+_MERGE = "merge it into its base and serve that: peftkit merge ADAPTER --out DIR"
+_NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
+    "use_dora": (False,),
+    "lora_bias": (False,),
+    "bias": ("none",),
+    "modules_to_save": (),
+    "trainable_token_indices": (),
+    "alora_invocation_tokens": (),
+    "layer_replication": (),
+    "use_bdlora": (False,),
+    "use_qalora": (False,),
+    "target_parameters": (),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga"),
+}
+"""Config fields that must be empty or one of these."""
+
+
+def max_lora_rank(rank: int) -> int:
+    """Return the smallest --max-lora-rank that vLLM can be started with for a rank."""
+    return next(limit for limit in MAX_LORA_RANKS if limit >= rank)
+
+
+def check_serving(folder: Path, *, max_rank: int = MAX_LORA_RANKS[-1]) -> None:
+    """Say of a PEFT folder, tensor by tensor, why vLLM would refuse it.
+
+    Args:
+        max_rank: The --max-lora-rank of the server.
+
+    Raises:
+        AdapterError: It would.
+    """
+    config = read_json(folder / CONFIG)
+    problems = []
+    if config.get("peft_type") != "LORA":
+        problems.append(f"{CONFIG}: peft_type is {config.get('peft_type')!r}; only LORA is served")
+    for field, allowed in _NOT_SERVED.items():
+        value = config.get(field)
+        if value not in (None, [], {}) and value not in allowed:
+            problems.append(f"{CONFIG}: {field} is {value!r}")
+    too_high = []
+    for name, entry in check_safetensors(folder / TENSORS).tensors.items():
+        if why := _why_not(name):
+            problems.append(f"{name}: {why}")
+        elif name.endswith(A) and entry.shape[0] > max_rank:
+            too_high.append(f"{name}: rank {entry.shape[0]}; the limit is {max_rank}")
+    if problems or too_high:
+        raise AdapterError(
+            f"vLLM would refuse {folder}",
+            found="\n".join(_shortened(problems + too_high)),
+            fix="\n".join(_fixes(bool(problems), bool(too_high), max_rank)),
+        )
+
+
+def _why_not(name: str) -> str:
+    if "lora_embedding" in name:
+        return "an update of an embedding"
+    if "lora_magnitude_vector" in name:
+        return "the magnitude of DoRA"
+    if name.endswith(".lora_B.bias"):
+        return "a bias beside B"
+    if ".experts." in name and (".lora_A." in name or ".lora_B." in name):
+        return "an update of experts"
+    if name.endswith((f".{A}", f".{B}")):
+        return ""
+    return "not A or B of a LoRA: a whole weight, or another method's"
+
+
+def _shortened(lines: list[str], limit: int = 60) -> list[str]:
+    return lines if len(lines) <= limit else [*lines[:limit], f"and {len(lines) - limit} more"]
+
+
+def _fixes(problems: bool, too_high: bool, max_rank: int) -> list[str]:
+    if problems:
+        return [f"What helps: {_MERGE}"]
+    fixes = [f"What helps: an SVD to a lower rank, which says what it loses: --rank {max_rank}"]
+    if max_rank < MAX_LORA_RANKS[-1]:
+        fixes.append("Or: start the server with a higher --max-lora-rank.")
+    assert too_high
+    return [*fixes, f"Or: {_MERGE}"]
+
+
+def write_serving(
+    file: AdapterFile,
+    modules: Mapping[str, LowRank],
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> int:
+    """Write a PEFT folder with one rank and one alpha for all layers; return the rank.
+
+    Patterns and rsLoRA are folded in, because older servers ignore them without a word.
+    """
+    even, rank, scaling = uniform(modules)
+    scales = peft_scales(
+        dict.fromkeys(even, rank), {path: m.scaling for path, m in even.items()}, rslora=False
+    )
+    method = LoRA(rank=rank, alpha=scales["lora_alpha"], targets=tuple(even))
+    fields = where_fields(method, file.provenance, _targets(file, modules)) | scales
+    fields |= {
+        "lora_dropout": 0.0,
+        "init_lora_weights": True,
+        "fan_in_fan_out": bool(file.fields.get("fan_in_fan_out")),
+    }
+    state = {f"{path}.{A}": module.a.to(dtype) for path, module in even.items()}
+    state |= {f"{path}.{B}": module.b.to(dtype) for path, module in even.items()}
+    write_folder(folder, state, fields, method, file.provenance)
+    return rank
+
+
+def _targets(file: AdapterFile, modules: Mapping[str, LowRank]) -> list[str]:
+    """Return the file's own endings, which fit its base; or paths, where they say more than it."""
+    own = file.fields.get("target_modules")
+    if isinstance(own, list) and not any(
+        file.fields.get(key) for key in ("exclude_modules", "layers_to_transform")
+    ):
+        return sorted(own)
+    return sorted(modules)

@@ -1,0 +1,78 @@
+"""An adapter folder that appears whole or not at all, and replaces another only when told to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from peftkit import files
+from peftkit.errors import OutputError
+from peftkit.formats.peft import CONFIG
+
+RUN_FILES = ("checkpoints", "recipe.yaml", "metrics.jsonl")
+"""What a training run leaves beside its adapter, and would no longer be true of another one."""
+
+
+@contextlib.contextmanager
+def new_adapter_folder(out: Path, *, force: bool, sources: Sequence[Path] = ()) -> Iterator[Path]:
+    """Yield an empty folder whose files become those of `out` when the block ends well.
+
+    Args:
+        force: Replace the adapter that is in `out`.
+        sources: Folders that are read from, none of which may be `out`.
+
+    Raises:
+        OutputError: `out` is taken, or cannot be written to.
+    """
+    check_free(out, force=force, sources=sources)
+    existed = out.exists()
+    parent = files.writable_folder(out.parent)
+    folder = parent / f".{out.name}-{secrets.token_hex(4)}"
+    folder.mkdir()
+    try:
+        yield folder
+        if existed:
+            _replace(folder, out)
+        else:
+            os.replace(folder, out)
+        files.fsync_dir(parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_free(out: Path, *, force: bool, sources: Sequence[Path] = ()) -> None:
+    """Refuse a place that is taken; ask this before the work, not after it.
+
+    Raises:
+        OutputError: `out` is a file, is read from, or holds what may not be replaced.
+    """
+    asked = f"cannot write an adapter to {out}"
+    other = "Choose another folder."
+    if any(out.resolve() == source.resolve() for source in sources):
+        raise OutputError(asked, found="It is one of those that are read.", fix=other)
+    if not os.path.lexists(out):
+        return
+    if not out.is_dir():
+        raise OutputError(asked, found="It is no folder.", fix=other)
+    names = sorted(path.name for path in out.iterdir())
+    if not names:
+        return
+    if CONFIG not in names or (run := [name for name in RUN_FILES if name in names]):
+        held = "a training run's " + ", ".join(run) if CONFIG in names else ", ".join(names[:5])
+        raise OutputError(asked, found=f"It holds {held}.", fix=other)
+    if not force:
+        raise OutputError(
+            asked, found="It holds an adapter.", fix="Choose another folder, or add --force."
+        )
+
+
+def _replace(folder: Path, out: Path) -> None:
+    """Move the files up; without its config, a folder that is half replaced is no adapter."""
+    (out / CONFIG).unlink(missing_ok=True)
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == CONFIG):
+        os.replace(path, out / path.name)
+    files.fsync_dir(out)

@@ -1,0 +1,107 @@
+"""The best matrix of a lower rank (Eckart and Young, 1936), and what it leaves out.
+
+Of a product b a the singular values are those of a small matrix: b = Qb Rb and a^T = Qa Ra give
+b a = Qb (Rb Ra^T) Qa^T, so that nothing of size (out, in) is formed. Of a large full matrix they
+come from a random projection with power iterations (Halko et al., 2011, arXiv:0909.4061).
+
+Shapes: r rank, k rank kept; out, in sides of the matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EXACT_SIDE = 256
+"""Up to this smaller side a full matrix is decomposed exactly: it takes milliseconds."""
+OVERSAMPLING = 10
+POWER_ITERATIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Truncated:
+    """A matrix of rank k, b a, close to another one.
+
+    Attributes:
+        a: (k, in), b: (out, k), float32; each carries the square roots of the singular values.
+        kept: Sum of the squares of the singular values kept.
+        total: Sum of the squares of all entries of the matrix that was asked for.
+    """
+
+    a: Tensor
+    b: Tensor
+    kept: float
+    total: float
+
+    @property
+    def lost(self) -> float:
+        """Squared norm of what is left out; never below zero, where both are equal to rounding."""
+        return max(self.total - self.kept, 0.0)
+
+
+def of_product(
+    a: Tensor, b: Tensor, rank: int | None = None, *, negligible: float = 0.0
+) -> Truncated:
+    """Return the best rank-k matrix for b a, computed in float64.
+
+    Args:
+        a: (r, in). b: (out, r).
+        rank: k at most.
+        negligible: Singular values up to this are dropped; k is then 1 at the least.
+    """
+    u, s, vh = _svd_of_product(a, b)
+    k = max(1, int((s > negligible).sum()))
+    k = min(k, len(s) if rank is None else rank)
+    return _truncated(u, s, vh, k, float(s.square().sum()))
+
+
+def singular_values(a: Tensor, b: Tensor) -> Tensor:
+    """Return those of b a, largest first, float64."""
+    return _svd_of_product(a, b)[1]
+
+
+def _svd_of_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    left, core_left = torch.linalg.qr(b.double())  # (out, r), (r, r)
+    right, core_right = torch.linalg.qr(a.double().t())  # (in, r), (r, r)
+    u, s, vh = torch.linalg.svd(core_left @ core_right.t(), full_matrices=False)
+    return left @ u, s, vh @ right.t()
+
+
+def of_matrix(matrix: Tensor, rank: int, *, seed: int = 0) -> Truncated:
+    """Return the best, or nearly best, rank-k matrix for a full one; k = min(rank, out, in).
+
+    Args:
+        matrix: (out, in) float32. seed: Of the random projection, where one is used.
+    """
+    total = float(matrix.double().square().sum())
+    k = min(rank, *matrix.shape)
+    width = k + OVERSAMPLING
+    if min(matrix.shape) <= max(EXACT_SIDE, 2 * width):
+        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+        return _truncated(u, s, vh, k, total)
+    generator = torch.Generator().manual_seed(seed)
+    basis = matrix @ torch.randn(matrix.shape[1], width, generator=generator)  # (out, width)
+    for _ in range(POWER_ITERATIONS):
+        # orthonormal each time, or the small singular values drown in rounding
+        basis = torch.linalg.qr(basis)[0]
+        basis = matrix @ torch.linalg.qr(matrix.t() @ basis)[0]
+    basis = torch.linalg.qr(basis)[0]
+    u, s, vh = torch.linalg.svd(basis.t() @ matrix, full_matrices=False)
+    return _truncated(basis @ u, s, vh, k, total)
+
+
+def _truncated(u: Tensor, s: Tensor, vh: Tensor, k: int, total: float) -> Truncated:
+    root = s[:k].sqrt()
+    b, a = u[:, :k] * root, root[:, None] * vh[:k]
+    return Truncated(
+        a.float().contiguous(), b.float().contiguous(), float(s[:k].double().square().sum()), total
+    )
+
+
+def effective_rank(values: Tensor) -> float:
+    """Return exp(entropy of the singular values as shares) (Roy and Vetterli, 2007); 0 of zero."""
+    shares = values[values > 0] / values.sum()
+    return math.exp(-float((shares * shares.log()).sum())) if len(shares) else 0.0

@@ -1,0 +1,63 @@
+"""The CPU attention is torch's own, forward and backward, at odd shapes and with any mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from peftkit.kernels import attention
+from peftkit.kernels.attention import cpu_attention, reference_attention
+
+SHAPES = [(1, 1, 1, 1, 8), (2, 4, 2, 9, 16), (3, 6, 2, 41, 8), (2, 9, 3, 33, 64), (1, 5, 1, 17, 24)]
+"""Batch, heads, kv heads, length, head size."""
+
+
+def masks(kind: str, batch: int, length: int) -> tuple[Tensor | None, bool]:
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    if kind == "causal":
+        return None, True
+    if kind == "full":
+        return None, False
+    # two documents a row, each isolated; another cut in each row
+    cut = torch.arange(batch).add(length // 2).clamp(max=max(length - 1, 0))
+    document = torch.arange(length)[None] >= cut[:, None]
+    isolated = seen & (document[:, :, None] == document[:, None, :])
+    if kind == "bool":
+        return isolated[:, None], False
+    return torch.zeros(isolated.shape).masked_fill(~isolated, -torch.inf)[:, None], False
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 30], ids=["one-by-one", "at-once"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["causal", "full", "bool", "float"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_output_and_gradients_are_torchs_own(
+    shape: tuple[int, ...],
+    kind: str,
+    dtype: torch.dtype,
+    chunk: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "CHUNK_BYTES", chunk)
+    batch, heads, kv_heads, length, size = shape
+    mask, is_causal = masks(kind, batch, length)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(dtype)
+    sizes = ((heads, length), (kv_heads, length), (kv_heads, length))
+    # as models make them: (B, L, H, D) transposed
+    inputs = [
+        torch.randn(batch, n, h, size).to(dtype).transpose(1, 2).requires_grad_() for h, n in sizes
+    ]
+    wide = [t.detach().float().requires_grad_() for t in inputs]
+    wide_mask = mask.float() if mask is not None and mask.dtype != torch.bool else mask
+    expected = reference_attention(*wide, wide_mask, is_causal, size**-0.5)
+    found = cpu_attention(*inputs, mask, is_causal, size**-0.5)
+    direction = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, wide, direction)
+    grads = torch.autograd.grad(found, inputs, direction.to(dtype))
+    # bfloat16 has 8 bits: sums of up to 41 terms of order one
+    tolerance = 1e-5 if dtype == torch.float32 else 6e-2
+    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+    for a, b in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(a.float(), b, atol=tolerance, rtol=tolerance)
