@@ -24,6 +24,7 @@ from peftkit.formats.folder import adapter_folder
 from peftkit.formats.low_rank import LowRank, read_low_rank, save_low_rank
 from peftkit.formats.peft import Provenance
 from peftkit.formats.staged import check_free, new_adapter_folder
+from peftkit.kernels import svd
 
 DENSITY = 0.5
 """Share of entries that the pruning methods keep unless told otherwise."""
@@ -110,7 +111,7 @@ def combine(
                 f"(relative error {combined.error:.2g})."
             )
         )
-    if not any(update.b.any() and update.a.any() for update in updates.values()):
+    if all(svd.is_zero(update.a, update.b) for update in updates.values()):
         on_event(Notice("The combined update is zero: this adapter leaves its base unchanged."))
     on_event(Saved("adapter", out))
     return combined

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 
 from peftkit.base import Base
-from peftkit.data.encode import Style
+from peftkit.data.encode import Style, stop_ids
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.events import Listener, Progress, Stage, ignore
 from peftkit.generate import complete
 from peftkit.tasks.causal_lm import CausalLM
+from peftkit.train.metrics import perplexity
 
 BATCH_SIZE = 8
 MARGIN = 1.25
@@ -59,7 +60,7 @@ def evaluate(
     answers = _answers(base, task, rows, on_event)
     return {
         "loss": loss,
-        "perplexity": math.exp(loss),
+        "perplexity": perplexity(loss),
         "exact_match": sum(answer.is_exact for answer in answers) / len(answers),
         "num_rows": len(rows),
         "num_tokens": num_tokens,
@@ -109,6 +110,7 @@ def _answers(base: Base, task: CausalLM, rows: Sequence[Row], on_event: Listener
             tokenizer,
             [ids for ids, _ in part],
             max_new_tokens=math.ceil(MARGIN * longest),
+            stops=stop_ids(tokenizer, task.style),
             batch_size=4 * BATCH_SIZE,
         )
         answers += [

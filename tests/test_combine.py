@@ -91,7 +91,7 @@ def test_an_adapter_and_its_opposite_give_zero(update: LowRank, rule: Any, densi
     found = blend("x", layers, Settings(rule, density=density if rule in PRUNING else 1.0))
     assert found.update.delta().abs().max() <= ROUNDING * update.delta().abs().max()
     if rule != "cat":
-        assert not found.update.b.any() or found.update.b.abs().max() < 1e-5
+        assert not found.update.delta().any()
 
 
 @EASY
@@ -110,9 +110,7 @@ def test_weights_scale_the_update(
 
 @EASY
 @given(layers=layers_of, rank=st.integers(1, 9))
-def test_svd_is_the_best_matrix_of_its_rank(
-    layers: list[tuple[LowRank, float]], rank: int
-) -> None:
+def test_svd_is_the_best_matrix_of_its_rank(layers: list[tuple[LowRank, float]], rank: int) -> None:
     found = blend("x", layers, Settings("svd", rank=rank))
     dense = delta(layers)
     if dense.ndim == 0 or not dense.any():
@@ -246,9 +244,7 @@ def test_a_lossy_method_keeps_to_its_rank_and_tells_its_error(rule: str, folders
     assert [update.rank for update in default.updates.values()] == [3, 5, 4]
 
 
-def test_zero_is_an_adapter_that_changes_nothing_and_is_told(
-    folders: Folders, llama: Any
-) -> None:
+def test_zero_is_an_adapter_that_changes_nothing_and_is_told(folders: Folders, llama: Any) -> None:
     paths = {"model.layers.0.self_attn.q_proj": random_update(1, 4, (32, 32))}
     folders.save("c", paths, Provenance())
     done = combine(
@@ -256,6 +252,7 @@ def test_zero_is_an_adapter_that_changes_nothing_and_is_told(
         folders.root / "zero", on_event=folders.events.append,
     )  # fmt: skip
     assert done.rank == 1
+    assert not done.updates["model.layers.0.self_attn.q_proj"].b.any()
     assert "is zero: this adapter leaves its base unchanged" in folders.notices()
     ids = torch.arange(9)[None]
     expected = llama(input_ids=ids).logits
@@ -263,6 +260,7 @@ def test_zero_is_an_adapter_that_changes_nothing_and_is_told(
     assert torch.equal(llama(input_ids=ids).logits, expected)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # PEFT asks for an old name
 def test_peft_computes_the_sum_of_both(folders: Folders) -> None:
     """Different ranks, rsLoRA and other layers, read by PEFT: W + 0.5 D1 - 2 D2."""
     import peft
@@ -280,27 +278,32 @@ def test_peft_computes_the_sum_of_both(folders: Folders) -> None:
             for module in wrapped.modules():
                 if isinstance(module, peft.tuners.lora.Linear):
                     module.lora_B["default"].weight.normal_(std=0.1)
-                    own = next(n for n, m in wrapped.base_model.model.named_modules() if m is module)
+                    own = next(
+                        n for n, m in wrapped.base_model.model.named_modules() if m is module
+                    )
                     weights[f"{own}.weight"] += weight * module.get_delta_weight("default")
         wrapped.save_pretrained(folders.root / name)
+    reference = FAMILIES["llama"]().eval()
+    reference.load_state_dict(weights)
     ids = torch.arange(9)[None]
+    expected = reference(input_ids=ids).logits
+    assert (expected - model(input_ids=ids).logits).abs().max() > 1
     for rule in EXACT:
         folders.combine({"one": 0.5, "two": -2.0}, rule, out=folders.root / rule)
-        torch.manual_seed(0)
         fresh = FAMILIES["llama"]().eval()
+        fresh.load_state_dict(model.state_dict())
         combined = peft.PeftModel.from_pretrained(fresh, folders.root / rule)
-        found = combined(input_ids=ids).logits
-        reference = FAMILIES["llama"]().eval()
-        reference.load_state_dict(weights)
-        fresh_weights = dict(model.named_parameters())
-        assert weights.keys() == fresh_weights.keys()
-        del reference, found
+        torch.testing.assert_close(combined(input_ids=ids).logits, expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize(
     ("one", "other", "told"),
     [
-        (BASE, replace(BASE, fingerprint="sha256:" + "1" * 64), "to different bases\n.*sha256:0000"),
+        (
+            BASE,
+            replace(BASE, fingerprint="sha256:" + "1" * 64),
+            "to different bases\n.*sha256:0000",
+        ),
         (Provenance("x"), Provenance("y"), "to different bases\n.*a: x\n.*other: y"),
         (Provenance("x", revision="1"), Provenance("x", revision="2"), "to different bases"),
         (BASE, replace(BASE, task_type="SEQ_CLS"), "for different tasks\n.*CAUSAL_LM\n.*SEQ_CLS"),
@@ -364,9 +367,16 @@ def test_dora_is_itself_at_weight_one_and_refused_otherwise(folders: Folders) ->
     folders.combine({"dora": 1.0}, "linear")
     _, written = read_low_rank(folders.root / "out")
     for path, update in written.items():
-        for ours, theirs in ((update.a, content[path].a), (update.magnitude, content[path].magnitude)):
+        for ours, theirs in (
+            (update.a, content[path].a),
+            (update.magnitude, content[path].magnitude),
+        ):
             assert torch.equal(ours, theirs)
-    for weights, rule in (({"dora": 0.5}, "linear"), ({"dora": 1.0, "a": 1.0}, "cat"), ({"dora": 1.0}, "svd")):
+    for weights, rule in (
+        ({"dora": 0.5}, "linear"),
+        ({"dora": 1.0, "a": 1.0}, "cat"),
+        ({"dora": 1.0}, "svd"),
+    ):
         with pytest.raises(AdapterError, match=f"{rule} is not defined for DoRA\n.*dora"):
             folders.combine(weights, rule, force=True)
 

@@ -96,13 +96,12 @@ def _summed(counted: Sequence[Weighted], rule: Rule, rank: int) -> svd.Truncated
     a = torch.cat([update.a.double() for update, _ in counted])  # (sum of r, in)
     b = torch.cat([w * u.scaling * u.b.double() for u, w in counted], dim=1)  # (out, sum of r)
     smallest = min(a.shape[1], b.shape[0])
-    if rule == "svd":
-        return svd.of_product(a, b, min(rank, smallest))
+    # a rank above the layer's own smaller side says nothing more, and is refused on loading
     if rule == "cat" and len(a) <= smallest:
         return svd.Truncated(a.float(), b.float(), 0.0, 0.0)
-    # a rank above the layer's own smaller side says nothing more, and is refused on loading
     parts = (abs(w * u.scaling) * float(svd.singular_values(u.a, u.b)[0]) for u, w in counted)
-    return svd.of_product(a, b, negligible=ROUNDING * sum(parts))
+    most = min(rank, smallest) if rule == "svd" else None
+    return svd.of_product(a, b, most, negligible=ROUNDING * sum(parts))
 
 
 def _blended(best: svd.Truncated) -> Blended:

@@ -10,6 +10,7 @@ Facts of the format: src/llama-adapter.cpp and conversion/ of llama.cpp.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -210,9 +211,11 @@ def _write(
     per_block, _ = gguf.GGML_QUANT_SIZES[asked]
     num_wider = 0
     total = sum(tensor.numel() * 4 for tensor in tensors.values())
-    with files.replacing(out, total) as file:
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(files.replacing(out, total))
         # the library writes to a path only: to the same file, which is then put in its place
         writer = gguf.GGUFWriter(Path(file.name), architecture.name)
+        stack.callback(writer.close)
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
@@ -232,7 +235,6 @@ def _write(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
-        writer.close()
     if not num_wider:
         return []
     return [

@@ -50,12 +50,17 @@ def of_product(
     Args:
         a: (r, in). b: (out, r).
         rank: k at most.
-        negligible: Singular values up to this are dropped; k is then 1 at the least.
+        negligible: Singular values up to this are zero, and dropped as long as one is left.
     """
     u, s, vh = _svd_of_product(a, b)
-    k = max(1, int((s > negligible).sum()))
-    k = min(k, len(s) if rank is None else rank)
+    s = s.where(s > negligible, 0.0)
+    k = min(max(1, int(s.count_nonzero())), len(s) if rank is None else rank)
     return _truncated(u, s, vh, k, float(s.square().sum()))
+
+
+def is_zero(a: Tensor, b: Tensor) -> bool:
+    """Return whether b a is zero, but for the rounding of float32 numbers that cancel out."""
+    return float(singular_values(a, b)[0]) <= 1e-6 * float(a.norm() * b.norm())
 
 
 def singular_values(a: Tensor, b: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from peftkit.errors import AdapterError, ConfigError, did_you_mean
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import Method
+from peftkit.strict_json import shown
 
 METHODS: dict[str, type[Method]] = {"lora": LoRA, "dora": DoRA}
 
@@ -33,7 +34,7 @@ def method_from_peft(fields: Mapping[str, Any]) -> Method:
                 raise AdapterError("the adapter's config is not valid", found=str(error)) from error
     kinds = sorted({method.peft_type for method in METHODS.values()})
     raise AdapterError(
-        f"no method reads an adapter of type {peft_type!r}",
+        f"no method reads an adapter of type {shown(peft_type)}",
         found=did_you_mean(peft_type, kinds),
         fix=f"Types read here: {', '.join(kinds)}.",
     )

@@ -110,6 +110,19 @@ def test_a_resumed_run_stays_with_the_smaller_batches(tmp_path: Path) -> None:
     assert same(rest.weights, whole.weights)
 
 
+def test_another_batch_size_that_is_allowed_counts_from_the_resume_on(tmp_path: Path) -> None:
+    heights: list[int] = []
+
+    class Measuring(ToyTask):
+        def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+            heights.append(len(batch["labels"]))
+            return super().loss_sum(model, batch)
+
+    play(tmp_path, task=Small(1), on_event=crash_after(5), batch_size=2)
+    play(tmp_path, task=Measuring(), resume=True, batch_size=4, allow_changes=["train"])
+    assert max(heights) == 4
+
+
 def test_one_row_too_large_is_an_error_that_says_how_long_a_row_may_be(tmp_path: Path) -> None:
     run = play(tmp_path, task=Small(tokens=6), rows=make_rows(14))
     assert isinstance(run.error, RunError)

@@ -186,6 +186,22 @@ def crash_after(step: int) -> Callable[[Event], None]:
     return listen
 
 
+def names(folder: Path) -> list[str]:
+    """Return what lies among a run's checkpoints."""
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def begin(folder: Path, steps: int = 6) -> None:
+    """Train some steps with dropout, with checkpoints of the last two, and crash."""
+    crash = crash_after(steps)
+    play(folder, model=Toy(dropout=0.3), eval_every=None, on_event=crash)
+
+
+def go_on(folder: Path) -> Played:
+    """Resume what `begin` began."""
+    return play(folder, model=Toy(dropout=0.3), eval_every=None, resume=True)
+
+
 def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     """Return whether tensors are equal to the bit."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

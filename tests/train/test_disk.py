@@ -1,0 +1,150 @@
+"""A full or failing disk: what was there stays valid, and the run says what it needs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from peftkit.errors import OutputError, RunError
+from peftkit.events import Event, Saved
+from peftkit.train import manifest
+from peftkit.train.checkpoint import prepare_output
+from tests.train.toy import Played, Toy, begin, go_on, names, play
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    """The run that nothing happened to."""
+    return play(tmp_path_factory.mktemp("whole"), model=Toy(dropout=0.3), eval_every=None)
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Refuse longer files, as a full disk does; python ignores SIGXFSZ."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("limit", [500, 1500, 5000])
+def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
+    tmp_path: Path, whole: Played, limit: int
+) -> None:
+    begin(tmp_path, steps=5)
+    before = names(tmp_path)
+    with largest_file(limit):
+        run = go_on(tmp_path)
+    assert isinstance(run.error, RunError)
+    assert "disk is full" in str(run.error)
+    assert " needed, " in str(run.error)
+    assert names(tmp_path) == before
+    assert go_on(tmp_path).losses == whole.losses[5:]
+
+
+def test_a_full_disk_under_metrics_jsonl_alone_costs_only_the_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("\n" * 50_000)
+    with largest_file(50_000):
+        run = play(tmp_path)
+    assert run.error is None
+    (notice,) = run.notices
+    assert "metrics.jsonl is no longer written" in notice
+
+
+class Disk:
+    """A disk whose free bytes the test decides."""
+
+    def __init__(self, free: int) -> None:
+        self.bytes = free
+
+    def free(self, folder: Path) -> int:
+        return self.bytes
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    disk = Disk(10**9)
+    monkeypatch.setattr("peftkit.train.saving.free_bytes", lambda folder: disk.free(folder))
+    return disk
+
+
+def test_too_little_space_for_one_checkpoint_is_refused_before_the_first_step(
+    tmp_path: Path, disk: Disk
+) -> None:
+    disk.bytes = 1000
+    run = play(tmp_path)
+    assert isinstance(run.error, OutputError)
+    assert "1,000 are free" in str(run.error)
+    assert run.losses == []
+
+
+def test_little_space_is_told_at_the_start_and_refused_before_the_save(
+    tmp_path: Path, disk: Disk
+) -> None:
+    disk.bytes = 2_000_000
+
+    def fill(event: Event) -> None:
+        if isinstance(event, Saved) and event.path.name == "step-2":
+            disk.bytes = 10_000
+
+    run = play(tmp_path, on_event=fill)
+    assert "the disk may fill up" in run.notices[0]
+    assert isinstance(run.error, RunError)
+    assert "10,000 free" in str(run.error)
+    assert run.saved == ["step-1", "step-2"]
+    assert names(tmp_path) == ["latest", "step-1", "step-2"]
+
+
+def test_enough_space_is_not_worth_a_word(tmp_path: Path, disk: Disk) -> None:
+    assert play(tmp_path, max_steps=1).notices == []
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
+def test_whatever_the_disk_says_in_a_save_is_one_message_and_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def failpoint(name: str) -> None:
+        if name == "optimizer":
+            raise OSError(code, os.strerror(code))
+
+    begin(tmp_path, steps=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "failpoint", failpoint)
+        error = go_on(tmp_path).error
+    assert isinstance(error, RunError)
+    assert os.strerror(code) in str(error)
+    assert go_on(tmp_path).error is None
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    model = Toy()
+
+    def spoil(event: Event) -> None:
+        if getattr(event, "step", 0) == 4:
+            with torch.no_grad():
+                model.magnitude[0] = float("nan")
+
+    run = play(tmp_path, model=model, eval_rows=[], on_event=spoil)
+    assert isinstance(run.error, RunError)
+    assert "magnitude" in str(run.error)
+    assert names(tmp_path) == ["latest", "step-2", "step-3"]
+
+
+def test_a_read_only_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write anywhere, so the refusal is put in by hand."""
+
+    def refuse(self: Path, *args: object, **kwargs: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    with pytest.raises(OutputError, match="Permission denied"):
+        prepare_output(tmp_path)

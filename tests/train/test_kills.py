@@ -1,0 +1,96 @@
+"""SIGKILL, anywhere: the checkpoint before is valid, and the run goes on to the same end."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from peftkit.events import Event
+from peftkit.train import manifest
+from tests.train.children import exit_code, start
+from tests.train.toy import Played, Toy, go_on, names, play, same
+
+FAILPOINTS = [
+    "made",
+    "weights",
+    "optimizer",
+    "rng",
+    "state",
+    "MANIFEST.json",
+    "synced",
+    "renamed",
+    "latest",
+    "deleted",
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    """The run that nothing happened to."""
+    return play(tmp_path_factory.mktemp("whole"), model=Toy(dropout=0.3), eval_every=None)
+
+
+def train_and_die(folder: str, where: str, which: int) -> None:
+    """Train with a SIGKILL at the `which`th time that a failpoint is passed."""
+    passed = 0
+
+    def failpoint(name: str) -> None:
+        nonlocal passed
+        passed += name == where
+        if passed == which:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    manifest.failpoint = failpoint
+    play(Path(folder), model=Toy(dropout=0.3), eval_every=None, save_every=2, keep_checkpoints=1)
+
+
+@pytest.mark.parametrize("where", FAILPOINTS)
+def test_killed_anywhere_in_a_save_the_run_goes_on_to_the_same_end(
+    tmp_path: Path, whole: Played, where: str
+) -> None:
+    assert exit_code(start(train_and_die, str(tmp_path), where, 2)) == -signal.SIGKILL
+    step = {"renamed": 4, "latest": 4, "deleted": 6}.get(where, 2)
+    run = play(
+        tmp_path,
+        model=Toy(dropout=0.3),
+        eval_every=None,
+        save_every=2,
+        keep_checkpoints=1,
+        resume=True,
+    )
+    assert run.error is None
+    assert run.losses == whole.losses[step:]
+    assert same(run.weights, whole.weights)
+    assert names(tmp_path) == ["latest", "step-12"]
+
+
+def train_slowly(folder: str) -> None:
+    """Train with a checkpoint after every step, at a pace that leaves time to be killed."""
+
+    def pause(event: Event) -> None:
+        time.sleep(0.01)
+
+    play(Path(folder), model=Toy(dropout=0.3), eval_every=None, on_event=pause)
+
+
+@pytest.mark.parametrize("moment", range(int(os.environ.get("PEFTKIT_KILLS", "3"))))
+def test_killed_at_any_moment_the_run_goes_on_to_the_same_end(
+    tmp_path: Path, whole: Played, moment: int
+) -> None:
+    """PEFTKIT_KILLS=50 pytest tests/train/test_kills.py -k any_moment: for longer."""
+    child = start(train_slowly, str(tmp_path))
+    while not (tmp_path / "checkpoints" / "step-1").exists():
+        assert child.is_alive()
+        time.sleep(0.001)
+    time.sleep(random.Random(moment).uniform(0, 0.5))
+    child.kill()
+    assert exit_code(child) in (0, -signal.SIGKILL)
+    run = go_on(tmp_path)
+    assert run.error is None
+    assert run.losses == whole.losses[12 - len(run.losses) :]
+    assert same(run.weights, whole.weights)
