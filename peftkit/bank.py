@@ -28,10 +28,12 @@ from peftkit.banked import BankLinear, Routing, Switch, keep
 from peftkit.base import Base
 from peftkit.data.encode import Style, prompt_ids, stop_ids
 from peftkit.errors import AdapterError, DataError, did_you_mean
+from peftkit.formats.endings import unmatched
 from peftkit.formats.folder import adapter_folder
 from peftkit.formats.low_rank import LowRank, read_low_rank
-from peftkit.formats.peft import AdapterFile, unmatched_targets
+from peftkit.formats.peft import AdapterFile
 from peftkit.generate import MAX_NEW_TOKENS, complete, default_style
+from peftkit.methods.protocol import ADAPTER_DTYPES
 
 NAME = re.compile(r"\w[\w.-]*")
 """Names that an adapter can have; `..` is refused besides."""
@@ -111,8 +113,9 @@ class AdapterBank:
         file, modules = read_low_rank(adapter_folder(path))
         self._check_base(file, force)
         linears = self._fitting(file, modules)
+        scales_in = ADAPTER_DTYPES[file.method.dtype]
         updates = {
-            path: keep(linears[path], one.a, one.b, one.scaling, one.magnitude)
+            path: keep(linears[path], one.a, one.b, one.scaling, one.magnitude, scales_in)
             for path, one in modules.items()
         }
         for path, update in updates.items():
@@ -302,7 +305,7 @@ class AdapterBank:
             live = model.get_submodule(path)
             if live is not linears[path] and live is not self._layers.get(path):
                 problems.append(f"taken: {path} carries an adapter that is not this bank's")
-        missing = unmatched_targets(file.fields.get("target_modules"), modules)
+        missing = unmatched(file.fields.get("target_modules"), modules)
         problems += [f"no tensors for the target: {target}" for target in missing]
         if problems:
             raise AdapterError(

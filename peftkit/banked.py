@@ -23,12 +23,11 @@ from peftkit.quant import QuantizedLinear, weight_of
 class Update:
     """One adapter's update of one layer, y = W x + b^T a x, as it is kept in memory.
 
-    It is kept in the layer's compute dtype, scaled, unless that is wider than the file's: then in
-    the file's, and scaled at each use.
+    It is kept in the layer's compute dtype, or in the file's if that is narrower.
 
     Attributes:
         a: (r, in). b: (r, out), B transposed.
-        scaling: What b has yet to be multiplied with; None: it is scaled.
+        scaling: What b has yet to be multiplied with, in float32; None: it is scaled.
         gain: (out,) of DoRA, m / ||W + s B A|| - 1, by which W x grows as well; float32, or None.
     """
 
@@ -47,15 +46,23 @@ class Update:
         """Return A (r, in) and the scaled B (r, out): the kept ones if they are in this dtype."""
         if self.scaling is None:
             return self.a.to(dtype), self.b.to(dtype)
-        return self.a.to(dtype), _scaled(self.b, self.scaling, self.gain).to(dtype)
+        return self.a.to(dtype), _scaled(self.b.float(), self.scaling, self.gain).to(dtype)
 
 
-def keep(base: nn.Module, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None) -> Update:
+def keep(
+    base: nn.Module,
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+    magnitude: Tensor | None,
+    scales_in: torch.dtype,
+) -> Update:
     """Return an update as it is kept beside its layer, on the layer's device, as new memory.
 
     Args:
         base: The frozen layer.
         a: (r, in). b: (out, r). magnitude: (out,) of DoRA.
+        scales_in: Precision in which the adapter alone scales its B; DoRA does in float32.
     """
     device, computes = _place(base)
     kept = computes if computes.itemsize <= a.dtype.itemsize else a.dtype
@@ -65,10 +72,12 @@ def keep(base: nn.Module, a: Tensor, b: Tensor, scaling: float, magnitude: Tenso
         w = weight_of(base)
         norms = adapted_row_norms(w, a.float(), b.float(), scaling, w.float().square().sum(1))
         gain = magnitude.to(norms) / norms - 1
-    pending = None if kept == computes else scaling
-    own_b = b.t() if pending is not None else _scaled(b.t(), scaling, gain)
+        scales_in = torch.float32
+    # scaled at once, unless what is kept could not hold the product
+    pending = kept != computes and kept.itemsize < scales_in.itemsize
+    own_b = b.t() if pending else _scaled(b.t().to(scales_in), scaling, gain)
     own_b = own_b.to(kept).clone(memory_format=torch.contiguous_format)
-    return Update(a.to(kept, copy=True), own_b, pending, gain)
+    return Update(a.to(kept, copy=True), own_b, scaling if pending else None, gain)
 
 
 def _place(base: nn.Module) -> tuple[torch.device, torch.dtype]:
@@ -80,8 +89,8 @@ def _place(base: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 
 def _scaled(b: Tensor, scaling: float, gain: Tensor | None) -> Tensor:
-    """Return b (r, out) scaled, in float32."""
-    return b.float() * (scaling if gain is None else scaling * (1 + gain))
+    """Return b (r, out) scaled, in its precision."""
+    return b * (scaling if gain is None else scaling * (1 + gain))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

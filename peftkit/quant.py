@@ -74,7 +74,7 @@ def pack(
     """
     if tensor.dtype not in FLOATS:
         raise ValueError(f"its dtype is {tensor.dtype}")
-    if not torch.isfinite(tensor).all():
+    if not all(torch.isfinite(extreme) for extreme in tensor.aminmax()):  # NaN is both
         raise ValueError("it holds NaN or Infinity")
     source = tensor.detach().float() if tensor.dtype == torch.float64 else tensor.detach()
     scales: tuple[Tensor, ...]

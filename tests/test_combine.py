@@ -410,7 +410,7 @@ def test_a_taken_place_is_left_alone_unless_forced(folders: Folders) -> None:
     out = folders.root / "out"
     folders.combine({"a": 1.0}, "cat")
     before = {path: path.read_bytes() for path in out.iterdir()}
-    with pytest.raises(OutputError, match="It holds an adapter.\n.*--force"):
+    with pytest.raises(OutputError, match=r"It holds an adapter\.\n.*--force"):
         folders.combine({"b": 1.0}, "cat")
     assert {path: path.read_bytes() for path in out.iterdir()} == before
     folders.combine({"b": 1.0}, "cat", force=True)

@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("formats/",),
     # Whole stories.
     ("generate",),
-    ("bank", "recipe", "evaluate", "merge", "plan"),
+    ("bank", "recipe", "evaluate", "merge", "plan", "sharing"),
     ("__init__",),
     ("cli/",),
 )

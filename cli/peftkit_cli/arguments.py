@@ -8,11 +8,14 @@ from typing import Annotated
 import typer
 
 from peftkit.errors import AdapterError, did_you_mean
+from peftkit.formats.hub_id import is_hub_id
 
 Adapter = Annotated[
     str,
     typer.Argument(
-        metavar="ADAPTER", help="A folder: one of peftkit's runs, or PEFT's.", show_default=False
+        metavar="ADAPTER",
+        help="A folder of peftkit's or PEFT's; or USER/NAME[@REVISION] on the hub.",
+        show_default=False,
     ),
 ]
 Base = Annotated[
@@ -48,15 +51,20 @@ def note(text: str) -> None:
 def adapter_folder(text: str) -> Path:
     """Return `text` as an adapter's folder, or say at once what it is instead.
 
-    Only names are looked at, so that a misspelt path is answered before torch is imported.
+    Only names are looked at, so that a misspelt path is answered before torch is imported. What is
+    on the hub is fetched.
 
     Raises:
-        AdapterError: No folder there, or no adapter in it.
+        AdapterError: No folder there, or no adapter in it; the hub has it not, or does not answer.
     """
     folder = Path(text).expanduser()
     if folder.name in ("adapter_config.json", "adapter_model.safetensors"):
         folder = folder.parent
     right = "Give the folder that holds adapter_config.json."
+    if is_hub_id(text):
+        from peftkit.formats.hub import resolve_adapter
+
+        return resolve_adapter(text)
     if not folder.exists():
         raise AdapterError(
             f"there is no adapter folder '{text}'.", found=neighbours(folder), fix=right

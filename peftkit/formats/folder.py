@@ -12,6 +12,8 @@ from peftkit.base import Base, load_base
 from peftkit.data.encode import Style
 from peftkit.errors import AdapterError
 from peftkit.events import Listener, Stage, ignore
+from peftkit.formats.hub import resolve_adapter
+from peftkit.formats.hub_id import is_hub_id
 from peftkit.formats.peft import CONFIG, AdapterFile, load_adapter, read_adapter
 
 
@@ -77,16 +79,18 @@ def open_adapter(
 
 
 def adapter_folder(adapter: str | Path) -> Path:
-    """Return the folder that is meant.
+    """Return the folder that is meant; what is on the hub is fetched first.
 
     Raises:
-        AdapterError: It does not exist, or is a file.
+        AdapterError: It does not exist, or is a file; or the hub has it not, or cannot be reached.
     """
     folder = Path(adapter).expanduser()
     if folder.is_file() and folder.name in (CONFIG, "adapter_model.safetensors"):
         folder = folder.parent
     if folder.is_dir():
         return folder
+    if is_hub_id(str(adapter)):
+        return resolve_adapter(str(adapter))
     near = sorted(str(p.parent) for p in Path().glob(f"runs/*/{CONFIG}"))
     raise AdapterError(
         f"no adapter folder {str(adapter)!r}",

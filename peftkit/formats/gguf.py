@@ -211,11 +211,11 @@ def _write(
     per_block, _ = gguf.GGML_QUANT_SIZES[asked]
     num_wider = 0
     total = sum(tensor.numel() * 4 for tensor in tensors.values())
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(files.replacing(out, total))
-        # the library writes to a path only: to the same file, which is then put in its place
-        writer = gguf.GGUFWriter(Path(file.name), architecture.name)
-        stack.callback(writer.close)
+    # the library writes to a path only: to the same file, which is then put in its place
+    with (
+        files.replacing(out, total) as file,
+        contextlib.closing(gguf.GGUFWriter(Path(file.name), architecture.name)) as writer,
+    ):
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)

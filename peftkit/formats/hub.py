@@ -13,12 +13,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, hf_hub_download
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    errors,
+    get_token,
+    hf_hub_download,
+)
 from huggingface_hub.constants import is_offline_mode
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
-    HTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -94,7 +100,7 @@ def push_adapter(
     with _told(asked, OutputError):
         if is_offline_mode():
             raise OfflineModeIsEnabled
-        if not api.token and _saved_token() is None:
+        if not api.token and get_token() is None:
             raise OutputError(asked, found="You are not logged in.", fix=_LOG_IN)
         there, parent = _prepared(api, target.repo, private, asked)
         done = api.create_commit(
@@ -249,12 +255,6 @@ def _api() -> HfApi:
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
 
 
-def _saved_token() -> str | None:
-    from huggingface_hub import get_token
-
-    return get_token()
-
-
 @contextlib.contextmanager
 def _told(asked: str, error: type[PeftkitError]) -> Iterator[None]:
     """Turn what the hub's library raises into what happened and what to do."""
@@ -282,7 +282,7 @@ def _told(asked: str, error: type[PeftkitError]) -> Iterator[None]:
         raise error(asked, found=found, fix=fix) from problem
     except ValueError as problem:  # the library's own checks, as of the card's front matter
         raise error(asked, found=str(problem)) from problem
-    except (HTTPError, OSError) as problem:
+    except (errors.HTTPError, OSError) as problem:  # type: ignore[attr-defined] # of its client
         code = getattr(problem, "errno", None)
         if code in (errno.ENOSPC, errno.EDQUOT):
             raise RunError(asked, found=str(problem), fix="Make room on the disk.") from problem

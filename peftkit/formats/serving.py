@@ -45,11 +45,11 @@ def max_lora_rank(rank: int) -> int:
     return next(limit for limit in MAX_LORA_RANKS if limit >= rank)
 
 
-def check_serving(folder: Path, *, max_rank: int = MAX_LORA_RANKS[-1]) -> None:
+def check_serving(folder: Path, *, max_rank: int | None = MAX_LORA_RANKS[-1]) -> None:
     """Say of a PEFT folder, tensor by tensor, why vLLM would refuse it.
 
     Args:
-        max_rank: The --max-lora-rank of the server.
+        max_rank: The --max-lora-rank of the server; None where the rank is still to be lowered.
 
     Raises:
         AdapterError: It would.
@@ -66,13 +66,13 @@ def check_serving(folder: Path, *, max_rank: int = MAX_LORA_RANKS[-1]) -> None:
     for name, entry in check_safetensors(folder / TENSORS).tensors.items():
         if why := _why_not(name):
             problems.append(f"{name}: {why}")
-        elif name.endswith(A) and entry.shape[0] > max_rank:
+        elif max_rank and name.endswith(A) and entry.shape[0] > max_rank:
             too_high.append(f"{name}: rank {entry.shape[0]}; the limit is {max_rank}")
     if problems or too_high:
         raise AdapterError(
             f"vLLM would refuse {folder}",
             found="\n".join(_shortened(problems + too_high)),
-            fix="\n".join(_fixes(bool(problems), bool(too_high), max_rank)),
+            fix="\n".join(_fixes(bool(problems), max_rank or MAX_LORA_RANKS[-1])),
         )
 
 
@@ -94,13 +94,12 @@ def _shortened(lines: list[str], limit: int = 60) -> list[str]:
     return lines if len(lines) <= limit else [*lines[:limit], f"and {len(lines) - limit} more"]
 
 
-def _fixes(problems: bool, too_high: bool, max_rank: int) -> list[str]:
+def _fixes(problems: bool, max_rank: int) -> list[str]:
     if problems:
         return [f"What helps: {_MERGE}"]
     fixes = [f"What helps: an SVD to a lower rank, which says what it loses: --rank {max_rank}"]
     if max_rank < MAX_LORA_RANKS[-1]:
         fixes.append("Or: start the server with a higher --max-lora-rank.")
-    assert too_high
     return [*fixes, f"Or: {_MERGE}"]
 
 
@@ -116,11 +115,9 @@ def write_serving(
     Patterns and rsLoRA are folded in, because older servers ignore them without a word.
     """
     even, rank, scaling = uniform(modules)
-    scales = peft_scales(
-        dict.fromkeys(even, rank), {path: m.scaling for path, m in even.items()}, rslora=False
-    )
+    scales = peft_scales(dict.fromkeys(even, rank), dict.fromkeys(even, scaling), rslora=False)
     method = LoRA(rank=rank, alpha=scales["lora_alpha"], targets=tuple(even))
-    fields = where_fields(method, file.provenance, _targets(file, modules)) | scales
+    fields = where_fields(method, file.provenance, own_targets(file, modules)) | scales
     fields |= {
         "lora_dropout": 0.0,
         "init_lora_weights": True,
@@ -132,8 +129,11 @@ def write_serving(
     return rank
 
 
-def _targets(file: AdapterFile, modules: Mapping[str, LowRank]) -> list[str]:
-    """Return the file's own endings, which fit its base; or paths, where they say more than it."""
+def own_targets(file: AdapterFile, modules: Mapping[str, LowRank]) -> list[str]:
+    """Return the targets for a rewritten config: the file's own endings, which fit its base.
+
+    Where the file says more than endings, they are the paths.
+    """
     own = file.fields.get("target_modules")
     if isinstance(own, list) and not any(
         file.fields.get(key) for key in ("exclude_modules", "layers_to_transform")

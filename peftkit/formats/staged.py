@@ -11,10 +11,13 @@ from pathlib import Path
 
 from peftkit import files
 from peftkit.errors import OutputError
-from peftkit.formats.peft import CONFIG
+from peftkit.formats.peft import CONFIG, NOTES, TENSORS
 
 RUN_FILES = ("checkpoints", "recipe.yaml", "metrics.jsonl")
 """What a training run leaves beside its adapter, and would no longer be true of another one."""
+
+ADAPTER_FILES = (TENSORS, "adapters.safetensors", NOTES, "README.md", "pulled.json")
+"""What is true of the adapter that is replaced, in any format, and not of the new one."""
 
 
 @contextlib.contextmanager
@@ -73,6 +76,9 @@ def check_free(out: Path, *, force: bool, sources: Sequence[Path] = ()) -> None:
 def _replace(folder: Path, out: Path) -> None:
     """Move the files up; without its config, a folder that is half replaced is no adapter."""
     (out / CONFIG).unlink(missing_ok=True)
+    for name in ADAPTER_FILES:
+        if not (folder / name).exists():
+            (out / name).unlink(missing_ok=True)
     for path in sorted(folder.iterdir(), key=lambda path: path.name == CONFIG):
         os.replace(path, out / path.name)
     files.fsync_dir(out)

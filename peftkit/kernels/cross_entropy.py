@@ -22,7 +22,14 @@ Head = Callable[[Tensor], Tensor]
 """(C, H) hidden rows to (C, V) logits, with all that the model does to them."""
 
 CHUNK_BYTES = 256 << 20
-"""Memory that a chunk's logits may take: float32 logits, their log-softmax and the gradient."""
+"""Memory that a chunk's logits may take."""
+BYTES_A_LOGIT = 12
+"""float32 logits, their log-softmax and the gradient."""
+
+
+def exceeds_a_chunk(num_rows: int, vocab_size: int) -> bool:
+    """Tell whether so many rows would not fit into one chunk."""
+    return num_rows * vocab_size * BYTES_A_LOGIT > CHUNK_BYTES
 
 
 def reference_cross_entropy(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
@@ -48,7 +55,7 @@ def chunked_cross_entropy(
         trainable: Tensors inside `head` that get gradients.
         chunk_rows: C; by default what CHUNK_BYTES hold of a vocabulary of `vocab_size`.
     """
-    rows = chunk_rows or max(256, CHUNK_BYTES // (12 * max(vocab_size, 1)))
+    rows = chunk_rows or max(256, CHUNK_BYTES // (BYTES_A_LOGIT * max(vocab_size, 1)))
     return _ChunkedCrossEntropy.apply(hidden, targets, head, rows, *trainable)
 
 

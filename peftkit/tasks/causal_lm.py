@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, n learnt tokens of the batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -19,8 +20,11 @@ from peftkit.data.load import DataConfig, read_records
 from peftkit.data.pack import IGNORE, Row, collate, pack
 from peftkit.errors import DataError
 from peftkit.events import Listener, Notice, Progress, Stage, Table, ignore
+from peftkit.kernels.cross_entropy import chunked_cross_entropy, exceeds_a_chunk
+from peftkit.tasks.cpu_attention import cpu_attention
+from peftkit.tasks.head import head_of
 from peftkit.tasks.isolation import Isolation, check_causal, check_packing, isolating_mask
-from peftkit.tasks.loss import accepted, cross_entropy_sum, unwrapped
+from peftkit.tasks.loss import accepted, cross_entropy_sum, target_rows, unwrapped
 
 NO_LIMIT = 1_000_000  # tokenizers without a limit say 1e30
 PROGRESS_EVERY = 500
@@ -68,6 +72,7 @@ class CausalLM:
         check_causal(model)
         self.max_length = _max_length(model, tokenizer, config.max_length)
         self.isolation: Isolation | None = check_packing(model) if config.packing else None
+        self._head = head_of(model)
         template = choose_template(tokenizer, config.chat_template)
         if style is not None and style.kind == "chat":
             template = style.chat_template
@@ -134,6 +139,10 @@ class CausalLM:
             )
         return rows
 
+    def training(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Return a context in which the model's attention is the one that trains fastest."""
+        return cpu_attention(unwrapped(model))
+
     def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return a batch, padded on the right (see `peftkit.data.pack.collate`)."""
         return collate(rows, self._pad_id)
@@ -150,8 +159,15 @@ class CausalLM:
             inputs["position_ids"] = batch["position_ids"]
         if self.isolation == "mask":
             inputs["attention_mask"] = isolating_mask(model, batch["position_ids"])
-        return cross_entropy_sum(
-            model, accepted(model, inputs), batch["target_index"], batch["targets"]
+        inputs, index, targets = accepted(model, inputs), batch["target_index"], batch["targets"]
+        if self._head is None or not exceeds_a_chunk(len(targets), self._head.vocab_size):
+            return cross_entropy_sum(model, inputs, index, targets)
+        return chunked_cross_entropy(
+            target_rows(model, inputs, index),
+            targets,
+            self._head,
+            trainable=self._head.trainable,
+            vocab_size=self._head.vocab_size,
         )
 
     def spans(self, row: Row) -> list[tuple[str, str]]:

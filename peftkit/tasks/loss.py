@@ -58,31 +58,55 @@ def cross_entropy_sum(
 
 def target_logits(model: nn.Module, inputs: Mapping[str, Any], target_index: Tensor) -> Tensor:
     """Return the logits (n, V) at some positions of the flattened (B * T) tokens."""
+    logits, rows = _through_head(model, inputs, target_index, num_logits=None)
+    if rows is not None:  # (1, n, V)
+        return logits.squeeze(0)
+    # no head of its own, or one that is not called as a module: all logits are made
+    return logits.flatten(0, 1).index_select(0, target_index)
+
+
+def target_rows(model: nn.Module, inputs: Mapping[str, Any], target_index: Tensor) -> Tensor:
+    """Return what reaches the head (n, H) at some positions, without making any logits.
+
+    Raises:
+        RuntimeError: The model has no head of its own: see `peftkit.tasks.head`.
+    """
+    _, rows = _through_head(model, inputs, target_index, num_logits=0)
+    if rows is None:
+        raise RuntimeError(f"{type(unwrapped(model)).__name__} has no head that can be set apart")
+    return rows
+
+
+def _through_head(
+    model: nn.Module, inputs: Mapping[str, Any], target_index: Tensor, num_logits: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """Run a model whose head is given chosen rows; return its logits, and these rows (n, H).
+
+    Args:
+        num_logits: Of how many of the rows logits are made; None: of all.
+    """
     tokens = inputs["input_ids"].shape
-    chosen = False
+    rows: Tensor | None = None
 
     def choose(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        nonlocal chosen
+        nonlocal rows
         if not args or not isinstance(args[0], Tensor) or args[0].shape[:-1] != tokens:
             return None
-        chosen = True
-        rows = args[0].flatten(0, 1).index_select(0, target_index)  # (n, H)
-        return rows.unsqueeze(0), *args[1:]
+        rows = args[0].flatten(0, 1).index_select(0, target_index)
+        return rows[None, :num_logits], *args[1:]
 
-    head = _head(unwrapped(model))
+    head = find_head(unwrapped(model))
     hook = head.register_forward_pre_hook(choose) if head is not None else None
     try:
         logits: Tensor = model(**inputs).logits
     finally:
         if hook is not None:
             hook.remove()
-    if chosen:  # (1, n, V)
-        return logits.squeeze(0)
-    # no head of its own, or one that is not called as a module: all logits are made
-    return logits.flatten(0, 1).index_select(0, target_index)
+    return logits, rows
 
 
-def _head(model: Any) -> nn.Module | None:
+def find_head(model: Any) -> nn.Module | None:
+    """Return a model's output embedding, if it has one that is a module."""
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
     return head if isinstance(head, nn.Module) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,6 +40,9 @@ class Task(Protocol):
     A row may say its `source` ("train.jsonl:7") and its `input_ids`. Several rows have together
     as many targets as they have one by one, and a summed loss that is the sum of theirs.
     """
+
+    def training(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Return a context in which a model is trained: where the task speeds it up, for one."""
 
     def collate(self, rows: Sequence[Any]) -> Mapping[str, Tensor]:
         """Return rows as a batch, on the CPU."""
@@ -160,10 +164,13 @@ class Learner:
             batches = self._collated(rows)
         if before == (self.state.micro_batch, self.recompute.enabled):
             return loss, ""
-        how = f"{self.state.micro_batch} rows at a time instead of {before[0]}"
+        how = []
         if self.recompute.enabled and not before[1]:
-            how += ", activations recomputed (train.gradient_checkpointing)"
-        return loss, f"Memory ran out. From here on: {how}. Each step learns from the same rows."
+            how.append("activations are recomputed (train.gradient_checkpointing)")
+        if self.state.micro_batch != before[0]:
+            how.append(f"{self.state.micro_batch} rows at a time instead of {before[0]}")
+        told = f"Memory ran out. From here on: {', '.join(how)}."
+        return loss, f"{told} Each step learns from the same rows."
 
     def _try(self, batches: Iterable[Mapping[str, Tensor]], total: Tensor) -> Tensor | None:
         """Run forward and backward passes; None if memory ran out."""

@@ -112,7 +112,11 @@ def start_trackers(
             places = {"logging_dir": output_dir} if kind.requires_logging_directory else {}
             tracker = kind("peftkit", **places)
             tracker.start()
-            tracker.store_init_configuration(dict(settings))
+            # TensorBoard takes plain values only
+            plain = {
+                k: v if isinstance(v, int | float | str) else str(v) for k, v in settings.items()
+            }
+            tracker.store_init_configuration(plain)
             started.append(tracker)
         except Exception as error:  # no account, no network, a broken install
             complain(_failed(name, error))

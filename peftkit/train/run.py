@@ -105,7 +105,8 @@ class Run:
             if wish != "auto":
                 recompute.enable() if wish else recompute.disable()
             self.model.train()
-            yield
+            with self.learner.task.training(self.model):
+                yield
         finally:
             recompute.restore()
             for module, training in modes.items():
@@ -180,13 +181,14 @@ class Run:
         due = self._is_due(self.config.eval_every) and state.evaluated_step != state.step
         if due and self.has_eval and not self._stopping:
             self._evaluate()
-        save = self._stopping or state.best_step == state.step
-        if save or self._is_due(self.config.save_every):
-            if self.saver.resumed_step != state.step:
-                state.seconds = time.perf_counter() - self._began
-                self.saver.save()
-            if state.step == self.num_steps:
-                self._agreed_stop = self.ranks.max(self.stop.signum)
+        best = state.best_step == state.step
+        if not (best or self._is_due(self.config.save_every) or self._stopping):
+            return  # and a signal that comes right now is one of the next step
+        if self.saver.resumed_step != state.step:
+            state.seconds = time.perf_counter() - self._began
+            self.saver.save()
+        if state.step == self.num_steps:
+            self._agreed_stop = self.ranks.max(self.stop.signum)
         if self._stopping:
             raise Interrupted(
                 self._stopping,

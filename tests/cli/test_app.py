@@ -25,6 +25,13 @@ COMMANDS: dict[str, list[str]] = {
     "merge": [
         "ADAPTER", "--out", "--base", "--dtype", "--force", "--from-quantized", "--overwrite",
     ],
+    "export": [
+        "ADAPTER", "--to", "--out", "--profile", "--base", "--dtype", "--rank", "--max-rank",
+        "--force",
+    ],
+    "import": ["PATH", "--base", "--out", "--force"],
+    "push": ["ADAPTER", "USER/NAME", "--private"],
+    "pull": ["ID[@REVISION]", "--out", "--force"],
     "inspect": ["ADAPTER|MODEL", "--json"],
     "recipes ls": [],
     "recipes show": ["NAME"],

@@ -1,4 +1,4 @@
-"""The CPU attention is torch's own, forward and backward, at odd shapes and with any mask."""
+"""Grouped attention is torch's own, forward and backward, at odd shapes and with any mask."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peftkit.kernels import attention
-from peftkit.kernels.attention import cpu_attention, reference_attention
+from peftkit.kernels.attention import grouped_attention, reference_attention
 
 SHAPES = [(1, 1, 1, 1, 8), (2, 4, 2, 9, 16), (3, 6, 2, 41, 8), (2, 9, 3, 33, 64), (1, 5, 1, 17, 24)]
 """Batch, heads, kv heads, length, head size."""
@@ -28,18 +27,12 @@ def masks(kind: str, batch: int, length: int) -> tuple[Tensor | None, bool]:
     return torch.zeros(isolated.shape).masked_fill(~isolated, -torch.inf)[:, None], False
 
 
-@pytest.mark.parametrize("chunk", [1, 1 << 30], ids=["one-by-one", "at-once"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["causal", "full", "bool", "float"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_output_and_gradients_are_torchs_own(
-    shape: tuple[int, ...],
-    kind: str,
-    dtype: torch.dtype,
-    chunk: int,
-    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, ...], kind: str, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(attention, "CHUNK_BYTES", chunk)
     batch, heads, kv_heads, length, size = shape
     mask, is_causal = masks(kind, batch, length)
     if mask is not None and mask.dtype != torch.bool:
@@ -52,7 +45,7 @@ def test_output_and_gradients_are_torchs_own(
     wide = [t.detach().float().requires_grad_() for t in inputs]
     wide_mask = mask.float() if mask is not None and mask.dtype != torch.bool else mask
     expected = reference_attention(*wide, wide_mask, is_causal, size**-0.5)
-    found = cpu_attention(*inputs, mask, is_causal, size**-0.5)
+    found = grouped_attention(*inputs, mask, is_causal, size**-0.5)
     direction = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, wide, direction)
     grads = torch.autograd.grad(found, inputs, direction.to(dtype))

@@ -236,7 +236,10 @@ def test_auto_recomputes_once_not_one_row_fits_and_then_tries_whole_batches_agai
     assert learner.recompute.enabled
     assert learner.state.recompute
     assert learner.state.micro_batch == 2
-    assert "2 rows at a time instead of 8, activations recomputed" in facts.notice
+    assert (
+        "activations are recomputed (train.gradient_checkpointing), 2 rows at a time"
+        in facts.notice
+    )
 
 
 def test_a_run_that_had_to_recompute_does_so_after_a_resume() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from peftkit.events import EvalDone, Event
 from peftkit.train import manifest
 from peftkit.train.checkpoint import Checkpoints
+from peftkit.train.run import Run
 from peftkit.train.signals import Interrupted, StopRequest, stop_requests
 from tests.train.toy import Played, Row, Toy, ToyTask, play, same
 
@@ -58,6 +59,30 @@ def test_a_signal_within_a_step_saves_after_that_step_and_stops(
     rest = go_on(tmp_path)
     assert run.losses + rest.losses == whole.losses
     assert same(rest.weights, whole.weights)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_signal_between_two_steps_never_loses_the_step_before(
+    tmp_path: Path, whole: Played, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """At the very moment in which the run decides whether to save."""
+    decide = Run._is_due
+
+    def decided(self: Run, every: int | None) -> bool:
+        now = self.learner.state.step == 5 and every == 100
+        if now and when == "before":
+            os.kill(os.getpid(), signal.SIGTERM)
+        result = decide(self, every)
+        if now and when == "after":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_is_due", decided)
+        run = play(tmp_path, model=Toy(dropout=0.3), save_every=100)
+    assert isinstance(run.error, Interrupted)
+    assert run.saved[-1] == f"step-{len(run.losses)}"
+    assert run.losses + go_on(tmp_path).losses == whole.losses
 
 
 def test_a_signal_within_an_evaluation_stops_it_and_the_resumed_run_makes_up_for_it(

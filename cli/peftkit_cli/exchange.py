@@ -1,0 +1,178 @@
+"""`peftkit export`, `import`, `push`, `pull`: adapters between programs and machines."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from peftkit.errors import ConfigError
+from peftkit_cli.arguments import Adapter, note
+
+Replace = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
+OutFolder = Annotated[
+    Path, typer.Option(metavar="DIR", help="A new folder for the adapter.", show_default=False)
+]
+
+
+class Format(str, Enum):
+    """Names that --to takes."""
+
+    peft = "peft"
+    gguf = "gguf"
+    mlx = "mlx"
+
+
+class Profile(str, Enum):
+    """Names that --profile takes."""
+
+    serving = "serving"
+
+
+class TensorDtype(str, Enum):
+    """Names that --dtype takes."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+    q8_0 = "q8_0"
+
+
+def export(
+    adapter: Adapter,
+    to: Annotated[Format, typer.Option(help="Format to write.", show_default=False)],
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="PATH", help="A new folder; for gguf, a new file.", show_default=False
+        ),
+    ],
+    profile: Annotated[
+        Profile | None,
+        typer.Option(help="With --to peft: what vLLM accepts.", show_default=False),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Its base, if elsewhere than recorded; gguf reads its config.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        TensorDtype, typer.Option(help="Of the tensors; q8_0 with --to gguf only.")
+    ] = TensorDtype.fp32,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Reduce higher ranks to this one, by SVD; says the error.",
+            show_default=False,
+        ),
+    ] = None,
+    max_rank: Annotated[
+        int, typer.Option(min=1, max=512, help="With --profile: the server's --max-lora-rank.")
+    ] = 512,
+    force: Replace = False,
+) -> None:
+    """Write an adapter for PEFT, vLLM, llama.cpp, Ollama or MLX. Prints its path."""
+    if profile and to is not Format.peft:
+        raise ConfigError(
+            f"there is no --profile {profile.value} of {to.value}", fix="Use it with --to peft."
+        )
+    from peftkit.sharing import export_adapter
+    from peftkit_cli.render import Renderer
+
+    with Renderer() as on_event:
+        done = export_adapter(
+            adapter,
+            out,
+            to=to.value,
+            serving=profile is Profile.serving,
+            base=base,
+            dtype=dtype.value,
+            rank=rank,
+            max_rank=max_rank,
+            force=force,
+            on_event=on_event,
+        )
+    typer.echo(done.path)
+    if done.errors:
+        worst = max(done.errors, key=lambda path: done.errors[path])
+        mean = sum(done.errors.values()) / len(done.errors)
+        note(
+            f"Rank {rank}: {len(done.errors)} layers reduced; relative error of their updates "
+            f"{mean:.2%} in the mean, {done.errors[worst]:.2%} at most ({worst})."
+        )
+    for program, command in done.commands.items():
+        note(f"{program}: {command}")
+
+
+def import_(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="A folder of mlx-lm or PEFT, or a GGUF LoRA file.",
+            show_default=False,
+        ),
+    ],
+    base: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="What it was trained on: hub id, folder or short name.",
+            show_default=False,
+        ),
+    ],
+    out: OutFolder,
+    force: Replace = False,
+) -> None:
+    """Make an adapter folder out of another program's adapter. Prints the folder."""
+    from peftkit.sharing import import_adapter
+    from peftkit_cli.render import Renderer
+
+    with Renderer() as on_event:
+        done = import_adapter(path, out, base=base, force=force, on_event=on_event)
+    typer.echo(done.folder)
+    note(f"Next: peftkit chat {done.folder}")
+
+
+def push(
+    adapter: Adapter,
+    name: Annotated[str, typer.Argument(metavar="USER/NAME", help="Where to.", show_default=False)],
+    private: Annotated[
+        bool, typer.Option("--private", help="Create it as a private repository.")
+    ] = False,
+) -> None:
+    """Upload an adapter to the hub, in one commit. Prints the commit's page."""
+    from peftkit.formats.folder import adapter_folder
+    from peftkit.formats.hub import push_adapter
+    from peftkit_cli.render import Renderer
+
+    with Renderer() as on_event:
+        done = push_adapter(adapter_folder(adapter), name, private=private, on_event=on_event)
+    typer.echo(done.url)
+    note(
+        f"Commit {done.commit} holds {', '.join(done.files)}.\nNext: peftkit pull {name} --out DIR"
+    )
+
+
+def pull(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="ID[@REVISION]", help="USER/NAME on the hub.", show_default=False),
+    ],
+    out: OutFolder,
+    force: Replace = False,
+) -> None:
+    """Download an adapter from the hub, checked, at one commit. Prints the folder."""
+    from peftkit.formats.hub import pull_adapter
+    from peftkit_cli.render import Renderer
+
+    with Renderer() as on_event:
+        done = pull_adapter(name, out, force=force, on_event=on_event)
+    typer.echo(done.folder)
+    note(f"Commit {done.commit} of {done.repo}.\nNext: peftkit chat {done.folder}")

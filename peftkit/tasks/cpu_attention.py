@@ -1,0 +1,73 @@
+"""Lets a model use the CPU attention of kernels/, through transformers' own extension point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from peftkit.kernels.attention import grouped_attention, is_short
+
+NAME = "peftkit_grouped"
+PLAIN = {"position_ids", "use_cache", "output_router_logits", "output_attentions"}
+"""Arguments that do not change what attention computes; others are left to transformers."""
+
+
+@contextmanager
+def cpu_attention(model: Any) -> Iterator[bool]:
+    """Train with the grouped attention where that is exact and faster; say whether it is in use.
+
+    It is where the model is on a CPU and dispatches its attention to torch's SDPA. Each call that
+    asks for more than plain attention (windows, caps, sinks, dropout), or whose rows are long, goes
+    to SDPA as before.
+    """
+    if not _applies(model):
+        yield False
+        return
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield True
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _applies(model: Any) -> bool:
+    parameter = next(model.parameters(), None)
+    if parameter is None or parameter.device.type != "cpu":
+        return False
+    config = getattr(model, "config", None)
+    can = getattr(type(model), "_can_set_attn_implementation", None)
+    return getattr(config, "_attn_implementation", None) == "sdpa" and bool(can and can())
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    asked = {name for name, value in more.items() if value is not None} - PLAIN
+    trains = torch.is_grad_enabled() and query.requires_grad
+    if not trains or dropout or asked or not is_short(query, key):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, **more
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = causal and attention_mask is None and query.shape[2] > 1
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = grouped_attention(query, key, value, attention_mask, causal, scale)
+    return out.transpose(1, 2).contiguous(), None

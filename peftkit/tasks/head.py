@@ -1,0 +1,84 @@
+"""A model's head as a function of hidden rows, so that its logits can be made chunk by chunk.
+
+What a model does to its logits after the head is known here by the settings of its config, and is
+not trusted: the function is compared with the model itself once, and is not used where it differs.
+
+Shapes: C rows, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.anatomy import bare as without_adapter
+from peftkit.anatomy import is_linear, linear_shape
+from peftkit.tasks.loss import accepted, find_head, unwrapped
+
+TOLERANCE = 2e-3
+"""Of the largest logit: the same rows in a product of another shape."""
+
+
+class Head:
+    """(C, H) hidden rows to (C, V) logits.
+
+    Attributes:
+        module: The output layer, with whatever adapter is on it.
+        scale: Logits are multiplied by it (Cohere), or by one over it (Granite).
+        cap: Logits are cap * tanh(logits / cap) (Gemma 2).
+    """
+
+    def __init__(self, module: nn.Module, scale: float, cap: float | None) -> None:
+        self.module, self.scale, self.cap = module, scale, cap
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        logits: Tensor = self.module(rows[None])[0]
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return linear_shape(without_adapter(self.module))[1]
+
+    @property
+    def trainable(self) -> list[Tensor]:
+        """Tensors of the head that get gradients."""
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+
+def head_of(model: nn.Module) -> Head | None:
+    """Return a model's head, or None where it cannot be had apart from the model.
+
+    Runs the model on a few tokens, without gradients, in the mode it is in.
+    """
+    whole: Any = unwrapped(model)
+    module = find_head(whole)
+    if module is None or not is_linear(without_adapter(module)):
+        return None
+    config = whole.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+    head = Head(module, scale, None if cap is None else float(cap))
+    return head if _is_the_models_own(whole, head) else None
+
+
+@torch.no_grad()
+def _is_the_models_own(model: Any, head: Head) -> bool:
+    seen: list[Tensor] = []
+    hook = head.module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    ids = torch.arange(3, 11, device=model.get_input_embeddings().weight.device)[None]
+    try:
+        logits = model(**accepted(model, {"input_ids": ids, "use_cache": False})).logits
+    finally:
+        hook.remove()
+    if len(seen) != 1 or seen[0].shape[:-1] != ids.shape:
+        return False
+    ours = head(seen[0][0])
+    error = (ours.float() - logits[0].float()).abs().max()
+    # written so that NaN is no success
+    return ours.shape == logits[0].shape and bool(error <= TOLERANCE * logits.float().abs().max())

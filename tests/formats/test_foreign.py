@@ -1,0 +1,158 @@
+"""Adapters from elsewhere are told apart by content; what cannot be used is refused by name."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from peftkit.errors import AdapterError, OutputError
+from peftkit.formats.foreign import plain_name, recognise
+from peftkit.formats.low_rank import read_low_rank
+from peftkit.formats.peft import load_adapter, save_adapter
+from peftkit.methods.lora import LoRA
+from peftkit.sharing import import_adapter
+from tests.formats.test_mlx import base_folder, logits, trained
+
+TWO = torch.ones(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("lora_unet_down_blocks_0.lora_down.weight", "kohya"),
+        ("lora_te1_text_model_layers_0.alpha", "kohya"),
+        ("unet.down_blocks.0.attn1.to_q.lora_A.weight", "Diffusers"),
+        ("transformer.single_transformer_blocks.0.attn.to_q.lora_A.weight", "Diffusers"),
+        ("base_model.model.model.layers.0.q_proj.hada_w1_a", "LoHa"),
+        ("base_model.model.model.layers.0.q_proj.lokr_w2_a", "LoKr"),
+        ("model.layers.0.q_proj.lora_down.weight", "LyCORIS"),
+        ("base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_A.weight", "each expert"),
+        ("base_model.model.model.layers.0.mlp.experts.lora_A.weight", "PEFT of unknown version"),
+        ("base_model.model.model.layers.0.mlp.experts.base_layer.lora_B.weight", "the other way"),
+        ("model.layers.0.self_attn.q_proj.weight", "no tensors of a LoRA"),
+    ],
+)
+def test_other_kinds_are_refused_by_name(name: str, told: str, tmp_path: Path) -> None:
+    save_file({name: TWO}, tmp_path / "x.safetensors")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(AdapterError, match=told):
+        recognise(tmp_path)
+
+
+def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.bin").write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(AdapterError, match="a pickle"):
+        recognise(tmp_path)
+
+
+def test_two_adapters_in_a_folder_are_not_chosen_between(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_file({"x.lora_a": TWO}, tmp_path / name)
+    with pytest.raises(AdapterError, match=r"several: a, b"):
+        recognise(tmp_path)
+
+
+def test_without_a_config_there_is_no_scale(tmp_path: Path) -> None:
+    save_file({"q.lora_A.weight": TWO}, tmp_path / "x.safetensors")
+    with pytest.raises(AdapterError, match=r"no adapter_config\.json"):
+        recognise(tmp_path / "x.safetensors")
+
+
+def test_the_content_says_the_kind_and_not_the_name(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({"model.layers.0.self_attn.q_proj.lora_a": TWO}, file)
+    assert recognise(file).kind == "mlx"
+    file.write_bytes(b"GGUF\3\0\0\0" + bytes(64))
+    assert recognise(tmp_path).kind == "gguf"
+
+
+P = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        (f"{P}.lora_A.weight", f"{P}.lora_A.weight"),
+        (f"{P}.lora_A.default.weight", f"{P}.lora_A.weight"),
+        (f"{P}.lora_B.my-style.weight", f"{P}.lora_B.weight"),
+        ("model.layers.0.self_attn.q_proj.lora_A.weight", f"{P}.lora_A.weight"),
+        (f"{P}.lora_magnitude_vector", f"{P}.lora_magnitude_vector"),
+        (f"{P}.lora_magnitude_vector.default.weight", f"{P}.lora_magnitude_vector"),
+        (f"{P}.lora_magnitude_vector.weight", f"{P}.lora_magnitude_vector"),
+        (f"_orig_mod.{P}.lora_A.weight", f"{P}.lora_A.weight"),
+    ],
+)
+def test_names_are_put_as_peft_saves_them(name: str, plain: str) -> None:
+    assert plain_name(name) == plain
+
+
+@pytest.mark.parametrize("style", ["as it is", "named", "bare", "pissa"])
+def test_peft_folders_of_all_styles_compute_the_same(style: str, tmp_path: Path) -> None:
+    model, adapter = trained("llama", LoRA(rank=3, alpha=5, targets=("q", "down")))
+    expected = logits(model)
+    source = save_adapter(adapter, tmp_path / "one")
+    adapter.detach()
+    if style != "as it is":
+        (source / "peftkit.json").unlink()
+        file = source / "adapter_model.safetensors"
+        tensors = load_file(file)
+        if style == "named":
+            tensors = {n.replace(".weight", ".mine.weight"): t for n, t in tensors.items()}
+        if style == "bare":
+            tensors = {n.removeprefix("base_model.model."): t for n, t in tensors.items()}
+        save_file(tensors, file)
+    if style == "pissa":
+        config = source / "adapter_config.json"
+        fields = json.loads(config.read_text()) | {"init_lora_weights": "pissa"}
+        config.write_text(json.dumps(fields))
+        with torch.no_grad():
+            placed = load_adapter(model, source)
+            expected = logits(model)
+            placed.detach()
+        model.save_pretrained(tmp_path / "base")
+        tokenizer_of(tmp_path / "base")
+        base = str(tmp_path / "base")
+    else:
+        base = base_folder("llama", tmp_path / "base")
+    import_adapter(source, tmp_path / "two", base=base)
+    read_low_rank(tmp_path / "two")
+    load_adapter(model, tmp_path / "two")
+    # PiSSA's start is a float32 SVD, taken once more; logits are of order one
+    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
+
+
+def tokenizer_of(folder: Path) -> None:
+    from tests.families import tiny_tokenizer
+
+    tiny_tokenizer().save_pretrained(folder)
+
+
+def test_the_same_tensor_of_two_adapters_is_refused(tmp_path: Path) -> None:
+    _, adapter = trained("llama", LoRA(rank=2, targets=("q",)))
+    source = save_adapter(adapter, tmp_path / "one")
+    file = source / "adapter_model.safetensors"
+    tensors = load_file(file)
+    named = {n.replace(".weight", ".other.weight"): t.clone() for n, t in tensors.items()}
+    save_file(tensors | named, file)
+    base = base_folder("llama", tmp_path / "base")
+    with pytest.raises(AdapterError, match="same tensor of different adapters"):
+        import_adapter(source, tmp_path / "two", base=base)
+    assert not (tmp_path / "two").exists()
+
+
+def test_an_import_into_its_own_folder_is_refused(tmp_path: Path) -> None:
+    _, adapter = trained("llama", LoRA(rank=2, targets=("q",)))
+    source = save_adapter(adapter, tmp_path / "one")
+    shutil.copytree(source, tmp_path / "copy")
+    base = base_folder("llama", tmp_path / "base")
+    with pytest.raises(OutputError):
+        import_adapter(source, source, base=base, force=True)
+    for path in source.iterdir():
+        assert path.read_bytes() == (tmp_path / "copy" / path.name).read_bytes()

@@ -1,0 +1,170 @@
+"""MLX folders: written and read again they are the same adapter, and compute as mlx-lm would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from peftkit.adapter import Adapter, attach
+from peftkit.errors import AdapterError, OutputError
+from peftkit.formats.low_rank import read_low_rank
+from peftkit.formats.mlx import MLX_TENSORS, read_mlx
+from peftkit.formats.peft import load_adapter, save_adapter
+from peftkit.methods.dora import DoRA
+from peftkit.methods.lora import LoRA
+from peftkit.sharing import export_adapter, import_adapter
+from tests.families import FAMILIES
+
+METHODS = {
+    "lora": LoRA(rank=4, alpha=8),
+    "odd": LoRA(rank=3, alpha=5, targets=("q", "down")),
+    "rslora": LoRA(rank=3, alpha=8, targets=("q", "v"), rslora=True),
+    "patterns": LoRA(
+        rank=4,
+        alpha=8,
+        rank_pattern={"o": 2, r"layers\.1\.mlp\.up_proj": 1},
+        alpha_pattern={"v": 5},
+    ),
+    "rslora-patterns": LoRA(rank=4, alpha=8, rslora=True, rank_pattern={"k": 3}),
+    "dora": DoRA(rank=4, alpha=8, targets=("q", "v", "down")),
+    "dora-patterns": DoRA(rank=4, alpha=8, targets=("q", "v"), rank_pattern={"v": 2}),
+}
+IDS = torch.arange(20).view(2, 10) + 3
+
+
+def trained(family: str, method: LoRA) -> tuple[nn.Module, Adapter]:
+    """Return a tiny model with an adapter that does something."""
+    model = FAMILIES[family]().eval()
+    adapter = attach(model, method)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model, adapter
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    return model(input_ids=IDS).logits
+
+
+def base_folder(family: str, folder: Path) -> str:
+    FAMILIES[family]().config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("name", METHODS)
+def test_there_and_back_it_is_the_same_adapter(name: str, family: str, tmp_path: Path) -> None:
+    model, adapter = trained(family, METHODS[name])
+    expected = logits(model)
+    save_adapter(adapter, tmp_path / "one")
+    export_adapter(tmp_path / "one", tmp_path / "mlx", to="mlx")
+    base = base_folder(family, tmp_path / "base")
+    done = import_adapter(tmp_path / "mlx", tmp_path / "two", base=base)
+    assert done.source == "mlx"
+    _, before = read_low_rank(tmp_path / "one")
+    _, after = read_low_rank(tmp_path / "two")
+    assert before.keys() == after.keys()
+    for path, module in before.items():
+        assert torch.equal(after[path].a, module.a)
+        scaled, again = module.scaling * module.b, after[path].scaling * after[path].b
+        torch.testing.assert_close(again, scaled, rtol=2.5e-7, atol=0)  # two roundings of float32
+        if after[path].scaling == pytest.approx(module.scaling, rel=1e-12):
+            assert torch.equal(after[path].b, module.b)  # nothing was folded, nothing rounded
+        if module.magnitude is not None:
+            assert after[path].magnitude is not None
+            assert torch.equal(after[path].magnitude, module.magnitude)
+    adapter.detach()
+    load_adapter(model, tmp_path / "two")
+    # the folded scales are rounded once in float32; logits are of order one
+    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_file_computes_by_mlx_own_formula(name: str, tmp_path: Path) -> None:
+    _, adapter = trained("llama", METHODS[name])
+    save_adapter(adapter, tmp_path / "one")
+    export_adapter(tmp_path / "one", tmp_path / "mlx", to="mlx")
+    config = json.loads((tmp_path / "mlx" / "adapter_config.json").read_text())
+    tensors = load_file(tmp_path / "mlx" / MLX_TENSORS)
+    given = config["lora_parameters"]
+    assert config["num_layers"] == -1
+    assert config["fine_tune_type"] == METHODS[name].type
+    for path, module in adapter.modules.items():
+        assert path.split(".", 3)[3] in given["keys"]
+        x = torch.randn(5, module.in_features)
+        a, b, w = tensors[path + ".lora_a"], tensors[path + ".lora_b"], module.base.weight
+        assert a.shape[1] == b.shape[0] == given["rank"]
+        y = x @ w.T + given["scale"] * (x @ a) @ b
+        if "dora" in name:
+            y *= tensors[path + ".m"] / (w + (given["scale"] * b.T) @ a.T).norm(dim=1)
+        module.base.bias = None
+        torch.testing.assert_close(y, module(x), atol=1e-5, rtol=1e-5)
+
+
+def test_what_mlx_names_otherwise_is_refused(tmp_path: Path) -> None:
+    for family, targets, told in (("gpt2", ("q",), "Conv1D"), ("llama", "lm_head$", "lm_head is")):
+        method = LoRA(rank=2, targets=targets if family == "gpt2" else ("lm_head",))
+        _, adapter = trained(family, method)
+        save_adapter(adapter, tmp_path / family)
+        with pytest.raises(AdapterError, match=told):
+            export_adapter(tmp_path / family, tmp_path / "mlx", to="mlx")
+        assert not (tmp_path / "mlx").exists()
+
+
+@pytest.fixture
+def mlx(tmp_path: Path) -> Path:
+    _, adapter = trained("llama", LoRA(rank=2, targets=("q", "v")))
+    save_adapter(adapter, tmp_path / "one")
+    return export_adapter(tmp_path / "one", tmp_path / "mlx", to="mlx").path
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"fine_tune_type": "full"}, "fine_tune_type is 'full'"),
+        ({"fine_tune_type": "dora"}, r"missing: .*q_proj\.m"),
+        ({"lora_parameters": {"rank": 2}}, "scale None"),
+        ({"lora_parameters": {"rank": 3, "scale": 1.0}}, "misshapen: .* but rank 3"),
+        ({"lora_parameters": {"rank": True, "scale": 1.0}}, "rank True"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_told(change: dict[str, Any], told: str, mlx: Path) -> None:
+    config = mlx / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(AdapterError, match=told):
+        read_mlx(mlx)
+
+
+def test_an_adapter_of_another_base_is_told_layer_by_layer(mlx: Path, tmp_path: Path) -> None:
+    tensors = load_file(mlx / MLX_TENSORS)
+    name = "model.layers.0.self_attn.q_proj.lora_a"
+    tensors[name] = torch.ones(48, 2)
+    tensors = {n.replace("layers.1", "layers.7"): t for n, t in tensors.items()}
+    save_file(tensors, mlx / MLX_TENSORS)
+    base = base_folder("llama", tmp_path / "base")
+    with pytest.raises(AdapterError) as told:
+        import_adapter(mlx, tmp_path / "two", base=base)
+    assert "layers.0.self_attn.q_proj: for 48 -> 32; the base's is 32 -> 32" in str(told.value)
+    assert "layers.7.self_attn.v_proj: the base has no such linear layer" in str(told.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "mlx", "one"]
+
+
+def test_nothing_is_overwritten_without_force(mlx: Path, tmp_path: Path) -> None:
+    before = {path.name: path.read_bytes() for path in mlx.iterdir()}
+    with pytest.raises(OutputError, match="--force"):
+        export_adapter(tmp_path / "one", mlx, to="mlx")
+    with pytest.raises(OutputError, match="--force"):
+        export_adapter(tmp_path / "one", mlx, to="peft")
+    assert {path.name: path.read_bytes() for path in mlx.iterdir()} == before
+    with pytest.raises(OutputError):
+        export_adapter(tmp_path / "one", tmp_path / "one", to="peft", force=True)
+    export_adapter(tmp_path / "one", mlx, to="peft", force=True)
+    names = {path.name for path in mlx.iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors", "peftkit.json"}

@@ -1,0 +1,133 @@
+"""What vLLM would refuse is refused here, tensor by tensor; the rest is written as it wants it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from peftkit.errors import AdapterError
+from peftkit.formats.low_rank import LowRank, read_low_rank
+from peftkit.formats.peft import load_adapter, save_adapter
+from peftkit.formats.serving import MAX_LORA_RANKS, check_serving, max_lora_rank
+from peftkit.formats.uniform import compress, uniform, without_padding
+from peftkit.methods.dora import DoRA
+from peftkit.methods.lora import LoRA
+from peftkit.sharing import export_adapter
+from tests.formats.test_mlx import logits, trained
+
+PATTERNS = LoRA(rank=4, alpha=8, rslora=True, rank_pattern={"o": 2, "layers.1.mlp.up_proj": 1})
+
+
+def change(folder: Path, fields: dict[str, Any] = {}, tensors: dict[str, Any] = {}) -> None:
+    """Let a folder look as another tool could have written it."""
+    (folder / "peftkit.json").unlink()
+    config = folder / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    file = folder / "adapter_model.safetensors"
+    save_file(load_file(file) | tensors, file)
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    _, adapter = trained("llama", LoRA(rank=4, alpha=8, targets=("q", "v")))
+    return save_adapter(adapter, tmp_path / "plain")
+
+
+def test_one_rank_and_one_alpha_compute_the_same(tmp_path: Path) -> None:
+    model, adapter = trained("llama", PATTERNS)
+    expected = logits(model)
+    save_adapter(adapter, tmp_path / "one")
+    done = export_adapter(tmp_path / "one", tmp_path / "served", to="peft", serving=True)
+    config = json.loads((tmp_path / "served" / "adapter_config.json").read_text())
+    assert config["r"] == 4
+    assert not {"rank_pattern", "alpha_pattern", "use_rslora"} & config.keys()
+    for name, tensor in load_file(tmp_path / "served" / "adapter_model.safetensors").items():
+        assert name.endswith((".lora_A.weight", ".lora_B.weight"))
+        assert tensor.shape[0 if ".lora_A." in name else 1] == 4
+    assert "--enable-lora --max-lora-rank 8 --lora-modules served=" in done.commands["vLLM"]
+    adapter.detach()
+    load_adapter(model, tmp_path / "served")
+    # each scale is rounded once in float32; logits are of order one
+    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
+    (tmp_path / "served" / "peftkit.json").unlink()
+    check_serving(tmp_path / "served", max_rank=4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensors", "told"),
+    [
+        ({"modules_to_save": ["lm_head"]}, {"lm_head.weight": torch.ones(2, 2)}, "lm_head.weight"),
+        ({"lora_bias": True}, {"q_proj.lora_B.bias": torch.ones(2)}, "q_proj.lora_B.bias: a bias"),
+        ({"bias": "all"}, {}, "bias is 'all'"),
+        ({"init_lora_weights": "pissa"}, {}, "init_lora_weights is 'pissa'"),
+        ({"use_qalora": True}, {}, "use_qalora"),
+        ({"alora_invocation_tokens": [1]}, {}, "alora_invocation_tokens"),
+        ({}, {"embed_tokens.lora_embedding_A": torch.ones(2, 2)}, "of an embedding"),
+        ({}, {"mlp.experts.lora_A.weight": torch.ones(2, 2)}, "of experts"),
+        ({"peft_type": "IA3"}, {}, "peft_type is 'IA3'"),
+    ],
+)
+def test_what_is_not_served_is_named(
+    fields: dict[str, Any], tensors: dict[str, Any], told: str, plain: Path, tmp_path: Path
+) -> None:
+    change(plain, fields, tensors)
+    with pytest.raises(AdapterError) as error:
+        export_adapter(plain, tmp_path / "served", to="peft", serving=True)
+    assert told in error.value.found
+    assert "peftkit merge" in error.value.fix
+    assert not (tmp_path / "served").exists()
+
+
+def test_dora_is_refused_tensor_by_tensor(tmp_path: Path) -> None:
+    _, adapter = trained("llama", DoRA(rank=2, targets=("q", "v")))
+    save_adapter(adapter, tmp_path / "dora")
+    with pytest.raises(AdapterError) as error:
+        check_serving(tmp_path / "dora")
+    assert error.value.found.count("the magnitude of DoRA") == 4
+
+
+def test_a_rank_over_the_limit_is_reduced_on_demand(plain: Path, tmp_path: Path) -> None:
+    out = tmp_path / "served"
+    with pytest.raises(AdapterError) as error:
+        export_adapter(plain, out, to="peft", serving=True, max_rank=2)
+    assert error.value.found.count("rank 4; the limit is 2") == 4
+    assert "--rank 2" in error.value.fix
+    done = export_adapter(plain, out, to="peft", serving=True, max_rank=2, rank=2)
+    _, before = read_low_rank(plain)
+    _, after = read_low_rank(out)
+    assert done.errors.keys() == before.keys()
+    for path, error_of in done.errors.items():
+        whole = before[path].delta()
+        s = torch.linalg.svdvals(whole)
+        assert error_of == pytest.approx(float(s[2:].norm() / s.norm()), rel=1e-4)
+        lost = (after[path].delta() - whole).norm() / whole.norm()
+        assert float(lost) == pytest.approx(error_of, rel=1e-4)
+
+
+def test_compressing_to_the_same_rank_changes_nothing() -> None:
+    modules = {"q": LowRank(torch.randn(3, 9), torch.randn(41, 3), 0.7)}
+    assert compress(modules, 3) == (modules, {})
+
+
+def test_padding_is_taken_off_again() -> None:
+    modules = {
+        "q": LowRank(torch.randn(3, 9), torch.randn(41, 3), 0.7),
+        "v": LowRank(torch.randn(1, 9), torch.zeros(7, 1), 0.7),
+    }
+    even, rank, scaling = uniform(modules)
+    assert (rank, scaling) == (3, 0.7)
+    for path, module in modules.items():
+        assert even[path].rank == 3
+        again = without_padding(even[path])
+        assert torch.equal(again.a, module.a)
+        assert torch.equal(again.b, module.b)
+
+
+def test_the_bucket_is_the_next_that_vllm_has() -> None:
+    assert [max_lora_rank(r) for r in (1, 2, 8, 9, 129, 321)] == [1, 8, 8, 16, 256, 512]
+    assert max(MAX_LORA_RANKS) == 512
