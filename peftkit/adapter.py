@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from peftkit.errors import AdapterError, TargetError
+from peftkit.errors import AdapterError
 from peftkit.methods.protocol import AdapterModule, Method
-from peftkit.targets import Site, resolve
+from peftkit.targets import Site
 
 
 class Adapter:
@@ -55,8 +55,8 @@ class Adapter:
         self.modules = {}
 
     def state(self) -> dict[str, Tensor]:
-        """Return what is saved: "module.path.tensor_name" to tensor."""
-        return {
+        """Return what is saved: "module.path.tensor_name", or a shared name, to tensor."""
+        return self.method.shared(self.modules) | {
             f"{path}.{name}": tensor
             for path, module in self.modules.items()
             for name, tensor in module.state().items()
@@ -68,7 +68,8 @@ class Adapter:
         Raises:
             AdapterError: Lists every missing, unexpected and misshapen tensor.
         """
-        expected = {
+        shared = self.method.shared(self.modules)
+        expected = {name: tuple(tensor.shape) for name, tensor in shared.items()} | {
             f"{path}.{name}": shape
             for path, module in self.modules.items()
             for name, shape in module.state_shapes().items()
@@ -86,6 +87,9 @@ class Adapter:
                 found="\n".join(sorted(problems)) or "it has no tensors at all",
                 fix="Use the base it was trained on: peftkit inspect ADAPTER",
             )
+        with torch.no_grad():
+            for name, tensor in shared.items():
+                tensor.copy_(state[name])
         for path, module in self.modules.items():
             module.load({name: state[f"{path}.{name}"] for name in module.state_shapes()})
 
@@ -110,16 +114,13 @@ def attach(
             f"{type(model).__name__} carries an adapter already",
             fix="Call its detach() first, or merge it.",
         )
-    if sites is None:
-        sites = resolve(model, method.targets)
-    stacked = [site.path for site in sites if site.parameter is not None]
-    if stacked:
-        raise TargetError(
-            f"{method.type} cannot sit on stacked expert parameters",
-            found=f"{stacked[0]} and {len(stacked) - 1} more",
-            fix="Leave the experts out of the targets.",
-        )
-    modules = {site.path: method.wrap(model.get_submodule(site.path), site) for site in sites}
+    grouped: dict[str, list[Site]] = {}
+    for site in method.sites(model) if sites is None else sites:
+        grouped.setdefault(site.path, []).append(site)
+    modules = {
+        path: _wrapped(method, model.get_submodule(path), found) for path, found in grouped.items()
+    }
+    method.share(modules)
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for path, module in modules.items():
@@ -128,6 +129,12 @@ def attach(
         module.train(model.training)
         _replace(model, path, module)
     return Adapter(model, method, modules)
+
+
+def _wrapped(method: Method, base: nn.Module, sites: list[Site]) -> AdapterModule:
+    if sites[0].parameter is None:
+        return method.wrap(base, sites[0])
+    return method.wrap_experts(base, sites)
 
 
 def _replace(model: nn.Module, path: str, module: nn.Module) -> None:

@@ -23,15 +23,16 @@ from pathlib import Path
 
 from torch import nn
 
-from peftkit.anatomy import bare, is_linear, linear_shape, walk
+from peftkit.anatomy import bare
 from peftkit.banked import BankLinear, Routing, Switch, keep
 from peftkit.base import Base
 from peftkit.data.encode import Style, prompt_ids, stop_ids
 from peftkit.errors import AdapterError, DataError, did_you_mean
-from peftkit.formats.endings import unmatched
-from peftkit.formats.folder import adapter_folder
-from peftkit.formats.low_rank import LowRank, read_low_rank
-from peftkit.formats.peft import AdapterFile
+from peftkit.events import Listener, Stage, ignore
+from peftkit.formats.fits import check_weights, layers_of
+from peftkit.formats.folder import adapter_folder, base_of
+from peftkit.formats.low_rank import read_low_rank
+from peftkit.formats.peft import AdapterFile, read_adapter
 from peftkit.generate import MAX_NEW_TOKENS, complete, default_style
 from peftkit.methods.protocol import ADAPTER_DTYPES
 
@@ -99,11 +100,7 @@ class AdapterBank:
             AdapterError: The name is taken or not usable; or there is no LoRA or DoRA adapter, or
                 one of another base: everything that does not fit is listed.
         """
-        if not NAME.fullmatch(name) or ".." in name:
-            raise AdapterError(
-                f"{name!r} cannot be the name of an adapter",
-                fix="Use letters, digits, '_', '-' and single dots.",
-            )
+        check_name(name)
         if name in self._files:
             raise AdapterError(
                 f"there is an adapter '{name}' already",
@@ -111,8 +108,10 @@ class AdapterBank:
                 fix="Drop it first, or take another name.",
             )
         file, modules = read_low_rank(adapter_folder(path))
-        self._check_base(file, force)
-        linears = self._fitting(file, modules)
+        if not force:
+            check_weights(file, self.base.fingerprint)
+        linears = layers_of(file, modules, self.base.model)
+        self._refuse_taken(file, linears)
         scales_in = ADAPTER_DTYPES[file.method.dtype]
         updates = {
             path: keep(linears[path], one.a, one.b, one.scaling, one.magnitude, scales_in)
@@ -282,38 +281,15 @@ class AdapterBank:
             fix=did_you_mean(name, self._files) or "Add it first.",
         )
 
-    def _check_base(self, file: AdapterFile, force: bool) -> None:
-        recorded, own = file.provenance.fingerprint, self.base.fingerprint
-        if recorded and recorded != own and not force:
-            raise AdapterError(
-                f"the adapter in {file.folder} was trained on other weights than this base's",
-                found=f"trained on {file.provenance.base} ({recorded[:23]}...); "
-                f"this base is {own[:23]}...",
-                fix="Give the right base, or add it all the same with force=True (--force).",
-            )
-
-    def _fitting(self, file: AdapterFile, modules: Mapping[str, LowRank]) -> dict[str, nn.Module]:
-        """Return the linear layers that an adapter sits on, or list all that does not fit."""
+    def _refuse_taken(self, file: AdapterFile, layers: Mapping[str, nn.Module]) -> None:
         model = self.base.model
-        linears = {path: module for path, module, _ in walk(model) if is_linear(module)}
-        problems = [f"no such layer: {path}" for path in modules if path not in linears]
-        for path in modules.keys() & linears.keys():
-            fits = linear_shape(linears[path])
-            shape = (modules[path].a.shape[1], modules[path].b.shape[0])
-            if shape != fits:
-                problems.append(f"misshapen: {path} maps {fits[0]} to {fits[1]}, not {shape}")
-            live = model.get_submodule(path)
-            if live is not linears[path] and live is not self._layers.get(path):
-                problems.append(f"taken: {path} carries an adapter that is not this bank's")
-        missing = unmatched(file.fields.get("target_modules"), modules)
-        problems += [f"no tensors for the target: {target}" for target in missing]
-        if problems:
-            raise AdapterError(
-                f"the adapter in {file.folder} does not fit {type(model).__name__}",
-                found="\n".join(sorted(problems)),
-                fix="Use the base it was trained on: peftkit inspect ADAPTER",
-            )
-        return linears
+        for path, bare_layer in layers.items():
+            if model.get_submodule(path) not in (bare_layer, self._layers.get(path)):
+                raise AdapterError(
+                    f"the adapter in {file.folder} cannot sit on {path}",
+                    found="that carries an adapter already which is not this bank's",
+                    fix="Call its detach() first, or merge it.",
+                )
 
     def _layer(self, path: str, linear: nn.Module) -> BankLinear:
         if path not in self._layers:
@@ -321,6 +297,46 @@ class AdapterBank:
             self.base.model.set_submodule(path, layer)
             self._layers[path] = layer
         return self._layers[path]
+
+
+def open_bank(
+    adapters: Mapping[str, str | Path],
+    base: str | None = None,
+    *,
+    force: bool = False,
+    on_event: Listener = ignore,
+) -> AdapterBank:
+    """Load the base of some adapters, as the first was trained that names one, and all over it.
+
+    Args:
+        adapters: Name to folder; at least one.
+        base: Another place of the same base than the one recorded.
+        force: Accept adapters that were trained on other weights.
+
+    Raises:
+        AdapterError: As `AdapterBank.add`; or no adapter says which base it belongs to.
+        BaseError: The base cannot be found or loaded.
+    """
+    for name in adapters:
+        check_name(name)
+    files = [read_adapter(adapter_folder(path)) for path in adapters.values()]
+    telling = next((file for file in files if file.provenance.base), files[0])
+    loaded = base_of(telling, base, on_event=on_event)
+    on_event(Stage(f"Loading {len(files)} adapters"))
+    return AdapterBank(loaded, adapters, force=force)
+
+
+def check_name(name: str) -> None:
+    """Refuse what cannot be the name of an adapter.
+
+    Raises:
+        AdapterError: It is empty, or has other characters than letters, digits, `_`, `-`, `.`.
+    """
+    if not NAME.fullmatch(name) or ".." in name:
+        raise AdapterError(
+            f"{name!r} cannot be the name of an adapter",
+            fix="Use letters, digits, '_', '-' and single dots.",
+        )
 
 
 def _check_number(prompts: Sequence[object], names: Sequence[str | None]) -> None:

@@ -30,8 +30,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("adapter",),
     ("formats/",),
     # Whole stories.
-    ("generate",),
-    ("bank", "recipe", "evaluate", "merge", "plan", "sharing"),
+    ("generate", "combining/"),
+    ("bank", "recipe", "evaluate", "merge", "plan", "sharing", "combine", "extract", "compare"),
     ("__init__",),
     ("cli/",),
 )

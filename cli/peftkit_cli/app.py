@@ -21,7 +21,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from peftkit.errors import PeftkitError
-from peftkit_cli import about, exchange, inspect, share, talk, train
+from peftkit_cli import about, combining, exchange, inspect, share, talk, train
 
 app = typer.Typer(
     name="peftkit",
@@ -38,6 +38,8 @@ app.command(rich_help_panel=TALK)(talk.generate)
 app.command(rich_help_panel=TALK)(talk.chat)
 app.command("eval", rich_help_panel=TALK)(talk.evaluate)
 app.command(rich_help_panel=TALK)(share.merge)
+app.command(rich_help_panel=TALK)(combining.combine)
+app.command(rich_help_panel=TALK)(combining.extract)
 app.command(rich_help_panel=TALK)(exchange.export)
 app.command("import", rich_help_panel=TALK)(exchange.import_)
 app.command(rich_help_panel=TALK)(exchange.push)

@@ -3,46 +3,80 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import ClassVar
 
 import typer
 
-from peftkit.data.encode import prompt_ids, stop_ids
+from peftkit.bank import AdapterBank
+from peftkit.data.encode import Style, prompt_ids, stop_ids
 from peftkit.errors import PeftkitError, did_you_mean
 from peftkit.formats.folder import Opened
 from peftkit.generate import stream
 from peftkit_cli.arguments import note
 
+BASE = "base"
+"""The bare base among the voices: no adapter of a conversation has this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """Someone who answers: how it is asked, and the context in which the model is it."""
+
+    style: Style
+    using: Callable[[], AbstractContextManager[object]]
+
+
+def voices_of(source: Opened | AdapterBank) -> dict[str, Voice]:
+    """Return the adapters, the one of `Opened` as "adapter", and the base last."""
+    if isinstance(source, Opened):
+        style = source.style
+        return {
+            "adapter": Voice(style, nullcontext),
+            BASE: Voice(style, source.adapter.disabled),
+        }
+
+    def voice(name: str | None) -> Voice:
+        return Voice(source.style(name), lambda: source.use(name))
+
+    return {**{name: voice(name) for name in source.names}, BASE: voice(None)}
+
 
 class Conversation:
-    """A conversation with a base whose adapter can be switched off and on.
+    """A conversation with a base whose adapters can be switched.
 
     Attributes:
-        history: The messages so far, both sides; the switch does not touch them.
-        uses_adapter: Whether the adapter takes part in the next answer.
+        history: The messages so far, both sides; a switch does not touch them.
+        current: Name of the voice that gives the next answer.
     """
 
     COMMANDS: ClassVar = {
         "/base": "answer with the bare base from now on",
-        "/adapter": "answer with the adapter again",
+        "/adapter": "answer with the adapter again; /adapter NAME: with that one",
+        "/compare": "let all answer the last message, or /compare TEXT; the current one's counts",
         "/reset": "forget the conversation",
         "/help": "show this list",
         "/quit": "leave; Ctrl-D does too, and Ctrl-C stops an answer",
     }
 
     def __init__(
-        self, opened: Opened, max_new_tokens: int, temperature: float, seed: int | None
+        self,
+        source: Opened | AdapterBank,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int | None,
     ) -> None:
-        self.opened, self.seed = opened, seed
-        self.max_new_tokens, self.temperature = max_new_tokens, temperature
+        self.base, self.voices = source.base, voices_of(source)
+        self.max_new_tokens, self.temperature, self.seed = max_new_tokens, temperature, seed
         self.history: list[dict[str, str]] = []
-        self.uses_adapter = True
+        self.current = self._adapter = next(iter(self.voices))
         self.on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-        self.style = opened.style
-        if self.style.kind != "chat":
-            note("This adapter learnt from single prompts: each line is asked alone.")
+        alone = [n for n, v in self.voices.items() if v.style.kind != "chat" and n != BASE]
+        if alone:
+            who = "This adapter" if isinstance(source, Opened) else ", ".join(alone)
+            note(f"{who} learnt from single prompts: each line is asked alone.")
 
     def lines(self) -> Iterator[str]:
         """Yield what the user types, until the end of the input."""
@@ -53,7 +87,7 @@ class Conversation:
 
         while True:
             try:
-                yield input("adapter> " if self.uses_adapter else "base> ")
+                yield input(f"{self.current}> ")
             except EOFError:
                 note("")
                 return
@@ -65,10 +99,15 @@ class Conversation:
             if text.strip():
                 self.answer(text.strip())
             return True
-        command = text.strip()
-        if command in ("/base", "/adapter"):
-            self.uses_adapter = command == "/adapter"
-            note("The adapter answers." if self.uses_adapter else "The base answers.")
+        command, _, rest = text.strip().partition(" ")
+        if command == "/adapter":
+            self._switch(rest.strip() or self._adapter)
+        elif command == "/compare":
+            self.compare(rest.strip())
+        elif rest:
+            note(f"{command} takes nothing after it. A leading space sends a line as it is.")
+        elif command == "/base":
+            self._switch(BASE)
         elif command == "/reset":
             self.history.clear()
             note("The conversation is forgotten.")
@@ -78,19 +117,54 @@ class Conversation:
         elif command != "/quit":
             hint = did_you_mean(command, self.COMMANDS) or "/help lists them."
             note(f"There is no command {command}. {hint}")
-        return command != "/quit"
+        return command != "/quit" or bool(rest)
 
     def answer(self, text: str) -> None:
         """Stream the answer to a message; Ctrl-C keeps what has come so far."""
-        self.history.append({"role": "user", "content": text})
+        asked = [*self.history, {"role": "user", "content": text}]
+        if (said := self._say(self.current, asked)) is not None:
+            self.history = [*asked, {"role": "assistant", "content": said}]
+
+    def compare(self, text: str) -> None:
+        """Stream every voice's answer to a message, by default the last one, each with its name.
+
+        The conversation goes on with the current voice's answer to a new message.
+        """
+        asked = [*self.history, {"role": "user", "content": text}] if text else self.history[:-1]
+        if not asked:
+            note("There is nothing to compare answers to yet: /compare TEXT")
+            return
+        for name in self.voices:
+            typer.echo(f"[{name}] ", nl=False)
+            said = self._say(name, asked)
+            if said is None:
+                return
+            if text and name == self.current:
+                self.history = [*asked, {"role": "assistant", "content": said}]
+
+    def _switch(self, name: str) -> None:
+        if name not in self.voices:
+            adapters = [voice for voice in self.voices if voice != BASE]
+            hint = did_you_mean(name, adapters) or f"There is: {', '.join(adapters)}."
+            note(f"There is no adapter {name}. {hint}")
+            return
+        self.current = name
+        if name != BASE:
+            self._adapter = name
+        note(f"The {name} answers." if name in (BASE, "adapter") else f"{name} answers.")
+
+    def _say(self, name: str, asked: Sequence[dict[str, str]]) -> str | None:
+        """Stream a voice's answer and return it; None where the model could not be asked."""
+        style, tokenizer = self.voices[name].style, self.base.tokenizer
+        prompt = list(asked) if style.kind == "chat" else asked[-1]["content"]
         pieces: list[str] = []
         try:
-            with nullcontext() if self.uses_adapter else self.opened.adapter.disabled():
+            with self.voices[name].using():
                 for piece in stream(
-                    self.opened.base.model,
-                    self.opened.base.tokenizer,
-                    prompt_ids(self.opened.base.tokenizer, self._said(), self.style),
-                    stops=stop_ids(self.opened.base.tokenizer, self.style),
+                    self.base.model,
+                    tokenizer,
+                    prompt_ids(tokenizer, prompt, style),
+                    stops=stop_ids(tokenizer, style),
                     max_new_tokens=self.max_new_tokens,
                     temperature=self.temperature,
                     seed=self.seed,
@@ -100,14 +174,9 @@ class Conversation:
         except KeyboardInterrupt:
             pass
         except PeftkitError as error:
-            self.history.pop()
             if not self.on_terminal:
                 raise
             note(f"{error}\n  /reset forgets the conversation and makes room.")
-            return
+            return None
         typer.echo()
-        self.history.append({"role": "assistant", "content": "".join(pieces)})
-
-    def _said(self) -> str | list[dict[str, str]]:
-        """Return what is asked: the conversation, or its last line where the style knows none."""
-        return self.history if self.style.kind == "chat" else self.history[-1]["content"]
+        return "".join(pieces)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peftkit.errors import BaseError
-from peftkit_cli.arguments import Json, neighbours
+from peftkit_cli.arguments import Json, adapter_folder, neighbours, note
+from peftkit_cli.comparing import measure, show_comparison, show_updates
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,9 +53,18 @@ def inspect(
             show_default=False,
         ),
     ],
+    other: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="OTHER", help="Another adapter: show how the two differ.", show_default=False
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a model's roles and modules, or an adapter's method, base, size and targets."""
+    """Show a model's roles, what an adapter is and changes, or how two adapters differ."""
+    if other is not None:
+        show_comparison(adapter_folder(what), adapter_folder(other), as_json=as_json)
+        return
     path = Path(what).expanduser()
     if path.name in ADAPTER_FILES:
         path = path.parent
@@ -64,11 +74,17 @@ def inspect(
         raise BaseError(f"there is no adapter or model '{what}'.", found=neighbours(path))
     else:
         facts, groups = model_facts(what)
+    updates, reason = measure(path) if facts["kind"] == "adapter" else ([], "")
     if as_json:
-        modules = [asdict(group) for group in groups]
-        typer.echo(json.dumps({**facts, "modules": modules}, indent=2))
+        lists = {"modules": [asdict(group) for group in groups]}
+        if facts["kind"] == "adapter":
+            lists["updates"] = [asdict(update) for update in updates]
+        typer.echo(json.dumps({**facts, **lists}, indent=2))
     else:
         show(facts, groups)
+        show_updates(updates)
+    if reason:
+        note(reason)
 
 
 def adapter_facts(folder: Path) -> tuple[dict[str, Any], list[Group]]:

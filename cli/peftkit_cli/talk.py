@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peftkit.errors import DataError
+from peftkit.errors import AdapterError, DataError
 from peftkit_cli.arguments import Adapter, Base, Force, Json, adapter_folder, neighbours, note
 
 if TYPE_CHECKING:
+    from peftkit.bank import AdapterBank
     from peftkit.formats.folder import Opened
 
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Length of an answer at most.")]
@@ -82,23 +84,78 @@ def evaluate(
 
 
 def chat(
-    adapter: Adapter,
+    adapter: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[ADAPTER]",
+            help="A folder of peftkit's or PEFT's; or USER/NAME[@REVISION] on the hub.",
+            show_default=False,
+        ),
+    ] = None,
+    named: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="NAME=ADAPTER",
+            help="One of several over the same base: /adapter NAME switches. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     base: Base = None,
     max_new_tokens: MaxNewTokens = 1024,
     temperature: Temperature = 0.0,
     seed: Seed = None,
     force: Force = False,
 ) -> None:
-    """Talk with an adapter; switch to the bare base and back with /base and /adapter."""
-    opened = _open(adapter, base, force)
+    """Talk with adapters; switch with /adapter and /base, ask all with /compare."""
+    source = _open_all(adapter, named, base, force)
     from peftkit_cli.conversation import Conversation
 
-    talk = Conversation(opened, max_new_tokens, temperature, seed)
+    talk = Conversation(source, max_new_tokens, temperature, seed)
     if talk.on_terminal:
-        note(f"{opened.file.folder} on {opened.base.name}. /help lists the commands.")
+        who = ", ".join(named) if named else adapter
+        note(f"{who} on {source.base.name}. /help lists the commands.")
     for line in talk.lines():
         if not talk.take(line):
             break
+
+
+def _open_all(
+    adapter: str | None, named: Sequence[str] | None, base: str | None, force: bool
+) -> Opened | AdapterBank:
+    """Open one adapter, or several side by side."""
+    if (adapter is None) == (not named):
+        raise AdapterError(
+            "which adapters to talk with is not clear.",
+            fix="Give one as `peftkit chat ADAPTER`, or several, each as --adapter NAME=ADAPTER.",
+        )
+    if adapter is not None:
+        return _open(adapter, base, force)
+    folders = _named_folders(named or ())
+    from peftkit.bank import open_bank
+    from peftkit_cli.render import Renderer
+
+    with Renderer(transient=True) as on_event:
+        return open_bank(folders, base, force=force, on_event=on_event)
+
+
+def _named_folders(texts: Sequence[str]) -> dict[str, Path]:
+    """Read NAME=ADAPTER texts."""
+    folders: dict[str, Path] = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            raise AdapterError(
+                f"--adapter {text} is not NAME=ADAPTER.", fix="As in --adapter json=runs/json"
+            )
+        if name == "base" or name in folders:
+            raise AdapterError(
+                f"two voices would be named '{name}'.",
+                found="'base' is the bare base." if name == "base" else f"Another is {path}.",
+                fix="Take another name.",
+            )
+        folders[name] = adapter_folder(path)
+    return folders
 
 
 def _open(adapter: str, base: str | None, force: bool) -> Opened:

@@ -12,8 +12,8 @@ from peftkit.strict_json import shown
 ANY = "all-linear"
 
 
-def check_targets(targets: Any, asked: str) -> None:
-    """Refuse what is no `target_modules`.
+def check_targets(targets: Any, asked: str, name: str = "target_modules") -> None:
+    """Refuse what is no `target_modules`, or another field like it.
 
     Raises:
         AdapterError: It is neither null, a string, nor a list of strings.
@@ -23,7 +23,7 @@ def check_targets(targets: Any, asked: str) -> None:
     if targets is not None and not isinstance(targets, str):
         raise AdapterError(
             asked,
-            found=f"target_modules: {shown(targets)}",
+            found=f"{name}: {shown(targets)}",
             fix="It is a list of module names, or one regular expression.",
         )
 

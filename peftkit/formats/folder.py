@@ -56,6 +56,27 @@ def open_adapter(
         BaseError: The base cannot be found or loaded.
     """
     file = read_adapter(adapter_folder(adapter))
+    loaded = base_of(file, base, quantize=quantize, dtype=dtype, device=device, on_event=on_event)
+    on_event(Stage(f"Loading the adapter {file.folder}"))
+    placed = load_adapter(loaded.model, file.folder, fingerprint=loaded.fingerprint, force=force)
+    return Opened(loaded, placed, file)
+
+
+def base_of(
+    file: AdapterFile,
+    base: str | None = None,
+    *,
+    quantize: str | None = None,
+    dtype: str | None = None,
+    device: torch.device | str | None = None,
+    on_event: Listener = ignore,
+) -> Base:
+    """Load an adapter's base, as it was trained unless told otherwise; see `open_adapter`.
+
+    Raises:
+        AdapterError: The folder does not say which base it belongs to.
+        BaseError: The base cannot be found or loaded.
+    """
     origin = file.provenance
     name = base or origin.base
     if not name:
@@ -64,7 +85,7 @@ def open_adapter(
             fix="Name the base it was trained on with --base MODEL.",
         )
     loading = origin.loading
-    loaded = load_base(
+    return load_base(
         name,
         revision=None if base else origin.revision,
         dtype=dtype or str(loading.get("dtype", "auto")),
@@ -73,9 +94,6 @@ def open_adapter(
         device=device,
         on_event=on_event,
     )
-    on_event(Stage(f"Loading the adapter {file.folder}"))
-    placed = load_adapter(loaded.model, file.folder, fingerprint=loaded.fingerprint, force=force)
-    return Opened(loaded, placed, file)
 
 
 def adapter_folder(adapter: str | Path) -> Path:

@@ -99,6 +99,7 @@ def export_gguf(
         place = places[path]
         tensors[place.name + A] = module.a
         tensors[place.name + B] = rotary_rows(module.b, place.heads)
+    assert len(tensors) == 2 * len(modules), "two layers of one name"
     files.writable_folder(out.parent)
     return notes + _write(out, tensors, alpha, architecture, dtype, file.provenance.hub_id)
 

@@ -183,12 +183,13 @@ def resolve_adapter(name: str, *, on_event: Listener = ignore) -> Path:
     Raises:
         AdapterError: As `pull_adapter`.
     """
-    return fetch(name, on_event=on_event).folder
+    asked = f"there is no folder {name!r} here, and the adapter {name} cannot be had from the hub"
+    return fetch(name, asked, on_event=on_event).folder
 
 
-def fetch(name: str, *, on_event: Listener = ignore) -> Pulled:
+def fetch(name: str, asked: str = "", *, on_event: Listener = ignore) -> Pulled:
     """Download an adapter into the hub's cache and check it; offline, find it there."""
-    asked = f"cannot get the adapter {name}"
+    asked = asked or f"cannot get the adapter {name}"
     wanted = parse_hub_id(name)
     api = _api()
     with _told(asked, AdapterError):
@@ -199,7 +200,15 @@ def fetch(name: str, *, on_event: Listener = ignore) -> Pulled:
             info = api.model_info(wanted.repo, revision=wanted.revision, files_metadata=True)
             sizes = {file.rfilename: file.size for file in info.siblings or ()}
             names, revision = _chosen(sizes, asked), info.sha
-        paths = {file: path for file in names if (path := _download(wanted, file, revision))}
+        # the first by the name that was asked for: so the cache knows it by that name, offline too
+        at = {CONFIG: wanted.revision}
+        paths = {
+            file: path
+            for file in names
+            if (path := _download(wanted, file, at.get(file, revision)))
+        }
+        if len({path.parent for path in paths.values()}) > 1:
+            raise AdapterError(asked, found="It was changed meanwhile.", fix="Try again.")
     folder = paths[CONFIG].parent  # snapshots/COMMIT
     check_safetensors(paths[TENSORS])
     read_adapter(folder)
@@ -255,6 +264,31 @@ def _api() -> HfApi:
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
 
 
+_REACH = "Check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses what was fetched before."
+_TOLD: tuple[tuple[type[Exception], str, str], ...] = (
+    (OfflineModeIsEnabled, "HF_HUB_OFFLINE is set.", "Unset it, or give a folder of this machine."),
+    (
+        LocalEntryNotFoundError,
+        "It is not in the cache of this machine, and the hub cannot be reached.",
+        _REACH,
+    ),
+    (GatedRepoError, "Its owner lets people in on request.", f"Ask on its page. {_LOG_IN}"),
+    (RevisionNotFoundError, "The repository has no such revision.", "See its page for branches."),
+    (
+        RepositoryNotFoundError,
+        "There is no such repository, or it is private and you may not see it.",
+        f"Check the name. {_LOG_IN}",
+    ),
+)
+_STATUS = {
+    401: f"The token is not valid. {_LOG_IN}",
+    403: "Your token has no right to do this: make one that may write, and log in with it.",
+    409: "Someone else changed the repository meanwhile: try again.",
+    412: "Someone else changed the repository meanwhile: try again.",
+    429: "The hub is asked too often: wait a few minutes.",
+}
+
+
 @contextlib.contextmanager
 def _told(asked: str, error: type[PeftkitError]) -> Iterator[None]:
     """Turn what the hub's library raises into what happened and what to do."""
@@ -262,47 +296,29 @@ def _told(asked: str, error: type[PeftkitError]) -> Iterator[None]:
         yield
     except PeftkitError:
         raise
-    except OfflineModeIsEnabled:
-        found, fix = "HF_HUB_OFFLINE is set.", "Unset it, or give a folder of this machine."
-        raise error(asked, found=found, fix=fix) from None
-    except LocalEntryNotFoundError as problem:
-        found = "It is not in the cache of this machine, and the hub cannot be reached."
-        raise error(asked, found=found, fix=_REACH) from problem
-    except GatedRepoError as problem:
-        found, fix = "Its owner lets people in on request.", f"Ask on its page. {_LOG_IN}"
-        raise error(asked, found=found, fix=fix) from problem
-    except RevisionNotFoundError as problem:
-        found = "The repository has no such revision."
-        raise error(asked, found=found, fix="See its branches on its page.") from problem
-    except RepositoryNotFoundError as problem:
-        found = "There is no such repository, or it is private and you may not see it."
-        raise error(asked, found=found, fix=f"Check the name. {_LOG_IN}") from problem
-    except HfHubHTTPError as problem:
-        found, fix = _said(problem)
-        raise error(asked, found=found, fix=fix) from problem
-    except ValueError as problem:  # the library's own checks, as of the card's front matter
-        raise error(asked, found=str(problem)) from problem
-    except (errors.HTTPError, OSError) as problem:  # type: ignore[attr-defined] # of its client
-        code = getattr(problem, "errno", None)
-        if code in (errno.ENOSPC, errno.EDQUOT):
-            raise RunError(asked, found=str(problem), fix="Make room on the disk.") from problem
+    except Exception as problem:
+        # an upload's own error comes as the cause of a RuntimeError
+        cause = problem.__cause__ if type(problem) is RuntimeError else None
+        raise _translated(cause or problem, asked, error) from problem
+
+
+def _translated(
+    problem: BaseException, asked: str, error: type[PeftkitError]
+) -> PeftkitError | BaseException:
+    """Return the error to raise; one that says nothing of the hub stays as it is."""
+    for kind, found, fix in _TOLD:
+        if isinstance(problem, kind):
+            return error(asked, found=found, fix=fix)
+    if isinstance(problem, HfHubHTTPError):
+        status = getattr(problem.response, "status_code", 0)
+        answer = problem.server_message or str(problem).partition("\n")[0]
+        fix = _STATUS.get(status, "Try again later." if status >= 500 else "")
+        return error(asked, found=f"The hub answered {status}: {answer}", fix=fix)
+    if getattr(problem, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        return RunError(asked, found=str(problem), fix="Make room on the disk.")
+    if isinstance(problem, (errors.HTTPError, OSError)):  # type: ignore[attr-defined] # its client's
         found = f"The hub cannot be reached: {problem or type(problem).__name__}"
-        raise error(asked, found=found, fix=_REACH) from problem
-
-
-_REACH = "Check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses what was fetched before."
-
-
-def _said(problem: HfHubHTTPError) -> tuple[str, str]:
-    """Return what the hub answered, and what to do."""
-    status = getattr(problem.response, "status_code", 0)
-    answer = problem.server_message or str(problem).partition("\n")[0]
-    fixes = {
-        401: f"The token is not valid. {_LOG_IN}",
-        403: "Your token has no right to do this: make one that may write, and log in with it.",
-        409: "Someone else changed the repository meanwhile: try again.",
-        412: "Someone else changed the repository meanwhile: try again.",
-        429: "The hub is asked too often: wait a few minutes.",
-    }
-    fix = fixes.get(status, "Try again later." if status >= 500 else "")
-    return f"The hub answered {status}: {answer}", fix
+        return error(asked, found=found, fix=_REACH)
+    if isinstance(problem, ValueError):  # the library's own checks, as of the card's front matter
+        return error(asked, found=str(problem))
+    return problem

@@ -24,8 +24,10 @@ from peftkit.formats.peft import (
     write_folder,
 )
 from peftkit.methods.dora import MAGNITUDE, DoRA
-from peftkit.methods.lora import LoRA, peft_scales
+from peftkit.methods.lora import LoRA
+from peftkit.methods.scales import peft_scales
 from peftkit.methods.table import method_from_peft
+from peftkit.strict_json import shown
 from peftkit.targets import Site
 
 A, B = "lora_A.weight", "lora_B.weight"
@@ -72,6 +74,12 @@ def read_low_rank(folder: str | Path) -> tuple[AdapterFile, dict[str, LowRank]]:
             f"{file.folder} is not whole without its base",
             found=f"init_lora_weights: {method.init}; its start is subtracted from the base",
             fix="Load it with --base and save it again: that writes a plain LoRA.",
+        )
+    if file.fields.get("target_parameters"):
+        raise AdapterError(
+            f"{file.folder} is no LoRA of linear layers alone",
+            found=f"target_parameters: {shown(file.fields['target_parameters'])}",
+            fix="Load it on its base, or merge it.",
         )
     parts: dict[str, dict[str, Tensor]] = {}
     names = {A, B, MAGNITUDE} if isinstance(method, DoRA) else {A, B}

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,8 +113,12 @@ class Pair:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors, in the order of the base's files."""
-        return list(self._sides[0].where)
+        """Of all tensors, in the order of the base's files; tied ones once, by their first name."""
+        base, tuned = self._sides
+        first: dict[object, str] = {}
+        for name in base.where:
+            first.setdefault((base.where[name], tuned.where[name]), name)
+        return list(first.values())
 
     def difference(self, name: str) -> Tensor | None:
         """Return tuned - base in float32, or None where nothing differs.
@@ -161,18 +164,21 @@ def open_pair(base: ModelFiles, tuned: ModelFiles) -> Iterator[Pair]:
         yield Pair(base, tuned, stack)
 
 
-def filled(skeleton: Any, source: ModelFiles, names: Sequence[str]) -> bool:
-    """Give a skeleton its weights as views of the files, of which nothing is read before it is used.
+def filled(skeleton: nn.Module, source: ModelFiles) -> bool:
+    """Give a skeleton its weights as views of the files, of which only what is used is read.
 
     Returns:
-        Whether the files have all of `names`, in the skeleton's shapes; if not, it stays empty.
+        Whether the files have all of them, as floats in the skeleton's shapes; if not, it stays
+        empty.
     """
-    state = {name: tensor for name, tensor in skeleton.state_dict().items() if name in names}
-    if any(n not in source.where or source.entry(n).shape != t.shape for n, t in state.items()):
-        return False
-    if any(source.entry(name).dtype not in FLOATS for name in state):
-        return False
-    skeleton.load_state_dict({name: _mapped(source, name) for name in state}, assign=True)
+    for name, tensor in skeleton.state_dict().items():
+        if name not in source.where:
+            return False
+        entry = source.entry(name)
+        if entry.shape != tuple(tensor.shape) or entry.dtype not in FLOATS:
+            return False
+    views = {name: _mapped(source, name) for name in skeleton.state_dict()}
+    skeleton.load_state_dict(views, assign=True)
     return True
 
 

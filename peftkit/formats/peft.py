@@ -19,22 +19,24 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import Adapter, attach
-from peftkit.anatomy import is_linear
 from peftkit.config import from_dict
 from peftkit.data.encode import Style
 from peftkit.errors import AdapterError
 from peftkit.files import sha256_of, write_json, write_tensors
 from peftkit.formats.endings import ANY, check_targets, shortest_endings, targeted, unmatched
+from peftkit.formats.places import sites_of, written_fields
 from peftkit.formats.guard import read_json, read_tensors
 from peftkit.methods.protocol import Method
 from peftkit.methods.table import METHODS, method_from_peft
 from peftkit.strict_json import shown
-from peftkit.targets import Site, resolve
+from peftkit.targets import Site
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 NOTES = "peftkit.json"
 PREFIX = "base_model.model."
+SHARED = "base_model."
+"""Before the names of tensors that belong to an adapter as a whole."""
 DEFAULT_NAME = re.compile(r"\.default(?=\.weight$|$)")
 """PEFT's in-memory adapter name, which some tools leave in the file's tensor names."""
 
@@ -117,7 +119,10 @@ def write_folder(
     provenance: Provenance,
 ) -> Path:
     """Write the three files of an adapter folder; see `save_adapter`."""
-    tensors = {PREFIX + name: tensor.cpu() for name, tensor in state.items()}
+    tensors = {
+        (SHARED if name in method.shared_names else PREFIX) + name: tensor.cpu()
+        for name, tensor in state.items()
+    }
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt"}
     if provenance.fingerprint:
@@ -142,24 +147,19 @@ def write_folder(
 
 
 def _config_fields(adapter: Adapter, provenance: Provenance) -> dict[str, Any]:
-    paths = set(adapter.modules)
-    others = [
-        path
-        for path, module in adapter.model.named_modules()
-        if is_linear(module) and path.removesuffix(".base") not in paths
-    ]
-    transposed = any(type(m.base).__name__ == "Conv1D" for m in adapter.modules.values())
-    return {
-        **where_fields(adapter.method, provenance, shortest_endings(paths, others)),
-        "fan_in_fan_out": transposed,
-        **adapter.method.to_peft(adapter.modules),
-    }
+    fields = written_fields(adapter)
+    where = where_fields(adapter.method, provenance, fields["target_modules"])
+    if "fan_in_fan_out" in where:
+        transposed = any(type(m.base).__name__ == "Conv1D" for m in adapter.modules.values())
+        where["fan_in_fan_out"] = transposed
+    return where | fields
 
 
 def where_fields(method: Method, provenance: Provenance, targets: list[str]) -> dict[str, Any]:
     """Return the config fields that say where an adapter sits, with the oldest ones' defaults."""
+    oldest = {k: v for k, v in OLDEST_FIELDS.items() if k not in method.foreign_fields}
     return {
-        **OLDEST_FIELDS,
+        **oldest,
         "peft_type": method.peft_type,
         "task_type": provenance.task_type,
         "base_model_name_or_path": provenance.hub_id or provenance.base,
@@ -176,7 +176,8 @@ def read_adapter(folder: str | Path) -> AdapterFile:
     """
     folder = Path(folder)
     fields = read_json(_existing(folder, CONFIG))
-    check_targets(fields.get("target_modules"), f"cannot use {folder / CONFIG}")
+    for name in ("target_modules", "target_parameters"):
+        check_targets(fields.get(name), f"cannot use {folder / CONFIG}", name)
     foreign = method_from_peft(fields)
     if not (folder / NOTES).exists():
         provenance = Provenance(
@@ -265,7 +266,7 @@ def named_tensors(folder: Path) -> dict[str, Tensor]:
     """
     named: dict[str, Tensor] = {}
     for name, tensor in read_tensors(_existing(folder, TENSORS)).items():
-        plain = DEFAULT_NAME.sub("", name.removeprefix(PREFIX))
+        plain = DEFAULT_NAME.sub("", name.removeprefix(PREFIX).removeprefix(SHARED))
         if plain in named:
             raise AdapterError(f"{folder / TENSORS} holds {plain} twice", found=f"again as {name}")
         named[plain] = tensor
@@ -274,8 +275,9 @@ def named_tensors(folder: Path) -> dict[str, Tensor]:
 
 def _sites(file: AdapterFile, tensors: Mapping[str, Tensor], model: nn.Module) -> list[Site]:
     """Return the modules that the folder's targets mean in this model; the tensors must agree."""
-    linears = {path for path, module in model.named_modules() if is_linear(module)}
-    strange = sorted(name for name in tensors if not _owner(name, linears))
+    places = file.method.candidates(model)
+    shared = file.method.shared_names
+    strange = sorted(name for name in tensors if name not in shared and not _owner(name, places))
     if strange or not tensors:
         raise AdapterError(
             f"the adapter in {file.folder} does not fit {type(model).__name__}",
@@ -283,26 +285,23 @@ def _sites(file: AdapterFile, tensors: Mapping[str, Tensor], model: nn.Module) -
             fix="Use the base it was trained on: peftkit inspect ADAPTER",
         )
     if file.made_here:
-        return resolve(model, file.method.targets)
-    paths = {_owner(name, linears) for name in tensors}
-    if not any(file.fields.get(key) for key in ("layers_to_transform", "exclude_modules")):
-        paths |= set(targeted(linears, file.fields.get("target_modules")))
-    return [Site(path=path, roles=()) for path, _ in model.named_modules() if path in paths]
+        return file.method.sites(model)
+    return sites_of(file.fields, places, {_owner(name, places) for name in tensors})
 
 
-def _owner(name: str, linears: Collection[str]) -> str:
-    """Return the linear whose tensor this is, or an empty string."""
-    while name and name not in linears:
+def _owner(name: str, places: Collection[str]) -> str:
+    """Return the module whose tensor this is, or an empty string."""
+    while name and name not in places:
         name = name.rpartition(".")[0]
     return name
 
 
 def _check_config(file: AdapterFile, adapter: Adapter) -> None:
     """Refuse a config that says otherwise than the tensors' modules: its scale would be wrong."""
-    paths = set(adapter.modules)
+    paths = {path for path, module in adapter.modules.items() if not module.stacked}
     if file.made_here:
-        written = adapter.method.to_peft(adapter.modules)
-        names = sorted(written.keys() | file.fields.keys() - WHERE_FIELDS)
+        written = written_fields(adapter)
+        names = sorted(written.keys() - WHERE_FIELDS | file.fields.keys() - WHERE_FIELDS)
         differing = [
             f"{shown(name)}: {shown(file.fields.get(name))} in {CONFIG}, "
             f"{shown(written.get(name))} by {NOTES}"
@@ -316,7 +315,12 @@ def _check_config(file: AdapterFile, adapter: Adapter) -> None:
                 fix=f"Restore it; or delete {NOTES} to load it as {CONFIG} says.",
             )
     targets = file.fields.get("target_modules")
-    missing = unmatched(targets, paths)
+    stacks = [
+        f"{path}.{name}"
+        for path, module in adapter.modules.items()
+        for name in module.stacked or ("weight",)
+    ]
+    missing = unmatched(targets, paths) + unmatched(file.fields.get("target_parameters"), stacks)
     if missing:
         raise AdapterError(
             f"{file.folder} has no tensors for the target {_some(missing)}",
@@ -324,6 +328,7 @@ def _check_config(file: AdapterFile, adapter: Adapter) -> None:
             fix="The file is incomplete, or belongs to another base.",
         )
     extra = paths - set(targeted(paths, targets))
+    extra -= {p for p in paths if targeted([f"{p}.weight"], file.fields.get("target_parameters"))}
     if extra and targets not in (None, ANY):
         raise AdapterError(
             f"{file.folder} has tensors for modules that its config does not target",

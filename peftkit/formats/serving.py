@@ -18,7 +18,8 @@ from peftkit.formats.guard import check_safetensors, read_json
 from peftkit.formats.low_rank import A, B, LowRank
 from peftkit.formats.peft import CONFIG, TENSORS, AdapterFile, where_fields, write_folder
 from peftkit.formats.uniform import uniform
-from peftkit.methods.lora import LoRA, peft_scales
+from peftkit.methods.lora import LoRA
+from peftkit.methods.scales import peft_scales
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM's --max-lora-rank takes."""

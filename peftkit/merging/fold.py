@@ -94,28 +94,44 @@ def merge_into(
     shared = shared_parameters(adapter.model)
     for path, module in adapter.modules.items():
         check_mergeable(adapter.method, module)
-        weight = getattr(module.base, "weight", None)
-        if not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
-            raise MergeError(
-                f"cannot merge into {path}",
-                found=f"its weight is quantised ({type(module.base).__name__})",
-                fix="Load the base with quantize='none' and the adapter on it, then merge.",
-            )
-        if id(weight) in shared:
-            raise MergeError(
-                f"cannot merge into {path} alone",
-                found="it shares its weight with another layer (tied embeddings)",
-                fix="Use the adapter unmerged, or leave this layer out of the targets.",
-            )
-    with torch.no_grad():
-        for module in adapter.modules.values():
-            weight = weight_of(module.base)  # (out, in), a view of the parameter
-            before = weight.float()
-            exact = module.merged_weight(before)
-            tally.add(before, exact, exact.to(dtype or weight.dtype))
-            weight.copy_(exact)
+        for name in module.stacked or ("weight",):
+            weight = module.base._parameters.get(name)
+            if weight is None or not weight.is_floating_point():
+                raise MergeError(
+                    f"cannot merge into {path}",
+                    found=f"its {name} is quantised ({type(module.base).__name__})",
+                    fix="Load the base with quantize='none' and the adapter on it, then merge.",
+                )
+            if id(weight) in shared:
+                raise MergeError(
+                    f"cannot merge into {path} alone",
+                    found="it shares its weight with another layer (tied embeddings)",
+                    fix="Use the adapter unmerged, or leave this layer out of the targets.",
+                )
+    for module in adapter.modules.values():
+        _fold(module, module.base, dtype, tally)
     adapter.detach()
     return adapter.model
+
+
+@torch.no_grad()
+def _fold(
+    module: AdapterModule, layer: nn.Module, dtype: torch.dtype | None, tally: Tally
+) -> None:
+    """Write what a module computes into the weights of a layer, and into its bias.
+
+    Args:
+        layer: The module's base, or the same layer of another model.
+        dtype: In which they will be stored; by default the layer's own.
+    """
+    stored = module.weights(layer)
+    for name, source in module.weights(module.base).items():
+        before = source.float()
+        exact = module.merged_weight(before, name)
+        tally.add(before, exact, exact.to(dtype or stored[name].dtype))
+        stored[name].copy_(exact)
+    if (bias := getattr(module.base, "bias", None)) is not None:
+        layer.get_parameter("bias").copy_(module.merged_bias(bias.float()))
 
 
 @torch.no_grad()
@@ -136,11 +152,7 @@ def merge_dequantized(adapter: Adapter, dtype: torch.dtype, *, tally: Tally) -> 
     adapter.detach()
     plain = _dequantized(quantized, dtype)
     for path, module in modules.items():
-        before = weight_of(module.base).float()
-        exact = module.merged_weight(before)
-        weight = weight_of(plain.get_submodule(path))
-        tally.add(before, exact, exact.to(dtype))
-        weight.copy_(exact)
+        _fold(module, plain.get_submodule(path), dtype, tally)
     return plain
 
 

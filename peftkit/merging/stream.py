@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from peftkit.anatomy import linear_shape
+from peftkit.anatomy import is_linear, linear_shape
 from peftkit.base import local_folder
 from peftkit.errors import AdapterError, BaseError
 from peftkit.events import Listener, Progress
@@ -93,14 +93,18 @@ def plan_stream(
     entries, modules = shards.entries, dict(model.named_modules())
     shared = shared_parameters(model)
     method, changes = method_from_peft(file.fields), {}
+    if method.shared_names:
+        return None  # a layer is not made from its own tensors alone
     for path, state in _states(file, model).items():
         name = _on_disk(path, entries)
         module = modules[path]
         weight = getattr(module, "weight", None)
-        if name is None or weight is None or id(weight) in shared:
+        if name is None or weight is None or id(weight) in shared or not is_linear(module):
             return None
         entry = entries[name]
         if entry.dtype not in FLOATS or entry.shape != tuple(weight.shape):
+            return None
+        if getattr(module, "bias", None) is not None and method.changes_bias:
             return None
         fold = TensorFold(method, path, state, linear_shape(module)[::-1])
         transposed = type(module).__name__ == "Conv1D"

@@ -6,7 +6,7 @@ Shapes: out, in features of the layer; R columns of the full B.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from peftkit.kernels.lora import adapted_row_norms, add_lora
 from peftkit.methods.lora import LoRA, LoRALinear
-from peftkit.methods.protocol import AdapterModule
+from peftkit.methods.protocol import AdapterModule, Method
 from peftkit.quant import weight_of
+from peftkit.targets import Site
 
 MAGNITUDE = "lora_magnitude_vector"
 
@@ -80,8 +81,8 @@ class DoRALinear(LoRALinear):
         magnitude = state[MAGNITUDE]
         self.lora_magnitude.copy_(magnitude if self.rows is None else magnitude[self.rows.cpu()])
 
-    def merged_weight(self, weight: Tensor) -> Tensor:
-        direction = super().merged_weight(weight)
+    def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
+        direction = super().merged_weight(weight, name)
         magnitude = self.full_magnitude().float().to(weight.device)
         return direction * (magnitude / direction.norm(dim=1))[:, None]
 
@@ -94,6 +95,9 @@ class DoRA(LoRA):
     type: Literal["dora"] = "dora"  # type: ignore[assignment]
     init: Literal["default", "gaussian"] = "default"
     """Start of A and B: default (Kaiming A, zero B) or gaussian."""
+
+    def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
+        return Method.wrap_experts(self, experts, sites)  # norms of rows there are not made
 
     def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
         return super().to_peft(modules) | {"use_dora": True}

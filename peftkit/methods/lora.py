@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from peftkit.anatomy import linear_shape
+from peftkit.anatomy import linear_shape, stacked_shape
 from peftkit.errors import AdapterError, ConfigError, TargetError
 from peftkit.kernels.lora import add_lora, low_rank
+from peftkit.methods.experts import LoRAExperts, LoRAStack
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, refuse_unknown
+from peftkit.methods.scales import peft_scales
 from peftkit.patterns import is_pattern, is_simple
 from peftkit.quant import weight_of
 from peftkit.strict_json import shown
@@ -192,13 +193,13 @@ class LoRALinear(AdapterModule):
             "lora_B.weight": torch.cat([b, -self.start_B.to(b)], dim=1),
         }
 
-    def merged_weight(self, weight: Tensor) -> Tensor:
+    def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
         a, b = self.full_a().float(), self.full_b().float()
         return torch.addmm(weight, b.to(weight.device), a.to(weight.device), alpha=self.scaling)
 
 
 class LoRA(Method):
-    """Low-rank adaptation of linear layers."""
+    """Low-rank adaptation of linear layers and of stacked experts."""
 
     peft_type: ClassVar[str] = "LORA"
     module_class: ClassVar[Callable[..., LoRALinear]] = LoRALinear
@@ -221,13 +222,7 @@ class LoRA(Method):
 
     def wrap(self, base: nn.Module, site: Site) -> LoRALinear:
         rank, scaling = self.scale_of(site)
-        smallest = min(linear_shape(base))
-        if rank > smallest:
-            raise TargetError(
-                f"rank {rank} is larger than the matrix of {site.path}",
-                found=f"its shape is {' x '.join(map(str, linear_shape(base)))}",
-                fix=f"Use a rank of at most {smallest}, or leave this layer out of the targets.",
-            )
+        _check_rank(rank, site.path, linear_shape(base))
         if site.rows and self.init in ("pissa", "olora"):
             raise TargetError(
                 f"init '{self.init}' cannot start from a part of the fused layer {site.path}",
@@ -243,6 +238,30 @@ class LoRA(Method):
             init=self.init,
             dtype=ADAPTER_DTYPES[self.dtype],
         )
+
+    def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
+        stacks = []
+        for site in sites:
+            assert site.parameter is not None
+            path = f"{site.path}.{site.parameter}"
+            if getattr(experts, site.parameter).ndim != 3:
+                raise TargetError(
+                    f"{self.type} cannot sit on {path}",
+                    found=f"{type(experts).__name__} is neither a linear layer nor a stack of them",
+                    fix="Leave it out of the targets.",
+                )
+            if self.dropout or self.init in ("pissa", "olora"):
+                raise TargetError(
+                    f"{self.type} on the stacked experts {path} has neither dropout nor a start "
+                    "that is subtracted",
+                    found=f"dropout {self.dropout}, init '{self.init}'",
+                    fix="Use dropout 0 and init 'default', or leave the experts out.",
+                )
+            rank, scaling = self.scale_of(site)
+            _check_rank(rank, path, stacked_shape(experts, site.parameter)[1:])
+            dtype = ADAPTER_DTYPES[self.dtype]
+            stacks.append(LoRAStack(experts, site, rank=rank, scaling=scaling, dtype=dtype))
+        return LoRAExperts(experts, sites, stacks)
 
     def scale_of(self, site: Site) -> tuple[int, float]:
         """Return the rank and the scaling of a site."""
@@ -262,25 +281,35 @@ class LoRA(Method):
             )
         if found:
             return found.pop()
+        paths = [f"{site.path}.{site.parameter or 'weight'}"]
+        paths += [site.path] if site.parameter is None else []
         for name, value in pattern.items():
-            if re.match(rf"(.*\.)?({name})$", site.path):
+            if any(re.match(rf"(.*\.)?({name})$", path) for path in paths):
                 return value
         return default
 
     def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
         ranks, scalings = {}, {}
         for path, module in modules.items():
+            if isinstance(module, LoRAExperts):
+                for name, stack in module.parts().items():
+                    ranks[f"{path}.{name}"] = stack.lora_A.shape[1]
+                    scalings[f"{path}.{name}"] = stack.scaling
+                continue
             assert isinstance(module, LoRALinear)
             ranks[path] = module.state_shapes()["lora_A.weight"][0]
             scalings[path] = module.scaling
         # a subtracted start is part of the tensors, so what is on disk is a plain LoRA
         init = "gaussian" if self.init == "gaussian" else True
-        scales = peft_scales(ranks, scalings, rslora=self.rslora)
-        return {"lora_dropout": self.dropout, "init_lora_weights": init, **scales}
+        fields = {"lora_dropout": self.dropout, "init_lora_weights": init}
+        if any(module.stacked for module in modules.values()):
+            fields["peft_version"] = ".".join(map(str, (*EXPERTS_SINCE, 0)))
+        return fields | peft_scales(ranks, scalings, rslora=self.rslora)
 
     @classmethod
     def from_peft(cls, fields: Mapping[str, Any]) -> Method:
         refuse_unknown(fields, _READ_FIELDS, cls.peft_type)
+        _check_layout(fields)
         init = fields.get("init_lora_weights", True)
         if init not in ("pissa", "olora"):
             # every other start is a value of A and B that the file replaces
@@ -307,6 +336,9 @@ class LoRA(Method):
         return self
 
 
+EXPERTS_SINCE = (0, 19)
+"""The version of PEFT whose layout of stacked experts is read and written here."""
+
 _READ_FIELDS: dict[str, Any] = dict.fromkeys(
     (
         "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path",
@@ -314,38 +346,31 @@ _READ_FIELDS: dict[str, Any] = dict.fromkeys(
         "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
         "fan_in_fan_out", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern",
         "init_lora_weights", "loftq_config", "eva_config", "megatron_core", "qalora_group_size",
-        "ensure_weight_tying",
+        "ensure_weight_tying", "target_parameters",
     ),
     ...,
 ) | {"bias": "none"}  # fmt: skip
 """Fields of PEFT's LoRA config that are acted on, or that say nothing about the tensors."""
 
 
-def peft_scales(
-    ranks: Mapping[str, int], scalings: Mapping[str, float], *, rslora: bool
-) -> dict[str, Any]:
-    """Return the config fields that give modules their ranks and scales.
-
-    Args:
-        ranks, scalings: By module path. rslora: scaling is alpha / sqrt(rank).
-    """
-    alphas = {
-        path: _integer_if_whole(scaling * (math.sqrt(ranks[path]) if rslora else ranks[path]))
-        for path, scaling in scalings.items()
-    }
-    rank, rank_pattern = _majority(ranks)
-    alpha, alpha_pattern = _majority(alphas)
-    patterns = {"rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern, "use_rslora": rslora}
-    used = {name: value for name, value in patterns.items() if value}
-    return {"r": rank, "lora_alpha": alpha, **used}
+def _check_rank(rank: int, path: str, shape: tuple[int, ...]) -> None:
+    if rank > min(shape):
+        raise TargetError(
+            f"rank {rank} is larger than the matrix of {path}",
+            found=f"its shape is {' x '.join(map(str, shape))}",
+            fix=f"Use a rank of at most {min(shape)}, or leave this layer out of the targets.",
+        )
 
 
-def _integer_if_whole(value: float) -> int | float:
-    nearest = round(value)
-    return nearest if math.isclose(value, nearest, rel_tol=1e-9) else value
-
-
-def _majority(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the commonest value, and the exceptions by path."""
-    common = Counter(values.values()).most_common(1)[0][0]
-    return common, {path: value for path, value in values.items() if value != common}
+def _check_layout(fields: Mapping[str, Any]) -> None:
+    """Refuse stacked experts in the layout of old PEFT: A and B of a square one look alike."""
+    version = re.match(r"(\d+)\.(\d+)", str(fields.get("peft_version")))
+    if fields.get("target_parameters") and not (
+        version and (int(version[1]), int(version[2])) >= EXPERTS_SINCE
+    ):
+        raise AdapterError(
+            "cannot tell the layout of the adapter's stacked experts",
+            found=f"peft_version: {shown(fields.get('peft_version'))}; before 0.19 rows and "
+            "columns were the other way round, which the file does not say",
+            fix="Merge it with the PEFT that it was made with.",
+        )

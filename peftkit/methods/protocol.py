@@ -1,22 +1,25 @@
 """The seam between methods and everything else.
 
-A method is a frozen config that says *where* it sits (`targets`) and *what* it puts there (`wrap`).
+A method is a frozen config that says *where* it sits (`sites`) and *what* it puts there (`wrap`).
 Freezing, saving, loading, disabling and merging are derived from the two, once, for all methods.
+One module of the model carries one adapter module, whatever number of its weights that adapts.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from peftkit.anatomy import find_places, is_linear
 from peftkit.config import Config
-from peftkit.errors import AdapterError
+from peftkit.errors import AdapterError, TargetError
+from peftkit.quant import weight_of
 from peftkit.strict_json import shown
-from peftkit.targets import Site
+from peftkit.targets import Site, resolve
 
 ADAPTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -29,7 +32,10 @@ class AdapterModule(nn.Module, ABC):
     Attributes:
         base: The frozen module, untouched: switching the adapter off gives it back to the bit.
         enabled: False while `Adapter.disabled()` holds.
+        kind: Which of `Method.kind_fields` lists this module; "" for none.
     """
+
+    kind = ""
 
     def __init__(self, base: nn.Module, site: Site) -> None:
         super().__init__()
@@ -67,16 +73,34 @@ class AdapterModule(nn.Module, ABC):
         """Return a foreign file's tensors with those added that it leaves to be made again."""
         return state
 
-    def merged_weight(self, weight: Tensor) -> Tensor:
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """Names of the base's stacks of expert weights that are adapted; () of a linear layer."""
+        return ()
+
+    def weights(self, base: nn.Module) -> dict[str, Tensor]:
+        """Return the weights to merge into, by parameter name: views, as merged_weight takes them.
+
+        Args:
+            base: This module's base, or the same layer of another copy of the model.
+        """
+        return {"weight": weight_of(base)}
+
+    def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
         """Return the weight that computes base and adapter at once.
 
         Args:
-            weight: (out, in) float32, the base's own.
+            weight: The base's own in float32: (out, in), or (experts, out, in).
+            name: Which of `weights`.
 
         Raises:
-            NotImplementedError: The method changes more than a weight; merge says so by name.
+            NotImplementedError: The method changes more than weights; merge says so by name.
         """
         raise NotImplementedError
+
+    def merged_bias(self, bias: Tensor) -> Tensor:
+        """Return the bias (out,) that goes with the merged weight; float32 both."""
+        return bias
 
 
 class Method(Config, ABC):
@@ -84,6 +108,14 @@ class Method(Config, ABC):
 
     peft_type: ClassVar[str]
     """PEFT's name of the file format."""
+    kind_fields: ClassVar[Mapping[str, str]] = {}
+    """Config fields that name the modules of one `AdapterModule.kind`, as a part of the targets."""
+    foreign_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields of PEFT's LoRA config that this method's has not."""
+    changes_bias: ClassVar[bool] = False
+    """Whether `AdapterModule.merged_bias` is another one."""
+    shared_names: ClassVar[tuple[str, ...]] = ()
+    """Tensors that belong to the adapter as a whole, not to one module."""
 
     type: str
     targets: tuple[str, ...] | str = "all-linear"
@@ -91,9 +123,48 @@ class Method(Config, ABC):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which the adapter is kept and trained, over any base."""
 
+    def sites(self, model: nn.Module) -> list[Site]:
+        """Return where the targets are in this model.
+
+        Raises:
+            TargetError: A target is not in it.
+        """
+        return resolve(model, self.targets)
+
+    def candidates(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
+        """Return the paths of all modules that it could sit on, each with its stacks of experts."""
+        stacks: dict[str, tuple[str, ...]] = {}
+        for place in find_places(model):
+            if place.parameter not in (None, "weight"):
+                stacks[place.path] = (*stacks.get(place.path, ()), str(place.parameter))
+        return {
+            path: stacks.get(path, ())
+            for path, module in model.named_modules()
+            if path in stacks or is_linear(module)
+        }
+
     @abstractmethod
     def wrap(self, base: nn.Module, site: Site) -> AdapterModule:
         """Build the adapter of one site; its tensors are set by `reset` or `load`."""
+
+    def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
+        """Build the adapter of one module's parameters.
+
+        Raises:
+            TargetError: The method has no form for them.
+        """
+        raise TargetError(
+            f"{self.type} cannot sit on stacked expert parameters",
+            found=f"{sites[0].path}: {', '.join(str(site.parameter) for site in sites)}",
+            fix="Leave the experts out of the targets, or use LoRA.",
+        )
+
+    def share(self, modules: Mapping[str, AdapterModule]) -> None:  # noqa: B027 - most share nothing
+        """Give all modules what they have in common."""
+
+    def shared(self, modules: Mapping[str, AdapterModule]) -> dict[str, Tensor]:
+        """Return what is saved of that, by name."""
+        return {}
 
     @abstractmethod
     def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:

@@ -9,13 +9,22 @@ from pydantic import Field
 
 from peftkit.errors import AdapterError, ConfigError, did_you_mean
 from peftkit.methods.dora import DoRA
+from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
+from peftkit.methods.norms import LNTuning
 from peftkit.methods.protocol import Method
+from peftkit.methods.vera import VeRA
 from peftkit.strict_json import shown
 
-METHODS: dict[str, type[Method]] = {"lora": LoRA, "dora": DoRA}
+METHODS: dict[str, type[Method]] = {
+    "lora": LoRA,
+    "dora": DoRA,
+    "ia3": IA3,
+    "vera": VeRA,
+    "ln_tuning": LNTuning,
+}
 
-AnyMethod = Annotated[LoRA | DoRA, Field(discriminator="type")]
+AnyMethod = Annotated[LoRA | DoRA | IA3 | VeRA | LNTuning, Field(discriminator="type")]
 
 
 def method_from_peft(fields: Mapping[str, Any]) -> Method:

@@ -22,6 +22,7 @@ from peftkit.train.config import TrainConfig
 from peftkit.train.evaluate import Evaluator
 from peftkit.train.identity import identity_of
 from peftkit.train.learner import Learner, NonFinite, StepFacts, Task
+from peftkit.train.memory import keep_freed_memory
 from peftkit.train.metrics import MetricsFile, Trackers, peak_bytes, perplexity, start_trackers
 from peftkit.train.model import device_name
 from peftkit.train.optim import learning_rate
@@ -136,6 +137,8 @@ class Run:
         device = self.ranks.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        else:
+            keep_freed_memory()
         self.ranks.wait()  # nobody writes before everybody has looked at the folder
         if resume is None:
             rng.seed_everything(self.config.seed, self.ranks.rank)

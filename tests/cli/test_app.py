@@ -20,11 +20,18 @@ COMMANDS: dict[str, list[str]] = {
     "generate": [
         "ADAPTER", "--prompt", "--base", "--max-new-tokens", "--temperature", "--seed", "--force",
     ],
-    "chat": ["ADAPTER", "--base", "--max-new-tokens", "--temperature", "--seed", "--force"],
+    "chat": [
+        "[ADAPTER]", "--adapter", "--base", "--max-new-tokens", "--temperature", "--seed",
+        "--force",
+    ],
     "eval": ["ADAPTER", "--data", "--base", "--force", "--json"],
     "merge": [
         "ADAPTER", "--out", "--base", "--dtype", "--force", "--from-quantized", "--overwrite",
     ],
+    "combine": [
+        "ADAPTER=WEIGHT...", "--out", "--method", "--rank", "--density", "--seed", "--force",
+    ],
+    "extract": ["--base", "--tuned", "--rank", "--out", "--targets", "--seed", "--force"],
     "export": [
         "ADAPTER", "--to", "--out", "--profile", "--base", "--dtype", "--rank", "--max-rank",
         "--force",
@@ -32,7 +39,7 @@ COMMANDS: dict[str, list[str]] = {
     "import": ["PATH", "--base", "--out", "--force"],
     "push": ["ADAPTER", "USER/NAME", "--private"],
     "pull": ["ID[@REVISION]", "--out", "--force"],
-    "inspect": ["ADAPTER|MODEL", "--json"],
+    "inspect": ["ADAPTER|MODEL", "OTHER", "--json"],
     "recipes ls": [],
     "recipes show": ["NAME"],
     "recipes cp": ["NAME", "DEST"],
@@ -214,7 +221,7 @@ def test_a_recipe_that_is_not_there_but_shipped_is_offered(peftkit: Run) -> None
     "command", [["generate", "--prompt", "hi"], ["chat"], ["merge", "--out", "merged"]]
 )
 def test_a_misspelt_adapter_is_told_before_torch_is_loaded(command: list[str]) -> None:
-    args = [command[0], "run/demo", *command[1:]]
+    args = [command[0], "./run/demo", *command[1:]]  # without the dot it is a name on the hub
     code = f"import sys; from peftkit_cli.app import run; c = run({args!r}); " + (
         "sys.exit(100 if 'torch' in sys.modules else c)"
     )
@@ -222,7 +229,7 @@ def test_a_misspelt_adapter_is_told_before_torch_is_loaded(command: list[str]) -
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("AdapterError: there is no adapter folder 'run/demo'.")
+    assert done.stderr.startswith("AdapterError: there is no adapter folder './run/demo'.")
 
 
 def test_an_adapter_near_to_a_misspelt_one_is_offered(peftkit: Run, tmp_path: Path) -> None:

@@ -168,3 +168,30 @@ def test_nothing_is_overwritten_without_force(mlx: Path, tmp_path: Path) -> None
     export_adapter(tmp_path / "one", mlx, to="peft", force=True)
     names = {path.name for path in mlx.iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors", "peftkit.json"}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("name", ["rslora-patterns", "patterns", "dora-patterns"])
+def test_mlx_lm_itself_computes_the_same(name: str, family: str, tmp_path: Path) -> None:
+    mx = pytest.importorskip("mlx.core", reason="mlx is not installed: pip install 'mlx[cpu]'")
+    pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install mlx-lm")
+    from mlx_lm.tuner.utils import load_adapters
+    from mlx_lm.utils import load_model
+
+    model, adapter = trained(family, METHODS[name])
+    expected = logits(model)
+    save_adapter(adapter, tmp_path / "one")
+    export_adapter(tmp_path / "one", tmp_path / "mlx", to="mlx")
+    adapter.detach()
+    model.save_pretrained(tmp_path / "base")
+    config = tmp_path / "base" / "config.json"
+    fields = json.loads(config.read_text())
+    # where transformers 5 no longer writes it, and mlx-lm looks for it
+    fields["rope_theta"] = fields["rope_parameters"]["rope_theta"]
+    config.write_text(json.dumps(fields))
+    mx.set_default_device(mx.cpu)
+    loaded = load_adapters(load_model(tmp_path / "base")[0], str(tmp_path / "mlx"))
+    loaded.eval()
+    out = torch.tensor(loaded(mx.array(IDS.tolist())).astype(mx.float32).tolist())
+    # float32 sums in another order; logits are of order one
+    torch.testing.assert_close(out, expected, atol=3e-5, rtol=0)

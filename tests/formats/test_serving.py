@@ -23,7 +23,7 @@ from tests.formats.test_mlx import logits, trained
 PATTERNS = LoRA(rank=4, alpha=8, rslora=True, rank_pattern={"o": 2, "layers.1.mlp.up_proj": 1})
 
 
-def change(folder: Path, fields: dict[str, Any] = {}, tensors: dict[str, Any] = {}) -> None:
+def change(folder: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> None:
     """Let a folder look as another tool could have written it."""
     (folder / "peftkit.json").unlink()
     config = folder / "adapter_config.json"

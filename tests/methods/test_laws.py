@@ -10,10 +10,13 @@ from peftkit.adapter import Adapter, attach
 from peftkit.errors import AdapterError, TargetError
 from peftkit.formats.peft import load_adapter, save_adapter
 from peftkit.methods.dora import DoRA
+from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
+from peftkit.methods.norms import LNTuning
 from peftkit.methods.protocol import Method
+from peftkit.methods.vera import VeRA
 from peftkit.quant import quantize_model
-from tests.families import FAMILIES
+from tests.families import ARCHITECTURES, FAMILIES
 
 METHODS: dict[str, Method] = {
     "lora": LoRA(rank=3, alpha=6),
@@ -25,8 +28,22 @@ METHODS: dict[str, Method] = {
     "olora": LoRA(rank=3, alpha=6, init="olora"),
     "dora": DoRA(rank=3, alpha=6),
     "dora-rslora": DoRA(rank=3, alpha=6, rslora=True),
+    "ia3": IA3(),
+    "vera": VeRA(rank=16, d_initial=1.0),
+    "vera-seed-only": VeRA(rank=16, d_initial=1.0, save_projection=False),
+    "ln-tuning": LNTuning(),
+    "experts": LoRA(rank=3, alpha=6),
+    "experts-up": LoRA(rank=3, alpha=6, targets=("expert_up", "q")),
+    "experts-patterns": LoRA(rank=3, alpha=6, rank_pattern={"expert_down": 2, "down_proj": 2}),
 }
-GRID = [(m, f, q) for m in METHODS for f in ("llama", "gpt2", "qwen2") for q in ("none", "nf4")]
+DENSE = [(m, f) for m in METHODS if "experts" not in m for f in ("llama", "gpt2", "qwen2")]
+EXPERTS = [
+    (m, f)
+    for m in METHODS
+    if "experts" in m
+    for f in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+]
+GRID = [(m, f, q) for m, f in DENSE + EXPERTS for q in ("none", "nf4")]
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -55,7 +72,7 @@ def cell(request: pytest.FixtureRequest) -> tuple[Method, nn.Module, Tensor]:
     """A method, a frozen base that it is not yet on, and the base's logits."""
     method, family, kind = request.param
     torch.manual_seed(0)
-    model = FAMILIES[family]().eval()
+    model = ARCHITECTURES[family]().eval()
     if kind != "none":
         quantize_model(model, kind, double_quant=True, compute_dtype=torch.float32)
     return METHODS[method], model, logits(model)

@@ -26,17 +26,17 @@ class Small(ToyTask):
         rows: int = 10**9,
         tokens: int = 10**9,
         *,
-        training: bool = True,
+        in_training: bool = True,
         error: BaseException | None = None,
     ) -> None:
-        self.rows, self.tokens, self.training = rows, tokens, training
+        self.rows, self.tokens, self.in_training = rows, tokens, in_training
         self.error = error or RuntimeError(CUDA)
         self.order: list[int] = []
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         height, width = batch["input_ids"].shape
         loss = super().loss_sum(model, batch)
-        if model.training == self.training and (height > self.rows or width > self.tokens):
+        if model.training == self.in_training and (height > self.rows or width > self.tokens):
             raise self.error
         if model.training:
             self.order += batch["input_ids"][:, 0].tolist()
@@ -139,7 +139,7 @@ def test_if_no_row_fits_the_error_says_so(tmp_path: Path) -> None:
 
 def test_an_evaluation_short_of_memory_shrinks_alone(tmp_path: Path) -> None:
     rows = make_rows(7, first=50)
-    task = Small(1, training=False)
+    task = Small(1, in_training=False)
     run = play(tmp_path / "a", task=task, eval_rows=rows, batch_size=4, gradient_accumulation=1)
     reference = play(tmp_path / "b", eval_rows=rows, batch_size=4, gradient_accumulation=1)
     (notice,) = run.notices
@@ -153,7 +153,7 @@ def test_an_evaluation_short_of_memory_shrinks_alone(tmp_path: Path) -> None:
 
 
 def test_an_eval_row_too_large_is_an_error(tmp_path: Path) -> None:
-    task = Small(tokens=4, training=False)
+    task = Small(tokens=4, in_training=False)
     run = play(tmp_path, task=task, eval_rows=make_rows(7, first=49))
     assert isinstance(run.error, RunError)
     assert "Rows of 4 tokens would fit." in str(run.error)

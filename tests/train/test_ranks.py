@@ -70,6 +70,11 @@ def work(folder: str, what: str, changes: dict[str, Any]) -> None:
         "is_main": run.result.is_main if run.result else None,
     }
     Path(folder, f"report-{rank}.json").write_text(json.dumps(report))
+    if run.error is None or isinstance(run.error, Interrupted):
+        other = Path(folder, f"report-{1 - int(rank)}.json")
+        until = time.monotonic() + 20  # who leaves first may cut off what the other still reads
+        while not other.exists() and time.monotonic() < until:
+            time.sleep(0.01)
     code = run.error.exit_code if isinstance(run.error, Interrupted) else int(bool(run.error))
     os._exit(code)  # leaving gloo in order would wait for a process that may be dead
 
@@ -84,6 +89,8 @@ def launch(folder: Path, what: str = "", **changes: Any) -> list[int | None]:
     """Run two processes as `accelerate launch --cpu --num_processes 2` would; return exit codes."""
     port = free_port()
     folder.mkdir(exist_ok=True)
+    for report in folder.glob("report-*.json"):
+        report.unlink()
     children = [
         start(
             work,

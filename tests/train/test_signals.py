@@ -25,11 +25,11 @@ BOTH = [signal.SIGINT, signal.SIGTERM]
 class Signalling(ToyTask):
     """Sends signals to its own process at the given calls, training and eval batches counted."""
 
-    def __init__(self, calls: dict[int, signal.Signals], *, training: bool = True) -> None:
-        self.calls, self.training, self.count = calls, training, 0
+    def __init__(self, calls: dict[int, signal.Signals], *, in_training: bool = True) -> None:
+        self.calls, self.in_training, self.count = calls, in_training, 0
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        if model.training == self.training:
+        if model.training == self.in_training:
             self.count += 1
             if self.count in self.calls:
                 os.kill(os.getpid(), self.calls[self.count])
@@ -90,7 +90,8 @@ def test_a_signal_within_an_evaluation_stops_it_and_the_resumed_run_makes_up_for
 ) -> None:
     rows = [Row((n, n + 1), (-100, n), "eval") for n in range(10)]
     reference = play(tmp_path / "a", eval_rows=rows)
-    task = Signalling({7: signal.SIGTERM}, training=False)  # in the second evaluation of 5 batches
+    # in the second evaluation of 5 batches
+    task = Signalling({7: signal.SIGTERM}, in_training=False)
     run = play(tmp_path / "b", task=task, eval_rows=rows)
     assert isinstance(run.error, Interrupted)
     assert task.count == 7, "the evaluation should have ended with the batch of the signal"

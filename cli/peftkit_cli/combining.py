@@ -1,0 +1,143 @@
+"""`peftkit combine`, `peftkit extract`: adapters made of adapters, and of full fine-tunes."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from peftkit.errors import AdapterError
+from peftkit_cli.arguments import adapter_folder, note
+
+Out = Annotated[
+    Path, typer.Option(metavar="DIR", help="A new folder for the adapter.", show_default=False)
+]
+Replace = Annotated[bool, typer.Option("--force", help="Replace the adapter in that folder.")]
+
+
+class Way(str, Enum):
+    """Names that --method takes."""
+
+    linear = "linear"
+    cat = "cat"
+    svd = "svd"
+    ties = "ties"
+    dare_linear = "dare_linear"
+    dare_ties = "dare_ties"
+    magnitude_prune = "magnitude_prune"
+
+
+def combine(
+    adapters: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ADAPTER=WEIGHT...",
+            help="Folders and the weight of each update: A=0.7 B=0.3",
+            show_default=False,
+        ),
+    ],
+    out: Out,
+    method: Annotated[
+        Way,
+        typer.Option(
+            help="linear and cat: the exact sum, at the lowest rank or with the ranks added up. "
+            "svd: the best of a rank. The others prune each update before they add them up."
+        ),
+    ] = Way.linear,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="R",
+            help="Of svd and the pruning methods; by default the largest of the adapters'.",
+            show_default=False,
+        ),
+    ] = None,
+    density: Annotated[
+        float | None,
+        typer.Option(
+            metavar="D",
+            help="Share of the entries that the pruning methods keep; by default 0.5.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of what the DARE methods drop.")] = 0,
+    force: Replace = False,
+) -> None:
+    """Combine adapters of one base into one. Prints the new adapter's folder."""
+    weighted = [_weighted(text) for text in adapters]
+    from peftkit.combine import combine as combine_adapters
+    from peftkit_cli.render import Renderer
+
+    with Renderer() as on_event:
+        combine_adapters(
+            weighted,
+            method.value,
+            out,
+            rank=rank,
+            density=density,
+            seed=seed,
+            force=force,
+            on_event=on_event,
+        )
+    typer.echo(out)
+    note(f"Next: peftkit chat '{out}'")
+
+
+def _weighted(text: str) -> tuple[Path, float]:
+    """Split ADAPTER=WEIGHT at its last equals sign."""
+    name, equals, number = text.rpartition("=")
+    if not equals or not name:
+        raise AdapterError(
+            f"'{text}' says no weight.", fix=f"Write an adapter's weight after it: {text}=1"
+        )
+    try:
+        weight = float(number)
+    except ValueError:
+        raise AdapterError(
+            f"the weight '{number}' of {name} is not a number.", fix=f"As in: {name}=0.5"
+        ) from None
+    return adapter_folder(name), weight
+
+
+def extract(
+    base: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL", help="The model that was tuned: folder or hub id.", show_default=False
+        ),
+    ],
+    tuned: Annotated[
+        str,
+        typer.Option(metavar="MODEL", help="The tuned model, likewise.", show_default=False),
+    ],
+    rank: Annotated[
+        int, typer.Option(min=1, metavar="R", help="Of the adapter.", show_default=False)
+    ],
+    out: Out,
+    targets: Annotated[
+        str,
+        typer.Option(metavar="ROLES", help="Roles, groups or names, with commas: q,v or ffn."),
+    ] = "all-linear",
+    seed: Annotated[int, typer.Option(help="Of the decompositions of large matrices.")] = 0,
+    force: Replace = False,
+) -> None:
+    """Make the best adapter of a rank out of a full fine-tune. Prints the adapter's folder."""
+    from peftkit.extract import extract as extract_adapter
+    from peftkit_cli.render import Renderer
+
+    with Renderer() as on_event:
+        extract_adapter(
+            base,
+            tuned,
+            rank,
+            out,
+            targets=[target.strip() for target in targets.split(",")],
+            seed=seed,
+            force=force,
+            on_event=on_event,
+        )
+    typer.echo(out)
+    note(f"Next: peftkit eval '{out}' --data FILE.jsonl, or peftkit chat '{out}'")

@@ -1,0 +1,90 @@
+"""Where an adapter sits, as PEFT's config says it: endings of modules and of stacked parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from peftkit.adapter import Adapter
+from peftkit.formats.endings import shortest_endings, targeted
+from peftkit.methods.protocol import AdapterModule
+from peftkit.targets import Site
+
+LAYERS = ("layers_to_transform", "exclude_modules")
+"""Fields by which a config takes modules out of its targets again."""
+
+
+PATTERNS = ("rank_pattern", "alpha_pattern")
+_TAKEN = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Module names that PEFT takes for the experts' in a model that has such."""
+
+
+def written_fields(adapter: Adapter) -> dict[str, Any]:
+    """Return the config fields of the adapter's method and targets."""
+    modules, method = adapter.modules, adapter.method
+    places = method.candidates(adapter.model)
+    as_weights = _as_weights(modules, places)
+    parameters = {f"{path}.{name}" for path, module in modules.items() for name in module.stacked}
+    parameters |= {f"{path}.weight" for path in as_weights}
+    kinds: dict[str, set[str]] = {"": set()} | {kind: set() for kind in method.kind_fields}
+    for path, module in modules.items():
+        if not module.stacked and path not in as_weights:
+            kinds[module.kind].add(path)
+    others = {path.removesuffix(".base") for path, _ in adapter.model.named_modules()}
+    others |= modules.keys()
+    endings = {kind: shortest_endings(paths, others - paths) for kind, paths in kinds.items()}
+    fields: dict[str, Any] = {"target_modules": sorted({e for es in endings.values() for e in es})}
+    fields |= {field: endings[kind] for kind, field in method.kind_fields.items()}
+    if parameters:
+        rest = {name.replace(".base.", ".") for name, _ in adapter.model.named_parameters()}
+        rest |= _stacks(places)
+        fields["target_parameters"] = shortest_endings(parameters, rest - parameters)
+    fields |= method.to_peft(modules)
+    for name in PATTERNS if as_weights else ():
+        if name in fields:
+            fields[name] = {
+                f"{path}.weight" if path in as_weights else path: value
+                for path, value in fields[name].items()
+            }
+    return fields
+
+
+def _as_weights(
+    modules: Mapping[str, AdapterModule], places: Mapping[str, tuple[str, ...]]
+) -> set[str]:
+    """Return the linear layers that PEFT finds by their parameter only.
+
+    In models with stacked experts it reads some names of modules as those of the experts, of the
+    time when these were modules too; the tensors of a linear layer are the same in both forms.
+    """
+    if not any(places.values()):
+        return set()
+    return {p for p, m in modules.items() if not m.stacked and p.rpartition(".")[2] in _TAKEN}
+
+
+def sites_of(
+    fields: Mapping[str, Any], places: Mapping[str, tuple[str, ...]], found: Collection[str]
+) -> list[Site]:
+    """Return the sites that a config of PEFT means, and those that have tensors all the same.
+
+    Args:
+        fields: The config.
+        places: Paths of all modules that could be meant, each with its stacks of experts.
+        found: Paths for which there are tensors.
+    """
+    stacks = set(targeted(sorted(_stacks(places)), fields.get("target_parameters")))
+    paths = set(found)
+    if not any(fields.get(key) for key in LAYERS):
+        paths |= set(targeted(places, fields.get("target_modules")))
+    named = fields.get("target_parameters")
+    paths |= {path for path in places if targeted([f"{path}.weight"], named)}
+    sites = []
+    for path, names in places.items():
+        sites += [Site(path, (), None, name) for name in names if f"{path}.{name}" in stacks]
+        if path in paths and not names:
+            sites.append(Site(path=path, roles=()))
+    return sites
+
+
+def _stacks(places: Mapping[str, tuple[str, ...]]) -> set[str]:
+    return {f"{path}.{name}" for path, names in places.items() for name in names}

@@ -1,0 +1,156 @@
+"""(IA)^3: y = l * (W x + b), and W (l * x) + b in feed-forward layers  (Liu et al., 2022,
+arXiv:2205.05638).
+
+The paper scales keys, values and the inner activations of the feed-forward part. The last are the
+input of its down projection, so that there the input is scaled. l starts at one.
+
+Shapes: `...` is any leading shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from peftkit.anatomy import linear_shape
+from peftkit.errors import AdapterError, TargetError
+from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, refuse_unknown
+from peftkit.patterns import fullmatches
+from peftkit.strict_json import shown
+from peftkit.targets import Site
+
+FEEDFORWARD = "feedforward"
+_L = "ia3_l"
+
+
+class IA3Linear(AdapterModule):
+    """A frozen linear layer whose output, or input, is scaled feature by feature.
+
+    Attributes:
+        ia3_l: (num_scaled,): the input's features, or the adapted output rows.
+    """
+
+    rows: Tensor | None
+
+    def __init__(
+        self, base: nn.Module, site: Site, *, feedforward: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__(base, site)
+        self.in_features, self.out_features = linear_shape(base)
+        self.kind = FEEDFORWARD if feedforward else ""
+        device = next((t.device for t in (*base.parameters(), *base.buffers())), None)
+        rows = torch.cat(list(site.rows.values())).to(device) if site.rows else None
+        num_scaled = self.in_features if feedforward else self.out_features
+        num_scaled = num_scaled if rows is None else len(rows)
+        self.ia3_l = nn.Parameter(torch.ones(num_scaled, dtype=dtype, device=device))
+        self.register_buffer("rows", rows, persistent=False)  # (num_scaled,) into the outputs
+
+    @property
+    def scales_input(self) -> bool:
+        """Whether l is applied before the weight."""
+        return self.kind == FEEDFORWARD
+
+    def full_l(self) -> Tensor:
+        """Return l of every feature: one where nothing is adapted."""
+        if self.rows is None:
+            return self.ia3_l
+        return self.ia3_l.new_ones(self.out_features).index_put((self.rows,), self.ia3_l)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.enabled:
+            return self.base(x, *args, **kwargs)
+        if self.scales_input:
+            return self.base((x * self.full_l()).to(x.dtype), *args, **kwargs)
+        out = self.base(x, *args, **kwargs)
+        return (out * self.full_l()).to(out.dtype)
+
+    def reset(self, generator: torch.Generator) -> None:
+        nn.init.ones_(self.ia3_l)
+
+    def state(self) -> dict[str, Tensor]:
+        return {_L: self.full_l().detach().view(self.state_shapes()[_L])}
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {_L: (1, self.in_features) if self.scales_input else (self.out_features, 1)}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        full = state[_L].flatten()
+        self.ia3_l.copy_(full if self.rows is None else full[self.rows.cpu()])
+        if torch.count_nonzero(full != 1) != torch.count_nonzero(self.ia3_l != 1):
+            raise AdapterError(
+                f"the adapter of {self.site.path} is not one of {', '.join(self.site.roles)}",
+                found="it scales rows of other roles",
+                fix="Load it as an adapter of the whole layer: target it by its module name.",
+            )
+
+    def _factor(self, like: Tensor) -> Tensor:
+        return self.full_l().detach().to(like.device, torch.float32)
+
+    def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
+        factor = self._factor(weight)
+        return weight * (factor if self.scales_input else factor[:, None])
+
+    def merged_bias(self, bias: Tensor) -> Tensor:
+        return bias if self.scales_input else bias * self._factor(bias)
+
+
+class IA3(Method):
+    """Learned scaling of keys, values and feed-forward activations."""
+
+    peft_type: ClassVar[str] = "IA3"
+    kind_fields: ClassVar[Mapping[str, str]] = {FEEDFORWARD: "feedforward_modules"}
+    changes_bias: ClassVar[bool] = True
+    foreign_fields: ClassVar[frozenset[str]] = frozenset(
+        {"bias", "layers_pattern", "layers_to_transform"}
+    )
+
+    type: Literal["ia3"] = "ia3"
+    targets: tuple[str, ...] | str = ("k", "v", "down")
+    """Roles (q, k, v, o, gate, up, down, ...), groups (attention, ffn, all-linear), or names."""
+    feedforward: tuple[str, ...] | str = Field(default=("down", "cross_down", "expert_down"))
+    """Roles or ends of module names whose input is scaled, not their output; or one regex."""
+
+    def wrap(self, base: nn.Module, site: Site) -> IA3Linear:
+        feedforward = self._is_feedforward(site)
+        if feedforward and site.rows:
+            raise TargetError(
+                f"ia3 cannot scale the input of a part of the fused layer {site.path}",
+                found=f"roles {', '.join(site.roles)} of it",
+                fix="Take these out of `feedforward`, or target the whole layer by its name.",
+            )
+        return IA3Linear(base, site, feedforward=feedforward, dtype=ADAPTER_DTYPES[self.dtype])
+
+    def _is_feedforward(self, site: Site) -> bool:
+        if isinstance(self.feedforward, str):
+            return bool(fullmatches(self.feedforward, [site.path]))
+        if site.roles and all(role in self.feedforward for role in site.roles):
+            return True
+        # PEFT's own rule, which takes no notice of dots
+        return any(site.path.endswith(ending) for ending in self.feedforward)
+
+    def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
+        return {"init_ia3_weights": True}
+
+    @classmethod
+    def from_peft(cls, fields: Mapping[str, Any]) -> Method:
+        refuse_unknown(fields, _READ_FIELDS, cls.peft_type)
+        named = fields.get("feedforward_modules")
+        if named is not None and not isinstance(named, str | list):
+            raise AdapterError("the adapter's config is not valid", found=shown(named))
+        return cls(feedforward=named if isinstance(named, str) else tuple(named or ()))
+
+
+_READ_FIELDS: dict[str, Any] = dict.fromkeys(
+    (
+        "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path",
+        "revision", "inference_mode", "runtime_config", "target_modules", "exclude_modules",
+        "feedforward_modules", "fan_in_fan_out", "init_ia3_weights",
+    ),
+    ...,
+) | {"bias": "none"}  # fmt: skip
+"""Fields of PEFT's IA3 config that are acted on, or that say nothing about the tensors."""

@@ -1,0 +1,128 @@
+"""LayerNorm tuning: the scales (and shifts) of normalisation layers are trained, nothing else
+(Zhao et al., 2023, arXiv:2312.11420).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.anatomy import walk
+from peftkit.errors import TargetError, did_you_mean
+from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, refuse_unknown
+from peftkit.targets import Site
+
+_NAME = "ln_tuning_layers."
+ALL = "norms"
+
+
+class TunedNorm(AdapterModule):
+    """A frozen normalisation layer that computes with trained copies of its weight and bias."""
+
+    def __init__(self, base: nn.Module, site: Site, *, dtype: torch.dtype) -> None:
+        super().__init__(base, site)
+        frozen = {name: p for name, p in base.named_parameters(recurse=False) if p is not None}
+        self.trained = nn.ParameterDict(
+            {name: nn.Parameter(p.detach().to(dtype, copy=True)) for name, p in frozen.items()}
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.enabled:
+            return self.base(*args, **kwargs)
+        own = dict(self.base.named_parameters(recurse=False))
+        used = {name: trained.to(own[name].dtype) for name, trained in self.trained.items()}
+        return torch.func.functional_call(self.base, used, args, kwargs)
+
+    def reset(self, generator: torch.Generator) -> None:
+        with torch.no_grad():
+            for name, frozen in self.base.named_parameters(recurse=False):
+                self.trained[name].copy_(frozen)
+
+    def state(self) -> dict[str, Tensor]:
+        return {_NAME + name: trained.detach() for name, trained in self.trained.items()}
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {_NAME + name: tuple(trained.shape) for name, trained in self.trained.items()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        for name, trained in self.trained.items():
+            trained.copy_(state[_NAME + name])
+
+    def weights(self, base: nn.Module) -> dict[str, Tensor]:
+        return {"weight": cast(Tensor, base.weight)}
+
+    def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
+        return self.trained[name].detach().to(weight.device, torch.float32)
+
+    def merged_bias(self, bias: Tensor) -> Tensor:
+        return self.merged_weight(bias, "bias")
+
+
+class LNTuning(Method):
+    """Training of the normalisation layers alone."""
+
+    peft_type: ClassVar[str] = "LN_TUNING"
+    changes_bias: ClassVar[bool] = True
+    foreign_fields: ClassVar[frozenset[str]] = frozenset(
+        {"bias", "fan_in_fan_out", "layers_pattern", "layers_to_transform"}
+    )
+
+    type: Literal["ln_tuning"] = "ln_tuning"
+    targets: tuple[str, ...] | str = ALL
+    """norms: every normalisation layer; or the ends of module names, with a shell's wildcards."""
+
+    def sites(self, model: nn.Module) -> list[Site]:
+        norms = self.candidates(model)
+        asked = [self.targets] if isinstance(self.targets, str) else list(self.targets)
+        found = {name: [path for path in norms if _names(path, name)] for name in asked}
+        failed = [name for name, paths in found.items() if not paths]
+        if failed or not asked:
+            leaves = sorted({path.rpartition(".")[2] for path in norms})
+            raise TargetError(
+                f"no normalisation layer matches {', '.join(map(repr, failed)) or 'no target'} "
+                f"in {type(model).__name__}.",
+                found=f"There are: {', '.join(leaves) or 'none'}. "
+                + did_you_mean(failed[0] if failed else "", [ALL, *leaves]),
+                fix=f"Use '{ALL}' for all of them.",
+            )
+        chosen = {path for paths in found.values() for path in paths}
+        return [Site(path=path, roles=()) for path in norms if path in chosen]
+
+    def candidates(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
+        return {path: () for path, module, _ in walk(model) if is_norm(module)}
+
+    def wrap(self, base: nn.Module, site: Site) -> TunedNorm:
+        return TunedNorm(base, site, dtype=ADAPTER_DTYPES[self.dtype])
+
+    def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def from_peft(cls, fields: Mapping[str, Any]) -> Method:
+        refuse_unknown(fields, _READ_FIELDS, cls.peft_type)
+        return cls()
+
+
+_READ_FIELDS: dict[str, Any] = dict.fromkeys(
+    (
+        "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path",
+        "revision", "inference_mode", "runtime_config", "target_modules", "exclude_modules",
+    ),
+    ...,
+)  # fmt: skip
+"""Fields of PEFT's config that are acted on, or that say nothing about the tensors."""
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Tell whether a module is a normalisation with a trainable scale: by its class's name."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.ndim == 1 and "norm" in type(module).__name__.lower()
+
+
+def _names(path: str, target: str) -> bool:
+    return target == ALL or fnmatchcase(path, target) or fnmatchcase(path, f"*.{target}")

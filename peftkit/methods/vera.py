@@ -1,0 +1,207 @@
+"""VeRA: y = W x + b * B (d * (A x))  (Kopiczko et al., 2023, arXiv:2310.11454).
+
+A and B are random, frozen, and one pair for the whole model, of which each layer takes the first
+columns of A and the first rows of B; only the vectors d and b are trained. b starts at zero.
+
+Shapes: r rank; widest in and out are those of the widest adapted layers; `...` is any leading
+shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from peftkit.anatomy import linear_shape
+from peftkit.errors import AdapterError
+from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, refuse_unknown
+from peftkit.targets import Site
+
+_B, _D = "vera_lambda_b", "vera_lambda_d"
+
+
+class Projections(nn.Module):
+    """The pair that all layers share, float32.
+
+    Attributes:
+        vera_A: (r, widest in). vera_B: (widest out, r).
+    """
+
+    vera_A: Tensor
+    vera_B: Tensor
+
+    def __init__(self, a: Tensor, b: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("vera_A", a, persistent=False)
+        self.register_buffer("vera_B", b, persistent=False)
+
+
+class VeRALinear(AdapterModule):
+    """A frozen linear layer plus a random update with trained scales.
+
+    Attributes:
+        vera_lambda_d: (r,). vera_lambda_b: (num_rows,): the adapted output rows.
+        projections: Given by `VeRA.share`.
+    """
+
+    rows: Tensor | None
+    projections: Projections
+
+    def __init__(
+        self,
+        base: nn.Module,
+        site: Site,
+        *,
+        rank: int,
+        dropout: float,
+        d_initial: float,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(base, site)
+        self.in_features, self.out_features = linear_shape(base)
+        self.rank, self.d_initial = rank, d_initial
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        device = next((t.device for t in (*base.parameters(), *base.buffers())), None)
+        rows = torch.cat(list(site.rows.values())).to(device) if site.rows else None
+        num_rows = self.out_features if rows is None else len(rows)
+        self.vera_lambda_d = nn.Parameter(torch.zeros(rank, dtype=dtype, device=device))
+        self.vera_lambda_b = nn.Parameter(torch.zeros(num_rows, dtype=dtype, device=device))
+        self.register_buffer("rows", rows, persistent=False)  # (num_rows,) into the outputs
+
+    def slices(self) -> tuple[Tensor, Tensor]:
+        """Return this layer's A (r, in) and B (out, r)."""
+        shared = self.projections
+        return shared.vera_A[:, : self.in_features], shared.vera_B[: self.out_features]
+
+    def full_b(self) -> Tensor:
+        """Return b of every output row: zero where nothing is adapted."""
+        if self.rows is None:
+            return self.vera_lambda_b
+        zeros = self.vera_lambda_b.new_zeros(self.out_features)
+        return zeros.index_put((self.rows,), self.vera_lambda_b)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = self.base(x, *args, **kwargs)
+        if not self.enabled:
+            return out
+        a, b = (part.to(out.dtype) for part in self.slices())
+        hidden = functional.linear(self.dropout(x).to(out.dtype), a)  # (..., r)
+        update = functional.linear(hidden * self.vera_lambda_d.to(out.dtype), b)  # (..., out)
+        return out + update * self.full_b().to(out.dtype)
+
+    def reset(self, generator: torch.Generator) -> None:
+        nn.init.constant_(self.vera_lambda_d, self.d_initial)
+        nn.init.zeros_(self.vera_lambda_b)
+
+    def state(self) -> dict[str, Tensor]:
+        return {_B: self.full_b().detach(), _D: self.vera_lambda_d.detach()}
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {_B: (self.out_features,), _D: (self.rank,)}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        full = state[_B]
+        self.vera_lambda_d.copy_(state[_D])
+        self.vera_lambda_b.copy_(full if self.rows is None else full[self.rows.cpu()])
+        if torch.count_nonzero(full) != torch.count_nonzero(self.vera_lambda_b):
+            raise AdapterError(
+                f"the adapter of {self.site.path} is not one of {', '.join(self.site.roles)}",
+                found="it scales rows of other roles",
+                fix="Load it as an adapter of the whole layer: target it by its module name.",
+            )
+
+    def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
+        a, b = (part.to(weight.device, torch.float32) for part in self.slices())
+        lambda_b, lambda_d = self.full_b().float(), self.vera_lambda_d.float()
+        left = lambda_b.to(weight.device)[:, None] * b
+        return torch.addmm(weight, left, lambda_d.to(weight.device)[:, None] * a)
+
+
+class VeRA(Method):
+    """Vector-based random matrix adaptation of linear layers."""
+
+    peft_type: ClassVar[str] = "VERA"
+    shared_names: ClassVar[tuple[str, ...]] = ("vera_A", "vera_B")
+
+    type: Literal["vera"] = "vera"
+    rank: int = Field(default=256, ge=1)
+    """Rank r of the random pair; larger than LoRA's, as it costs r values a layer."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Dropout on the input of A."""
+    d_initial: float = Field(default=0.1, gt=0)
+    """Start of d."""
+    projection_seed: int = Field(default=0, ge=0)
+    """Seed of the random pair."""
+    save_projection: bool = True
+    """Save the random pair too: larger files, which do not depend on torch's generator."""
+
+    def wrap(self, base: nn.Module, site: Site) -> VeRALinear:
+        return VeRALinear(
+            base,
+            site,
+            rank=self.rank,
+            dropout=self.dropout,
+            d_initial=self.d_initial,
+            dtype=ADAPTER_DTYPES[self.dtype],
+        )
+
+    def share(self, modules: Mapping[str, AdapterModule]) -> None:
+        layers = [module for module in modules.values() if isinstance(module, VeRALinear)]
+        generator = torch.Generator().manual_seed(self.projection_seed)
+        a = _kaiming((self.rank, max(layer.in_features for layer in layers)), generator)
+        b = _kaiming((max(layer.out_features for layer in layers), self.rank), generator)
+        device = layers[0].vera_lambda_d.device
+        projections = Projections(a.to(device), b.to(device))
+        for layer in layers:
+            layer.projections = projections
+
+    def shared(self, modules: Mapping[str, AdapterModule]) -> dict[str, Tensor]:
+        first = next(iter(modules.values()), None)
+        if not self.save_projection or not isinstance(first, VeRALinear):
+            return {}
+        return {"vera_A": first.projections.vera_A, "vera_B": first.projections.vera_B}
+
+    def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
+        return {
+            "r": self.rank,
+            "vera_dropout": self.dropout,
+            "d_initial": self.d_initial,
+            "projection_prng_key": self.projection_seed,
+            "save_projection": self.save_projection,
+        }
+
+    @classmethod
+    def from_peft(cls, fields: Mapping[str, Any]) -> Method:
+        refuse_unknown(fields, _READ_FIELDS, cls.peft_type)
+        return cls(
+            rank=fields.get("r", 256),
+            dropout=fields.get("vera_dropout", 0.0),
+            d_initial=fields.get("d_initial", 0.1),
+            projection_seed=fields.get("projection_prng_key", 0),
+            save_projection=fields.get("save_projection", True),
+        )
+
+
+def _kaiming(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Draw as torch's kaiming_uniform_ does, on the CPU, so that a seed means one pair."""
+    bound = math.sqrt(3.0) * (math.sqrt(2.0) / math.sqrt(shape[1]))
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+_READ_FIELDS: dict[str, Any] = dict.fromkeys(
+    (
+        "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path",
+        "revision", "inference_mode", "runtime_config", "target_modules", "exclude_modules",
+        "layers_to_transform", "layers_pattern", "fan_in_fan_out", "r", "vera_dropout",
+        "d_initial", "projection_prng_key", "save_projection", "init_weights",
+    ),
+    ...,
+) | {"bias": "none"}  # fmt: skip
+"""Fields of PEFT's VeRA config that are acted on, or that say nothing about the tensors."""

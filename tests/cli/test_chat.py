@@ -1,0 +1,134 @@
+"""`peftkit chat` with several adapters: named, switched, compared."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+
+from peftkit.adapter import attach
+from peftkit.bank import open_bank
+from peftkit.base import load_base
+from peftkit.formats.peft import Provenance, save_adapter
+from peftkit.generate import default_style, generate
+from peftkit.methods.lora import LoRA
+from tests.cli.conftest import Run
+
+ASKED = "what is the lazy?"
+
+
+@pytest.fixture(scope="session")
+def two(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[str, Path]:
+    """Two adapters that say something else than the base, and than each other."""
+    base, folder = load_base(str(model_folder), dtype="fp32"), tmp_path_factory.mktemp("two")
+    paths = {}
+    for seed, name in enumerate(("json", "sql")):
+        adapter = attach(base.model, LoRA(rank=2, targets=("q", "o", "down")), seed=seed)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in adapter.parameters():
+                parameter += 0.3 * torch.randn_like(parameter)
+        known = Provenance(
+            base=base.name,
+            fingerprint=base.fingerprint,
+            loading={"dtype": "fp32"},
+            prompt_style=default_style(base.tokenizer),
+        )
+        paths[name] = save_adapter(adapter, folder / name, known)
+        adapter.detach()
+    return paths
+
+
+@pytest.fixture
+def options(two: dict[str, Path]) -> list[str]:
+    named = [part for name, path in two.items() for part in ("--adapter", f"{name}={path}")]
+    return [*named, "--max-new-tokens", "5"]
+
+
+@pytest.fixture
+def answers(two: dict[str, Path]) -> dict[str, str]:
+    """What each says to ASKED, asked alone."""
+    bank = open_bank(two)
+    found = {}
+    for name in (*bank.names, None):
+        with bank.use(name):
+            (found[name or "base"],) = generate(
+                bank.base.model, bank.base.tokenizer, ASKED, max_new_tokens=5
+            )
+    assert len(set(found.values())) == 3
+    return found
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    monkeypatch.setattr("sys.stdin", StringIO("".join(line + "\n" for line in lines)))
+
+
+def test_adapters_are_switched_by_name(
+    peftkit: Run,
+    options: list[str],
+    answers: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    typed(
+        monkeypatch,
+        *(ASKED, "/reset", "/adapter sql", ASKED, "/reset", "/base", ASKED, "/reset"),
+        *("/adapter", ASKED, "/reset", "/adapter jsn", ASKED, "/base x", "/quit", ASKED),
+    )
+    done = peftkit("chat", *options)
+    assert done.code == 0, done.err
+    said = [answers[name] for name in ("json", "sql", "base", "sql", "sql")]
+    assert done.out == "".join(f"{text}\n" for text in said)
+    assert "There is no adapter jsn. Did you mean 'json'?" in done.err
+    assert "/base takes nothing after it" in done.err
+
+
+def test_compare_lets_all_answer(
+    peftkit: Run,
+    options: list[str],
+    answers: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    typed(monkeypatch, "/compare", f"/compare {ASKED}", "/reset", ASKED, "/compare")
+    done = peftkit("chat", *options)
+    assert done.code == 0, done.err
+    each = "".join(f"[{name}] {text}\n" for name, text in answers.items())
+    assert done.out == each + f"{answers['json']}\n" + each
+    assert "nothing to compare" in done.err
+
+
+def test_the_conversation_goes_on_with_the_current_ones_answer(
+    two: dict[str, Path], answers: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from peftkit_cli.conversation import Conversation
+
+    talk = Conversation(open_bank(two), max_new_tokens=5, temperature=0.0, seed=None)
+    talk.take("/adapter sql")
+    talk.take(f"/compare {ASKED}")
+    assert [m["content"] for m in talk.history] == [ASKED, answers["sql"]]
+    talk.take("/compare")
+    assert len(talk.history) == 2
+    assert capsys.readouterr().out.count("[json]") == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ([], "Give one as `peftkit chat ADAPTER`"),
+        (["{json}", "--adapter", "a={json}"], "which adapters to talk with is not clear"),
+        (["--adapter", "{json}"], "is not NAME=ADAPTER"),
+        (["--adapter", "a="], "is not NAME=ADAPTER"),
+        (["--adapter", "base={json}"], "'base' is the bare base"),
+        (["--adapter", "a={json}", "--adapter", "a={sql}"], "two voices would be named 'a'"),
+        (["--adapter", "a/b={json}"], "'a/b' cannot be the name"),
+        (["--adapter", "..={json}"], "'..' cannot be the name"),
+        (["--adapter", "a={json}x"], "Did you mean 'json'?"),
+    ],
+)
+def test_what_is_wrong_is_told_with_exit_code_2(
+    args: list[str], told: str, two: dict[str, Path], peftkit: Run
+) -> None:
+    done = peftkit("chat", *(arg.format(**two) for arg in args))
+    assert (done.code, done.out) == (2, "")
+    assert told in done.err

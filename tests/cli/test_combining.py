@@ -1,0 +1,127 @@
+"""combine, extract and the comparing half of inspect, as commands."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from peftkit.formats.low_rank import LowRank, read_low_rank, save_low_rank
+from peftkit.formats.peft import Provenance
+from tests.cli.conftest import Run
+from tests.families import FAMILIES
+
+PATH = "model.layers.0.self_attn.q_proj"
+
+
+def save(folder: Path, seed: int, origin: Provenance | None = None) -> LowRank:
+    generator = torch.Generator().manual_seed(seed)
+    draw = [torch.randn(shape, generator=generator) for shape in ((2, 32), (32, 2))]
+    update = LowRank(draw[0], draw[1], 0.5)
+    save_low_rank({PATH: update}, folder, origin or Provenance("tiny"))
+    return update
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> list[LowRank]:
+    """Two adapters in the folders a and lr=1, and one on another base in other."""
+    save(tmp_path / "other", 3, Provenance("huge"))
+    return [save(tmp_path / "a", 1), save(tmp_path / "lr=1", 2)]
+
+
+def test_combine_writes_an_adapter_and_prints_its_folder(
+    adapters: list[LowRank], peftkit: Run, tmp_path: Path
+) -> None:
+    done = peftkit("combine", "a=0.7", "lr=1=-3e-1", "--method", "cat", "--out", "c")
+    assert (done.code, done.out) == (0, "c\n")
+    assert "peftkit chat 'c'" in done.err
+    one, two = adapters
+    expected = 0.7 * one.delta() - 0.3 * two.delta()
+    torch.testing.assert_close(read_low_rank(tmp_path / "c")[1][PATH].delta(), expected)
+    done = peftkit("combine", "a=1", "lr=1=1", "--method", "svd", "--rank", 1, "--out", "d")
+    assert re.search(r"Rank 1 keeps \d+\.\d\d% of the combined update", done.err)
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["a", "--out", "c"], "AdapterError: 'a' says no weight.\n  Write .*: a=1"),
+        (["a=half", "--out", "c"], "AdapterError: the weight 'half' of a is not a number."),
+        (["a=nan", "--out", "c"], "AdapterError: the weight of a is nan"),
+        (["b=1", "--out", "c"], "AdapterError: there is no adapter folder 'b'."),
+        (["a=1", "other=1", "--out", "c"], "different bases\n  a: tiny\n  other: huge"),
+        (["a=1", "--method", "tie", "--out", "c"], "'--method': .*'tie' is not one of 'linear'"),
+        (["a=1", "--rank", "4", "--out", "c"], "linear takes no rank"),
+        (["a=1", "--out", "a"], "OutputError: .*\n  It is one of those that are read"),
+        (["a=1", "--out", "other"], "OutputError: .*\n  It holds an adapter.\n  .*--force"),
+        (["a=1", "--out", "a/adapter_config.json"], "OutputError: .*\n  It is no folder"),
+    ],
+)
+def test_combine_refuses_what_is_wrong(
+    args: list[str], told: str, adapters: list[LowRank], peftkit: Run, tmp_path: Path
+) -> None:
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    done = peftkit("combine", *args)
+    assert (done.code, done.out) == (2, "")
+    assert re.search(told, done.err), done.err
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_extract_writes_an_adapter_and_prints_what_it_keeps(
+    model_folder: Path, tokenizer: PreTrainedTokenizerFast, peftkit: Run, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    tuned = FAMILIES["llama"]()
+    with torch.no_grad():
+        tuned.get_parameter(f"{PATH}.weight").add_(torch.ones(32, 1) @ torch.rand(1, 32))
+        tuned.get_parameter("model.norm.weight").mul_(1.5)
+    tuned.save_pretrained("tuned")
+    args = ["extract", "--base", model_folder, "--tuned", "tuned", "--rank", 1, "--out", "x"]
+    done = peftkit(*args)
+    assert (done.code, done.out) == (0, "x\n"), done.err
+    assert "It keeps 100.00% of the update of its layers" in done.err
+    assert re.search(r"not kept: model\.norm\.weight +│? *1 ", done.err), done.err
+    assert peftkit(*args).code == 2
+    assert peftkit(*args, "--force", "--targets", "q,v").code == 0
+    wrong = peftkit(*args, "--force", "--targets", "q,w")
+    assert wrong.code == 2
+    assert "TargetError: no linear layer matches target 'w'" in wrong.err
+
+
+def test_inspect_shows_norms_and_how_two_adapters_differ(
+    adapters: list[LowRank], peftkit: Run, tmp_path: Path
+) -> None:
+    found = json.loads(peftkit("inspect", "a", "--json").out)
+    (update,) = found["updates"]
+    assert (update["role"], update["num_layers"], update["rank"]) == ("q", 1, 2)
+    assert update["norm"] == pytest.approx(float(adapters[0].delta().norm()))
+    assert "effective rank" in peftkit("inspect", "a").out
+    both = json.loads(peftkit("inspect", "a", "other", "--json").out)
+    assert both["facts"]["base"] == ["tiny", "huge"]
+    assert abs(both["all"]["cosine"]) < 0.5
+    assert "Both hold the same numbers." not in peftkit("inspect", "a", "lr=1").out
+    same = peftkit("inspect", "a", "a")
+    assert (same.code, same.err) == (0, "")
+    assert "Both hold the same numbers." in same.out
+    assert "1.000" in same.out
+    wrong = peftkit("inspect", "a", "b")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert wrong.err.startswith("AdapterError: there is no adapter folder 'b'.")
+
+
+def test_inspect_tells_why_an_update_cannot_be_measured(
+    adapters: list[LowRank], peftkit: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "a" / "peftkit.json").unlink()
+    config = tmp_path / "a" / "adapter_config.json"
+    config.write_text(
+        config.read_text().replace('"init_lora_weights": true', '"init_lora_weights": "pissa"')
+    )
+    done = peftkit("inspect", "a")
+    assert done.code == 0
+    assert "No norms of its updates: " in done.err
+    assert "init_lora_weights: pissa" in done.err

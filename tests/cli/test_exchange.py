@@ -1,0 +1,151 @@
+"""export, import, push and pull: what they print, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from peftkit.formats.low_rank import read_low_rank
+from peftkit.formats.peft import Provenance, save_adapter
+from peftkit.methods.dora import DoRA
+from peftkit.methods.lora import LoRA
+from tests.cli.conftest import Run, environment
+from tests.formats.hub_server import Hub, running_hub
+from tests.formats.test_mlx import base_folder, trained
+
+
+@pytest.fixture
+def adapter(peftkit: Run, tmp_path: Path) -> Path:
+    _, attached = trained("llama", LoRA(rank=4, targets=("q", "v")))
+    save_adapter(attached, tmp_path / "json", Provenance(base="org/base"))
+    return Path("json")
+
+
+def test_mlx_there_and_back(adapter: Path, peftkit: Run, tmp_path: Path) -> None:
+    base = base_folder("llama", tmp_path / "base")
+    done = peftkit("export", adapter, "--to", "mlx", "--out", "my mlx")
+    assert (done.code, done.out) == (0, "my mlx\n")
+    assert "mlx_lm.generate --model org/base --adapter-path 'my mlx' --prompt" in done.err
+    done = peftkit("import", "my mlx", "--base", base, "--out", "back")
+    assert (done.code, done.out) == (0, "back\n")
+    assert read_low_rank(tmp_path / "back")[1].keys() == read_low_rank(tmp_path / "json")[1].keys()
+
+
+def test_gguf_there_and_back(adapter: Path, peftkit: Run, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the extra peftkit[gguf] is not installed")
+    base = base_folder("llama", tmp_path / "base")
+    done = peftkit("export", adapter, "--to", "gguf", "--base", base, "--out", "a.gguf")
+    assert (done.code, done.out) == (0, "a.gguf\n"), done.err
+    assert "llama-server -m BASE.gguf --lora a.gguf" in done.err
+    modelfile = f"'FROM ./BASE.gguf' 'ADAPTER {tmp_path / 'a.gguf'}' > Modelfile && ollama create"
+    assert modelfile in done.err
+    done = peftkit("import", "a.gguf", "--base", base, "--out", "back")
+    assert (done.code, done.out) == (0, "back\n"), done.err
+    assert read_low_rank(tmp_path / "back")[1].keys() == read_low_rank(tmp_path / "json")[1].keys()
+
+
+def test_serving_says_how_to_serve_and_what_a_lower_rank_loses(adapter: Path, peftkit: Run) -> None:
+    args = ("export", adapter, "--to", "peft", "--profile", "serving", "--out", "served")
+    done = peftkit(*args)
+    assert done.code == 0
+    command = "vllm serve org/base --enable-lora --max-lora-rank 8 --lora-modules served=served"
+    assert f"vLLM: {command}" in done.err
+    done = peftkit(*args, "--force", "--rank", 1, "--max-rank", 1)
+    assert done.code == 0
+    assert "Rank 1: 4 layers reduced; relative error of their updates " in done.err
+    assert "--max-lora-rank 1 " in done.err
+
+
+def test_dora_cannot_be_served_and_is_exit_code_2(peftkit: Run, tmp_path: Path) -> None:
+    _, attached = trained("llama", DoRA(rank=2, targets=("q",)))
+    save_adapter(attached, tmp_path / "dora")
+    done = peftkit("export", "dora", "--to", "peft", "--profile", "serving", "--out", "served")
+    assert (done.code, done.out) == (2, "")
+    assert "layers.1.self_attn.q_proj.lora_magnitude_vector: the magnitude of DoRA" in done.err
+    assert "What helps: merge it" in done.err
+
+
+def test_a_taken_place_is_left_alone_without_force(adapter: Path, peftkit: Run) -> None:
+    args = ("export", adapter, "--to", "peft", "--out", "out")
+    assert peftkit(*args).code == 0
+    before = {path: path.read_bytes() for path in Path("out").iterdir()}
+    done = peftkit(*args, "--dtype", "bf16")
+    assert (done.code, done.out) == (2, "")
+    assert "--force" in done.err
+    assert {path: path.read_bytes() for path in Path("out").iterdir()} == before
+    assert peftkit(*args, "--dtype", "bf16", "--force").code == 0
+    _, modules = read_low_rank("out")
+    assert {str(module.a.dtype) for module in modules.values()} == {"torch.bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("export", "json", "--to", "mlx", "--out", "x", "--profile", "serving"), "--to peft"),
+        (("export", "json", "--to", "mlx", "--out", "x", "--dtype", "q8_0"), "no dtype q8_0"),
+        (("export", "json", "--to", "onnx", "--out", "x"), "'peft', 'gguf', 'mlx'"),
+        (("export", "nothing", "--to", "mlx", "--out", "x"), "no adapter folder 'nothing'"),
+        (("import", "nothing", "--base", "base", "--out", "x"), "There is no such file or folder"),
+        (("import", "json", "--base", "./base", "--out", "x"), "no base model './base'"),
+        (("push", "json", "../x"), "names no repository"),
+        (("push", "json", "me/x"), "HF_HUB_OFFLINE is set"),
+        (("pull", "/etc/passwd", "--out", "x"), "names no repository"),
+        (("pull", "me/x", "--out", "x"), "not in the cache"),
+        (("chat", "me/x"), "there is no folder 'me/x' here, and the adapter me/x cannot be had"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(
+    args: tuple[str, ...], told: str, adapter: Path, peftkit: Run
+) -> None:
+    done = peftkit(*args)
+    assert (done.code, done.out) == (2, "")
+    assert told in done.err
+    assert not Path("x").exists()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with running_hub() as running:
+        yield running
+
+
+def test_pushed_by_one_process_and_pulled_by_another(
+    hub: Hub, adapter: Path, tmp_path: Path
+) -> None:
+    env = environment() | {
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_OFFLINE": "0",
+        "TRANSFORMERS_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_TOKEN": "hf_test",
+    }
+
+    def call(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "peftkit_cli", *args],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    pushed = call("push", "json", "me/json", "--private")
+    assert pushed.returncode == 0, pushed.stderr
+    commit = hub.repos["me/json"].main
+    assert pushed.stdout == f"{hub.url}/me/json/commit/{commit}\n"
+    pulled = call("pull", f"me/json@{commit}", "--out", "pulled")
+    assert (pulled.returncode, pulled.stdout) == (0, "pulled\n"), pulled.stderr
+    assert json.loads((tmp_path / "pulled" / "pulled.json").read_text())["commit"] == commit
+    for name in ("adapter_model.safetensors", "peftkit.json"):
+        assert (tmp_path / "pulled" / name).read_bytes() == (tmp_path / "json" / name).read_bytes()
+    exported = call("export", "me/json", "--to", "mlx", "--out", "mlx")
+    assert exported.returncode == 0, exported.stderr
+    assert sorted(os.listdir(tmp_path / "mlx")) == ["adapter_config.json", "adapters.safetensors"]

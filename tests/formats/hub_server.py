@@ -1,0 +1,187 @@
+"""A model hub on the loopback: the few endpoints that huggingface_hub calls, in memory."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+
+class Repo:
+    """A repository: its commits, each a name-to-bytes mapping."""
+
+    def __init__(self, private: bool = False) -> None:
+        self.private = private
+        self.commits: dict[str, dict[str, bytes]] = {}
+        self.main = self.commit({})
+
+    def commit(self, files: dict[str, bytes]) -> str:
+        """Add a commit on the main branch."""
+        digest = hashlib.sha1(repr((len(self.commits), sorted(files))).encode()).hexdigest()
+        self.commits[digest] = files
+        self.main = digest
+        return digest
+
+
+class Hub:
+    """All repositories, what was asked, and how the next requests fail.
+
+    Attributes:
+        requests: "METHOD /path" of each request, in order.
+        failing: Beginning of a request to the status that answers it.
+        blobs: Large files by their sha256, uploaded and not yet in a commit or so.
+    """
+
+    def __init__(self) -> None:
+        self.repos: dict[str, Repo] = {}
+        self.requests: list[str] = []
+        self.failing: dict[str, int] = {}
+        self.blobs: dict[str, bytes] = {}
+        self.url = ""
+
+
+def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Stay quiet."""
+
+        def answer(
+            self, content: Any = None, status: int = 200, headers: dict[str, str] | None = None
+        ) -> None:
+            data = content if isinstance(content, bytes) else json.dumps(content or {}).encode()
+            self.send_response(status)
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
+            if "Content-Length" not in (headers or {}):
+                self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(data)
+
+        def missing(self, code: str, status: int = 404) -> None:
+            self.answer({"error": code}, status, {"X-Error-Code": code})
+
+        def handle_one(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            body = self.rfile.read(length)
+            path = unquote(urlsplit(self.path).path)
+            asked = f"{self.command} {path}"
+            hub.requests.append(asked)
+            for start, status in hub.failing.items():
+                if asked.startswith(start):
+                    self.answer({"error": "told to fail"}, status)
+                    return
+            parts = path.strip("/").split("/")
+            if parts[:2] == ["api", "validate-yaml"]:
+                self.answer()
+            elif parts[:3] == ["api", "repos", "create"]:
+                self.create(json.loads(body))
+            elif parts[:2] == ["api", "models"]:
+                self.model("/".join(parts[2:4]), parts[4:], body)
+            elif "info/lfs" in path:
+                self.lfs(json.loads(body))
+            elif parts[0] == "upload":
+                hub.blobs[parts[1]] = body
+                self.answer()
+            else:
+                self.resolve("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
+
+        do_GET = do_HEAD = do_POST = do_PUT = handle_one
+
+        def create(self, asked: dict[str, Any]) -> None:
+            name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+            hub.repos[name] = Repo(asked.get("visibility") == "private")
+            self.answer({"url": f"{hub.url}/{name}", "id": name, "name": name})
+
+        def model(self, name: str, rest: list[str], body: bytes) -> None:
+            repo = hub.repos.get(name)
+            if repo is None:
+                self.missing("RepoNotFound")
+            elif not rest or rest[0] == "revision":
+                self.info(repo, name, rest[1] if rest else "main")
+            elif rest[0] == "preupload":
+                self.preupload(json.loads(body))
+            elif rest[0] == "commit":
+                self.commit(repo, name, body)
+
+        def info(self, repo: Repo, name: str, revision: str) -> None:
+            commit = repo.main if revision == "main" else revision
+            if commit not in repo.commits:
+                self.missing("RevisionNotFound")
+                return
+            files = repo.commits[commit]
+            siblings = [{"rfilename": n, "size": len(data)} for n, data in files.items()]
+            self.answer({"id": name, "sha": commit, "private": repo.private, "siblings": siblings})
+
+        def preupload(self, asked: dict[str, Any]) -> None:
+            files = [
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["path"].endswith("safetensors") else "regular",
+                    "shouldIgnore": False,
+                }
+                for file in asked["files"]
+            ]
+            self.answer({"files": files})
+
+        def lfs(self, asked: dict[str, Any]) -> None:
+            objects = [
+                {**o, "actions": {"upload": {"href": f"{hub.url}/upload/{o['oid']}"}}}
+                for o in asked["objects"]
+            ]
+            self.answer({"transfer": "basic", "objects": objects})
+
+        def commit(self, repo: Repo, name: str, body: bytes) -> None:
+            files = dict(repo.commits[repo.main])
+            for line in body.splitlines():
+                item = json.loads(line)
+                value = item["value"]
+                if item["key"] == "file":
+                    files[value["path"]] = base64.b64decode(value["content"])
+                elif item["key"] == "lfsFile":
+                    files[value["path"]] = hub.blobs[value["oid"]]
+                elif item["key"] == "deletedFile":
+                    del files[value["path"]]
+            commit = repo.commit(files)
+            url = f"{hub.url}/{name}/commit/{commit}"
+            self.answer({"commitUrl": url, "commitOid": commit, "success": True})
+
+        def resolve(self, name: str, revision: str, file: str) -> None:
+            repo = hub.repos.get(name)
+            if repo is None:
+                self.missing("RepoNotFound")
+                return
+            commit = repo.main if revision == "main" else revision
+            data = repo.commits[commit].get(file)
+            if data is None:
+                self.missing("EntryNotFound")
+                return
+            etag = hashlib.sha256(data).hexdigest()
+            headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit}
+            self.answer(data, headers=headers)
+
+    return Handler
+
+
+@contextmanager
+def running_hub() -> Iterator[Hub]:
+    """Serve a hub on a free port of the loopback."""
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,250 @@
+"""Adapters to a hub and back, against a hub on the loopback."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from peftkit.errors import AdapterError, OutputError
+from peftkit.events import Event, Notice
+from peftkit.formats.folder import adapter_folder
+from peftkit.formats.hub import FILES, pull_adapter, push_adapter, resolve_adapter
+from peftkit.formats.hub_id import HubId, is_hub_id, parse_hub_id
+from peftkit.formats.low_rank import read_low_rank
+from peftkit.formats.peft import Provenance, save_adapter
+from peftkit.methods.lora import LoRA
+from tests.formats.hub_server import Hub, Repo, running_hub
+from tests.formats.test_mlx import trained
+
+NAME = "me/json"
+# how huggingface_hub uploads a large file
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub that this process is logged in to, and an empty cache."""
+    # A process that a user starts finds these in its environment.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    with running_hub() as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        yield running
+        huggingface_hub.close_session()
+    assert threading.active_count() < 10
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """What a run leaves: an adapter and much that is nobody else's business."""
+    _, adapter = trained("llama", LoRA(rank=2, targets=("q", "v")))
+    folder = save_adapter(adapter, tmp_path / "run", Provenance(base="org/base"))
+    (folder / "recipe.yaml").write_text("base: {model: org/base}\n")
+    (folder / "metrics.jsonl").write_text('{"secret": 1}\n')
+    (folder / "checkpoints" / "step-1").mkdir(parents=True)
+    (folder / "checkpoints" / "step-1" / "adapter_model.safetensors").write_text("x")
+    (folder / ".env").write_text("TOKEN=x")
+    return folder
+
+
+def test_pushed_and_pulled_it_is_the_same(hub: Hub, run_folder: Path, tmp_path: Path) -> None:
+    done = push_adapter(run_folder, NAME, private=True)
+    repo = hub.repos[NAME]
+    assert repo.private
+    assert repo.main == done.commit
+    assert len(repo.commits) == 2  # the empty one, and a single one of ours
+    assert set(repo.commits[repo.main]) == set(FILES) == set(done.files)
+    pulled = pull_adapter(NAME, tmp_path / "pulled")
+    assert pulled.commit == done.commit
+    for name in set(FILES) - {"README.md"}:
+        assert (tmp_path / "pulled" / name).read_bytes() == (run_folder / name).read_bytes()
+    record = json.loads((tmp_path / "pulled" / "pulled.json").read_text())
+    assert record == {"hub_id": NAME, "revision": None, "commit": done.commit}
+    file, _ = read_low_rank(tmp_path / "pulled")
+    assert file.provenance.base == "org/base"
+
+
+def test_a_revision_is_pinned(hub: Hub, run_folder: Path, tmp_path: Path) -> None:
+    first = push_adapter(run_folder, NAME).commit
+    (run_folder / "recipe.yaml").unlink()
+    second = push_adapter(run_folder, NAME).commit
+    assert first != second
+    assert "recipe.yaml" not in hub.repos[NAME].commits[second]  # it is not of this adapter
+    pull_adapter(f"{NAME}@{first}", tmp_path / "old")
+    assert (tmp_path / "old" / "recipe.yaml").exists()
+    assert json.loads((tmp_path / "old" / "pulled.json").read_text())["revision"] == first
+    with pytest.raises(AdapterError, match="no such revision"):
+        pull_adapter(f"{NAME}@nowhere", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_adapter_can_be_named_by_its_hub_id(
+    hub: Hub, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = push_adapter(run_folder, NAME).commit
+    folder = adapter_folder(NAME)
+    assert folder.name == commit
+    read_low_rank(folder)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    hub.requests.clear()
+    assert resolve_adapter(NAME) == folder  # out of the cache
+    assert hub.requests == []
+    with pytest.raises(AdapterError, match="not in the cache"):
+        resolve_adapter("me/other")
+
+
+def test_only_the_files_of_an_adapter_come_down(hub: Hub, run_folder: Path, tmp_path: Path) -> None:
+    push_adapter(run_folder, NAME)
+    files = hub.repos[NAME].commits[hub.repos[NAME].main]
+    hub.repos[NAME].commit(files | {"evil.py": b"1/0", "adapter_model.bin": b"x", "a/b.json": b""})
+    hub.requests.clear()
+    pull_adapter(NAME, tmp_path / "pulled")
+    names = {path.name for path in (tmp_path / "pulled").iterdir()}
+    assert names == {*FILES, "pulled.json"}
+    assert not [asked for asked in hub.requests if "evil" in asked or ".bin" in asked]
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "a\\..\\x", "C:x"])
+def test_a_listing_that_leads_out_of_the_folder_is_refused(
+    name: str, hub: Hub, run_folder: Path, tmp_path: Path
+) -> None:
+    push_adapter(run_folder, NAME)
+    repo = hub.repos[NAME]
+    repo.commit(repo.commits[repo.main] | {name: b"x"})
+    with pytest.raises(AdapterError, match="leads out of the folder"):
+        pull_adapter(NAME, tmp_path / "pulled")
+    assert not (tmp_path / "pulled").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({}, "it holds nothing"),
+        ({"adapter_config.json": b"{}", "adapter_model.bin": b"x"}, "A pickle can run code"),
+        ({"config.json": b"{}", "model.safetensors": b"x"}, "a whole model"),
+        (
+            {
+                "adapter_config.json": b'{"peft_type": "LORA"}',
+                "adapter_model.safetensors": b"<html>",
+            },
+            "web page",
+        ),
+        (
+            {"adapter_config.json": b"[", "adapter_model.safetensors": b"\x80\x04x"},
+            "a pickle",
+        ),
+        ({"adapter_config.json": b"x" * (5 << 20), "adapter_model.safetensors": b"x"}, "limit"),
+    ],
+)
+def test_what_is_no_adapter_never_appears(
+    files: dict[str, bytes], told: str, hub: Hub, tmp_path: Path
+) -> None:
+    hub.repos[NAME] = Repo()
+    hub.repos[NAME].commit(files)
+    with pytest.raises(AdapterError, match=told):
+        pull_adapter(NAME, tmp_path / "pulled")
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == []
+
+
+def test_a_folder_that_is_taken_is_not_asked_for(
+    hub: Hub, run_folder: Path, tmp_path: Path
+) -> None:
+    push_adapter(run_folder, NAME)
+    pull_adapter(NAME, tmp_path / "pulled")
+    hub.requests.clear()
+    with pytest.raises(OutputError):
+        pull_adapter(NAME, tmp_path / "pulled")
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("failing", "status", "told"),
+    [
+        ("GET /api/models/me/json", 401, "Log in|not valid"),
+        ("POST /api/repos/create", 403, "no right"),
+        ("PUT /upload", 403, "no right"),
+        ("POST /api/models/me/json/commit", 403, "no right"),
+        ("POST /api/models/me/json/commit", 412, "changed the repository"),
+    ],
+)
+def test_a_push_that_fails_leaves_nothing(
+    failing: str, status: int, told: str, hub: Hub, run_folder: Path
+) -> None:
+    hub.failing[failing] = status
+    with pytest.raises(OutputError, match=told) as error:
+        push_adapter(run_folder, NAME)
+    assert error.value.exit_code == 2
+    assert all(not files for repo in hub.repos.values() for files in repo.commits.values())
+
+
+def test_a_public_repository_is_not_taken_for_a_private_one(hub: Hub, run_folder: Path) -> None:
+    hub.repos[NAME] = Repo(private=False)
+    with pytest.raises(OutputError, match="is public"):
+        push_adapter(run_folder, NAME, private=True)
+    assert len(hub.repos[NAME].commits) == 1
+
+
+def test_without_a_token_nothing_is_asked(
+    hub: Hub, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(OutputError, match=r"not logged in(.|\n)*hf auth login"):
+        push_adapter(run_folder, NAME)
+    assert hub.requests == []
+
+
+def test_a_damaged_adapter_does_not_go_up(hub: Hub, run_folder: Path) -> None:
+    (run_folder / "adapter_model.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(AdapterError):
+        push_adapter(run_folder, NAME)
+    assert hub.requests == []
+
+
+def test_a_base_that_only_this_machine_has_is_said(hub: Hub, tmp_path: Path) -> None:
+    _, adapter = trained("llama", LoRA(rank=2, targets=("q",)))
+    save_adapter(adapter, tmp_path / "run", Provenance(base="/home/me/base"))
+    said: list[Event] = []
+    push_adapter(tmp_path / "run", NAME, on_event=said.append)
+    assert any(isinstance(e, Notice) and "/home/me/base" in e.text for e in said)
+
+
+def test_no_repository_and_no_network_are_told_apart(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AdapterError, match="no such repository"):
+        pull_adapter("me/nothing", tmp_path / "x")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens
+    with pytest.raises(AdapterError, match=r"cannot be reached(.|\n)*HF_ENDPOINT"):
+        pull_adapter(NAME, tmp_path / "x")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(AdapterError, match="not in the cache"):
+        pull_adapter(NAME, tmp_path / "x")
+    _, adapter = trained("llama", LoRA(rank=2, targets=("q",)))
+    save_adapter(adapter, tmp_path / "run")
+    with pytest.raises(OutputError, match="HF_HUB_OFFLINE is set"):
+        push_adapter(tmp_path / "run", NAME)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x", "a/b/c", "../x", "a/..", "/etc/x", "a/b@", "a/b@../x", "a\\b/c", "a/b c", "a/.b", ""],
+)
+def test_what_names_no_repository_is_refused(text: str) -> None:
+    assert not is_hub_id(text)
+    with pytest.raises(AdapterError, match="names no repository"):
+        parse_hub_id(text)
+
+
+def test_a_path_is_not_taken_for_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_id("runs/demo")
+    assert parse_hub_id("runs/demo@refs/pr/1") == HubId("runs/demo", "refs/pr/1")
+    (tmp_path / "runs").mkdir()
+    assert not is_hub_id("runs/demo")
