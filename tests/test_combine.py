@@ -30,7 +30,7 @@ BASE = Provenance(
     prompt_style=Style("chat"),
 )  # fmt: skip
 EASY = settings(
-    max_examples=25, deadline=None, derandomize=True,
+    max_examples=25, deadline=None, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 

@@ -19,18 +19,20 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     # Ground: no part of the house knows less.
-    ("errors", "events", "roles", "kernels/"),
+    ("errors", "events", "roles", "fingerprint", "kernels/"),
     ("strict_json", "strict_yaml"),
-    ("config_words", "grammar", "layouts", "tensor_header"),
+    ("config_words", "grammar", "layouts", "locate", "patterns", "tensor_header"),
     ("config", "files", "anatomy"),
+    ("audit",),
     # Parts that know nothing of each other.
     ("quant", "targets", "data/", "train/"),
+    ("pretrained",),
     # What is composed of parts.
     ("base", "methods/", "tasks/", "banked"),
     ("adapter",),
     ("formats/",),
     # Whole stories.
-    ("generate", "combining/"),
+    ("generate", "combining/", "merging/"),
     ("bank", "recipe", "evaluate", "merge", "plan", "sharing", "combine", "extract", "compare"),
     ("__init__",),
     ("cli/",),
@@ -44,10 +46,10 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "triton": ("kernels/",),
     "accelerate": ("train/",),
     "datasets": ("data/load",),
-    "transformers": ("base", "tasks/", "generate"),
+    "transformers": ("base", "pretrained", "tasks/", "generate"),
     "gguf": ("formats/gguf", "formats/gguf_names"),  # the optional extra; imported when called
     "huggingface_hub": ("formats/hub",),
-    "safetensors": ("formats/", "merge", "train/checkpoint"),
+    "safetensors": ("formats/", "merging/"),
     "pydantic": ("config", "config_words", "methods/", "data/", "train/", "base", "recipe"),
     "yaml": ("config", "strict_yaml"),
     "typer": ("cli/",),

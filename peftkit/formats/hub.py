@@ -38,13 +38,11 @@ from peftkit.formats.card import CARD, Card, adapter_usage, render_card
 from peftkit.formats.guard import MAX_PAYLOAD_BYTES, check_safetensors, read_tensors
 from peftkit.formats.hub_id import HubId, parse_hub_id
 from peftkit.formats.peft import CONFIG, NOTES, TENSORS, AdapterFile, read_adapter
-from peftkit.formats.staged import new_adapter_folder
+from peftkit.formats.staged import ORIGIN, new_adapter_folder
 from peftkit.strict_json import shown
 
 FILES = (CONFIG, TENSORS, CARD, NOTES, "recipe.yaml")
 NEEDED = (CONFIG, TENSORS)
-ORIGIN = "pulled.json"
-"""Says where a pulled adapter comes from."""
 _MAX_BYTES = {TENSORS: MAX_PAYLOAD_BYTES}
 _MAX_TEXT_BYTES = 4 << 20
 _LOG_IN = "Log in with: hf auth login (or set HF_TOKEN)."

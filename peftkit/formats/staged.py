@@ -15,8 +15,13 @@ from peftkit.formats.peft import CONFIG, NOTES, TENSORS
 
 RUN_FILES = ("checkpoints", "recipe.yaml", "metrics.jsonl")
 """What a training run leaves beside its adapter, and would no longer be true of another one."""
+ORIGIN = "pulled.json"
+"""Says where an adapter was pulled from: its recipe.yaml came with it, and is no run's."""
 
-ADAPTER_FILES = (TENSORS, "adapters.safetensors", NOTES, "README.md", "pulled.json")
+ADAPTER_FILES = (
+    *(TENSORS, "adapters.safetensors", NOTES),
+    *("README.md", "recipe.yaml", ORIGIN),
+)
 """What is true of the adapter that is replaced, in any format, and not of the new one."""
 
 
@@ -64,13 +69,18 @@ def check_free(out: Path, *, force: bool, sources: Sequence[Path] = ()) -> None:
     names = sorted(path.name for path in out.iterdir())
     if not names:
         return
-    if CONFIG not in names or (run := [name for name in RUN_FILES if name in names]):
+    if CONFIG not in names or (run := _left_by_run(names)):
         held = "a training run's " + ", ".join(run) if CONFIG in names else ", ".join(names[:5])
         raise OutputError(asked, found=f"It holds {held}.", fix=other)
     if not force:
         raise OutputError(
             asked, found="It holds an adapter.", fix="Choose another folder, or add --force."
         )
+
+
+def _left_by_run(names: Sequence[str]) -> list[str]:
+    pulled = ORIGIN in names
+    return [n for n in RUN_FILES if n in names and not (pulled and n == "recipe.yaml")]
 
 
 def _replace(folder: Path, out: Path) -> None:

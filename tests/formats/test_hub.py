@@ -162,6 +162,10 @@ def test_a_folder_that_is_taken_is_not_asked_for(
     with pytest.raises(OutputError):
         pull_adapter(NAME, tmp_path / "pulled")
     assert hub.requests == []
+    (run_folder / "recipe.yaml").unlink()
+    push_adapter(run_folder, NAME)
+    pull_adapter(NAME, tmp_path / "pulled", force=True)
+    assert not (tmp_path / "pulled" / "recipe.yaml").exists()  # it was the other one's
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,12 @@ from peftkit.errors import AdapterError
 from peftkit.formats.endings import shortest_endings
 from peftkit.formats.peft import load_adapter, save_adapter
 from peftkit.methods.dora import DoRA
+from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
-from tests.families import FAMILIES
+from peftkit.methods.norms import LNTuning
+from peftkit.methods.protocol import Method
+from peftkit.methods.vera import VeRA
+from tests.families import ARCHITECTURES, FAMILIES
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name
@@ -47,24 +51,74 @@ OURS = {
     "dora": DoRA(rank=4, alpha=8, targets=ROLES),
     "dora-rslora": DoRA(rank=4, alpha=8, targets=ROLES, rslora=True),
     "dora-patterns": DoRA(rank=4, alpha=8, targets=ROLES, rank_pattern={"o": 2}),
+    "ia3": IA3(),
+    "ia3-outputs": IA3(targets=("q", "v", "up"), feedforward=()),
+    "vera": VeRA(rank=8, targets=("q", "v", "down")),
+    "vera-seed-only": VeRA(rank=8, targets=("k", "down"), projection_seed=3, save_projection=False),
+    "ln-tuning": LNTuning(),
+    "ln-tuning-some": LNTuning(targets=("input_layernorm",)),
+}
+OURS_FUSED = {
+    "lora-qv": LoRA(rank=4, alpha=8, targets=("q", "v")),
+    "lora-qkv": LoRA(rank=4, alpha=8, targets=("q", "k", "v")),
+    "lora-o-up": LoRA(rank=4, alpha=8, targets=("o", "up")),
+    "ia3": IA3(),
+    "vera": VeRA(rank=8, targets=("q", "v")),
+    "ln-tuning": LNTuning(),
+}
+OURS_EXPERTS = {
+    "all-linear": LoRA(rank=3, alpha=6),
+    "experts": LoRA(rank=3, alpha=6, targets=("experts",)),
+    "one-role": LoRA(rank=3, alpha=6, targets=("expert_up", "q")),
+    "rslora": LoRA(rank=3, alpha=6, rslora=True, targets=("experts",)),
+    "patterns": LoRA(
+        rank=3,
+        alpha=6,
+        rank_pattern={"expert_down": 2, "down_proj": 2, "gate_proj": 5},
+        alpha_pattern={"o": 5},
+    ),
 }
 COMMON: dict[str, Any] = {
     "r": 4,
     "lora_alpha": 8,
     "target_modules": ["q_proj", "v_proj", "down_proj"],
 }
-THEIRS: dict[str, dict[str, Any]] = {
-    "lora": {},
-    "rslora": {"use_rslora": True},
-    "dora": {"use_dora": True},
-    "patterns": {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"layers.0.self_attn.q_proj": 3}},
-    "pissa": {"init_lora_weights": "pissa"},
-    "olora": {"init_lora_weights": "olora"},
-    "gaussian": {"init_lora_weights": "gaussian"},
-    "regex": {"target_modules": r".*layers\.1.*(q_proj|up_proj)"},
-    "some-layers": {"layers_to_transform": [1], "layers_pattern": "layers"},
-    "without": {"exclude_modules": ["layers.0.mlp.down_proj"]},
+IN = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
+THEIRS: dict[str, peft.PeftConfig] = {
+    name: peft.LoraConfig(**(COMMON | fields))
+    for name, fields in {
+        "lora": {},
+        "rslora": {"use_rslora": True},
+        "dora": {"use_dora": True},
+        "patterns": {
+            "rank_pattern": {"v_proj": 2},
+            "alpha_pattern": {"layers.0.self_attn.q_proj": 3},
+        },
+        "pissa": {"init_lora_weights": "pissa"},
+        "olora": {"init_lora_weights": "olora"},
+        "gaussian": {"init_lora_weights": "gaussian"},
+        "regex": {"target_modules": r".*layers\.1.*(q_proj|up_proj)"},
+        "some-layers": {"layers_to_transform": [1], "layers_pattern": "layers"},
+        "without": {"exclude_modules": ["layers.0.mlp.down_proj"]},
+    }.items()
+} | {
+    "ia3": peft.IA3Config(**IN, feedforward_modules=["down_proj"]),
+    "ia3-regex": peft.IA3Config(**IN, feedforward_modules=r".*\.1\.mlp\.down_proj"),
+    "vera": peft.VeraConfig(**IN, r=8),
+    "vera-other-seed": peft.VeraConfig(**IN, r=8, projection_prng_key=5),
+    "ln-tuning": peft.LNTuningConfig(target_modules=["input_layernorm", "model.norm"]),
 }
+THEIRS_EXPERTS: dict[str, dict[str, Any]] = {
+    "both": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    "down": {"target_parameters": ["experts.down_proj"], "target_modules": []},
+    "rslora": {"target_parameters": ["mlp.experts.gate_up_proj"], "use_rslora": True},
+    "patterns": {
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        "rank_pattern": {"experts.down_proj": 2},
+        "alpha_pattern": {"gate_up_proj": 5},
+    },
+}
+MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -87,38 +141,60 @@ def base() -> nn.Module:
     return FAMILIES["llama"]().eval()
 
 
+@pytest.mark.filterwarnings("ignore:Specified to not save vera_A")
 @pytest.mark.parametrize("name", OURS)
 def test_peft_computes_the_same_from_our_file(name: str, base: nn.Module, tmp_path: Path) -> None:
-    theirs = copy.deepcopy(base)
-    adapter = attach(base, OURS[name])
-    nudge(base)
-    save_adapter(adapter, tmp_path)
-    assert not torch.allclose(logits(base), logits(theirs), atol=1e-3)
-    loaded = peft.PeftModel.from_pretrained(theirs, tmp_path).eval()
-    torch.testing.assert_close(logits(loaded), logits(base), atol=TOLERANCE, rtol=0)
+    check_writing(base, OURS[name], tmp_path)
 
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_we_compute_the_same_from_their_file(name: str, base: nn.Module, tmp_path: Path) -> None:
+    check_reading(base, copy.deepcopy(THEIRS[name]), tmp_path)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("name", THEIRS_EXPERTS)
+def test_we_compute_the_same_from_their_experts(name: str, family: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    fields = {"r": 4, "lora_alpha": 8, "target_modules": ["o_proj"]} | THEIRS_EXPERTS[name]
+    check_reading(ARCHITECTURES[family]().eval(), peft.LoraConfig(**fields), tmp_path)
+
+
+def check_reading(base: nn.Module, config: peft.PeftConfig, folder: Path) -> None:
     ours = copy.deepcopy(base)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", **(COMMON | THEIRS[name]))
+    config.task_type = "CAUSAL_LM"
     theirs = peft.get_peft_model(base, config).eval()
     nudge(theirs)
-    theirs.save_pretrained(tmp_path)
-    load_adapter(ours, tmp_path)
+    theirs.save_pretrained(folder)
+    load_adapter(ours, folder)
     torch.testing.assert_close(logits(ours), logits(theirs), atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("roles", [("q", "v"), ("q", "k", "v"), ("o", "up")])
-def test_peft_computes_the_same_from_roles_of_a_fused_layer(
-    roles: tuple[str, ...], tmp_path: Path
-) -> None:
+@pytest.mark.filterwarnings("ignore:Specified to not save vera_A")
+def test_the_random_pair_is_made_again_from_its_seed(base: nn.Module, tmp_path: Path) -> None:
+    config = peft.VeraConfig(**IN, r=8, projection_prng_key=11, save_projection=False)
+    check_reading(base, config, tmp_path)
+
+
+@pytest.mark.parametrize("name", OURS_FUSED)
+def test_peft_computes_the_same_from_roles_of_a_fused_layer(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = FAMILIES["gpt2"]().eval()
-    theirs = copy.deepcopy(model)
-    adapter = attach(model, LoRA(rank=4, alpha=8, targets=roles))
+    check_writing(FAMILIES["gpt2"]().eval(), OURS_FUSED[name], tmp_path)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("name", OURS_EXPERTS)
+def test_peft_computes_the_same_from_our_experts(name: str, family: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    check_writing(ARCHITECTURES[family]().eval(), OURS_EXPERTS[name], tmp_path)
+
+
+def check_writing(base: nn.Module, method: Method, tmp_path: Path) -> None:
+    model, theirs = base, copy.deepcopy(base)
+    adapter = attach(model, method)
     nudge(model)
     save_adapter(adapter, tmp_path)
+    assert not torch.allclose(logits(model), logits(theirs), atol=1e-3)
     loaded = peft.PeftModel.from_pretrained(theirs, tmp_path).eval()
     torch.testing.assert_close(logits(loaded), logits(model), atol=TOLERANCE, rtol=0)
 

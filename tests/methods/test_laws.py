@@ -7,15 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import Adapter, attach
-from peftkit.errors import AdapterError, TargetError
+from peftkit.errors import AdapterError, MergeError, TargetError
 from peftkit.formats.peft import load_adapter, save_adapter
+from peftkit.merging.fold import Tally, merge_dequantized, merge_into
 from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.methods.norms import LNTuning
 from peftkit.methods.protocol import Method
 from peftkit.methods.vera import VeRA
-from peftkit.quant import quantize_model
+from peftkit.quant import QuantizedLinear, quantize_model
 from tests.families import ARCHITECTURES, FAMILIES
 
 METHODS: dict[str, Method] = {
@@ -134,6 +135,23 @@ def test_an_adapter_without_our_notes_loads_the_same(cell, tmp_path) -> None:
     load_adapter(model, tmp_path)
     # PiSSA's and OLoRA's start is subtracted within one product of twice the rank: other rounding
     torch.testing.assert_close(logits(model), trained, atol=1e-5, rtol=0)
+
+
+def test_merged_is_the_same_as_base_and_adapter(cell) -> None:
+    method, model, _ = cell
+    adapter = attach(model, method)
+    train_a_little(adapter)
+    trained, modules = logits(model), list(adapter.modules.values())
+    quantized = any(isinstance(module.base, QuantizedLinear) or module.stacked for module in modules)
+    if quantized and any("nf4" in name for name, _ in model.named_parameters()):
+        with pytest.raises(MergeError, match="is quantised"):
+            merge_into(adapter)
+        model = merge_dequantized(adapter, torch.float32, tally=Tally())
+    else:
+        assert merge_into(adapter) is model
+    # one product where there were two: float32 sums in another order
+    torch.testing.assert_close(logits(model), trained, atol=2e-5, rtol=0)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_a_second_adapter_on_one_model_is_refused(cell) -> None:
