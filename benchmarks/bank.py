@@ -151,7 +151,11 @@ def agree(args: argparse.Namespace, bank: AdapterBank, theirs: Any, ids: Tensor)
             alone.append(logits(bank.base.model, ids[row : row + 1]))
     apart = disagreement(mixed, torch.cat(alone))
     from_theirs = disagreement(mixed, logits(theirs, ids, adapter_names=names))
-    print(f"logits: mixed against alone {apart:.1e}, against PEFT's mixed {from_theirs:.1e}")
+    effect = disagreement(mixed, logits(bank.base.model, ids))
+    print(
+        f"logits: the adapters move them by {effect:.2f}; mixed against alone {apart:.1e}, "
+        f"against PEFT's mixed {from_theirs:.1e}"
+    )
     if max(apart, from_theirs) > TOLERANCES[args.dtype]:
         print(f"that is more than {TOLERANCES[args.dtype]}: no speed is told")
         return False

@@ -30,8 +30,11 @@ from peftkit.merging.agreement import agreement
 from peftkit.merging.fold import Tally, merge_into
 from peftkit.merging.stream import plan_stream
 from peftkit.methods.dora import DoRA
+from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
+from peftkit.methods.norms import LNTuning
 from peftkit.methods.protocol import AdapterModule, Method
+from peftkit.methods.vera import VeRA
 from peftkit.quant import quantize_model
 from tests.families import FAMILIES
 
@@ -45,6 +48,9 @@ METHODS: dict[str, Method] = {
     "patterns": LoRA(rank=4, alpha=8, rank_pattern={"o": 2}, alpha_pattern={"v": 5}),
     "pissa": LoRA(rank=4, alpha=8, init="pissa"),
     "dora": DoRA(rank=4, alpha=8),
+    "ia3": IA3(),
+    "vera": VeRA(rank=8, targets=("q", "v")),
+    "ln-tuning": LNTuning(),
 }
 
 
@@ -111,8 +117,10 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [(f, m) for f in ("llama", "gpt2", "phi3") for m in METHODS] + [("mixtral", "lora")],
+)
 def test_merged_computes_what_base_and_adapter_compute(
     saved: Saver, family: str, method: str
 ) -> None:
@@ -396,8 +404,10 @@ def test_tensors_that_do_not_fit_the_base_are_refused(saved: Saver) -> None:
 # ------------------------------------------------------------------------------ live models
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [(f, m) for f in ("llama", "gpt2", "phi3") for m in METHODS] + [("mixtral", "lora")],
+)
 def test_merged_into_a_live_model_computes_the_same(family: str, method: str) -> None:
     model = FAMILIES[family]().eval()
     classes = [type(module) for module in model.modules()]

@@ -34,7 +34,7 @@ def test_every_package_is_packed(pyproject: dict[str, Any]) -> None:
 def test_run_time_dependencies_are_the_agreed_ones(pyproject: dict[str, Any]) -> None:
     names = {re.split(r"[<>=]", text)[0] for text in pyproject["project"]["dependencies"]}
     assert names == {
-        "torch", "transformers", "bitsandbytes", "accelerate", "datasets",
+        "torch", "transformers", "bitsandbytes", "accelerate", "datasets", "huggingface_hub",
         "safetensors", "pydantic", "PyYAML", "typer", "rich",
     }  # fmt: skip
 

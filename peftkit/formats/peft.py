@@ -24,8 +24,8 @@ from peftkit.data.encode import Style
 from peftkit.errors import AdapterError
 from peftkit.files import sha256_of, write_json, write_tensors
 from peftkit.formats.endings import ANY, check_targets, shortest_endings, targeted, unmatched
-from peftkit.formats.places import sites_of, written_fields
 from peftkit.formats.guard import read_json, read_tensors
+from peftkit.formats.places import sites_of, written_fields
 from peftkit.methods.protocol import Method
 from peftkit.methods.table import METHODS, method_from_peft
 from peftkit.strict_json import shown
@@ -244,7 +244,11 @@ def load_adapter(
             fix="Give the right base with --base, or load it all the same with --force.",
         )
     tensors = named_tensors(file.folder)
-    adapter = attach(model, file.method, sites=_sites(file, tensors, model))
+    sites, method = _sites(file, tensors, model), file.method
+    if not file.made_here:  # saved again, it says where it sits
+        paths = tuple(dict.fromkeys(site.path for site in sites))
+        method = method.model_copy(update={"targets": paths})
+    adapter = attach(model, method, sites=sites)
     try:
         _check_config(file, adapter)
         if not file.made_here:

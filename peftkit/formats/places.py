@@ -26,7 +26,7 @@ def written_fields(adapter: Adapter) -> dict[str, Any]:
     as_weights = _as_weights(modules, places)
     parameters = {f"{path}.{name}" for path, module in modules.items() for name in module.stacked}
     parameters |= {f"{path}.weight" for path in as_weights}
-    kinds: dict[str, set[str]] = {"": set()} | {kind: set() for kind in method.kind_fields}
+    kinds: dict[str, set[str]] = {kind: set() for kind in ("", *method.kind_fields)}
     for path, module in modules.items():
         if not module.stacked and path not in as_weights:
             kinds[module.kind].add(path)

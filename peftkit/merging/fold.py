@@ -115,9 +115,7 @@ def merge_into(
 
 
 @torch.no_grad()
-def _fold(
-    module: AdapterModule, layer: nn.Module, dtype: torch.dtype | None, tally: Tally
-) -> None:
+def _fold(module: AdapterModule, layer: nn.Module, dtype: torch.dtype | None, tally: Tally) -> None:
     """Write what a module computes into the weights of a layer, and into its bias.
 
     Args:

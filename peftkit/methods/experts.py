@@ -16,119 +16,22 @@ Shapes: E experts, r rank, R = r times the roles of a fused stack, S routed toke
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from peftkit.anatomy import is_transposed, stacked_shape
 from peftkit.errors import AdapterError, TargetError
+from peftkit.kernels.stacked import AdaptedStack, NoProductError
 from peftkit.methods.protocol import AdapterModule
+from peftkit.strict_json import shown
 from peftkit.targets import Site
 
-_GROUPED_MM = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
-_ALIGNED = 8
-"""grouped_mm on GPUs takes matrices whose rows are multiples of 16 bytes."""
-
-
-class _NoProductError(Exception):
-    """Names an operation that adapted experts are not for."""
-
-
-class AdaptedStack:
-    """W + B A, of one expert or of many, as something to multiply with; the sum is never formed.
-
-    Attributes:
-        weight: As the model keeps it: (..., out, in), or (..., in, out) if `flipped`.
-        a, b: (..., R, in), (..., out, R); scaled, and in the weight's dtype.
-    """
-
-    def __init__(self, weight: Tensor, a: Tensor, b: Tensor, *, flipped: bool) -> None:
-        self.weight, self.a, self.b, self.flipped = weight, a, b, flipped
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the weight; its dtype, device and address likewise."""
-        return self.weight.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weight."""
-        return self.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Of the weight."""
-        return self.weight.device
-
-    def data_ptr(self) -> int:
-        """Return the weight's address, whose alignment transformers looks at."""
-        return self.weight.data_ptr()
-
-    def __getitem__(self, index: Any) -> AdaptedStack:
-        return AdaptedStack(self.weight[index], self.a[index], self.b[index], flipped=self.flipped)
-
-    def transpose(self, first: int, second: int) -> AdaptedStack:
-        """Swap in and out: of the last two dimensions only."""
-        if {first % self.weight.ndim, second % self.weight.ndim} != {
-            self.weight.ndim - 2,
-            self.weight.ndim - 1,
-        }:
-            raise _NoProductError(f"transpose({first}, {second}) of adapted experts")
-        return AdaptedStack(self.weight.mT, self.a, self.b, flipped=not self.flipped)
-
-    @property
-    def T(self) -> AdaptedStack:  # noqa: N802 - torch's own name
-        """One expert's matrix, transposed."""
-        return self.transpose(-2, -1)
-
-    @property
-    def mT(self) -> AdaptedStack:  # noqa: N802 - torch's own name
-        """Every expert's matrix, transposed."""
-        return self.transpose(-2, -1)
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        name, kwargs = getattr(func, "__name__", str(func)), dict(kwargs or {})
-        is_stack = [isinstance(argument, cls) for argument in args]
-        if is_stack.count(True) != 1 or len(args) < 2:
-            raise _NoProductError(f"torch.{name} of adapted experts")
-        place = is_stack.index(True)
-        stack, x = args[place], args[1 - place]
-        plain = [stack.weight if argument is stack else argument for argument in args]
-        if name == "linear" and place == 1 and not stack.flipped:
-            first = stack.a.mT
-        elif name in ("matmul", "__matmul__", "mm", "bmm") and len(args) == 2:
-            if place == 0:  # W x, by columns
-                if stack.flipped:
-                    raise _NoProductError(f"torch.{name} of adapted experts from the left")
-                return torch.add(func(*plain, **kwargs), func(stack.b, func(stack.a, x)))
-            if not stack.flipped:
-                raise _NoProductError(f"torch.{name} by adapted experts' weights as stored")
-            first = stack.a.mT
-        elif name in _GROUPED_MM and place == 1 and stack.flipped:
-            return cls._grouped(func, plain, kwargs, stack, x)
-        else:
-            raise _NoProductError(f"torch.{name} of adapted experts")
-        return torch.add(func(*plain, **kwargs), (x.to(stack.dtype) @ first) @ stack.b.mT)
-
-    @staticmethod
-    def _grouped(
-        func: Any, plain: list[Any], kwargs: dict[str, Any], stack: AdaptedStack, x: Tensor
-    ) -> Tensor:
-        out = cast(Tensor, func(*plain, **kwargs))
-        missing = -stack.a.shape[-2] % _ALIGNED
-        a = functional.pad(stack.a, (0, 0, 0, missing))
-        b = functional.pad(stack.b, (0, missing))
-        return out + func(func(x, a.mT, **kwargs), b.mT, **kwargs)
+EXPERTS_SINCE = (0, 19)
+"""The version of PEFT whose layout of stacked experts is read and written here."""
 
 
 class LoRAStack(nn.Module):
@@ -247,7 +150,7 @@ class LoRAExperts(AdapterModule):
         run = cast(_Forward, type(self.base))
         try:
             return run.forward(_Lens(self.base, adapted), *args, **kwargs)
-        except _NoProductError as error:
+        except NoProductError as error:
             raise TargetError(
                 f"lora cannot sit on the experts of {self.site.path}",
                 found=f"{type(self.base).__name__} uses its weights otherwise than in products: "
@@ -307,3 +210,17 @@ class _Lens:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+
+def check_layout(fields: Mapping[str, Any]) -> None:
+    """Refuse stacked experts in the layout of old PEFT: A and B of a square one look alike."""
+    version = re.match(r"(\d+)\.(\d+)", str(fields.get("peft_version")))
+    if fields.get("target_parameters") and not (
+        version and (int(version[1]), int(version[2])) >= EXPERTS_SINCE
+    ):
+        raise AdapterError(
+            "cannot tell the layout of the adapter's stacked experts",
+            found=f"peft_version: {shown(fields.get('peft_version'))}; before 0.19 rows and "
+            "columns were the other way round, which the file does not say",
+            fix="Merge it with the PEFT that it was made with.",
+        )

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from peftkit.anatomy import linear_shape, stacked_shape
 from peftkit.errors import AdapterError, ConfigError, TargetError
 from peftkit.kernels.lora import add_lora, low_rank
-from peftkit.methods.experts import LoRAExperts, LoRAStack
+from peftkit.methods.experts import EXPERTS_SINCE, LoRAExperts, LoRAStack, check_layout
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, refuse_unknown
 from peftkit.methods.scales import peft_scales
 from peftkit.patterns import is_pattern, is_simple
@@ -309,7 +309,7 @@ class LoRA(Method):
     @classmethod
     def from_peft(cls, fields: Mapping[str, Any]) -> Method:
         refuse_unknown(fields, _READ_FIELDS, cls.peft_type)
-        _check_layout(fields)
+        check_layout(fields)
         init = fields.get("init_lora_weights", True)
         if init not in ("pissa", "olora"):
             # every other start is a value of A and B that the file replaces
@@ -336,9 +336,6 @@ class LoRA(Method):
         return self
 
 
-EXPERTS_SINCE = (0, 19)
-"""The version of PEFT whose layout of stacked experts is read and written here."""
-
 _READ_FIELDS: dict[str, Any] = dict.fromkeys(
     (
         "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path",
@@ -359,18 +356,4 @@ def _check_rank(rank: int, path: str, shape: tuple[int, ...]) -> None:
             f"rank {rank} is larger than the matrix of {path}",
             found=f"its shape is {' x '.join(map(str, shape))}",
             fix=f"Use a rank of at most {min(shape)}, or leave this layer out of the targets.",
-        )
-
-
-def _check_layout(fields: Mapping[str, Any]) -> None:
-    """Refuse stacked experts in the layout of old PEFT: A and B of a square one look alike."""
-    version = re.match(r"(\d+)\.(\d+)", str(fields.get("peft_version")))
-    if fields.get("target_parameters") and not (
-        version and (int(version[1]), int(version[2])) >= EXPERTS_SINCE
-    ):
-        raise AdapterError(
-            "cannot tell the layout of the adapter's stacked experts",
-            found=f"peft_version: {shown(fields.get('peft_version'))}; before 0.19 rows and "
-            "columns were the other way round, which the file does not say",
-            fix="Merge it with the PEFT that it was made with.",
         )

@@ -159,7 +159,7 @@ class Method(Config, ABC):
             fix="Leave the experts out of the targets, or use LoRA.",
         )
 
-    def share(self, modules: Mapping[str, AdapterModule]) -> None:  # noqa: B027 - most share nothing
+    def share(self, modules: Mapping[str, AdapterModule]) -> None:
         """Give all modules what they have in common."""
 
     def shared(self, modules: Mapping[str, AdapterModule]) -> dict[str, Tensor]:

@@ -14,7 +14,8 @@ def peft_scales(
     """Return the config fields that give modules their ranks and scales.
 
     Args:
-        ranks, scalings: By the path of a module or of a stack of experts. rslora: scaling is alpha / sqrt(rank).
+        ranks, scalings: By the path of a module or of a stack of experts.
+        rslora: scaling is alpha / sqrt(rank).
     """
     alphas = {
         path: _integer_if_whole(scaling * (math.sqrt(ranks[path]) if rslora else ranks[path]))
