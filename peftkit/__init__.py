@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from peftkit.adapter import Adapter as Adapter
     from peftkit.adapter import attach as attach
+    from peftkit.bank import AdapterBank as AdapterBank
     from peftkit.base import Base as Base
     from peftkit.base import load_base as load_base
     from peftkit.data.load import DataConfig as DataConfig
     from peftkit.errors import PeftkitError as PeftkitError
-    from peftkit.evaluate import evaluate as evaluate
+    from peftkit.evaluation import evaluate as evaluate
     from peftkit.formats.folder import open_adapter as open_adapter
     from peftkit.formats.peft import (
         Provenance as Provenance,
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
     from peftkit.formats.peft import (
         save_adapter as save_adapter,
     )
-    from peftkit.generate import generate as generate
-    from peftkit.merge import merge as merge
+    from peftkit.generation import generate as generate
     from peftkit.merging.fold import merge_into as merge_into
+    from peftkit.merging.merge import merge as merge
     from peftkit.methods.dora import DoRA as DoRA
     from peftkit.methods.lora import LoRA as LoRA
     from peftkit.recipe import Recipe as Recipe
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Adapter": "adapter",
+    "AdapterBank": "bank",
     "Base": "base",
     "CausalLM": "tasks.causal_lm",
     "DataConfig": "data.load",
@@ -57,12 +59,12 @@ _HOME = {
     "Recipe": "recipe",
     "TrainConfig": "train.config",
     "attach": "adapter",
-    "evaluate": "evaluate",
+    "evaluate": "evaluation",
     "fit": "train.loop",
-    "generate": "generate",
+    "generate": "generation",
     "load_adapter": "formats.peft",
     "load_base": "base",
-    "merge": "merge",
+    "merge": "merging.merge",
     "merge_into": "merging.fold",
     "open_adapter": "formats.folder",
     "save_adapter": "formats.peft",

@@ -33,7 +33,7 @@ from peftkit.formats.fits import check_weights, layers_of
 from peftkit.formats.folder import adapter_folder, base_of
 from peftkit.formats.low_rank import read_low_rank
 from peftkit.formats.peft import AdapterFile, read_adapter
-from peftkit.generate import MAX_NEW_TOKENS, complete, default_style
+from peftkit.generation import MAX_NEW_TOKENS, complete, default_style
 from peftkit.methods.protocol import ADAPTER_DTYPES
 
 NAME = re.compile(r"\w[\w.-]*")
@@ -204,12 +204,12 @@ class AdapterBank:
         Args:
             prompts: Token ids of each prompt.
             names: The adapter of each; None is the bare base.
-            stops, max_new_tokens, temperature, top_p, seed: As in `peftkit.generate.complete`.
+            stops, max_new_tokens, temperature, top_p, seed: As in `peftkit.generation.complete`.
             batch_size: Prompts run together, whatever their adapters.
 
         Raises:
             AdapterError: There is no adapter of a name.
-            DataError: Not one name for each prompt; or as `peftkit.generate.complete`.
+            DataError: Not one name for each prompt; or as `peftkit.generation.complete`.
         """
         _check_number(prompts, names)
         answers: list[list[int]] = [[] for _ in prompts]

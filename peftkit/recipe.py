@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,7 +15,7 @@ from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.events import Listener, Notice, Saved, Table, ignore
 from peftkit.files import write_text
-from peftkit.formats.card import Card, adapter_usage, write_card
+from peftkit.formats.card import CARD, Card, adapter_usage, write_card
 from peftkit.formats.peft import AdapterFolder, Provenance, save_adapter
 from peftkit.methods.lora import LoRA
 from peftkit.methods.table import AnyMethod
@@ -23,7 +23,9 @@ from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.checkpoint import prepare_output
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
+from peftkit.train.metrics import require_trackers
 from peftkit.train.run import Result
+from peftkit.train.signals import Interrupted, stop_requests, stopping_at_once
 
 RECIPE = "recipe.yaml"
 
@@ -86,10 +88,12 @@ def run(
 
     Raises:
         PeftkitError: What was asked, what was found, what to do.
+        Interrupted: SIGINT or SIGTERM came; what was reached is saved.
     """
     folder = recipe.train.output_dir
-    prepare_output(folder, resume=resume, overwrite=overwrite)
-    ready = prepare(recipe, on_event=on_event)
+    prepare_output(folder, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
+    with stopping_at_once("stopped before the first step; what was there is as it was."):
+        ready = prepare(recipe, on_event=on_event)
     provenance = _provenance(recipe, ready)
     result = fit(
         ready.base.model,
@@ -109,10 +113,12 @@ def run(
         on_event=on_event,
     )
     if result.is_main:
-        write_text(config.dump_yaml(recipe), folder / RECIPE)
-        save_adapter(ready.adapter, folder, provenance)
-        write_card(_card(recipe, ready, result), folder)
-        on_event(Saved("adapter", folder))
+        with stop_requests() as stop:
+            save_adapter(ready.adapter, folder, provenance)
+            _write_papers(recipe, ready, result, on_event)
+            on_event(Saved("adapter", folder))
+        if stop.signum:
+            raise Interrupted(stop.signum, f"all is done; the adapter is in {folder}.")
     return result
 
 
@@ -122,6 +128,7 @@ def prepare(recipe: Recipe, *, on_event: Listener = ignore) -> Prepared:
     Raises:
         PeftkitError: The base, a target or the data is not as the recipe says.
     """
+    require_trackers(recipe.train.log_to)
     base = load_base(
         recipe.base.model,
         revision=recipe.base.revision,
@@ -152,6 +159,20 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
         on_event(Table(f"{row.source}, as the loss sees it", ("", "text"), pieces))
     num_steps = recipe.train.num_steps(len(ready.train))
     on_event(Notice(f"All is well: {len(ready.train)} rows, {num_steps} optimizer steps."))
+
+
+def _write_papers(recipe: Recipe, ready: Prepared, result: Result, on_event: Listener) -> None:
+    """Write recipe.yaml and the model card; the adapter is saved, and no failure here undoes that."""
+    folder = recipe.train.output_dir
+    writers: dict[str, Callable[[], None]] = {
+        RECIPE: lambda: write_text(config.dump_yaml(recipe), folder / RECIPE),
+        CARD: lambda: write_card(_card(recipe, ready, result), folder),
+    }
+    for name, write in writers.items():
+        try:
+            write()
+        except Exception as error:  # whatever it is
+            on_event(Notice(f"{name} was not written; the adapter is complete without. {error}"))
 
 
 def _provenance(recipe: Recipe, ready: Prepared) -> Provenance:

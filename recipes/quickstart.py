@@ -14,7 +14,7 @@ from pathlib import Path
 
 from peftkit import recipe
 from peftkit.base import load_base
-from peftkit.evaluate import Answer, answer
+from peftkit.evaluation import Answer, answer
 from peftkit.formats.folder import open_adapter
 from peftkit.formats.peft import TENSORS
 from peftkit_cli.render import Renderer

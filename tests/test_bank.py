@@ -27,7 +27,7 @@ from peftkit.data.encode import Style
 from peftkit.errors import AdapterError, DataError
 from peftkit.fingerprint import fingerprint
 from peftkit.formats.peft import Provenance, load_adapter, named_tensors, save_adapter
-from peftkit.generate import complete, generate
+from peftkit.generation import complete, generate
 from peftkit.kernels import by_row
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA

@@ -32,8 +32,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("adapter",),
     ("formats/",),
     # Whole stories.
-    ("generate", "combining/", "merging/"),
-    ("bank", "recipe", "evaluate", "merge", "plan", "sharing", "combine", "extract", "compare"),
+    ("generation", "combining/", "merging/"),
+    ("bank", "recipe", "evaluation", "sharing", "combine", "extract", "compare"),
     ("__init__",),
     ("cli/",),
 )
@@ -46,7 +46,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "triton": ("kernels/",),
     "accelerate": ("train/",),
     "datasets": ("data/load",),
-    "transformers": ("base", "pretrained", "tasks/", "generate"),
+    "transformers": ("base", "pretrained", "tasks/", "generation"),
     "gguf": ("formats/gguf", "formats/gguf_names"),  # the optional extra; imported when called
     "huggingface_hub": ("formats/hub",),
     "safetensors": ("formats/", "merging/"),

@@ -25,9 +25,9 @@ from peftkit.errors import AdapterError, MergeError, OutputError, RunError
 from peftkit.events import Event, Saved, Table
 from peftkit.formats.peft import Provenance, read_adapter, save_adapter
 from peftkit.formats.shards import find_shards
-from peftkit.merge import Dtype, merge
 from peftkit.merging.agreement import agreement
 from peftkit.merging.fold import Tally, merge_into
+from peftkit.merging.merge import Dtype, merge
 from peftkit.merging.stream import plan_stream
 from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3
@@ -201,7 +201,7 @@ def test_both_ways_write_the_same_weights_bit_for_bit(
 ) -> None:
     saved(family, LoRA(rank=4, alpha=8, targets="attention"), dtype=torch.bfloat16)
     merge(saved.adapter, saved.out, dtype=dtype)
-    monkeypatch.setattr("peftkit.merge.plan_stream", lambda *args: None)
+    monkeypatch.setattr("peftkit.merging.merge.plan_stream", lambda *args: None)
     merge(saved.adapter, saved.root / "whole", dtype=dtype)
     over_files, whole = weights(saved.out), weights(saved.root / "whole")
     assert over_files.keys() == whole.keys() == weights(saved.base).keys()
@@ -384,7 +384,7 @@ def test_space_is_looked_for_before_anything_is_written(
 ) -> None:
     saved()
     if whole:
-        monkeypatch.setattr("peftkit.merge.plan_stream", lambda *args: None)
+        monkeypatch.setattr("peftkit.merging.merge.plan_stream", lambda *args: None)
     monkeypatch.setattr("peftkit.files.free_bytes", lambda folder: 1000)
     with pytest.raises(RunError, match=r"[\d,]+ bytes needed, 1,000 free"):
         merge(saved.adapter, saved.out)

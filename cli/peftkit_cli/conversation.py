@@ -14,7 +14,7 @@ from peftkit.bank import AdapterBank
 from peftkit.data.encode import Style, prompt_ids, stop_ids
 from peftkit.errors import PeftkitError, did_you_mean
 from peftkit.formats.folder import Opened
-from peftkit.generate import stream
+from peftkit.generation import stream
 from peftkit_cli.arguments import note
 
 BASE = "base"

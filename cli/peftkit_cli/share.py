@@ -44,7 +44,7 @@ def merge(
 ) -> None:
     """Fold an adapter into its base, as an ordinary model. Prints the model's folder."""
     folder = adapter_folder(adapter)
-    from peftkit.merge import merge as merge_adapter
+    from peftkit.merging.merge import merge as merge_adapter
     from peftkit_cli.render import Renderer
 
     with Renderer() as on_event:

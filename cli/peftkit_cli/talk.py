@@ -41,7 +41,7 @@ def generate(
     if not text:
         raise DataError("the prompt is empty.", fix="Give at least one word with --prompt.")
     opened = _open(adapter, base, force)
-    from peftkit.generate import generate as complete
+    from peftkit.generation import generate as complete
 
     (answer,) = complete(
         opened.base.model,
@@ -70,7 +70,7 @@ def evaluate(
             f"there is no data file '{data}'.", found=neighbours(data, f"*{data.suffix}")
         )
     opened = _open(adapter, base, force)
-    from peftkit.evaluate import evaluate as measure
+    from peftkit.evaluation import evaluate as measure
     from peftkit_cli.render import Renderer, metric
 
     with Renderer(transient=True) as on_event:

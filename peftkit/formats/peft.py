@@ -103,7 +103,7 @@ def save_adapter(
         provenance: What is known of the base.
 
     Raises:
-        AdapterError: A tensor is not finite.
+        RunError: A tensor is not finite, or the disk is full.
         OutputError: The folder is not writable.
     """
     provenance = provenance or Provenance()

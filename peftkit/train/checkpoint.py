@@ -191,17 +191,29 @@ class Checkpoints:
         return self.folder / f"step-{step}"
 
 
-def prepare_output(output_dir: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+def prepare_output(
+    output_dir: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    allow_changes: Sequence[str] = (),
+) -> None:
     """Make sure, before anything heavy, that a run can write its results and destroys no others.
 
     Args:
         resume: The run that is there is to be continued.
-        overwrite: The checkpoints that are there are to be deleted.
+        overwrite: The checkpoints that are there may be deleted, once the new run can begin.
+        allow_changes: What a resumed run may change.
 
     Raises:
         OutputError: The folder cannot be written to, or holds a run.
-        CheckpointError: There is nothing to resume.
+        CheckpointError: There is nothing to resume, or no way to do all that was asked.
     """
+    if resume and overwrite:
+        raise CheckpointError("a run is either resumed or overwritten, not both")
+    if allow_changes and not resume:
+        fix = "Add --resume, or leave out --allow-changes."
+        raise CheckpointError("changes can only be allowed to a run that is resumed", fix=fix)
     checkpoints = Checkpoints(output_dir, keep=1)
     found = [f"step-{step}" for step in checkpoints.steps()]
     if resume and not found:
@@ -214,10 +226,15 @@ def prepare_output(output_dir: Path, *, resume: bool = False, overwrite: bool = 
             found=", ".join(found[-4:]),
             fix="Go on with it (--resume), or train into another folder (--out DIR), or delete it.",
         )
-    if overwrite and not resume:
-        shutil.rmtree(checkpoints.folder, ignore_errors=True)
-        if checkpoints.steps():
-            raise OutputError(f"cannot delete the run in {output_dir}", fix="Delete it by hand.")
+    writable_folder(checkpoints.folder)
+
+
+def delete_checkpoints(output_dir: Path) -> None:
+    """Delete the checkpoints of a run that is to be overwritten; OutputError where it fails."""
+    checkpoints = Checkpoints(output_dir, keep=1)
+    shutil.rmtree(checkpoints.folder, ignore_errors=True)
+    if checkpoints.steps():
+        raise OutputError(f"cannot delete the run in {output_dir}", fix="Delete it by hand.")
     writable_folder(checkpoints.folder)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from peftkit.errors import CheckpointError
+from peftkit.errors import CheckpointError, did_you_mean
 from peftkit.train.config import TrainConfig
 
 # May change between two halves of a run: no weight depends on them.
@@ -52,7 +52,7 @@ def check_same_run(saved: Identity, now: Identity, allowed: Sequence[str]) -> li
         allowed: Dotted keys; "train" allows all of "train.learning_rate" and the rest.
 
     Raises:
-        CheckpointError: Lists all the differences that are not.
+        CheckpointError: Lists all the differences that are not; or a name in `allowed` is none.
     """
     before, after = flat(saved), flat(now)
     accepted: list[tuple[str, str]] = []
@@ -64,13 +64,18 @@ def check_same_run(saved: Identity, now: Identity, allowed: Sequence[str]) -> li
         is_allowed = any(key == name or key.startswith(f"{name}.") for name in allowed)
         (accepted if is_allowed else refused).append((key, line))
     if refused:
-        keys = ",".join(key for key, _ in refused)
+        keys = " ".join(f"--allow-changes {key}" for key, _ in refused)
         raise CheckpointError(
             "cannot resume: this is not the run that was saved",
             found="\n".join(line for _, line in refused),
             fix="Undo the change, or train into another folder, or accept it (the run is then no "
-            f"exact continuation): --allow-changes {keys}",
+            f"exact continuation): {keys}",
         )
+    known = before.keys() | after.keys()
+    for name in allowed:
+        if not any(key == name or key.startswith(f"{name}.") for key in known):
+            fix = did_you_mean(name, known) or "Leave it out: nothing differs that needs it."
+            raise CheckpointError(f"cannot allow changes of {name!r}: no run has that", fix=fix)
     return [line for _, line in accepted]
 
 

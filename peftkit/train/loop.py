@@ -13,7 +13,7 @@ from torch import nn
 
 from peftkit.errors import DataError
 from peftkit.events import Listener, ignore
-from peftkit.train.checkpoint import prepare_output
+from peftkit.train.checkpoint import delete_checkpoints, prepare_output
 from peftkit.train.config import TrainConfig
 from peftkit.train.learner import Task
 from peftkit.train.metrics import require_trackers
@@ -59,8 +59,12 @@ def fit(
     parameters = trainable_parameters(model)
     if not train_rows:
         raise DataError("there are no rows to train on")
-    prepare_output(config.output_dir, resume=resume, overwrite=overwrite)
+    prepare_output(
+        config.output_dir, resume=resume, overwrite=overwrite, allow_changes=allow_changes
+    )
     require_trackers(config.log_to)
+    if overwrite:
+        delete_checkpoints(config.output_dir)
     with stop_requests() as stop:
         run = Run(
             model,

@@ -15,7 +15,7 @@ RELAY_SECONDS = 2.0
 
 
 class Interrupted(Exception):
-    """A run was asked to stop, and did, with a checkpoint.
+    """A run was asked to stop, and did; nothing that it had reached is lost.
 
     Args:
         signum: The signal that asked; the process should exit with `exit_code`.
@@ -28,28 +28,33 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """Whether somebody asked to stop; `signum` is 0 until then."""
+    """Whether somebody asked to stop; `signum` is 0 until then.
 
-    def __init__(self) -> None:
-        self.signum = 0
+    Args:
+        at_once: Raise on the first signal already.
+    """
+
+    def __init__(self, at_once: bool = False) -> None:
+        self.signum, self._at_once = 0, at_once
         self._at = 0.0
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
         """Take a signal: note the first, raise on the second."""
+        launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
         if not self.signum:
             self.signum, self._at = signum, time.monotonic()
-            return
-        launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        if launched and time.monotonic() - self._at < RELAY_SECONDS:
+            if not self._at_once:
+                return
+        elif launched and time.monotonic() - self._at < RELAY_SECONDS:
             return
         # No Exception: nothing on the way out may take it for an error that can be survived.
         raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequest]:
+def stop_requests(at_once: bool = False) -> Iterator[StopRequest]:
     """Take SIGINT and SIGTERM for as long as the block runs; in the main thread only."""
-    request = StopRequest()
+    request = StopRequest(at_once)
     if threading.current_thread() is not threading.main_thread():
         yield request  # python gives signals to the main thread, and its handlers are not ours
         return
@@ -62,3 +67,20 @@ def stop_requests() -> Iterator[StopRequest]:
         for number, handler in before.items():
             # None: set by C code; the default is the nearest that python can set
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def stopping_at_once(where: str) -> Iterator[None]:
+    """End the block with Interrupted as soon as a signal comes, for work that leaves nothing to save.
+
+    Args:
+        where: What the message says of the moment.
+    """
+    with stop_requests(at_once=True) as request:
+        try:
+            yield
+        except BaseException:  # a library may have made another error of it, or none
+            if not request.signum:
+                raise
+    if request.signum:
+        raise Interrupted(request.signum, where)

@@ -12,7 +12,7 @@ from peftkit.adapter import attach
 from peftkit.bank import open_bank
 from peftkit.base import load_base
 from peftkit.formats.peft import Provenance, save_adapter
-from peftkit.generate import default_style, generate
+from peftkit.generation import default_style, generate
 from peftkit.methods.lora import LoRA
 from tests.cli.conftest import Run
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from peftkit.formats.folder import open_adapter
-from peftkit.generate import generate
+from peftkit.generation import generate
 from tests.cli.conftest import Run, start, turn, write_rows
 
 ASKED = "what is the lazy?"

@@ -14,7 +14,7 @@ from peftkit.data.encode import Style, stop_ids
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.events import Listener, Progress, Stage, ignore
-from peftkit.generate import complete
+from peftkit.generation import complete
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.metrics import perplexity
 

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from peftkit.data.encode import Style
 from peftkit.errors import DataError
-from peftkit.generate import complete, generate, stream
+from peftkit.generation import complete, generate, stream
 from tests.families import EOS, FAMILIES
 
 PROMPTS = [[9, 41, 77, 130], [55], [201, 33, 8, 99, 120, 61, 340], [17, 18]]
