@@ -162,7 +162,7 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
 
 
 def _write_papers(recipe: Recipe, ready: Prepared, result: Result, on_event: Listener) -> None:
-    """Write recipe.yaml and the model card; the adapter is saved, and no failure here undoes that."""
+    """Write recipe.yaml and the model card; no failure of these costs the adapter, saved before."""
     folder = recipe.train.output_dir
     writers: dict[str, Callable[[], None]] = {
         RECIPE: lambda: write_text(config.dump_yaml(recipe), folder / RECIPE),

@@ -9,6 +9,8 @@ PEFT before 0.14 refuses keys that it does not know.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,10 +23,10 @@ from torch import Tensor, nn
 from peftkit.adapter import Adapter, attach
 from peftkit.config import from_dict
 from peftkit.data.encode import Style
-from peftkit.errors import AdapterError
+from peftkit.errors import AdapterError, PeftkitError, TargetError
 from peftkit.files import sha256_of, write_json, write_tensors
 from peftkit.formats.endings import ANY, check_targets, shortest_endings, targeted, unmatched
-from peftkit.formats.guard import read_json, read_tensors
+from peftkit.formats.guard import check_safetensors, read_json, read_tensors
 from peftkit.formats.places import sites_of, written_fields
 from peftkit.methods.protocol import Method
 from peftkit.methods.table import METHODS, method_from_peft
@@ -34,6 +36,9 @@ from peftkit.targets import Site
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 NOTES = "peftkit.json"
+SETTINGS = "settings"
+FINGERPRINT = "base_fingerprint"
+"""Key of the tensor file's metadata."""
 PREFIX = "base_model.model."
 SHARED = "base_model."
 """Before the names of tensors that belong to an adapter as a whole."""
@@ -126,13 +131,15 @@ def write_folder(
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt"}
     if provenance.fingerprint:
-        metadata["base_fingerprint"] = provenance.fingerprint
+        metadata[FINGERPRINT] = provenance.fingerprint
     write_tensors(tensors, folder / TENSORS, metadata)
     write_json(fields, folder / CONFIG)
+    spec, config = method.model_dump(mode="json"), _computing(fields)
     notes = {
         "version": 1,
-        "sha256": {TENSORS: sha256_of(folder / TENSORS)},
-        "method": method.model_dump(mode="json"),
+        "sha256": {TENSORS: sha256_of(folder / TENSORS), SETTINGS: _digest(spec, config)},
+        "method": spec,
+        "config": config,
         "base": {
             "name": provenance.base,
             "hub_id": provenance.hub_id,
@@ -183,12 +190,14 @@ def read_adapter(folder: str | Path) -> AdapterFile:
         provenance = Provenance(
             base=fields.get("base_model_name_or_path") or None,
             revision=fields.get("revision"),
+            fingerprint=_fingerprint_inside(folder),
             task_type=fields.get("task_type"),
         )
         return AdapterFile(folder, foreign, fields, provenance, made_here=False)
     notes = read_json(folder / NOTES)
     try:
-        spec, base, digest = notes["method"], notes["base"], notes["sha256"][TENSORS]
+        spec, base, config = notes["method"], notes["base"], dict(notes["config"])
+        digest, settings = notes["sha256"][TENSORS], notes["sha256"][SETTINGS]
         method = from_dict(METHODS[spec["type"]], spec, str(folder / NOTES))
         provenance = Provenance(
             base["name"],
@@ -199,12 +208,15 @@ def read_adapter(folder: str | Path) -> AdapterFile:
             Style(**notes["prompt_style"]) if notes["prompt_style"] else None,
             fields.get("task_type"),
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, PeftkitError):
+            raise
         raise AdapterError(
             f"{folder / NOTES} is not one that peftkit wrote",
             found=f"{error} is missing or of the wrong type",
             fix="Restore it, or delete it to load the folder as a plain PEFT adapter.",
         ) from error
+    _check_settings(folder, fields, config, sound=_digest(spec, config) == settings)
     if sha256_of(_existing(folder, TENSORS)) != digest:
         raise AdapterError(
             f"{folder / TENSORS} is not the file that was saved",
@@ -212,6 +224,39 @@ def read_adapter(folder: str | Path) -> AdapterFile:
             fix="Get it again; or delete the notes to load it as a plain PEFT adapter.",
         )
     return AdapterFile(folder, method, fields, provenance, made_here=True)
+
+
+def _computing(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config that decide what the tensors compute."""
+    return {name: value for name, value in fields.items() if name not in WHERE_FIELDS}
+
+
+def _digest(spec: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps([spec, config], sort_keys=True).encode()).hexdigest()
+
+
+def _check_settings(
+    folder: Path, fields: Mapping[str, Any], saved: Mapping[str, Any], *, sound: bool
+) -> None:
+    """Refuse settings that are not those that were saved: a wrong scale would go unnoticed."""
+    if not sound:
+        raise AdapterError(
+            f"{folder / NOTES} was changed after the adapter was saved",
+            found="its settings, as rank and alpha, have another sha256 than was noted",
+            fix=f"Restore it; or delete it to load the folder as {CONFIG} says.",
+        )
+    now = _computing(fields)
+    differing = [
+        f"{shown(name)}: {shown(now.get(name))}, and was {shown(saved.get(name))}"
+        for name in sorted(now.keys() | saved.keys())
+        if (now.get(name) or None) != (saved.get(name) or None)
+    ]
+    if differing:
+        raise AdapterError(
+            f"{folder / CONFIG} was changed after the adapter was saved",
+            found="\n".join(differing),
+            fix=f"Restore it; or delete {NOTES} to load it as {CONFIG} says.",
+        )
 
 
 def load_adapter(
@@ -248,7 +293,12 @@ def load_adapter(
     if not file.made_here:  # saved again, it says where it sits
         paths = tuple(dict.fromkeys(site.path for site in sites))
         method = method.model_copy(update={"targets": paths})
-    adapter = attach(model, method, sites=sites)
+    try:
+        adapter = attach(model, method, sites=sites)
+    except TargetError as error:
+        raise AdapterError(
+            f"the adapter in {folder} does not fit {type(model).__name__}", found=str(error)
+        ) from error
     try:
         _check_config(file, adapter)
         if not file.made_here:
@@ -260,6 +310,12 @@ def load_adapter(
     for parameter in adapter.parameters():
         parameter.requires_grad_(trainable)
     return adapter
+
+
+def _fingerprint_inside(folder: Path) -> str | None:
+    """Return the base's fingerprint from the tensor file, where it outlives our notes."""
+    text = check_safetensors(_existing(folder, TENSORS)).metadata.get(FINGERPRINT, "")
+    return text if re.fullmatch("sha256:[0-9a-f]{64}", text) else None
 
 
 def named_tensors(folder: Path) -> dict[str, Tensor]:
@@ -303,21 +359,6 @@ def _owner(name: str, places: Collection[str]) -> str:
 def _check_config(file: AdapterFile, adapter: Adapter) -> None:
     """Refuse a config that says otherwise than the tensors' modules: its scale would be wrong."""
     paths = {path for path, module in adapter.modules.items() if not module.stacked}
-    if file.made_here:
-        written = written_fields(adapter)
-        names = sorted(written.keys() - WHERE_FIELDS | file.fields.keys() - WHERE_FIELDS)
-        differing = [
-            f"{shown(name)}: {shown(file.fields.get(name))} in {CONFIG}, "
-            f"{shown(written.get(name))} by {NOTES}"
-            for name in names
-            if (file.fields.get(name) or None) != (written.get(name) or None)
-        ]
-        if differing:
-            raise AdapterError(
-                f"{file.folder / CONFIG} was changed after the adapter was saved",
-                found="\n".join(differing),
-                fix=f"Restore it; or delete {NOTES} to load it as {CONFIG} says.",
-            )
     targets = file.fields.get("target_modules")
     stacks = [
         f"{path}.{name}"

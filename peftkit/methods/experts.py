@@ -125,7 +125,8 @@ class LoRAExperts(AdapterModule):
     """A module of stacked experts, frozen, with low-rank updates of some of its stacks."""
 
     def __init__(self, experts: nn.Module, sites: Sequence[Site], stacks: Sequence[LoRAStack]):
-        site = Site(sites[0].path, tuple(role for site in sites for role in site.roles))
+        names = (name for site in sites for name in site.roles or (str(site.parameter),))
+        site = Site(sites[0].path, tuple(names))
         super().__init__(experts, site)
         self.stacks = nn.ModuleDict(
             {str(site.parameter): stack for site, stack in zip(sites, stacks, strict=True)}

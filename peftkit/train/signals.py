@@ -71,7 +71,7 @@ def stop_requests(at_once: bool = False) -> Iterator[StopRequest]:
 
 @contextmanager
 def stopping_at_once(where: str) -> Iterator[None]:
-    """End the block with Interrupted as soon as a signal comes, for work that leaves nothing to save.
+    """End the block with Interrupted as soon as a signal comes: there is nothing to save yet.
 
     Args:
         where: What the message says of the moment.

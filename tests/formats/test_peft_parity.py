@@ -27,6 +27,8 @@ from tests.families import ARCHITECTURES, FAMILIES
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
+    # PEFT knows no sizes of norms, and does not need them
+    "ignore:Unsupported layer type .*Norm'>' encountered:UserWarning",
     # PEFT applies patterns to stacks of experts, but looks for modules of that name
     "ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning",
 )

@@ -1,0 +1,219 @@
+"""A resumed run is the run that was stopped, or an error that lists what differs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from peftkit import recipe
+from peftkit.errors import CheckpointError, ConfigError, DataError, PeftkitError
+from peftkit.events import Event, Notice, Stage, StepDone
+from peftkit.recipe import Recipe
+from tests.cli.conftest import Run
+
+TENSORS = "adapter_model.safetensors"
+
+
+class Stopped(Exception):
+    """Stands for whatever ends a process."""
+
+
+def stop_after(step: int) -> Callable[[Event], None]:
+    def listen(event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == step + 1:
+            raise Stopped
+
+    return listen
+
+
+@pytest.fixture
+def begun(asked: Recipe) -> Recipe:
+    """A recipe whose run broke off after its third checkpoint."""
+    with pytest.raises(Stopped):
+        recipe.run(asked, on_event=stop_after(3))
+    return asked
+
+
+def refusal(asked: Recipe, **kwargs: object) -> list[str]:
+    """Return the differences with which a resume is refused."""
+    with pytest.raises(CheckpointError, match="cannot resume") as caught:
+        recipe.run(asked, resume=True, **kwargs)  # type: ignore[arg-type]
+    return caught.value.found.splitlines()
+
+
+def changed(asked: Recipe, **sections: dict[str, object]) -> Recipe:
+    update = {name: {**asked.model_dump()[name], **new} for name, new in sections.items()}
+    return recipe.config.from_dict(Recipe, {**asked.model_dump(mode="json"), **update}, "test")
+
+
+def test_other_base_weights_of_the_same_shapes_are_refused(
+    begun: Recipe, tmp_path: Path, model_folder: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model_folder, other)
+    model = AutoModelForCausalLM.from_pretrained(other)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight += 0.01
+    model.save_pretrained(other)
+    (path, fingerprint) = refusal(changed(begun, base={"model": str(other)}))[::-1]
+    assert path.startswith("base.model: ")
+    assert fingerprint.startswith('base.fingerprint: "sha256:')
+
+
+def test_the_same_base_in_another_precision_is_refused(begun: Recipe) -> None:
+    lines = refusal(changed(begun, base={"quantize": "nf4"}))
+    assert lines == ['base.quantize: "none" -> "nf4"']
+
+
+@pytest.mark.parametrize("edit", ["a row edited", "a row more", "two rows exchanged"])
+def test_other_rows_are_refused(begun: Recipe, edit: str) -> None:
+    path = Path(begun.data.train)
+    lines = path.read_text().splitlines()
+    if edit == "a row edited":
+        lines[4] = lines[4].replace("fox", "cat")
+    elif edit == "a row more":
+        lines += lines[:1]
+    else:
+        lines[0], lines[1] = lines[1], lines[0]
+    path.write_text("\n".join(lines) + "\n")
+    (line,) = refusal(begun)
+    assert line.startswith('rows.train: "sha256:')
+    events: list[Event] = []
+    recipe.run(begun, resume=True, allow_changes=["rows"], on_event=events.append)
+    notices = [event.text for event in events if isinstance(event, Notice)]
+    assert any("No exact continuation" in text and "rows.train" in text for text in notices)
+
+
+def test_every_changed_setting_is_listed_at_once(begun: Recipe) -> None:
+    other = changed(
+        begun,
+        method={"rank": 4, "targets": ["q"]},
+        data={"max_length": 63},
+        train={"batch_size": 2, "gradient_accumulation": 1, "learning_rate": 0.1, "seed": 7},
+    )
+    lines = refusal(other)
+    keys = [line.partition(":")[0] for line in lines]
+    assert keys == [
+        "data.max_length",
+        "method.rank",
+        "method.targets",
+        "train.batch_size",
+        "train.gradient_accumulation",
+        "train.learning_rate",
+        "train.seed",
+    ]
+    assert "method.rank: 2 -> 4" in lines
+
+
+def test_a_refused_resume_changes_nothing(begun: Recipe, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    refusal(changed(begun, train={"seed": 7}))
+    after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    log = tmp_path / "run" / "metrics.jsonl"
+    assert after.pop(log).startswith(before.pop(log))
+    assert after == before
+
+
+def test_the_command_line_names_what_was_skipped_and_ends_where_the_whole_run_does(
+    begun: Recipe, recipe_file: Path, tmp_path: Path, peftkit: Run
+) -> None:
+    whole = tmp_path / "whole"
+    assert peftkit("train", recipe_file, "--out", whole).code == 0
+    tensors = tmp_path / "run" / "checkpoints" / "step-3" / TENSORS
+    bits = bytearray(tensors.read_bytes())
+    bits[-1] ^= 1
+    tensors.write_bytes(bits)
+    done = peftkit("train", recipe_file, "--resume")
+    assert done.code == 0, done.err
+    assert f"Skipped checkpoint step-3: {TENSORS} has changed" in done.err
+    assert "step 3/6" in done.err
+    assert (tmp_path / "run" / TENSORS).read_bytes() == (whole / TENSORS).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["optimizer.safetensors", "rng.safetensors", "state.json"])
+def test_without_a_part_of_the_state_there_is_no_exact_resume(
+    name: str, begun: Recipe, recipe_file: Path, tmp_path: Path, peftkit: Run
+) -> None:
+    """The scheduler is a function of the step, which is in state.json."""
+    for checkpoint in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        (checkpoint / name).unlink()
+    done = peftkit("train", recipe_file, "--resume")
+    assert (done.code, done.out) == (2, "")
+    assert f"step-3: {name} is missing" in done.err
+
+
+def test_what_a_refusal_advises_is_accepted(begun: Recipe, recipe_file: Path, peftkit: Run) -> None:
+    train = ("train", recipe_file, "--resume", "--set", "train.learning_rate=0.1")
+    train = (*train, "--set", "train.seed=3")
+    refused = peftkit(*train)
+    advice = refused.err.rpartition("continuation): ")[2].split()
+    assert advice[::2] == ["--allow-changes"] * 2
+    assert peftkit(*train, *advice).code == 0
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"resume": True, "allow_changes": ["train.learning_rat"]}, "mean 'train.learning_rate'"),
+        ({"allow_changes": ["train"]}, "Add --resume"),
+        ({"resume": True, "overwrite": True}, "not both"),
+    ],
+)
+def test_wishes_that_would_be_ignored_are_refused(
+    kwargs: dict[str, object], message: str, begun: Recipe
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        recipe.run(begun, **kwargs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"data": {"train": "nowhere.jsonl"}}, DataError),
+        ({"base": {"model": "no/such/base"}}, PeftkitError),
+    ],
+)
+def test_overwriting_deletes_nothing_before_the_new_run_can_begin(
+    change: dict[str, dict[str, object]],
+    error: type[PeftkitError],
+    begun: Recipe,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(error):
+        recipe.run(changed(begun, **change), overwrite=True)
+    assert (tmp_path / "run" / "checkpoints" / "step-3" / "MANIFEST.json").exists()
+    recipe.run(begun, resume=True)
+
+
+def test_a_tracker_that_is_not_installed_is_told_before_the_base_is_loaded(
+    asked: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peftkit.train.metrics.get_available_trackers", list)
+    events: list[Event] = []
+    with pytest.raises(ConfigError, match="pip install"):
+        recipe.run(changed(asked, train={"log_to": ["wandb"]}), on_event=events.append)
+    assert not [event for event in events if isinstance(event, Stage)]
+
+
+def test_the_manifest_proves_recipe_data_base_and_place(begun: Recipe, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints" / "step-3"
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    assert manifest["step"] == 3
+    assert manifest["epoch"] == 1
+    assert manifest["sampler"] == {"seed": begun.train.seed, "epoch": 1, "position": 0}
+    assert manifest["num_processes"] == 1
+    identity = manifest["identity"]
+    assert identity["base"]["fingerprint"].startswith("sha256:")
+    assert identity["rows"]["train"].startswith("sha256:")
+    assert identity["method"]["rank"] == 2
+    assert {"peftkit", "python", "torch", "transformers"} <= manifest["versions"].keys()
+    present = {path.name for path in folder.iterdir()} - {"MANIFEST.json"}
+    assert manifest["files"].keys() == present
+    for file in manifest["files"].values():
+        assert file.keys() == {"bytes", "sha256"}

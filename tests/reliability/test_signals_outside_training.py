@@ -1,0 +1,126 @@
+"""SIGTERM and SIGINT before the first step and after the last: at once, or when all is saved."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from peftkit import recipe
+from peftkit.errors import BaseError
+from peftkit.events import Event, Progress, Saved, Stage, Table
+from peftkit.formats.folder import open_adapter
+from peftkit.recipe import Recipe
+from peftkit.train.signals import Interrupted, stopping_at_once
+from tests.cli.conftest import start
+
+BOTH = [signal.SIGINT, signal.SIGTERM]
+
+
+def kill_self(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def signal_at(is_moment: Callable[[Event], bool], number: signal.Signals) -> Callable[..., None]:
+    """Return a listener that sends a signal to its own process, once."""
+    sent: list[Event] = []
+
+    def listen(event: Event) -> None:
+        if not sent and is_moment(event):
+            sent.append(event)
+            kill_self(number)
+
+    return listen
+
+
+MOMENTS: dict[str, Callable[[Event], bool]] = {
+    "loading the base": lambda e: isinstance(e, Stage) and e.text.startswith("Loading the base"),
+    "attaching the adapter": lambda e: isinstance(e, Table) and e.title.startswith("Adapter"),
+    "reading the data": lambda e: isinstance(e, Stage) and e.text.startswith("Reading"),
+    "encoding the data": lambda e: isinstance(e, Progress),
+}
+
+
+@pytest.mark.parametrize("number", BOTH)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_before_the_first_step_ends_the_run_and_leaves_nothing_half_written(
+    moment: str, number: signal.Signals, asked: Recipe, tmp_path: Path
+) -> None:
+    with pytest.raises(Interrupted, match="before the first step") as caught:
+        recipe.run(asked, on_event=signal_at(MOMENTS[moment], number))
+    assert caught.value.exit_code == 128 + number
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    recipe.run(asked.model_copy(update={"train": asked.train.model_copy(update={"max_steps": 1})}))
+
+
+def test_a_signal_before_the_first_step_of_a_resume_leaves_the_checkpoints(
+    asked: Recipe, tmp_path: Path
+) -> None:
+    with pytest.raises(Interrupted):
+        recipe.run(asked, on_event=signal_at(lambda e: isinstance(e, Saved), signal.SIGTERM))
+    before = sorted((tmp_path / "run").rglob("*"))
+    stop = signal_at(MOMENTS["reading the data"], signal.SIGTERM)
+    with pytest.raises(Interrupted, match="before the first step"):
+        recipe.run(asked, resume=True, on_event=stop)
+    assert sorted((tmp_path / "run").rglob("*")) == before
+    recipe.run(asked, resume=True)
+
+
+def swallow() -> None:
+    with contextlib.suppress(BaseException):
+        kill_self(signal.SIGTERM)
+
+
+def rename() -> None:
+    try:
+        kill_self(signal.SIGTERM)
+    except SystemExit:
+        raise BaseError("the download broke off") from None
+
+
+@pytest.mark.parametrize("library", [swallow, rename])
+def test_a_library_that_swallows_or_renames_the_stop_does_not_undo_it(
+    library: Callable[[], None],
+) -> None:
+    with pytest.raises(Interrupted), stopping_at_once("here"):
+        library()
+
+
+def test_an_error_without_a_signal_stays_what_it_is() -> None:
+    with pytest.raises(BaseError), stopping_at_once("here"):
+        raise BaseError("no signal came")
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_a_signal_while_the_adapter_is_written_waits_until_it_is(
+    number: signal.Signals, asked: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = recipe.save_adapter
+
+    def interrupted_save(*args: object) -> Path:
+        kill_self(number)
+        return save(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(recipe, "save_adapter", interrupted_save)
+    with pytest.raises(Interrupted, match="the adapter is in") as caught:
+        recipe.run(asked)
+    assert caught.value.exit_code == 128 + number
+    assert (tmp_path / "run" / "README.md").exists()
+    open_adapter(tmp_path / "run")
+
+
+def test_the_command_line_ends_with_143_and_one_message(recipe_file: Path, tmp_path: Path) -> None:
+    process = start("train", recipe_file, cwd=tmp_path)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "Loading the base" in line:
+            break
+    process.terminate()
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (143, "")
+    assert "Interrupted: SIGTERM: stopped before the first step" in err
+    assert "Traceback" not in err

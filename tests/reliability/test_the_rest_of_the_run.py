@@ -1,0 +1,108 @@
+"""A tracker, the model card or the recipe's copy failing never costs a trained adapter."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peftkit import recipe
+from peftkit.errors import OutputError
+from peftkit.events import Event, Notice, Saved
+from peftkit.formats.folder import open_adapter
+from peftkit.recipe import Recipe
+from tests.train.children import exit_code, start
+
+TENSORS = "adapter_model.safetensors"
+
+
+def fail(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("the service is down")
+
+
+def notices(events: list[Event]) -> list[str]:
+    return [event.text for event in events if isinstance(event, Notice)]
+
+
+def test_a_card_that_cannot_be_made_costs_one_notice(
+    asked: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe, "_card", fail)
+    events: list[Event] = []
+    recipe.run(asked, on_event=events.append)
+    (text,) = notices(events)
+    assert text.startswith("README.md was not written")
+    assert "the service is down" in text
+    assert Saved("adapter", tmp_path / "run") in events
+    open_adapter(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["README.md", "recipe.yaml"])
+def test_a_paper_that_cannot_be_written_costs_one_notice(
+    name: str, asked: Recipe, tmp_path: Path
+) -> None:
+    (tmp_path / "run" / name).mkdir(parents=True)
+    events: list[Event] = []
+    recipe.run(asked, on_event=events.append)
+    (text,) = notices(events)
+    assert text.startswith(f"{name} was not written")
+    open_adapter(tmp_path / "run")
+
+
+def test_an_adapter_that_cannot_be_written_can_be_had_by_resuming(
+    asked: Recipe, tmp_path: Path
+) -> None:
+    place = tmp_path / "run" / "adapter_config.json"
+    place.mkdir(parents=True)
+    with pytest.raises(OutputError, match=r"adapter_config\.json"):
+        recipe.run(asked)
+    open_adapter(tmp_path / "run" / "checkpoints" / "step-6")
+    place.rmdir()
+    recipe.run(asked, resume=True)
+    open_adapter(tmp_path / "run")
+
+
+def test_a_tracker_that_fails_costs_one_notice(
+    asked: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peftkit.train.metrics.get_available_trackers", lambda: ["tensorboard"])
+    monkeypatch.setattr("peftkit.train.metrics.LOGGER_TYPE_TO_CLASS", {"tensorboard": fail})
+    train = asked.train.model_copy(update={"log_to": ("tensorboard",)})
+    events: list[Event] = []
+    recipe.run(asked.model_copy(update={"train": train}), on_event=events.append)
+    (text,) = notices(events)
+    assert "tensorboard failed" in text
+    open_adapter(tmp_path / "run")
+
+
+def train_slowly(path: str) -> None:
+    """Run a recipe at a pace that leaves time to be killed."""
+
+    def pause(event: Event) -> None:
+        time.sleep(0.02)
+
+    recipe.run(recipe.load(path), on_event=pause)
+
+
+@pytest.mark.parametrize("moment", range(int(os.environ.get("PEFTKIT_KILLS", "1"))))
+def test_a_recipe_killed_at_any_moment_ends_with_the_same_adapter(
+    moment: int, recipe_file: Path, asked: Recipe, tmp_path: Path
+) -> None:
+    """PEFTKIT_KILLS=50 pytest tests/reliability -k killed: for longer."""
+    train = asked.train.model_copy(update={"output_dir": tmp_path / "whole"})
+    recipe.run(asked.model_copy(update={"train": train}))
+    child = start(train_slowly, str(recipe_file))
+    while not (tmp_path / "run" / "checkpoints" / "step-1").exists():
+        assert child.is_alive()
+        time.sleep(0.001)
+    time.sleep(random.Random(moment).uniform(0, 0.5))
+    child.kill()
+    assert exit_code(child) in (0, -signal.SIGKILL)
+    recipe.run(asked, resume=True)
+    ended = (tmp_path / "run" / TENSORS).read_bytes()
+    assert ended == (tmp_path / "whole" / TENSORS).read_bytes()
