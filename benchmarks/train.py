@@ -85,15 +85,15 @@ def main() -> int:
             "source": locate(args.model).source,
             "rows": rows,
         }
-        runs: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
+        runs: dict[str, list[dict[str, Any]]] = {"ours": [], "trl_peft": []}
         for repeat in range(args.repeats):
-            for worker, python in (("ours", sys.executable), ("trl", args.peers)):
+            for worker, python in (("ours", sys.executable), ("trl_peft", args.peers)):
                 runs[worker].append(measure(python, worker, job, folder))
                 print(
                     f"run {repeat + 1} {worker}: {runs[worker][-1]['seconds']:.1f} s",
                     file=sys.stderr,
                 )
-    apart = disagreement(runs["ours"][0]["losses"], runs["trl"][0]["losses"])
+    apart = disagreement(runs["ours"][0]["losses"], runs["trl_peft"][0]["losses"])
     if apart > LOSS_TOLERANCE:
         print(f"the losses differ by {apart:.1%}, more than {LOSS_TOLERANCE:.0%}: no speed is told")
         return 1
@@ -121,8 +121,8 @@ def report(
         summary[worker] = {"tokens_per_second": median(speeds), "peak_bytes": peak}
         spread = f"({speeds[0]:.0f}-{speeds[-1]:.0f})"
         print(f"{worker:8} {median(speeds):9.0f} {spread:>15} {first:9.1f} s {peak / 1e9:5.2f} GB")
-    speed = summary["ours"]["tokens_per_second"] / summary["trl"]["tokens_per_second"]
-    memory = summary["ours"]["peak_bytes"] / summary["trl"]["peak_bytes"]
+    speed = summary["ours"]["tokens_per_second"] / summary["trl_peft"]["tokens_per_second"]
+    memory = summary["ours"]["peak_bytes"] / summary["trl_peft"]["peak_bytes"]
     print(f"ours / trl: {speed:.2f} x the speed, {memory:.2f} x the peak memory")
     if args.json:
         args.json.write_text(json.dumps({"runs": runs, "speed": speed, "memory": memory}))

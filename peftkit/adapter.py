@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from peftkit.anatomy import bare
 from peftkit.errors import AdapterError
 from peftkit.methods.protocol import AdapterModule, Method
 from peftkit.targets import Site
@@ -109,7 +110,7 @@ def attach(
         TargetError: A target is not in this model, or does not suit the method.
         AdapterError: The model carries an adapter already.
     """
-    if any(isinstance(module, AdapterModule) for module in model.modules()):
+    if any(bare(module) is not module for module in model.modules()):  # a bank's layers too
         raise AdapterError(
             f"{type(model).__name__} carries an adapter already",
             fix="Call its detach() first, or merge it.",

@@ -202,7 +202,7 @@ def _adapter_table(adapter: Adapter) -> Table:
 
 
 def _card(recipe: Recipe, ready: Prepared, result: Result) -> Card:
-    base, num_base = ready.base, sum(p.numel() for p in ready.base.model.parameters())
+    base, num_base = ready.base, ready.base.audit.num_parameters
     share = ready.adapter.num_trainable / num_base
     facts = {
         "base": base.name + (f" @ {base.revision}" if base.revision else ""),

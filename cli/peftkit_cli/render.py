@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
+from typing import IO, Any, cast
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -35,7 +38,7 @@ class Renderer:
     """
 
     def __init__(self, *, tables: Console | None = None, transient: bool = False) -> None:
-        console = Console(stderr=True, highlight=False)
+        console = Console(file=cast("IO[str]", Unfailing(sys.stderr)), highlight=False)
         self._live: LiveScreen | None = None
         if os.environ.get("RANK", "0") != "0":  # under `accelerate launch` one process draws
             self._listener = events.ignore
@@ -55,6 +58,39 @@ class Renderer:
     def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.finish(failed=error[0] is not None)
+
+
+class Unfailing:
+    """A stream that goes on as if nothing were the matter when its reader or its disk gives up.
+
+    A closed terminal or a full log costs what would have been said, not the run.
+    """
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write, or write to nowhere from now on."""
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._abandon()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, or write to nowhere from now on."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            self._stream.flush()
 
 
 class PlainScreen:

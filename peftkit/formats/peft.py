@@ -9,8 +9,6 @@ PEFT before 0.14 refuses keys that it does not know.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,6 +26,13 @@ from peftkit.files import sha256_of, write_json, write_tensors
 from peftkit.formats.endings import ANY, check_targets, shortest_endings, targeted, unmatched
 from peftkit.formats.guard import check_safetensors, read_json, read_tensors
 from peftkit.formats.places import sites_of, written_fields
+from peftkit.formats.settings import (
+    OLDEST_FIELDS,
+    check_config,
+    computing,
+    notes_changed,
+    settings_digest,
+)
 from peftkit.methods.protocol import Method
 from peftkit.methods.table import METHODS, method_from_peft
 from peftkit.strict_json import shown
@@ -36,7 +41,6 @@ from peftkit.targets import Site
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 NOTES = "peftkit.json"
-SETTINGS = "settings"
 FINGERPRINT = "base_fingerprint"
 """Key of the tensor file's metadata."""
 PREFIX = "base_model.model."
@@ -44,24 +48,6 @@ SHARED = "base_model."
 """Before the names of tensors that belong to an adapter as a whole."""
 DEFAULT_NAME = re.compile(r"\.default(?=\.weight$|$)")
 """PEFT's in-memory adapter name, which some tools leave in the file's tensor names."""
-
-OLDEST_FIELDS: dict[str, Any] = {
-    "auto_mapping": None,
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "inference_mode": True,
-    "layers_pattern": None,
-    "layers_to_transform": None,
-    "modules_to_save": None,
-}
-WHERE_FIELDS = OLDEST_FIELDS.keys() | {
-    "peft_type",
-    "task_type",
-    "base_model_name_or_path",
-    "revision",
-    "target_modules",
-}
-"""Fields that say where an adapter sits, not what it computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +120,10 @@ def write_folder(
         metadata[FINGERPRINT] = provenance.fingerprint
     write_tensors(tensors, folder / TENSORS, metadata)
     write_json(fields, folder / CONFIG)
-    spec, config = method.model_dump(mode="json"), _computing(fields)
+    spec, config = method.model_dump(mode="json"), computing(fields)
     notes = {
         "version": 1,
-        "sha256": {TENSORS: sha256_of(folder / TENSORS), SETTINGS: _digest(spec, config)},
+        "sha256": {TENSORS: sha256_of(folder / TENSORS), "settings": settings_digest(spec, config)},
         "method": spec,
         "config": config,
         "base": {
@@ -197,7 +183,7 @@ def read_adapter(folder: str | Path) -> AdapterFile:
     notes = read_json(folder / NOTES)
     try:
         spec, base, config = notes["method"], notes["base"], dict(notes["config"])
-        digest, settings = notes["sha256"][TENSORS], notes["sha256"][SETTINGS]
+        digest, settings = notes["sha256"][TENSORS], notes["sha256"]["settings"]
         method = from_dict(METHODS[spec["type"]], spec, str(folder / NOTES))
         provenance = Provenance(
             base["name"],
@@ -216,7 +202,9 @@ def read_adapter(folder: str | Path) -> AdapterFile:
             found=f"{error} is missing or of the wrong type",
             fix="Restore it, or delete it to load the folder as a plain PEFT adapter.",
         ) from error
-    _check_settings(folder, fields, config, sound=_digest(spec, config) == settings)
+    if settings_digest(spec, config) != settings:
+        raise notes_changed(folder / NOTES)
+    check_config(folder / CONFIG, fields, config)
     if sha256_of(_existing(folder, TENSORS)) != digest:
         raise AdapterError(
             f"{folder / TENSORS} is not the file that was saved",
@@ -224,39 +212,6 @@ def read_adapter(folder: str | Path) -> AdapterFile:
             fix="Get it again; or delete the notes to load it as a plain PEFT adapter.",
         )
     return AdapterFile(folder, method, fields, provenance, made_here=True)
-
-
-def _computing(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config that decide what the tensors compute."""
-    return {name: value for name, value in fields.items() if name not in WHERE_FIELDS}
-
-
-def _digest(spec: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps([spec, config], sort_keys=True).encode()).hexdigest()
-
-
-def _check_settings(
-    folder: Path, fields: Mapping[str, Any], saved: Mapping[str, Any], *, sound: bool
-) -> None:
-    """Refuse settings that are not those that were saved: a wrong scale would go unnoticed."""
-    if not sound:
-        raise AdapterError(
-            f"{folder / NOTES} was changed after the adapter was saved",
-            found="its settings, as rank and alpha, have another sha256 than was noted",
-            fix=f"Restore it; or delete it to load the folder as {CONFIG} says.",
-        )
-    now = _computing(fields)
-    differing = [
-        f"{shown(name)}: {shown(now.get(name))}, and was {shown(saved.get(name))}"
-        for name in sorted(now.keys() | saved.keys())
-        if (now.get(name) or None) != (saved.get(name) or None)
-    ]
-    if differing:
-        raise AdapterError(
-            f"{folder / CONFIG} was changed after the adapter was saved",
-            found="\n".join(differing),
-            fix=f"Restore it; or delete {NOTES} to load it as {CONFIG} says.",
-        )
 
 
 def load_adapter(

@@ -54,6 +54,7 @@ def test_what_does_not_fit_is_listed_whole(tmp_path: Path) -> None:
     save_low_rank({"a.q": module, "a.v": module}, tmp_path, Provenance())
     config = tmp_path / "adapter_config.json"
     config.write_text(config.read_text().replace('"r": 2', '"r": 3'))
+    (tmp_path / "peftkit.json").unlink()  # which would say that the config was changed
     with pytest.raises(AdapterError, match=r"misshapen: a\.q .*rank 3\n.*misshapen: a\.v"):
         read_low_rank(tmp_path)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from peftkit.errors import OutputError
 from peftkit.events import Event, Notice, Saved
 from peftkit.formats.folder import open_adapter
 from peftkit.recipe import Recipe
+from peftkit_cli.render import Renderer
 from tests.train.children import exit_code, start
 
 TENSORS = "adapter_model.safetensors"
@@ -77,6 +79,23 @@ def test_a_tracker_that_fails_costs_one_notice(
     recipe.run(asked.model_copy(update={"train": train}), on_event=events.append)
     (text,) = notices(events)
     assert "tensorboard failed" in text
+    open_adapter(tmp_path / "run")
+
+
+@pytest.mark.parametrize("screen", ["closed", "full"])
+def test_a_screen_that_goes_away_costs_only_what_it_would_have_shown(
+    screen: str, asked: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if screen == "full":
+        number = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, number = os.pipe()
+        os.close(reader)
+    with os.fdopen(number, "w", buffering=1) as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with Renderer() as on_event:
+            recipe.run(asked, on_event=on_event)
+        print("a last word", file=sys.stderr)
     open_adapter(tmp_path / "run")
 
 

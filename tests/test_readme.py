@@ -1,0 +1,59 @@
+"""What the README says is run as it stands there, on a tiny base."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from peftkit.config import from_dict
+from peftkit.recipe import Recipe
+from peftkit_cli.app import run
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_recipe_is_valid() -> None:
+    (text,) = blocks("yaml")
+    from_dict(Recipe, yaml.safe_load(text.replace("2e-4", "2.0e-4")), "README.md")
+
+
+def test_the_program_runs(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"instruction": f"Say {n}.", "output": str(n)} for n in range(8)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (program,) = blocks("python")
+    exec(compile(program.replace("smollm2-135m", str(model_folder)), "README.md", "exec"), {})
+    assert (tmp_path / "runs/demo/adapter_model.safetensors").is_file()
+
+
+def test_every_command_in_it_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    shell = "\n".join(blocks("bash"))
+    names = set(re.findall(r"(?m)^peftkit (\w+)", shell)) | set(
+        re.findall(r"`peftkit (\w+)", README)
+    )
+    assert len(names) >= 10
+    for name in sorted(names):
+        assert run([name, "--help"]) == 0, name
+    capsys.readouterr()
+
+
+def test_every_make_target_in_it_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"(?m)^make (\w+)", "\n".join(blocks("bash"))):
+        assert re.search(rf"(?m)^{target}:", makefile), target
+
+
+def test_every_file_it_links_to_exists() -> None:
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / link).is_file(), link
