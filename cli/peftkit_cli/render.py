@@ -7,9 +7,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from itertools import pairwise
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -22,6 +21,7 @@ from rich.text import Text
 
 from peftkit import events
 from peftkit.events import Event, Listener
+from peftkit_cli.unfailing import Unfailing
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 48
@@ -58,39 +58,6 @@ class Renderer:
     def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.finish(failed=error[0] is not None)
-
-
-class Unfailing:
-    """A stream that goes on as if nothing were the matter when its reader or its disk gives up.
-
-    A closed terminal or a full log costs what would have been said, not the run.
-    """
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """Write, or write to nowhere from now on."""
-        try:
-            return self._stream.write(text)
-        except OSError:
-            self._abandon()
-            return len(text)
-
-    def flush(self) -> None:
-        """Flush, or write to nowhere from now on."""
-        try:
-            self._stream.flush()
-        except OSError:
-            self._abandon()
-
-    def _abandon(self) -> None:
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-            self._stream.flush()
 
 
 class PlainScreen:
