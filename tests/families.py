@@ -231,9 +231,7 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "deepseek_v2": _causal("DeepseekV2", _LATENT),
     "deepseek_v3": _causal("DeepseekV3", _LATENT),
-    "qwen2_moe": _causal(
-        "Qwen2Moe", **_EXPERTS, num_experts=4, shared_expert_intermediate_size=48
-    ),
+    "qwen2_moe": _causal("Qwen2Moe", **_EXPERTS, num_experts=4, shared_expert_intermediate_size=48),
     "qwen3_moe": _causal("Qwen3Moe", **_EXPERTS, num_experts=4, head_dim=8),
     "gpt_oss": _causal(
         "GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=8, rope_parameters=_ROPE

@@ -344,12 +344,15 @@ def test_an_unknown_architecture_takes_all_linear_and_patterns() -> None:
 
 def test_a_role_of_an_unknown_architecture_lists_its_layers_with_shapes() -> None:
     model = nn.ModuleList([Unknown(alpha=nn.Linear(4, 8), beta=nn.Linear(8, 4)) for _ in range(3)])
-    assert message(model, "q") == """\
+    assert (
+        message(model, "q")
+        == """\
 no linear layer matches target 'q' in ModuleList.
   No roles are known in it. Its linear layers:
     *.stack.*.alpha (4 -> 8) x 3
     *.stack.*.beta (8 -> 4) x 3
   List every layer with: peftkit inspect MODEL"""
+    )
 
 
 def test_a_fused_layer_of_unknown_order_is_never_split() -> None:
@@ -380,18 +383,24 @@ def message(model: nn.Module, *targets: str) -> str:
 def test_a_misspelt_target_says_what_was_found_and_what_was_meant() -> None:
     model = build("llama")
     model.config._name_or_path = "meta-llama/Llama-3.2-1B"
-    assert message(model, "q_porj") == """\
+    assert (
+        message(model, "q_porj")
+        == """\
 no linear layer matches target 'q_porj' in LlamaForCausalLM.
   Roles found: q, k, v, o, gate, up, down (2 layers), head, embed. Did you mean 'q_proj'?
   List every layer with: peftkit inspect meta-llama/Llama-3.2-1B"""
+    )
 
 
 def test_every_target_that_fails_is_in_one_error() -> None:
-    assert message(build("mixtral"), "q", "gate", "atention") == """\
+    assert (
+        message(build("mixtral"), "q", "gate", "atention")
+        == """\
 no linear layer matches targets 'gate', 'atention' in MixtralForCausalLM.
   Roles found: q, k, v, o, expert_gate, expert_up, expert_down, router (2 layers), head, embed. \
 Did you mean 'expert_gate'? Did you mean 'attention'?
   List every layer with: peftkit inspect MODEL"""
+    )
 
 
 @pytest.mark.parametrize(
