@@ -35,9 +35,11 @@ from peftkit.formats.peft import (
     AdapterFile,
     Provenance,
     load_adapter,
+    named_tensors,
     read_adapter,
     save_adapter,
 )
+from peftkit.formats.per_expert import per_expert, save_stacked, stack_experts
 from peftkit.formats.serving import (
     MAX_LORA_RANKS,
     check_serving,
@@ -236,6 +238,8 @@ def _import_peft(
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="peftkit-") as scratch:
         source = plain_folder(found, Path(scratch))
+        if per_expert(named_tensors(source)):
+            source = stack_experts(source, Path(scratch) / "stacked", model)
         init = read_json(source / CONFIG).get("init_lora_weights")
         if init in ("pissa", "olora"):  # what it subtracts is made from the base's weights
             loaded = load_base(base, device="cpu", dtype="fp32", on_event=on_event)
@@ -243,6 +247,10 @@ def _import_peft(
             adapter.method = adapter.method.model_copy(update={"targets": tuple(adapter.modules)})
             origin = Provenance(loaded.name, loaded.hub_id, loaded.revision, loaded.fingerprint)
             save_adapter(adapter, folder, origin)
+            return
+        if read_json(source / CONFIG).get("target_parameters"):
+            origin = _origin(read_adapter(source).provenance, locate(base))
+            save_stacked(source, folder, model, origin, Path(scratch))
             return
         file, modules = read_low_rank(source)
         _save(modules, folder, file.provenance, locate(base), model, found.folder)
@@ -273,9 +281,14 @@ def _save(
             found="\n".join([*problems[:20], *more]),
             fix="Name the base that it was trained on with --base MODEL.",
         )
-    revision = known.revision if known.base == location.name else None
-    origin = replace(known, base=location.name, hub_id=location.hub_id, revision=revision)
+    origin = _origin(known, location)
     transposed = any(type(linears[path]).__name__ == "Conv1D" for path in modules)
     save_low_rank(
         modules, folder, origin, others=linears.keys() - modules.keys(), transposed=transposed
     )
+
+
+def _origin(known: Provenance, location: Location) -> Provenance:
+    """Return what is known of an adapter's origin, with the base that was asked for."""
+    revision = known.revision if known.base == location.name else None
+    return replace(known, base=location.name, hub_id=location.hub_id, revision=revision)

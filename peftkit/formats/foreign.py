@@ -17,6 +17,7 @@ from peftkit.formats.guard import (
     what_is,
 )
 from peftkit.formats.peft import CONFIG, NOTES, PREFIX, TENSORS
+from peftkit.methods.experts import check_layout
 
 GGUF = "a GGUF file"
 _MAX_FILES = 200
@@ -45,12 +46,6 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         r".*\.lora_(down|up)\.weight$",
         "LyCORIS or kohya-ss (lora_down, lora_up), whose scale stands in no config",
         _MERGED,
-    ),
-    (
-        r".*\.experts\.\d+\..*lora_",
-        "one LoRA for each expert of a mixture, as PEFT wrote it for transformers 4",
-        "transformers 5 stacks the experts, and there is no LoRA of one expert in a stack: "
-        "merge it with the versions that it was made with.",
     ),
 )
 
@@ -83,7 +78,7 @@ def recognise(path: Path) -> Found:
         found = Found("mlx", file.parent, file)
     elif (file.parent / NOTES).is_file() or any(".lora_" in name for name in names):
         found = Found("peft", file.parent, file)
-        _refuse_experts(file.parent, names, asked)
+        _refuse_experts(file.parent, names)
     else:
         raise AdapterError(
             asked,
@@ -130,20 +125,11 @@ def _refuse(names: Iterable[str], asked: str) -> None:
                 raise AdapterError(asked, found=f"It is from {what}: {name}", fix=fix)
 
 
-def _refuse_experts(folder: Path, names: Iterable[str], asked: str) -> None:
+def _refuse_experts(folder: Path, names: Iterable[str]) -> None:
+    """Refuse stacked experts whose layout cannot be told, whatever the config targets."""
     stacked = [name for name in names if re.search(r"\.experts\.(base_layer\.)*lora_[AB]\.", name)]
-    if not stacked:
-        return
-    version = str(read_json(folder / CONFIG).get("peft_version", ""))
-    old = re.match(r"0\.(\d+)\.", version)
-    if old is None or int(old[1]) < 19:
-        found = (
-            f"It adapts stacked experts, and was made by PEFT {version or 'of unknown version'}: "
-            "before 0.19 rows and columns were the other way round, which the file does not say."
-        )
-    else:
-        found = f"It adapts stacked experts: {stacked[0]}"
-    raise AdapterError(asked, found=found, fix="Merge it with the PEFT that it was made with.")
+    if stacked and (folder / CONFIG).is_file():
+        check_layout(read_json(folder / CONFIG) | {"target_parameters": stacked})
 
 
 def plain_folder(found: Found, scratch: Path) -> Path:
