@@ -224,7 +224,8 @@ def prepare_output(
         raise OutputError(
             f"{output_dir} already holds a run",
             found=", ".join(found[-4:]),
-            fix="Go on with it (--resume), or train into another folder (--out DIR), or delete it.",
+            fix="Go on with it (--resume), train into another folder (--out DIR), or train anew in "
+            "this one (--overwrite).",
         )
     writable_folder(checkpoints.folder)
 
