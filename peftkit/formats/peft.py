@@ -246,8 +246,8 @@ def load_adapter(
     tensors = named_tensors(file.folder)
     sites, method = _sites(file, tensors, model), file.method
     if not file.made_here:  # saved again, it says where it sits
-        paths = tuple(dict.fromkeys(site.path for site in sites))
-        method = method.model_copy(update={"targets": paths})
+        places = (f"{s.path}.{s.parameter}" if s.parameter else s.path for s in sites)
+        method = method.model_copy(update={"targets": tuple(dict.fromkeys(places))})
     try:
         adapter = attach(model, method, sites=sites)
     except TargetError as error:
