@@ -170,7 +170,11 @@ def check_reading(base: nn.Module, config: peft.PeftConfig, folder: Path) -> Non
     theirs = peft.get_peft_model(base, config).eval()
     nudge(theirs)
     theirs.save_pretrained(folder)
-    load_adapter(ours, folder)
+    adapter = load_adapter(ours, folder)
+    torch.testing.assert_close(logits(ours), logits(theirs), atol=TOLERANCE, rtol=0)
+    save_adapter(adapter, folder / "again")
+    adapter.detach()
+    load_adapter(ours, folder / "again")
     torch.testing.assert_close(logits(ours), logits(theirs), atol=TOLERANCE, rtol=0)
 
 
