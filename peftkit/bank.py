@@ -26,14 +26,14 @@ from torch import nn
 from peftkit.anatomy import bare
 from peftkit.banked import BankLinear, Routing, Switch, keep
 from peftkit.base import Base
-from peftkit.data.encode import Style, prompt_ids, stop_ids
+from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
 from peftkit.errors import AdapterError, DataError, did_you_mean
 from peftkit.events import Listener, Stage, ignore
-from peftkit.formats.fits import check_weights, layers_of
+from peftkit.formats.fits import layers_of
 from peftkit.formats.folder import adapter_folder, base_of
 from peftkit.formats.low_rank import read_low_rank
-from peftkit.formats.peft import AdapterFile, read_adapter
-from peftkit.generation import MAX_NEW_TOKENS, complete, default_style
+from peftkit.formats.peft import AdapterFile, check_weights, read_adapter
+from peftkit.generation import MAX_NEW_TOKENS, complete
 from peftkit.methods.protocol import ADAPTER_DTYPES
 
 NAME = re.compile(r"\w[\w.-]*")

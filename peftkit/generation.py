@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from peftkit.data.encode import Style, prompt_ids, stop_ids
+from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
 from peftkit.errors import DataError
 
 MAX_NEW_TOKENS = 256
@@ -71,11 +71,6 @@ def generate(
         batch_size=batch_size,
     )
     return [_text(tokenizer, ids) for ids in answers]
-
-
-def default_style(tokenizer: PreTrainedTokenizerBase) -> Style:
-    """Return how a model is asked when nothing says how it was taught."""
-    return Style("chat" if tokenizer.chat_template else "plain")
 
 
 def complete(

@@ -42,6 +42,11 @@ class Style:
     chat_template: str | None = None
 
 
+def default_style(tokenizer: Any) -> Style:
+    """Return how a model is asked when nothing says how it was taught."""
+    return Style("chat" if tokenizer.chat_template else "plain")
+
+
 def prompt_ids(
     tokenizer: Any,
     prompt: str | Sequence[Message],

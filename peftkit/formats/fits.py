@@ -1,4 +1,4 @@
-"""Whether an adapter file belongs to a base, and sits on layers that the base has."""
+"""Whether an adapter sits on layers that a base has."""
 
 from __future__ import annotations
 
@@ -11,22 +11,6 @@ from peftkit.errors import AdapterError
 from peftkit.formats.endings import unmatched
 from peftkit.formats.low_rank import LowRank
 from peftkit.formats.peft import AdapterFile
-
-
-def check_weights(file: AdapterFile, fingerprint: str) -> None:
-    """Refuse an adapter that was trained on other weights than those of this fingerprint.
-
-    Raises:
-        AdapterError: It says so; one that does not say passes.
-    """
-    recorded = file.provenance.fingerprint
-    if recorded and recorded != fingerprint:
-        raise AdapterError(
-            f"the adapter in {file.folder} was trained on other weights than this base's",
-            found=f"trained on {file.provenance.base} ({recorded[:23]}...); "
-            f"this base is {fingerprint[:23]}...",
-            fix="Give the right base with --base, or load it all the same with --force.",
-        )
 
 
 def layers_of(

@@ -9,7 +9,7 @@ import torch
 
 from peftkit.adapter import Adapter
 from peftkit.base import Base, load_base
-from peftkit.data.encode import Style
+from peftkit.data.encode import Style, default_style
 from peftkit.errors import AdapterError
 from peftkit.events import Listener, Stage, ignore
 from peftkit.formats.hub import resolve_adapter
@@ -29,7 +29,7 @@ class Opened:
     def style(self) -> Style:
         """How a prompt is put to it: as it was trained, else by the chat template if it has one."""
         recorded = self.file.provenance.prompt_style
-        return recorded or Style("chat" if self.base.tokenizer.chat_template else "plain")
+        return recorded or default_style(self.base.tokenizer)
 
 
 def open_adapter(

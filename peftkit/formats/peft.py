@@ -235,14 +235,8 @@ def load_adapter(
         AdapterError: The base is another one, or the tensors do not fit: all of them are listed.
     """
     file = read_adapter(folder)
-    recorded = file.provenance.fingerprint
-    if fingerprint and recorded and fingerprint != recorded and not force:
-        raise AdapterError(
-            f"the adapter in {folder} was trained on other weights than this base's",
-            found=f"trained on {file.provenance.base} ({recorded[:23]}...); "
-            f"this base is {fingerprint[:23]}...",
-            fix="Give the right base with --base, or load it all the same with --force.",
-        )
+    if fingerprint and not force:
+        check_weights(file, fingerprint)
     tensors = named_tensors(file.folder)
     sites, method = _sites(file, tensors, model), file.method
     if not file.made_here:  # saved again, it says where it sits
@@ -271,6 +265,22 @@ def _fingerprint_inside(folder: Path) -> str | None:
     """Return the base's fingerprint from the tensor file, where it outlives our notes."""
     text = check_safetensors(_existing(folder, TENSORS)).metadata.get(FINGERPRINT, "")
     return text if re.fullmatch("sha256:[0-9a-f]{64}", text) else None
+
+
+def check_weights(file: AdapterFile, fingerprint: str) -> None:
+    """Refuse an adapter that was trained on other weights than those of this fingerprint.
+
+    Raises:
+        AdapterError: It says so; one that does not say passes.
+    """
+    recorded = file.provenance.fingerprint
+    if recorded and recorded != fingerprint:
+        raise AdapterError(
+            f"the adapter in {file.folder} was trained on other weights than this base's",
+            found=f"trained on {file.provenance.base} ({recorded[:23]}...); "
+            f"this base is {fingerprint[:23]}...",
+            fix="Give the right base with --base, or load it all the same with --force.",
+        )
 
 
 def named_tensors(folder: Path) -> dict[str, Tensor]:

@@ -11,8 +11,9 @@ import torch
 from peftkit.adapter import attach
 from peftkit.bank import open_bank
 from peftkit.base import load_base
+from peftkit.data.encode import default_style
 from peftkit.formats.peft import Provenance, save_adapter
-from peftkit.generation import default_style, generate
+from peftkit.generation import generate
 from peftkit.methods.lora import LoRA
 from tests.cli.conftest import Run
 
