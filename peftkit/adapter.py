@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from peftkit.anatomy import bare
 from peftkit.errors import AdapterError
-from peftkit.methods.protocol import AdapterModule, Method
+from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.methods.tuned import named_modules, whole
 from peftkit.targets import Site
 
 
@@ -20,11 +21,25 @@ class Adapter:
     Attributes:
         model: The model, changed in place.
         method: The config that it came from.
-        modules: Module path to adapter module, in the order of the model.
+        modules: Module path to adapter module, in the order of the model; then those of `full`.
+        full: Paths of the modules that are trained whole, beside the method's own.
     """
 
-    def __init__(self, model: nn.Module, method: Method, modules: dict[str, AdapterModule]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        modules: dict[str, AdapterModule],
+        full: Collection[str] = (),
+    ) -> None:
         self.model, self.method, self.modules = model, method, modules
+        self.full = frozenset(full)
+        self._handles = method.connect(model, self.own)
+
+    @property
+    def own(self) -> dict[str, AdapterModule]:
+        """The modules that are the method's."""
+        return {path: module for path, module in self.modules.items() if path not in self.full}
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the trainable parameters."""
@@ -51,13 +66,15 @@ class Adapter:
 
     def detach(self) -> None:
         """Take every adapter module out again; the model is the bare, frozen base."""
+        for handle in self._handles:
+            handle.remove()
         for path, module in self.modules.items():
             _replace(self.model, path, module.base)
-        self.modules = {}
+        self.modules, self._handles = {}, []
 
     def state(self) -> dict[str, Tensor]:
         """Return what is saved: "module.path.tensor_name", or a shared name, to tensor."""
-        return self.method.shared(self.modules) | {
+        return self.method.shared(self.own) | {
             f"{path}.{name}": tensor
             for path, module in self.modules.items()
             for name, tensor in module.state().items()
@@ -69,7 +86,7 @@ class Adapter:
         Raises:
             AdapterError: Lists every missing, unexpected and misshapen tensor.
         """
-        shared = self.method.shared(self.modules)
+        shared = self.method.shared(self.own)
         expected = {name: tuple(tensor.shape) for name, tensor in shared.items()} | {
             f"{path}.{name}": shape
             for path, module in self.modules.items()
@@ -115,13 +132,19 @@ def attach(
             f"{type(model).__name__} carries an adapter already",
             fix="Call its detach() first, or merge it.",
         )
+    full = {
+        path: whole(model.get_submodule(path), path, ADAPTER_DTYPES[method.dtype])
+        for path in named_modules(model, method.train_fully)
+    }
     grouped: dict[str, list[Site]] = {}
     for site in method.sites(model) if sites is None else sites:
-        grouped.setdefault(site.path, []).append(site)
+        if not any(f"{site.path}.".startswith(f"{path}.") for path in full):
+            grouped.setdefault(site.path, []).append(site)
     modules = {
         path: _wrapped(method, model.get_submodule(path), found) for path, found in grouped.items()
     }
     method.share(modules)
+    modules |= full
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for path, module in modules.items():
@@ -129,7 +152,7 @@ def attach(
         module.reset(generator)
         module.train(model.training)
         _replace(model, path, module)
-    return Adapter(model, method, modules)
+    return Adapter(model, method, modules, full)
 
 
 def _wrapped(method: Method, base: nn.Module, sites: list[Site]) -> AdapterModule:

@@ -35,6 +35,7 @@ from peftkit.formats.settings import (
 )
 from peftkit.methods.protocol import Method
 from peftkit.methods.table import METHODS, method_from_peft
+from peftkit.methods.tuned import named_modules
 from peftkit.strict_json import shown
 from peftkit.targets import Site
 
@@ -44,8 +45,6 @@ NOTES = "peftkit.json"
 FINGERPRINT = "base_fingerprint"
 """Key of the tensor file's metadata."""
 PREFIX = "base_model.model."
-SHARED = "base_model."
-"""Before the names of tensors that belong to an adapter as a whole."""
 DEFAULT_NAME = re.compile(r"\.default(?=\.weight$|$)")
 """PEFT's in-memory adapter name, which some tools leave in the file's tensor names."""
 
@@ -111,7 +110,7 @@ def write_folder(
 ) -> Path:
     """Write the three files of an adapter folder; see `save_adapter`."""
     tensors = {
-        (SHARED if name in method.shared_names else PREFIX) + name: tensor.cpu()
+        _prefix(method, name) + name: tensor.cpu()
         for name, tensor in state.items()
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -137,6 +136,10 @@ def write_folder(
     }
     write_json(notes, folder / NOTES)
     return folder
+
+
+def _prefix(method: Method, name: str) -> str:
+    return method.shared_prefix if name in method.shared_names else PREFIX
 
 
 def _config_fields(adapter: Adapter, provenance: Provenance) -> dict[str, Any]:
@@ -238,10 +241,13 @@ def load_adapter(
     if fingerprint and not force:
         check_weights(file, fingerprint)
     tensors = named_tensors(file.folder)
-    sites, method = _sites(file, tensors, model), file.method
+    full = _trained_whole(file, tensors, model)
+    of_method = [name for name in tensors if not any(name.startswith(f"{p}.") for p in full)]
+    sites, method = _sites(file, of_method, model), file.method
     if not file.made_here:  # saved again, it says where it sits
         places = (f"{s.path}.{s.parameter}" if s.parameter else s.path for s in sites)
-        method = method.model_copy(update={"targets": tuple(dict.fromkeys(places))})
+        targets = tuple(dict.fromkeys(places))
+        method = method.model_copy(update={"targets": targets, "train_fully": tuple(full)})
     try:
         adapter = attach(model, method, sites=sites)
     except TargetError as error:
@@ -291,14 +297,26 @@ def named_tensors(folder: Path) -> dict[str, Tensor]:
     """
     named: dict[str, Tensor] = {}
     for name, tensor in read_tensors(_existing(folder, TENSORS)).items():
-        plain = DEFAULT_NAME.sub("", name.removeprefix(PREFIX).removeprefix(SHARED))
+        plain = DEFAULT_NAME.sub("", name.removeprefix(PREFIX).removeprefix("base_model."))
         if plain in named:
             raise AdapterError(f"{folder / TENSORS} holds {plain} twice", found=f"again as {name}")
         named[plain] = tensor
     return named
 
 
-def _sites(file: AdapterFile, tensors: Mapping[str, Tensor], model: nn.Module) -> list[Site]:
+def _trained_whole(file: AdapterFile, tensors: Collection[str], model: nn.Module) -> list[str]:
+    """Return the paths of the modules that were trained whole, beside the method's own."""
+    names = file.method.train_fully
+    if file.made_here:
+        return named_modules(model, names)
+    return [  # PEFT's own rule, which takes no notice of dots; and names what is not there, too
+        path
+        for path, _ in model.named_modules()
+        if path.endswith(names) and any(name.startswith(f"{path}.") for name in tensors)
+    ]
+
+
+def _sites(file: AdapterFile, tensors: Collection[str], model: nn.Module) -> list[Site]:
     """Return the modules that the folder's targets mean in this model; the tensors must agree."""
     places = file.method.candidates(model)
     shared = file.method.shared_names
@@ -323,11 +341,11 @@ def _owner(name: str, places: Collection[str]) -> str:
 
 def _check_config(file: AdapterFile, adapter: Adapter) -> None:
     """Refuse a config that says otherwise than the tensors' modules: its scale would be wrong."""
-    paths = {path for path, module in adapter.modules.items() if not module.stacked}
+    paths = {path for path, module in adapter.own.items() if not module.stacked}
     targets = file.fields.get("target_modules")
     stacks = [
         f"{path}.{name}"
-        for path, module in adapter.modules.items()
+        for path, module in adapter.own.items()
         for name in module.stacked or ("weight",)
     ]
     missing = unmatched(targets, paths) + unmatched(file.fields.get("target_parameters"), stacks)

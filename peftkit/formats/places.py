@@ -21,7 +21,7 @@ _TAKEN = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 def written_fields(adapter: Adapter) -> dict[str, Any]:
     """Return the config fields of the adapter's method and targets."""
-    modules, method = adapter.modules, adapter.method
+    modules, method = adapter.own, adapter.method
     places = method.candidates(adapter.model)
     as_weights = _as_weights(modules, places)
     parameters = {f"{path}.{name}" for path, module in modules.items() for name in module.stacked}
@@ -40,6 +40,8 @@ def written_fields(adapter: Adapter) -> dict[str, Any]:
         rest |= _stacks(places)
         fields["target_parameters"] = shortest_endings(parameters, rest - parameters)
     fields |= method.to_peft(modules)
+    if adapter.full:
+        fields["modules_to_save"] = shortest_endings(adapter.full, others - adapter.full)
     for name in PATTERNS if as_weights else ():
         if name in fields:
             fields[name] = {

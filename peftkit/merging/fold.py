@@ -94,8 +94,8 @@ def merge_into(
     shared = shared_parameters(adapter.model)
     for path, module in adapter.modules.items():
         check_mergeable(adapter.method, module)
-        for name in module.stacked or ("weight",):
-            weight = module.base._parameters.get(name)
+        for name in module.changed:
+            weight = dict(module.base.named_parameters()).get(name)
             if weight is None or not weight.is_floating_point():
                 raise MergeError(
                     f"cannot merge into {path}",
@@ -116,7 +116,7 @@ def merge_into(
 
 @torch.no_grad()
 def _fold(module: AdapterModule, layer: nn.Module, dtype: torch.dtype | None, tally: Tally) -> None:
-    """Write what a module computes into the weights of a layer, and into its bias.
+    """Write what a module computes into the weights of a layer.
 
     Args:
         layer: The module's base, or the same layer of another model.
@@ -128,8 +128,6 @@ def _fold(module: AdapterModule, layer: nn.Module, dtype: torch.dtype | None, ta
         exact = module.merged_weight(before, name)
         tally.add(before, exact, exact.to(dtype or stored[name].dtype))
         stored[name].copy_(exact)
-    if (bias := getattr(module.base, "bias", None)) is not None:
-        layer.get_parameter("bias").copy_(module.merged_bias(bias.float()))
 
 
 @torch.no_grad()
@@ -187,10 +185,10 @@ def shared_parameters(model: nn.Module) -> set[int]:
 
 def check_mergeable(method: Method, module: AdapterModule) -> None:
     """Raise MergeError, by name, for a method that changes more than a weight."""
-    if type(module).merged_weight is AdapterModule.merged_weight:
+    if method.unmergeable:
         raise MergeError(
             f"an adapter of type '{method.type}' cannot be merged",
-            found="it changes more than the weights of its layers",
+            found=method.unmergeable,
             fix="Use it as it is: peftkit generate ADAPTER, or load it with PEFT.",
         )
 

@@ -93,8 +93,8 @@ def plan_stream(
     entries, modules = shards.entries, dict(model.named_modules())
     shared = shared_parameters(model)
     method, changes = method_from_peft(file.fields), {}
-    if method.shared_names:
-        return None  # a layer is not made from its own tensors alone
+    if method.shared_names or method.train_fully:
+        return None  # a layer is not made from its own tensors alone, or is no linear one
     for path, state in _states(file, model).items():
         name = _on_disk(path, entries)
         module = modules[path]

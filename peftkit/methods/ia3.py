@@ -91,12 +91,13 @@ class IA3Linear(AdapterModule):
     def _factor(self, like: Tensor) -> Tensor:
         return self.full_l().detach().to(like.device, torch.float32)
 
+    @property
+    def changed(self) -> tuple[str, ...]:
+        return ("weight",) if self.scales_input or self.bias is None else ("weight", "bias")
+
     def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
         factor = self._factor(weight)
-        return weight * (factor if self.scales_input else factor[:, None])
-
-    def merged_bias(self, bias: Tensor) -> Tensor:
-        return bias if self.scales_input else bias * self._factor(bias)
+        return weight * (factor if self.scales_input or weight.ndim == 1 else factor[:, None])
 
 
 class IA3(Method):

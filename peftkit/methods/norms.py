@@ -6,61 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from peftkit.anatomy import walk
 from peftkit.errors import TargetError, did_you_mean
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, refuse_unknown
+from peftkit.methods.tuned import TunedModule
 from peftkit.targets import Site
 
-_NAME = "ln_tuning_layers."
 ALL = "norms"
-
-
-class TunedNorm(AdapterModule):
-    """A frozen normalisation layer that computes with trained copies of its weight and bias."""
-
-    def __init__(self, base: nn.Module, site: Site, *, dtype: torch.dtype) -> None:
-        super().__init__(base, site)
-        frozen = {name: p for name, p in base.named_parameters(recurse=False) if p is not None}
-        self.trained = nn.ParameterDict(
-            {name: nn.Parameter(p.detach().to(dtype, copy=True)) for name, p in frozen.items()}
-        )
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.enabled:
-            return self.base(*args, **kwargs)
-        own = dict(self.base.named_parameters(recurse=False))
-        used = {name: trained.to(own[name].dtype) for name, trained in self.trained.items()}
-        return torch.func.functional_call(self.base, used, args, kwargs)
-
-    def reset(self, generator: torch.Generator) -> None:
-        with torch.no_grad():
-            for name, frozen in self.base.named_parameters(recurse=False):
-                self.trained[name].copy_(frozen)
-
-    def state(self) -> dict[str, Tensor]:
-        return {_NAME + name: trained.detach() for name, trained in self.trained.items()}
-
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {_NAME + name: tuple(trained.shape) for name, trained in self.trained.items()}
-
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        for name, trained in self.trained.items():
-            trained.copy_(state[_NAME + name])
-
-    def weights(self, base: nn.Module) -> dict[str, Tensor]:
-        return {"weight": cast(Tensor, base.weight)}
-
-    def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
-        return self.trained[name].detach().to(weight.device, torch.float32)
-
-    def merged_bias(self, bias: Tensor) -> Tensor:
-        return self.merged_weight(bias, "bias")
 
 
 class LNTuning(Method):
@@ -96,8 +52,10 @@ class LNTuning(Method):
     def candidates(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
         return {path: () for path, module, _ in walk(model) if is_norm(module)}
 
-    def wrap(self, base: nn.Module, site: Site) -> TunedNorm:
-        return TunedNorm(base, site, dtype=ADAPTER_DTYPES[self.dtype])
+    def wrap(self, base: nn.Module, site: Site) -> TunedModule:
+        names = [name for name, _ in base.named_parameters(recurse=False)]
+        dtype = ADAPTER_DTYPES[self.dtype]
+        return TunedModule(base, site, names=names, dtype=dtype, prefix="ln_tuning_layers.")
 
     def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
         return {}

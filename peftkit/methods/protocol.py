@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from peftkit.anatomy import find_places, is_linear
 from peftkit.config import Config
@@ -78,29 +79,33 @@ class AdapterModule(nn.Module, ABC):
         """Names of the base's stacks of expert weights that are adapted; () of a linear layer."""
         return ()
 
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Names of the base's parameters that a merge replaces."""
+        return self.stacked or ("weight",)
+
     def weights(self, base: nn.Module) -> dict[str, Tensor]:
         """Return the weights to merge into, by parameter name: views, as merged_weight takes them.
 
         Args:
             base: This module's base, or the same layer of another copy of the model.
         """
-        return {"weight": weight_of(base)}
+        return {
+            name: weight_of(base) if name == "weight" and is_linear(base) else getattr(base, name)
+            for name in self.changed
+        }
 
     def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
-        """Return the weight that computes base and adapter at once.
+        """Return the parameter that computes base and adapter at once.
 
         Args:
-            weight: The base's own in float32: (out, in), or (experts, out, in).
+            weight: The base's own in float32: (out, in), (experts, out, in), or a bias (out,).
             name: Which of `weights`.
 
         Raises:
-            NotImplementedError: The method changes more than weights; merge says so by name.
+            NotImplementedError: `Method.unmergeable`.
         """
         raise NotImplementedError
-
-    def merged_bias(self, bias: Tensor) -> Tensor:
-        """Return the bias (out,) that goes with the merged weight; float32 both."""
-        return bias
 
 
 class Method(Config, ABC):
@@ -113,15 +118,25 @@ class Method(Config, ABC):
     foreign_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields of PEFT's LoRA config that this method's has not."""
     changes_bias: ClassVar[bool] = False
-    """Whether `AdapterModule.merged_bias` is another one."""
+    """Whether a merge replaces biases too."""
     shared_names: ClassVar[tuple[str, ...]] = ()
     """Tensors that belong to the adapter as a whole, not to one module."""
+    shared_prefix: ClassVar[str] = "base_model."
+    """What PEFT's files have before these names."""
+    unmergeable: ClassVar[str] = ""
+    """Why no weights compute base and adapter at once; "" where some do."""
+    fresh_changes: ClassVar[str] = ""
+    """Why an adapter that has not been trained changes the output already; "" where it does not."""
+    files: ClassVar[str] = "PEFT"
+    """Who else reads its files; "" where nobody does."""
 
     type: str
     targets: tuple[str, ...] | str = "all-linear"
     """Roles (q, k, v, o, gate, up, down, ...), groups (attention, ffn, all-linear), or names."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which the adapter is kept and trained, over any base."""
+    train_fully: tuple[str, ...] = ()
+    """Modules that are trained whole beside it, by the ends of their names: [classifier]."""
 
     def sites(self, model: nn.Module) -> list[Site]:
         """Return where the targets are in this model.
@@ -158,6 +173,12 @@ class Method(Config, ABC):
             found=f"{sites[0].path}: {', '.join(str(site.parameter) for site in sites)}",
             fix="Leave the experts out of the targets, or use LoRA.",
         )
+
+    def connect(
+        self, model: nn.Module, modules: Mapping[str, AdapterModule]
+    ) -> list[RemovableHandle]:
+        """Hang on the model what the method needs beside its modules; they are in place by now."""
+        return []
 
     def share(self, modules: Mapping[str, AdapterModule]) -> None:
         """Give all modules what they have in common."""

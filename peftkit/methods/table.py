@@ -33,14 +33,20 @@ def method_from_peft(fields: Mapping[str, Any]) -> Method:
     Raises:
         AdapterError: No method here reads this kind of adapter.
     """
-    peft_type = str(fields.get("peft_type"))
+    fields, peft_type = dict(fields), str(fields.get("peft_type"))
+    saved = fields.pop("modules_to_save", None) or []
+    if not (isinstance(saved, list) and all(isinstance(name, str) for name in saved)):
+        raise AdapterError(
+            "the adapter's config is not valid", found=f"modules_to_save: {shown(saved)}"
+        )
     dora = bool(fields.get("use_dora")) and peft_type == DoRA.peft_type
     for method in (DoRA,) if dora else METHODS.values():
         if method.peft_type == peft_type:
             try:
-                return method.from_peft(fields)
+                read = method.from_peft(fields)
             except ConfigError as error:
                 raise AdapterError("the adapter's config is not valid", found=str(error)) from error
+            return read.model_copy(update={"train_fully": tuple(saved)})
     kinds = sorted({method.peft_type for method in METHODS.values()})
     raise AdapterError(
         f"no method reads an adapter of type {shown(peft_type)}",
