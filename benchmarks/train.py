@@ -1,30 +1,57 @@
-"""Training speed and peak memory next to TRL + PEFT: same rows, same order, same adapter.
+"""Training speed and peak memory next to peers: same rows, same order, same adapter.
 
-    python -m benchmarks.train --peers PEERS/bin/python --rows 160 --batch-size 8
-    python -m benchmarks.train --peers PEERS/bin/python --quantize nf4 --data alpaca.jsonl
+    python -m benchmarks.train --peers PEERS/bin/python --rows 160
+    python -m benchmarks.train --against trl,unsloth --peers PEERS/bin/python \\
+        --unsloth UNSLOTH/bin/python --data mixed --quantize nf4 --json figures.json
 
-PEERS is a virtual environment with trl and peft (and the same torch). The two run in turn, each in
-a process of its own; medians over --repeats. No speed is printed when the losses disagree.
+PEERS is an environment with trl and peft, UNSLOTH one with unsloth, both with the same torch. All
+run in turn, each in a process of its own; medians over --repeats. Where the loss curves differ by
+more than the tolerance, that is told instead of a speed, and the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from benchmarks.orders import make_rows
+from benchmarks.report import Spread, disagreement, heading, table, write_json
+from benchmarks.workers import WorkerFailed, work
 
 LOSS_TOLERANCE = 0.05
-"""Mean difference of the losses over the mean loss: bf16 in another order of operations."""
-WORKERS = Path(__file__).parent / "workers"
+"""Mean difference of the losses over the mean loss: bf16 in another order of operations, adapters
+in bf16 on the peers' side and float32 on ours, and another draw of the initial A."""
+
+BY_BLOCK = {
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "1",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": "1",
+}
+"""Lets accelerate compile one block for all, of any length: the whole model takes minutes."""
+
+PEERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "trl": ("trl", {}),
+    "trl-compiled": ("trl", {"compile": True, "environ": BY_BLOCK}),
+    "trl-liger": ("trl", {"liger": True}),
+    "trl-recompute": ("trl", {"recompute": True}),
+    "trl-model-loss": ("trl", {"model_loss": True}),
+    "peft": ("peft_loop", {}),
+    "peft-fp32": ("peft_loop", {"adapters": "fp32"}),
+    "peft-compiled": ("peft_loop", {"compile": True}),
+    "peft-recompute": ("peft_loop", {"recompute": True}),
+    "unsloth": ("unsloth", {}),
+    "unsloth-bf16": ("unsloth", {"adapters": "bf16"}),
+    "unsloth-compiled": ("unsloth", {"environ": {"UNSLOTH_CPU_COMPILE": "1"}}),
+    "unsloth-recompute": ("unsloth", {"recompute": True}),
+}
+"""Name -> worker, and what it is told besides."""
+
+Runs = dict[str, list[dict[str, Any]]]
 
 
 def encode(model: str, data: str, num_rows: int, max_length: int) -> list[dict[str, list[int]]]:
@@ -39,30 +66,140 @@ def encode(model: str, data: str, num_rows: int, max_length: int) -> list[dict[s
     return [{"input_ids": list(row.input_ids), "labels": list(row.labels)} for row in rows]
 
 
-def measure(python: str, worker: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run one worker on a job and return what it measured."""
-    file = folder / "job.json"
-    file.write_text(json.dumps(job | {"output": str(folder / f"{worker}-out")}))
-    command = [python, str(WORKERS / f"{worker}.py"), str(file)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if result.returncode != 0:
-        raise SystemExit(f"{worker} failed:\n{result.stderr[-3000:]}")
-    subprocess.run(["rm", "-rf", str(folder / f"{worker}-out")], check=True)
-    return json.loads(result.stdout.strip().splitlines()[-1])
+def in_turn(
+    job: Mapping[str, Any],
+    sides: Mapping[str, tuple[str, str, Mapping[str, Any]]],
+    repeats: int,
+    folder: Path,
+    *,
+    seconds: float | None = None,
+) -> Runs:
+    """Run all sides one after the other, so many times; say how far it is.
+
+    Args:
+        sides: Name -> worker, python, and what to change in the job.
+        seconds: Time limit of one run.
+    """
+    runs: Runs = {side: [] for side in sides}
+    for repeat in range(repeats):
+        for side, (worker, python, changes) in sides.items():
+            facts = work(worker, {**job, **changes}, folder, python=python, seconds=seconds)
+            runs[side].append(facts)
+            told = facts.get("failed") or f"{facts['seconds']:.1f} s"
+            print(f"run {repeat + 1} of {repeats}, {side}: {told}", file=sys.stderr, flush=True)
+    return runs
 
 
-def disagreement(ours: list[float], theirs: list[float]) -> float:
-    """Return the mean difference of two loss curves over their mean."""
-    return mean(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / mean(theirs)
+def problems(runs: Runs, tolerance: float = LOSS_TOLERANCE) -> dict[str, str]:
+    """Return why a side cannot be held against ours, by side; nothing where all is well."""
+    found = {}
+    for side, results in runs.items():
+        failed = [result["failed"] for result in results if "failed" in result]
+        if failed:
+            found[side] = failed[0]
+    ours = runs["ours"][0]
+    if "ours" in found:
+        return found
+    for side, results in runs.items():
+        if side in found or side == "ours":
+            continue
+        theirs = results[0]
+        if len(ours["losses"]) != len(theirs["losses"]):
+            found[side] = f"{len(theirs['losses'])} steps, ours has {len(ours['losses'])}"
+        elif ours["num_trainable"] != theirs["num_trainable"]:
+            found[side] = f"trains {theirs['num_trainable']} values, ours {ours['num_trainable']}"
+        elif not (apart := disagreement(ours["losses"], theirs["losses"])) <= tolerance:
+            found[side] = f"the losses differ by {apart:.1%}, more than {tolerance:.0%}"
+    return found
 
 
-def main() -> int:
-    """Run both in turn and print the table."""
+def tokens_of_steps(rows: Sequence[Mapping[str, Any]], batch_size: int, *names: str) -> list[int]:
+    """Return how many tokens each step puts through the model, padding left out.
+
+    Args:
+        names: Fields of a row that hold tokens; input_ids alone by default.
+    """
+    sizes = [sum(len(row[name]) for name in names or ("input_ids",)) for row in rows]
+    return [sum(sizes[start : start + batch_size]) for start in range(0, len(sizes), batch_size)]
+
+
+def summary(
+    runs: Runs, step_tokens: Sequence[int], bad: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Return each side's figures, as far as they may be told."""
+    tokens = sum(step_tokens)
+    figures: dict[str, dict[str, Any]] = {}
+    for side, results in runs.items():
+        if side in bad or "ours" in bad:
+            figures[side] = {"problem": bad.get(side, "ours failed")}
+            continue
+        speed = Spread.of([tokens / result["seconds"] for result in results])
+        figures[side] = {
+            "tokens_per_second": speed.median,
+            "spread": [speed.low, speed.high],
+            "steady": median(_steady(result, step_tokens) for result in results),
+            "whole_seconds": median(result["whole_seconds"] for result in results),
+            "first_step_seconds": median(result["first_step_seconds"] for result in results),
+            "peak_bytes": median(result["peak_bytes"] for result in results),
+            "losses_apart": disagreement(runs["ours"][0]["losses"], results[0]["losses"]),
+        }
+    for side, found in figures.items():
+        if side != "ours" and "problem" not in found:
+            ours = figures["ours"]
+            found["speed_of_ours"] = ours["tokens_per_second"] / found["tokens_per_second"]
+            found["whole_of_ours"] = found["whole_seconds"] / ours["whole_seconds"]
+            found["memory_of_ours"] = ours["peak_bytes"] / found["peak_bytes"]
+    return figures
+
+
+def _steady(result: Mapping[str, Any], step_tokens: Sequence[int]) -> float:
+    """Return tokens per second of the later half of the steps: what compiles has compiled."""
+    half = len(step_tokens) // 2
+    return sum(step_tokens[half:]) / sum(result["step_seconds"][half:])
+
+
+def show(figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the table; a side that cannot be told has its reason below instead of figures."""
+    columns = (
+        *("", "tokens/s (least-most)", "later half", "whole run", "first step after", "peak"),
+        *("losses apart", "ours: speed", "whole run", "memory"),
+    )
+    rows, notes = [], []
+    for side, found in figures.items():
+        if "problem" in found:
+            rows.append([side, *["-"] * (len(columns) - 1)])
+            notes.append(f"{side}: no speed is told: {found['problem']}")
+            continue
+        ratios = [
+            f"{found[name]:.2f} x" if name in found else ""
+            for name in ("speed_of_ours", "whole_of_ours", "memory_of_ours")
+        ]
+        speed = Spread(found["tokens_per_second"], *found["spread"])
+        rows.append(
+            [
+                side,
+                speed.show(),
+                f"{found['steady']:.0f}",
+                f"{found['whole_seconds']:.1f} s",
+                f"{found['first_step_seconds']:.1f} s",
+                f"{found['peak_bytes'] / 1e9:.2f} GB",
+                "" if side == "ours" else f"{found['losses_apart']:.2%}",
+                *ratios,
+            ]
+        )
+    return "\n".join([table(columns, rows), *notes])
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--peers", required=True, help="python of the environment with trl")
-    parser.add_argument("--data", help="rows; by default the quickstart's orders")
+    parser.add_argument("--against", default="trl,peft", help=", ".join(PEERS))
+    parser.add_argument("--peers", default=sys.executable, help="python with trl and peft")
+    parser.add_argument("--unsloth", help="python with unsloth")
+    parser.add_argument(
+        "--data", default="orders", help="orders, mixed (lengths as in chat data), or a file"
+    )
     parser.add_argument("--rows", type=int, default=160)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--max-length", type=int, default=512)
@@ -70,62 +207,72 @@ def main() -> int:
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--quantize", choices=("none", "nf4"), default="none")
-    parser.add_argument("--compile", action="store_true", help="let TRL compile its model")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--train", type=json.loads, default={}, help='of our train section: {"seed": 1}'
+    )
+    parser.add_argument(
+        "--cold", action="store_true", help="compile anew in each run, as on a new machine"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the measurements here")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
+    unknown = [name for name in args.against.split(",") if name not in PEERS]
+    if unknown:
+        parser.error(f"--against {','.join(unknown)}: known are {', '.join(PEERS)}")
+    if "unsloth" in args.against and not args.unsloth:
+        parser.error("--against unsloth needs --unsloth UNSLOTH/bin/python")
+    return args
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run all in turn and print the table."""
+    args = arguments(words)
     from peftkit.locate import locate
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows = encode(args.model, args.data or str(make_rows(folder)), args.rows, args.max_length)
+        own = args.data in ("orders", "mixed")
+        data = str(make_rows(folder, args.rows, args.data)) if own else args.data
+        rows = encode(args.model, data, args.rows, args.max_length)
+        names = ("dtype", "quantize", "rank", "batch_size", "learning_rate", "device", "cold")
         job = {
-            **{key: getattr(args, key) for key in ("model", "dtype", "quantize", "rank")},
-            **{key: getattr(args, key) for key in ("batch_size", "learning_rate", "compile")},
+            **{key: getattr(args, key) for key in names},
             "source": locate(args.model).source,
+            "task": "causal_lm",
             "rows": rows,
         }
-        runs: dict[str, list[dict[str, Any]]] = {"ours": [], "trl_peft": []}
-        for repeat in range(args.repeats):
-            for worker, python in (("ours", sys.executable), ("trl_peft", args.peers)):
-                runs[worker].append(measure(python, worker, job, folder))
-                print(
-                    f"run {repeat + 1} {worker}: {runs[worker][-1]['seconds']:.1f} s",
-                    file=sys.stderr,
-                )
-    apart = disagreement(runs["ours"][0]["losses"], runs["trl_peft"][0]["losses"])
-    if apart > LOSS_TOLERANCE:
-        print(f"the losses differ by {apart:.1%}, more than {LOSS_TOLERANCE:.0%}: no speed is told")
-        return 1
-    report(args, rows, runs, apart)
-    return 0
+        sides: dict[str, Any] = {"ours": ("ours", sys.executable, {"train": args.train})}
+        for side in args.against.split(","):
+            worker, changes = PEERS[side]
+            python = args.unsloth if worker == "unsloth" else args.peers
+            sides[side] = (worker, python, changes)
+        try:
+            runs = in_turn(job, sides, args.repeats, folder)
+        except WorkerFailed as error:
+            print(error, file=sys.stderr)
+            return 1
+    return tell(args, rows, runs)
 
 
-def report(
-    args: argparse.Namespace,
-    rows: list[dict[str, list[int]]],
-    runs: dict[str, list[dict[str, Any]]],
-    apart: float,
-) -> None:
-    """Print the table, and write it as JSON if asked."""
-    tokens = sum(len(row["input_ids"]) for row in rows)
-    print(f"{platform.machine()}, {os.cpu_count()} cores, python {platform.python_version()}")
-    print(f"{len(rows)} rows, {tokens} tokens, batch {args.batch_size}, rank {args.rank}, ", end="")
-    print(f"{args.dtype}, quantize {args.quantize}; losses differ by {apart:.2%}")
-    print(f"{'':8} {'tokens/s':>9} {'(min-max)':>15} {'first step':>11} {'peak':>8}")
-    summary = {}
-    for worker, results in runs.items():
-        speeds = sorted(tokens / result["seconds"] for result in results)
-        peak = median(result["peak_bytes"] for result in results)
-        first = median(result["first_step_seconds"] for result in results)
-        summary[worker] = {"tokens_per_second": median(speeds), "peak_bytes": peak}
-        spread = f"({speeds[0]:.0f}-{speeds[-1]:.0f})"
-        print(f"{worker:8} {median(speeds):9.0f} {spread:>15} {first:9.1f} s {peak / 1e9:5.2f} GB")
-    speed = summary["ours"]["tokens_per_second"] / summary["trl_peft"]["tokens_per_second"]
-    memory = summary["ours"]["peak_bytes"] / summary["trl_peft"]["peak_bytes"]
-    print(f"ours / trl: {speed:.2f} x the speed, {memory:.2f} x the peak memory")
-    if args.json:
-        args.json.write_text(json.dumps({"runs": runs, "speed": speed, "memory": memory}))
+def tell(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]], runs: Runs) -> int:
+    """Print the table, write the JSON; return the exit status."""
+    lengths = [len(row["input_ids"]) for row in rows]
+    bad = problems(runs)
+    figures = summary(runs, tokens_of_steps(rows, args.batch_size), bad)
+    print(heading({side: results[0].get("versions", {}) for side, results in runs.items()}))
+    print(
+        f"{args.model}, {args.dtype}, quantize {args.quantize}, LoRA r{args.rank} on all linears, "
+        f"{len(rows)} rows of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all, "
+        f"batch {args.batch_size}; medians of {args.repeats} runs in turn; losses may differ by "
+        f"{LOSS_TOLERANCE:.0%}\n"
+    )
+    print(show(figures))
+    for notice in runs["ours"][0].get("notices", ()):
+        print(f"ours says: {notice}")
+    about = {name: str(value) for name, value in vars(args).items()}
+    write_json(args.json, {"settings": about, "figures": figures, "runs": runs})
+    return int(bool(bad))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from peftkit.data.load import DataConfig as DataConfig
     from peftkit.errors import PeftkitError as PeftkitError
     from peftkit.evaluation import evaluate as evaluate
+    from peftkit.evaluation import predict as predict
     from peftkit.formats.folder import open_adapter as open_adapter
     from peftkit.formats.peft import (
         Provenance as Provenance,
@@ -67,6 +68,7 @@ _HOME = {
     "merge": "merging.merge",
     "merge_into": "merging.fold",
     "open_adapter": "formats.folder",
+    "predict": "evaluation",
     "save_adapter": "formats.peft",
 }
 """Public name to the module that defines it."""

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.anatomy import bare
-from peftkit.errors import AdapterError
-from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.errors import AdapterError, TargetError
+from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, Start
+from peftkit.methods.token_rows import token_modules
 from peftkit.methods.tuned import named_modules, whole
 from peftkit.targets import Site
 
@@ -22,7 +23,8 @@ class Adapter:
         model: The model, changed in place.
         method: The config that it came from.
         modules: Module path to adapter module, in the order of the model; then those of `full`.
-        full: Paths of the modules that are trained whole, beside the method's own.
+        full: Paths of the modules beside the method's own: the parts of those that are trained
+            whole, and those of which some rows are.
     """
 
     def __init__(
@@ -43,9 +45,8 @@ class Adapter:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the trainable parameters."""
-        return (
-            p for module in self.modules.values() for p in module.parameters() if p.requires_grad
-        )
+        found = [p for m in self.modules.values() for p in m.parameters() if p.requires_grad]
+        return iter({id(p): p for p in found}.values())  # tied tables train the same rows
 
     @property
     def num_trainable(self) -> int:
@@ -68,7 +69,7 @@ class Adapter:
         """Take every adapter module out again; the model is the bare, frozen base."""
         for handle in self._handles:
             handle.remove()
-        for path, module in self.modules.items():
+        for path, module in reversed(self.modules.items()):  # what has parts before its parts
             _replace(self.model, path, module.base)
         self.modules, self._handles = {}, []
 
@@ -113,7 +114,13 @@ class Adapter:
 
 
 def attach(
-    model: nn.Module, method: Method, *, sites: list[Site] | None = None, seed: int = 0
+    model: nn.Module,
+    method: Method,
+    *,
+    sites: list[Site] | None = None,
+    starts: Mapping[str, Start] | None = None,
+    fresh: bool = True,
+    seed: int = 0,
 ) -> Adapter:
     """Freeze a model and put a method's modules on it; its output is unchanged by that.
 
@@ -121,38 +128,82 @@ def attach(
         model: Any transformer; changed in place.
         method: What to attach; `method.targets` say where.
         sites: Where, when the caller already knows.
+        starts: Module path to what it begins with; made by `method.started_by`, where that is set.
+        fresh: Whether there are to be initial values at all: False where others are loaded next.
         seed: Of the initial values; the same on every device.
 
     Raises:
         TargetError: A target is not in this model, or does not suit the method.
-        AdapterError: The model carries an adapter already.
+        AdapterError: The model carries an adapter already, or the starts are not this method's.
     """
     if any(bare(module) is not module for module in model.modules()):  # a bank's layers too
         raise AdapterError(
             f"{type(model).__name__} carries an adapter already",
             fix="Call its detach() first, or merge it.",
         )
-    full = {
-        path: whole(model.get_submodule(path), path, ADAPTER_DTYPES[method.dtype])
-        for path in named_modules(model, method.train_fully)
-    }
+    full: dict[str, AdapterModule] = {}
+    outermost = named_modules(model, method.train_fully)
+    for path in outermost:
+        full |= whole(model, path, ADAPTER_DTYPES[method.dtype])
+    rows = token_modules(model, method, outermost)
     grouped: dict[str, list[Site]] = {}
     for site in method.sites(model) if sites is None else sites:
-        if not any(f"{site.path}.".startswith(f"{path}.") for path in full):
+        if not any(f"{site.path}.".startswith(f"{path}.") for path in outermost):
             grouped.setdefault(site.path, []).append(site)
+    _check_apart(method, grouped, rows)
+    full |= rows
     modules = {
         path: _wrapped(method, model.get_submodule(path), found) for path, found in grouped.items()
     }
+    if fresh:
+        _check_starts(method, modules, starts)
     method.share(modules)
     modules |= full
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for path, module in modules.items():
         module.base.requires_grad_(False)
-        module.reset(generator)
+        if fresh and starts is not None and path not in full:
+            module.begin(*starts[path])
+        elif fresh:
+            module.reset(generator)
         module.train(model.training)
         _replace(model, path, module)
     return Adapter(model, method, modules, full)
+
+
+def _check_apart(method: Method, sites: Collection[str], rows: Collection[str]) -> None:
+    """Make sure that there is something left for the method, and that it is not on trained rows."""
+    if not sites:
+        raise TargetError(
+            f"there is nothing left for {method.type}",
+            found="all of its targets are in modules that are trained whole",
+            fix="Leave these out of train_fully.",
+        )
+    if both := [path for path in sites if path in rows]:
+        raise TargetError(
+            f"{both[0]} cannot have both {method.type} and trained rows of tokens",
+            fix="Leave it out of the targets, or leave token_rows out.",
+        )
+
+
+def _check_starts(
+    method: Method, modules: Collection[str], starts: Mapping[str, Start] | None
+) -> None:
+    """Make sure that modules which begin with something that is made before have it."""
+    maker = method.started_by
+    if maker and starts is None:
+        raise AdapterError(
+            f"attach(...) does not make what this {method.type} adapter begins with",
+            fix=f"Make it with {maker}(...), and hand it over: attach(model, method, starts=...).",
+        )
+    if starts is not None and not (maker and starts.keys() >= set(modules)):
+        missing = sorted(set(modules) - starts.keys())
+        raise AdapterError(
+            f"these starts are not those of this {method.type} adapter",
+            found=f"there is none for {missing[0]}" if maker else "it takes none",
+            fix=f"Make them with {maker}(...)." if maker else "Leave starts out.",
+        )
 
 
 def _wrapped(method: Method, base: nn.Module, sites: list[Site]) -> AdapterModule:

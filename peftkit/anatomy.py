@@ -197,9 +197,10 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
 
 def _input_layer(model: nn.Module) -> nn.Module | None:
     try:
-        return cast(Any, model).get_input_embeddings()
+        found = cast(Any, model).get_input_embeddings()
     except (AttributeError, NotImplementedError):  # models of two towers have none
         return None
+    return None if found is None else bare(found)
 
 
 # ------------------------------------------------------------------- neighbours and shapes

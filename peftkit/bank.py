@@ -30,7 +30,7 @@ from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
 from peftkit.errors import AdapterError, DataError, did_you_mean
 from peftkit.events import Listener, Stage, ignore
 from peftkit.formats.fits import layers_of
-from peftkit.formats.folder import adapter_folder, base_of
+from peftkit.formats.folder import adapter_folder, base_of, require_causal, task_of
 from peftkit.formats.low_rank import read_low_rank
 from peftkit.formats.peft import AdapterFile, check_weights, read_adapter
 from peftkit.generation import MAX_NEW_TOKENS, complete
@@ -320,6 +320,8 @@ def open_bank(
     for name in adapters:
         check_name(name)
     files = [read_adapter(adapter_folder(path)) for path in adapters.values()]
+    for file in files:
+        require_causal(task_of(file), file.folder)
     telling = next((file for file in files if file.provenance.base), files[0])
     loaded = base_of(telling, base, on_event=on_event)
     on_event(Stage(f"Loading {len(files)} adapters"))

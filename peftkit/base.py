@@ -15,8 +15,10 @@ from peftkit.audit import Audit, audit
 from peftkit.config import Config, from_dict
 from peftkit.events import Listener, Stage, ignore
 from peftkit.fingerprint import fingerprint
+from peftkit.heads import head_of_classes, owners
 from peftkit.kernels.packed import keep_copies
 from peftkit.locate import locate
+from peftkit.purpose import CAUSAL_LM, Purpose
 from peftkit.quant import adopt_bitsandbytes, quantize_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -26,7 +28,7 @@ class BaseConfig(Config):
     """Which base model, and how it is held in memory."""
 
     model: str
-    """Folder, GGUF file, hub id, or a short name (smollm2-135m)."""
+    """Folder, GGUF file, hub id, or a short name (smollm2-135m, all-minilm-l6-v2)."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
@@ -35,6 +37,8 @@ class BaseConfig(Config):
     """Keep the weights of linear layers in 4 or 8 bits."""
     double_quant: bool = True
     """Quantise the scales of nf4 and fp4 as well: 4.1 bits for a weight instead of 4.5."""
+    new_tokens: tuple[str, ...] = ()
+    """Tokens to add; their rows in the embedding and the head are trained beside the method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +47,15 @@ class Base:
 
     Attributes:
         model: A transformers model; no parameter requires a gradient.
-        tokenizer: Its tokenizer, which has a pad token.
+        tokenizer: Its tokenizer, which has a pad token; None for a model of images.
         name: What loads it again: short name or hub id as asked, or an absolute path.
         hub_id: What other tools find it by: of a short name its hub id; of a folder None.
         revision: Commit on the hub, or None.
         fingerprint: Of config and weights as they were before quantising.
         audit: How every parameter is stored.
         device: Where the model is.
+        image_processor: What makes its inputs, if these are images.
+        head: Paths of the modules of its head, if it was loaded for one: they are trained whole.
     """
 
     model: Any
@@ -60,6 +66,13 @@ class Base:
     fingerprint: str
     audit: Audit
     device: torch.device
+    image_processor: Any = None
+    head: tuple[str, ...] = ()
+
+    @property
+    def processor(self) -> Any:
+        """What makes its inputs."""
+        return self.image_processor or self.tokenizer
 
 
 def load_base(
@@ -69,7 +82,7 @@ def load_base(
     dtype: str = "auto",
     quantize: str = "none",
     double_quant: bool = True,
-    task: str = "causal_lm",
+    purpose: Purpose = CAUSAL_LM,
     device: torch.device | str | None = None,
     on_event: Listener = ignore,
 ) -> Base:
@@ -83,7 +96,7 @@ def load_base(
             more than one in 16 bits. On a CPU with memory to spare the dequantised weights are
             kept beside, for speed. A checkpoint that is quantised already stays as it is.
         double_quant: Quantise the scales of nf4 and fp4 as well.
-        task: What the model is for: selects its class.
+        purpose: What the model is for, as a task says it: its class, and its head of classes.
         device: By default a GPU where there is one.
 
     Raises:
@@ -98,16 +111,30 @@ def load_base(
     location = pretrained.convert(locate(model, revision), on_event)
     location, revision = pretrained.reachable(location, revision)
     on_event(Stage(f"Loading the base {location.name}"))
-    pretrained.check_config(location, revision, task)
-    tokenizer = pretrained.load_tokenizer(location, revision, on_event)
-    loaded = pretrained.load_model(location, revision, task, wanted, on_event)
+    pretrained.check_config(location, revision, purpose)
+    tokenizer = images = None
+    if purpose.processor == "tokenizer":
+        tokenizer = pretrained.load_tokenizer(location, revision, on_event)
+    else:
+        images = pretrained.load_image_processor(location, revision)
+    loaded, fresh = pretrained.load_model(location, revision, purpose, wanted, on_event)
     loaded.requires_grad_(False).eval()
+    if purpose.head is not None and tokenizer is not None:
+        _say_padding(loaded.config.get_text_config(), tokenizer)
     adopt_bitsandbytes(loaded, wanted)
     pretrained.forget_quantization(loaded)
-    identity = fingerprint(loaded)
+    identity = fingerprint(loaded, without=fresh)
     pretrained.cast(loaded, wanted)
+    head = _trained_head(loaded, fresh) if purpose.head else ()
     if quantize != "none":
-        quantize_model(loaded, quantize, double_quant=double_quant, device=place, on_event=on_event)
+        quantize_model(
+            loaded,
+            quantize,
+            double_quant=double_quant,
+            device=place,
+            keep=head,
+            on_event=on_event,
+        )
     loaded.to(place)
     if place.type == "cpu":
         keep_copies(loaded)
@@ -120,17 +147,19 @@ def load_base(
         fingerprint=identity,
         audit=audit(loaded),
         device=place,
+        image_processor=images,
+        head=head,
     )
 
 
-def skeleton(model: str, *, revision: str | None = None, task: str = "causal_lm") -> nn.Module:
+def skeleton(model: str, *, revision: str | None = None, purpose: Purpose = CAUSAL_LM) -> nn.Module:
     """Build a model without its weights, on the meta device, out of its config alone.
 
     Raises:
         BaseError: There is no such model, or its config is of no use.
     """
     location, revision = pretrained.reachable(locate(model, revision), revision)
-    return pretrained.build_skeleton(location, revision, task)
+    return pretrained.build_skeleton(location, revision, purpose)
 
 
 def local_folder(model: str, revision: str | None = None) -> Path | None:
@@ -153,6 +182,17 @@ def fast_dtype(device: torch.device) -> torch.dtype:
     flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
     has_bf16 = flags & {"avx512_bf16", "amx_bf16", "bf16"}  # without them it is slower than fp32
     return torch.bfloat16 if has_bf16 and device.type == "cpu" else torch.float32
+
+
+def _say_padding(config: Any, tokenizer: Any) -> None:
+    """Let a decoder know where a text ends: its head of classes reads the last token."""
+    if config.pad_token_id is None:
+        config.pad_token_id = tokenizer.pad_token_id
+
+
+def _trained_head(model: Any, fresh: tuple[str, ...]) -> tuple[str, ...]:
+    head = head_of_classes(model)
+    return tuple(dict.fromkeys((*owners(fresh, head).values(), *head)))
 
 
 def _default_device() -> torch.device:

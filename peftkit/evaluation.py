@@ -1,4 +1,4 @@
-"""How good an adapter is on a file of rows: loss, perplexity, exact match of completions."""
+"""How good an adapter is on a file of rows, by its task's own measures; and what it predicts."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from peftkit.base import Base
 from peftkit.data.encode import Style, stop_ids
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
+from peftkit.errors import AdapterError
 from peftkit.events import Listener, Progress, Stage, ignore
+from peftkit.formats.folder import Opened
 from peftkit.generation import complete
-from peftkit.tasks.causal_lm import CausalLM
-from peftkit.train.metrics import perplexity
+from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
+from peftkit.tasks.protocol import BATCH_SIZE, Task, TaskConfig
+from peftkit.tasks.sequence_classification import SequenceClassificationConfig
 
-BATCH_SIZE = 8
 MARGIN = 1.25
 """Completions may be this much longer than the longest reference before they are cut."""
 
@@ -39,61 +40,79 @@ class Answer:
 
 
 def evaluate(
-    base: Base, data: str | Path, *, style: Style | None = None, on_event: Listener = ignore
+    base: Base,
+    data: str | Path,
+    *,
+    task: TaskConfig | None = None,
+    style: Style | None = None,
+    on_event: Listener = ignore,
 ) -> dict[str, float]:
     """Measure a base, with the adapter that is on it, on every row of a file.
 
     Args:
-        base: The model, and its tokenizer; it is left as it was.
+        base: The model, and what makes its inputs; it is left as it was.
         data: Rows in any format that training takes.
+        task: What the adapter was trained for: of `Opened`; causal_lm by default.
         style: How the adapter was trained to be prompted; None: as the rows' format suggests.
 
     Returns:
-        loss (nats per target token), perplexity, exact_match (share of rows whose last answer,
-        decoded greedily, equals the file's), num_rows, num_tokens.
+        loss (mean over the targets), what else the task is measured by, and num_rows. Of causal_lm
+        perplexity, exact_match (share of rows whose last answer, decoded greedily, equals the
+        file's), num_tokens.
 
     Raises:
         DataError: The file has no usable rows.
     """
-    task, rows = _rows(base, data, style, on_event)
-    loss, num_tokens = _loss(base, task, rows, on_event)
-    answers = _answers(base, task, rows, on_event)
-    return {
-        "loss": loss,
-        "perplexity": perplexity(loss),
-        "exact_match": sum(answer.is_exact for answer in answers) / len(answers),
-        "num_rows": len(rows),
-        "num_tokens": num_tokens,
-    }
+    measured, rows = _rows(base, data, task or CausalLMConfig(), style, on_event)
+    metrics = measured.metrics(base.model, rows, on_event=on_event)
+    if isinstance(measured, CausalLM):
+        answers = _answers(base, measured, rows, on_event)
+        metrics["exact_match"] = sum(answer.is_exact for answer in answers) / len(answers)
+    metrics["num_rows"] = len(rows)
+    return dict(sorted(metrics.items(), key=lambda item: item[0].startswith("num_")))
 
 
 def answer(
     base: Base, data: str | Path, *, style: Style | None = None, on_event: Listener = ignore
 ) -> list[Answer]:
     """Return the greedy completion of every row's last answer beside the file's own."""
-    task, rows = _rows(base, data, style, on_event)
+    task, rows = _rows(base, data, CausalLMConfig(), style, on_event)
+    assert isinstance(task, CausalLM)
     return _answers(base, task, rows, on_event)
 
 
+def predict(opened: Opened, texts: Sequence[str | tuple[str, str]]) -> list[dict[str, float]]:
+    """Classify texts, or pairs of texts.
+
+    Returns:
+        For each the probability of each label, the likeliest first; of a regression its "value".
+
+    Raises:
+        AdapterError: The adapter was not trained to classify texts.
+        DataError: A text is empty, or is no pair though the task is of pairs, or the reverse.
+    """
+    if not isinstance(opened.task, SequenceClassificationConfig):
+        raise AdapterError(
+            f"{opened.file.folder} does not classify texts",
+            found=f"it was trained for the task {opened.task.type}",
+            fix="Adapters of the task sequence_classification do.",
+        )
+    config = DataConfig(train="", max_length=None)
+    task = opened.task.on(opened.base.model, opened.base.processor, config)
+    found = []
+    for start in range(0, len(texts), BATCH_SIZE):
+        for row in task.predict(opened.base.model, texts[start : start + BATCH_SIZE]).tolist():
+            labelled = zip(task.labels, row, strict=True)
+            found.append(dict(sorted(labelled, key=lambda pair: -pair[1])))
+    return found
+
+
 def _rows(
-    base: Base, data: str | Path, style: Style | None, on_event: Listener
-) -> tuple[CausalLM, list[Row]]:
+    base: Base, data: str | Path, task: TaskConfig, style: Style | None, on_event: Listener
+) -> tuple[Task, list[Any]]:
     config = DataConfig(train=str(data), max_length=None, packing=False)
-    task = CausalLM(base.model, base.tokenizer, config, style=style, on_event=on_event)
-    return task, task.load(str(data))
-
-
-@torch.no_grad()
-def _loss(base: Base, task: CausalLM, rows: Sequence[Row], on_event: Listener) -> tuple[float, int]:
-    total, num_tokens = 0.0, 0
-    by_length = sorted(rows, key=lambda row: len(row.input_ids))  # little padding in a batch
-    for start in range(0, len(by_length), BATCH_SIZE):
-        on_event(Progress("Measuring the loss", start, len(rows)))
-        batch = task.collate(by_length[start : start + BATCH_SIZE])
-        batch = {name: tensor.to(base.device) for name, tensor in batch.items()}
-        total += float(task.loss_sum(base.model, batch))
-        num_tokens += task.num_targets(batch)
-    return total / num_tokens, num_tokens
+    measured = task.on(base.model, base.processor, config, style=style, on_event=on_event)
+    return measured, measured.load(str(data))
 
 
 def _answers(base: Base, task: CausalLM, rows: Sequence[Row], on_event: Listener) -> list[Answer]:

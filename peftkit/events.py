@@ -50,7 +50,7 @@ class Table(Event):
 
 @dataclass(frozen=True, slots=True)
 class RunStarted(Event):
-    """Training is about to begin."""
+    """Training is about to begin; `paths` says in words how the model is computed."""
 
     num_steps: int
     start_step: int
@@ -58,6 +58,7 @@ class RunStarted(Event):
     num_trainable: int
     num_parameters: int
     device: str
+    paths: str = ""
 
 
 @dataclass(frozen=True, slots=True)

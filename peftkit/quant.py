@@ -13,7 +13,7 @@ Shapes: `...` is any leading shape.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from types import ModuleType
 from typing import Any, cast
@@ -143,6 +143,33 @@ def weight_of(module: nn.Module) -> Tensor:
     return weight.t() if _is_transposed(module) else weight
 
 
+def frozen_weight(module: nn.Module) -> Tensor | None:
+    """Return the weight (out, in) of a plain linear layer as it lies in memory, unpacked.
+
+    None where there is none: packed without a kept copy, or a layer that may do more than multiply.
+    """
+    if isinstance(module, QuantizedLinear):
+        return module.packing.kept
+    if type(module) is nn.Linear or _is_transposed(module):
+        weight = weight_of(module)
+        return weight.detach() if weight.is_floating_point() else None
+    return None
+
+
+def set_frozen_weight(module: nn.Module, weight: Tensor) -> None:
+    """Let a layer that `frozen_weight` reads keep an equal weight in other memory."""
+    if isinstance(module, QuantizedLinear):
+        module.packing.kept = weight
+    else:
+        cast(Tensor, module.weight).data = weight.t() if _is_transposed(module) else weight
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Tell whether the weight of a linear layer is kept in 4 or 8 bits."""
+    packed = isinstance(module, QuantizedLinear) or parametrize.is_parametrized(module, "weight")
+    return packed or _is_foreign(module)
+
+
 def _is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
@@ -157,6 +184,7 @@ def quantize_model(
     double_quant: bool = True,
     compute_dtype: torch.dtype | None = None,
     device: torch.device | None = None,
+    keep: Collection[str] = (),
     on_event: Listener = ignore,
 ) -> Audit:
     """Quantise every linear layer and stack of experts of a model, in place, one at a time.
@@ -171,6 +199,7 @@ def quantize_model(
         double_quant: Quantise the scales of the 4-bit kinds as well.
         compute_dtype: By default each weight's own.
         device: Where weights are quantised and stay; the rest of the model is not moved.
+        keep: Paths of modules that are left as they are too, with all that is in them.
 
     Returns:
         The audit of the model as it is then.
@@ -181,7 +210,9 @@ def quantize_model(
     if kind not in KINDS:
         raise BaseError(f"cannot quantise to {kind!r}.", fix=f"Use one of {', '.join(KINDS)}.")
     adopt_bitsandbytes(model, compute_dtype)
-    kept = exempt(model)
+    kept = set(exempt(model)) | {
+        id(m) for path in keep for m in model.get_submodule(path).modules()
+    }
     work = [job for job in _quantizable(model) if id(job[1]) not in kept]
     made: dict[nn.Module, QuantizedLinear] = {}
     problems = []

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, cast
+
+from pydantic import model_validator
+from torch import nn
 
 from peftkit import config
 from peftkit.adapter import Adapter, attach
 from peftkit.base import Base, BaseConfig, load_base
 from peftkit.config import Config
 from peftkit.data.load import DataConfig
-from peftkit.data.pack import Row
+from peftkit.errors import ConfigError
 from peftkit.events import Listener, Notice, Saved, Table, ignore
 from peftkit.files import write_text
 from peftkit.formats.card import CARD, Card, adapter_usage, write_card
-from peftkit.formats.peft import AdapterFolder, Provenance, save_adapter
+from peftkit.formats.peft import AdapterFolder, Provenance, read_adapter
 from peftkit.methods.lora import LoRA
+from peftkit.methods.protocol import Method, Start
+from peftkit.methods.starts import starts_for
 from peftkit.methods.table import AnyMethod
-from peftkit.tasks.causal_lm import CausalLM
-from peftkit.train.checkpoint import prepare_output
+from peftkit.new_tokens import add_tokens, save_tokenizer, token_rows
+from peftkit.papers import adapter_table, training_card
+from peftkit.tasks.causal_lm import CausalLMConfig
+from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.table import TASKS, AnyTask
+from peftkit.train.checkpoint import Checkpoints, prepare_output
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 from peftkit.train.metrics import require_trackers
@@ -33,8 +43,8 @@ RECIPE = "recipe.yaml"
 class Recipe(Config):
     """Everything that `peftkit train` needs to know."""
 
-    task: Literal["causal_lm"] = "causal_lm"
-    """What the model is trained to do."""
+    task: AnyTask = CausalLMConfig()
+    """What the model is trained to do: a word, or a section with that word as its type."""
     base: BaseConfig
     """The frozen model."""
     method: AnyMethod = LoRA()
@@ -44,16 +54,61 @@ class Recipe(Config):
     train: TrainConfig = TrainConfig()
     """How to learn."""
 
+    @model_validator(mode="after")
+    def _start_suits_the_base(self) -> Recipe:
+        if getattr(self.method, "init", "") == "loftq" and self.base.quantize == "none":
+            raise ConfigError(
+                "method.init: loftq makes up for what quantising the base loses.",
+                found="base.quantize is none.",
+                fix="Set base.quantize to nf4, fp4 or int8, or method.init to another.",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _data_suits_the_method(self) -> Recipe:
+        packs = self.data.packing and "packing" in self.task.data_fields
+        if self.method.acts_on_input and packs:
+            raise ConfigError(
+                f"data.packing does not go with method.type: {self.method.type}.",
+                found="Every row of text wants virtual tokens of its own before it.",
+                fix="Set data.packing: false.",
+            )
+        if self.base.new_tokens and self.method.token_rows:
+            raise ConfigError(
+                "base.new_tokens says which rows are trained.",
+                found="method.token_rows does so too.",
+                fix="Leave one of them out.",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _data_suits_the_task(self) -> Recipe:
+        read = {"train", "eval", *self.task.data_fields}
+        for name, field in DataConfig.model_fields.items():
+            if name not in read and getattr(self.data, name) != field.default:
+                users = [task for task, kind in TASKS.items() if name in kind.data_fields]
+                raise ConfigError(
+                    f"data.{name} is not used by the task {self.task.type}.",
+                    found=f"Tasks that use it: {', '.join(users)}.",
+                    fix="Leave it out.",
+                )
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """All that comes before the first step: the adapter on its base, and the encoded rows."""
+    """All that comes before the first step: the adapter on its base, and the encoded rows.
+
+    Attributes:
+        task: On this base. settings: What makes it again, labels and all.
+    """
 
     base: Base
     adapter: Adapter
-    task: CausalLM
-    train: Sequence[Row]
-    eval: Sequence[Row]
+    task: Task
+    settings: TaskConfig
+    train: Sequence[Any]
+    eval: Sequence[Any]
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -93,19 +148,21 @@ def run(
     folder = recipe.train.output_dir
     prepare_output(folder, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
     with stopping_at_once("stopped before the first step; what was there is as it was."):
-        ready = prepare(recipe, on_event=on_event)
-    provenance = _provenance(recipe, ready)
+        ready = prepare(recipe, resume=resume, on_event=on_event)
+    beside = partial(save_tokenizer, ready.base) if recipe.base.new_tokens else None
+    weights = AdapterFolder(ready.adapter, _provenance(recipe, ready), beside)
     result = fit(
         ready.base.model,
         ready.task,
         ready.train,
         ready.eval,
         recipe.train,
-        weights=AdapterFolder(ready.adapter, provenance),
+        weights=weights,
         identity={
             "base": {**recipe.base.model_dump(mode="json"), "fingerprint": ready.base.fingerprint},
             "method": recipe.method.model_dump(mode="json"),
             "data": recipe.data.model_dump(mode="json"),
+            "task": ready.settings.model_dump(mode="json"),
         },
         resume=resume,
         overwrite=overwrite,
@@ -114,7 +171,8 @@ def run(
     )
     if result.is_main:
         with stop_requests() as stop:
-            save_adapter(ready.adapter, folder, provenance)
+            weights.save(folder)
+            result = _measured(ready, result, on_event)
             _write_papers(recipe, ready, result, on_event)
             on_event(Saved("adapter", folder))
         if stop.signum:
@@ -122,29 +180,79 @@ def run(
     return result
 
 
-def prepare(recipe: Recipe, *, on_event: Listener = ignore) -> Prepared:
+def prepare(recipe: Recipe, *, resume: bool = False, on_event: Listener = ignore) -> Prepared:
     """Do everything that comes before the first step.
+
+    Args:
+        resume: A checkpoint is loaded next: the adapter has no values of its own until then.
 
     Raises:
         PeftkitError: The base, a target or the data is not as the recipe says.
     """
     require_trackers(recipe.train.log_to)
+    settings = recipe.task.resolve(recipe.data)
     base = load_base(
         recipe.base.model,
         revision=recipe.base.revision,
         dtype=recipe.base.dtype,
         quantize=recipe.base.quantize,
         double_quant=recipe.base.double_quant,
-        task=recipe.task,
+        purpose=settings.purpose,
         on_event=on_event,
     )
     on_event(base.audit.table())
-    adapter = attach(base.model, recipe.method, seed=recipe.train.seed)
-    on_event(_adapter_table(adapter))
-    task = CausalLM(base.model, base.tokenizer, recipe.data, on_event=on_event)
+    method = _with_head_and_tokens(recipe, base)
+    begun, starts = _starts(recipe, method, settings, base, resume, on_event)
+    seed = recipe.train.seed
+    adapter = attach(base.model, begun, starts=starts, fresh=not resume, seed=seed)
+    on_event(adapter_table(adapter))
+    task = settings.on(base.model, base.processor, recipe.data, on_event=on_event)
     train = task.load(recipe.data.train)
     evaluation = task.load(recipe.data.eval) if recipe.data.eval else []
-    return Prepared(base, adapter, task, train, evaluation)
+    return Prepared(base, adapter, task, settings, train, evaluation)
+
+
+def _with_head_and_tokens(recipe: Recipe, base: Base) -> Method:
+    """Return the method with all that is trained beside it; the base takes the new tokens in."""
+    whole = tuple(dict.fromkeys((*recipe.method.train_fully, *base.head)))
+    beside: dict[str, Any] = {"train_fully": whole}
+    if recipe.base.new_tokens:
+        ids = add_tokens(base, recipe.base.new_tokens)
+        beside["token_rows"] = token_rows(base.model, ids)
+    return recipe.method.model_copy(update=beside)
+
+
+def _starts(
+    recipe: Recipe,
+    method: Method,
+    settings: TaskConfig,
+    base: Base,
+    resume: bool,
+    on_event: Listener,
+) -> tuple[Method, dict[str, Start] | None]:
+    """Return the method, its ranks settled, and what its adapter begins with."""
+
+    def data() -> tuple[Task, list[Any]]:
+        task = settings.on(base.model, base.processor, recipe.data)  # later, on adapter and all
+        return task, task.load(recipe.data.train)
+
+    def original() -> nn.Module:
+        known = recipe.base.model_dump(include={"model", "revision", "dtype"})
+        on_cpu = load_base(**known, purpose=settings.purpose, device="cpu", on_event=on_event)
+        return cast(nn.Module, on_cpu.model)
+
+    def saved() -> Method:
+        newest = Checkpoints(recipe.train.output_dir, keep=1).newest_valid(ignore)
+        return read_adapter(newest.folder).method
+
+    return starts_for(
+        method,
+        base.model,
+        data=data,
+        original=original,
+        saved=saved if resume else None,
+        seed=recipe.train.seed,
+    )
 
 
 def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> None:
@@ -159,6 +267,17 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
         on_event(Table(f"{row.source}, as the loss sees it", ("", "text"), pieces))
     num_steps = recipe.train.num_steps(len(ready.train))
     on_event(Notice(f"All is well: {len(ready.train)} rows, {num_steps} optimizer steps."))
+
+
+def _measured(ready: Prepared, result: Result, on_event: Listener) -> Result:
+    """Add what a task of classes is measured by: it takes no longer than the loss."""
+    if not ready.eval or ready.settings.purpose.head is None:
+        return result
+    found = ready.task.metrics(ready.base.model, ready.eval, on_event=on_event)
+    rows = tuple((name, f"{value:.4g}") for name, value in found.items())
+    on_event(Table("The eval rows", ("metric", "value"), rows))
+    metrics = {name: value for name, value in result.metrics.items() if name != "eval_perplexity"}
+    return replace(result, metrics=metrics | {f"eval_{name}": v for name, v in found.items()})
 
 
 def _write_papers(recipe: Recipe, ready: Prepared, result: Result, on_event: Listener) -> None:
@@ -181,42 +300,27 @@ def _provenance(recipe: Recipe, ready: Prepared) -> Provenance:
         hub_id=ready.base.hub_id,
         revision=ready.base.revision,
         fingerprint=ready.base.fingerprint,
-        loading=recipe.base.model_dump(mode="json", exclude={"model", "revision"}),
+        loading=recipe.base.model_dump(mode="json", exclude={"model", "revision", "new_tokens"}),
         prompt_style=ready.task.style,
+        task_type=ready.settings.task_type,
+        task=ready.settings.model_dump(mode="json"),
     )
 
 
-def _adapter_table(adapter: Adapter) -> Table:
-    """Return one row per kind of adapted layer: its ending, how many, trained values."""
-    kinds: dict[str, tuple[int, int]] = {}
-    for path, module in adapter.modules.items():
-        roles = ", ".join(module.site.roles) or "-"
-        kind = f"{roles} | {path.rpartition('.')[2]}"
-        number, values = kinds.get(kind, (0, 0))
-        own = sum(p.numel() for p in module.parameters() if p.requires_grad)
-        kinds[kind] = (number + 1, values + own)
-    rows = [(*kind.split(" | "), str(n), f"{values:,}") for kind, (n, values) in kinds.items()]
-    total = ("all", "", str(len(adapter.modules)), f"{adapter.num_trainable:,}")
-    columns = ("role", "module", "layers", "trained values")
-    return Table(f"Adapter: {adapter.method.type}", columns, (*rows, total))
-
-
 def _card(recipe: Recipe, ready: Prepared, result: Result) -> Card:
-    base, num_base = ready.base, ready.base.audit.num_parameters
-    share = ready.adapter.num_trainable / num_base
-    facts = {
-        "base": base.name + (f" @ {base.revision}" if base.revision else ""),
-        "base weights": base.fingerprint,
-        "method": recipe.method.type,
-        "trained values": f"{ready.adapter.num_trainable:,} ({share:.2%} of the base)",
-        "data": f"{recipe.data.train}, {len(ready.train):,} rows after packing and filtering",
-        "steps": str(result.step),
-    }
-    return Card(
-        title=f"{recipe.method.type} adapter for {base.name}",
-        base=base.name,
-        facts=facts,
+    data = f"{recipe.data.train}, {len(ready.train):,} rows after packing and filtering"
+    usage = adapter_usage(
+        ready.base.name,
+        str(recipe.train.output_dir),
+        command=ready.settings.command,
+        purpose=ready.settings.purpose,
+    )
+    return training_card(
+        ready.base,
+        ready.adapter,
+        data=data,
+        steps=result.step,
         metrics=result.metrics,
         recipe=config.dump_yaml(recipe),
-        usage=adapter_usage(base.name, str(recipe.train.output_dir)),
+        usage=usage,
     )

@@ -244,7 +244,7 @@ def _import_peft(
         if init in ("pissa", "olora"):  # what it subtracts is made from the base's weights
             loaded = load_base(base, device="cpu", dtype="fp32", on_event=on_event)
             adapter = load_adapter(loaded.model, source)
-            adapter.method = adapter.method.model_copy(update={"targets": tuple(adapter.modules)})
+            adapter.method = adapter.method.model_copy(update={"targets": tuple(adapter.own)})
             origin = Provenance(loaded.name, loaded.hub_id, loaded.revision, loaded.fingerprint)
             save_adapter(adapter, folder, origin)
             return

@@ -178,6 +178,20 @@ def _conditional(stem: str, sizes: dict[str, Any], **settings: Any) -> Any:
     return _builder(architecture, f"{stem}Config", **{**sizes, **settings})
 
 
+def _opened(stem: str, sizes: dict[str, Any], **settings: Any) -> Callable[[], PreTrainedModel]:
+    """Build with every gate half open, as trained ones are: at zero nothing passes, and trains."""
+    closed = _conditional(stem, sizes, **settings)
+
+    def build() -> PreTrainedModel:
+        model: PreTrainedModel = closed()
+        for name, parameter in model.named_parameters():
+            if "gate" in name and parameter.numel() == 1:
+                parameter.data.fill_(0.5)
+        return model
+
+    return build
+
+
 ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
     **FAMILIES,
     "mistral": _causal("Mistral"),
@@ -280,10 +294,15 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
         text_config={**_GROUPED, "model_type": "llama"},
         vision_config={**_VISION, "model_type": "clip_vision_model"},
         image_token_index=VOCAB - 1,
+        vision_feature_layer=-1,  # the layers behind the one that is read would never train
     ),
     "qwen2_vl": _conditional(
         "Qwen2VL",
         _IMAGE,
+        image_token_id=VOCAB - 1,
+        video_token_id=VOCAB - 2,
+        vision_start_token_id=VOCAB - 3,
+        vision_end_token_id=VOCAB - 4,
         text_config={
             **_GROUPED,
             "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
@@ -298,7 +317,7 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
             **_WIDE,
         },
     ),
-    "mllama": _conditional(
+    "mllama": _opened(
         "Mllama",
         _IMAGE,
         text_config={**_GROUPED, "cross_attention_layers": [1]},
@@ -318,6 +337,7 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
         **_SIZES,
         additional_vocab_size=4,
         cross_layer_interval=1,
+        alpha_initializer="ones",  # as trained ones are: at zero nothing reaches the images
         vision_config={**_VISION, "embed_dim": 32},
     ),
 }

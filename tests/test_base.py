@@ -323,11 +323,6 @@ def test_unknown_setting_lists_the_known_ones(arguments, words, model_folder) ->
         load_base(str(model_folder), **arguments)
 
 
-def test_unknown_task_lists_the_known_ones(model_folder) -> None:
-    with pytest.raises(BaseError, match="Tasks: causal_lm"):
-        load_base(str(model_folder), task="casual_lm")
-
-
 def test_model_that_is_nowhere_is_told_with_what_is_near(folder, monkeypatch) -> None:
     monkeypatch.chdir(folder.parent)
     for asked, words in {

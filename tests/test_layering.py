@@ -21,18 +21,27 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # Ground: no part of the house knows less.
     ("errors", "events", "roles", "fingerprint", "kernels/"),
     ("strict_json", "strict_yaml"),
-    ("config_words", "grammar", "layouts", "locate", "patterns", "tensor_header"),
+    (
+        "config_words",
+        "grammar",
+        "heads",
+        "layouts",
+        "locate",
+        "patterns",
+        "purpose",
+        "tensor_header",
+    ),
     ("config", "files", "anatomy"),
     ("audit",),
     # Parts that know nothing of each other.
-    ("quant", "targets", "data/", "train/"),
+    ("quant", "targets", "sublayers", "data/", "train/"),
     ("pretrained",),
     # What is composed of parts.
     ("base", "methods/", "tasks/", "banked"),
-    ("adapter",),
+    ("adapter", "new_tokens"),
     ("formats/",),
     # Whole stories.
-    ("generation", "combining/", "merging/"),
+    ("generation", "combining/", "merging/", "papers"),
     ("bank", "recipe", "evaluation", "sharing", "combine", "extract", "compare"),
     ("__init__",),
     ("cli/",),
@@ -46,12 +55,15 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "triton": ("kernels/",),
     "accelerate": ("train/",),
     "datasets": ("data/load",),
-    "transformers": ("base", "pretrained", "tasks/", "generation"),
+    "transformers": ("base", "pretrained", "tasks/", "methods/prefix", "generation", "new_tokens"),
     "gguf": ("formats/gguf", "formats/gguf_names"),  # the optional extra; imported when called
     "huggingface_hub": ("formats/hub",),
     "safetensors": ("formats/", "merging/"),
-    "pydantic": ("config", "config_words", "methods/", "data/", "train/", "base", "recipe"),
+    "pydantic": (
+        *("config", "config_words", "methods/", "data/", "train/", "tasks/", "base", "recipe"),
+    ),
     "yaml": ("config", "strict_yaml"),
+    "PIL": ("data/images",),  # the optional extra `images`; imported when an image is decoded
     "typer": ("cli/",),
     "rich": ("cli/",),
 }

@@ -155,6 +155,19 @@ def test_short_name_without_package_or_hub_names_the_pip_line(tiny_known, monkey
         load_base("tiny")
 
 
+def test_short_name_of_a_folder_in_a_package_loads_it_where_it_lies(
+    tiny_known, package, model_folder, monkeypatch
+) -> None:
+    shutil.copytree(model_folder, package / "inside", dirs_exist_ok=True)
+    known = locate.Known("org/inside", "tiny_llm", "tiny-llm==1", "inside")
+    monkeypatch.setitem(locate.KNOWN, "inside", known)
+    base = load_base("inside")
+    assert (base.name, base.hub_id) == ("inside", "org/inside")
+    assert base.fingerprint == load_base(str(model_folder)).fingerprint
+    assert not (tiny_known / "bases").exists()
+    assert "tiny_llm" not in sys.modules
+
+
 def test_hub_id_of_a_short_name_is_never_the_converted_copy(tiny_known) -> None:
     load_base("tiny")
     with pytest.raises(BaseError, match="by its short name: tiny"):

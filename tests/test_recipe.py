@@ -207,3 +207,30 @@ def test_every_field_of_a_recipe_is_read_by_something(
         if (section, name) not in reads.seen
     }
     assert not unread
+
+
+def test_new_tokens_are_trained_saved_and_there_again_when_it_is_opened(
+    settings: dict[str, Any],
+) -> None:
+    tokens = ["<think>", "<done>"]
+    asked = parse(settings, base={"new_tokens": tokens})
+    recipe.run(asked)
+    folder = asked.train.output_dir
+    assert (folder / "tokenizer.json").is_file()
+    for place in (folder, folder / "checkpoints" / "step-6"):
+        opened = open_adapter(place)
+        ids = opened.base.tokenizer.convert_tokens_to_ids(tokens)
+        assert len(set(ids)) == 2
+        assert opened.base.tokenizer.unk_token_id not in ids
+        state = opened.adapter.state()
+        trained = [name for name in state if name.endswith("trainable_tokens_delta")]
+        assert trained
+        assert all(len(state[name]) == 2 for name in trained)
+
+
+def test_virtual_tokens_and_packed_rows_are_refused_before_anything_is_loaded(
+    settings: dict[str, Any],
+) -> None:
+    settings["method"] = {"type": "prompt_tuning"}
+    with pytest.raises(ConfigError, match=r"data\.packing does not go with .*prompt_tuning"):
+        parse(settings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,15 @@ def test_every_recipe_says_what_it_needs_and_gives(file: Path) -> None:
 def test_no_two_recipes_write_to_the_same_folder() -> None:
     folders = [recipe.load(file).train.output_dir for file in RECIPES]
     assert len(set(folders)) == len(folders)
+
+
+def test_held_out_rows_of_the_intents_share_no_phrase_with_the_training_rows(tmp_path) -> None:
+    train, held_out = runpy.run_path(str(recipes_folder() / "intents.py"))["make_data"](tmp_path)
+    rows = [[json.loads(line) for line in f.read_text().splitlines()] for f in (train, held_out)]
+    assert [len(part) for part in rows] == [480, 160]
+    texts = [{row["text"] for row in part} for part in rows]
+    assert not texts[0] & texts[1]
+    assert {row["label"] for row in rows[0]} == {row["label"] for row in rows[1]}
+    for row in (*rows[0], *rows[1]):
+        assert row["text"].split() == row["words"]
+        assert len(row["words"]) == len(row["tags"])

@@ -1,4 +1,70 @@
-"""One training run each, in a process of its own, so that peak memory is the run's alone.
+"""One run each, in a process of its own, so that peak memory is the run's alone.
 
-A worker reads a job (JSON) from its first argument and prints one line of JSON: what it measured.
+A worker is started as `python -m benchmarks.workers.NAME JOB`, possibly in another environment. It
+reads the job (JSON) and prints one line of JSON last: what it measured (see meter.py), or that
+memory ran out.
+
+What a job holds: source (folder of a model) or shape (see benchmarks/shapes.py), num_layers, dtype,
+quantize, rank, device, task, rows, batch_size, learning_rate, cold (nothing compiled before is
+found again), output, and what is one worker's own.
 """
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+class WorkerFailed(Exception):
+    """A worker broke; carries the end of what it said."""
+
+
+def work(
+    worker: str,
+    job: Mapping[str, Any],
+    folder: Path,
+    *,
+    python: str = sys.executable,
+    seconds: float | None = None,
+) -> dict[str, Any]:
+    """Run a worker on a job; return what it measured, or {"failed": why} if memory or time ran out.
+
+    Args:
+        worker: Name of a file beside this one.
+        folder: For the job and what the worker writes; a run's output is deleted afterwards.
+        python: Of the environment that has the worker's libraries.
+        seconds: Time limit.
+
+    Raises:
+        WorkerFailed: It broke for another reason than memory or time.
+    """
+    output, file = folder / f"{worker}-output", folder / f"{worker}.json"
+    file.write_text(json.dumps({**job, "output": str(output), "started": time.time()}))
+    settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | job.get("environ", {})
+    if job.get("cold"):
+        settings["TORCHINDUCTOR_CACHE_DIR"] = str(output / "inductor")
+    command = [python, "-m", f"benchmarks.workers.{worker}", str(file)]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | settings, capture_output=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done after {seconds:.0f} s"}
+    finally:
+        shutil.rmtree(output, ignore_errors=True)
+    lines = done.stdout.decode(errors="replace").strip().splitlines()
+    if done.returncode == -9:
+        return {"failed": "killed: out of memory"}
+    if done.returncode != 0 or not lines:
+        said = done.stderr.decode(errors="replace")[-3000:]
+        raise WorkerFailed(f"{worker} failed ({done.returncode}):\n{said}")
+    return json.loads(lines[-1])

@@ -1,69 +1,139 @@
-"""The job by peftkit."""
+"""The job by peftkit: attach, then fit with the task, as every run does."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from benchmarks import shapes
+from benchmarks.workers.meter import Meter, device_of, read_job, telling_of_memory
 from peftkit.adapter import attach
-from peftkit.base import load_base
+from peftkit.base import DTYPES, load_base
 from peftkit.data.load import DataConfig
-from peftkit.data.pack import Row
-from peftkit.events import Event, StepDone
+from peftkit.data.pack import IGNORE, Row
+from peftkit.data.pairs import PairRow
+from peftkit.events import Event, Notice, StepDone
+from peftkit.kernels.packed import keep_copies
 from peftkit.methods.lora import LoRA
+from peftkit.quant import quantize_model
 from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig
+from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
-from peftkit.train.metrics import peak_bytes
+from peftkit.train.order import Order
 
 
 def main() -> None:
     """Train as the job says, in the order of its rows."""
-    job = json.loads(Path(sys.argv[1]).read_text())
-    losses: list[float] = []
-    first_step: list[float] = []
+    job = read_job()
+    with telling_of_memory():
+        device = device_of(job)
+        meter = Meter(job, device)
+        losses: list[float] = []
+        notices: list[str] = []
 
-    def listen(event: Event) -> None:
-        if isinstance(event, StepDone):
-            first_step.append(time.perf_counter())
-            losses.append(event.loss)
+        def listen(event: Event) -> None:
+            if isinstance(event, StepDone):
+                meter.step()
+                losses.append(event.loss)
+            elif isinstance(event, Notice):
+                notices.append(event.text)
 
-    base = load_base(job["model"], dtype=job["dtype"], quantize=job["quantize"])
-    attach(base.model, LoRA(rank=job["rank"], alpha=2 * job["rank"]))
-    task = CausalLM(base.model, base.tokenizer, DataConfig(train="", packing=False))
-    rows = [
-        Row(tuple(r["input_ids"]), tuple(r["labels"]), (len(r["input_ids"]),), f"row {n}")
-        for n, r in enumerate(job["rows"])
-    ]
-    config = TrainConfig(
-        output_dir=Path(job["output"]),
-        epochs=1.0,
-        batch_size=job["batch_size"],
-        learning_rate=job["learning_rate"],
-        schedule="constant",
-        warmup_ratio=0.0,
-        save_every=None,
-    )
-    began = time.perf_counter()
-    fit(base.model, task, _in_order(rows, config), config=config, on_event=listen)
-    seconds = time.perf_counter() - began
-    facts = {
-        "seconds": seconds,
-        "first_step_seconds": first_step[0] - began,
-        "peak_bytes": peak_bytes(base.device),
-        "losses": losses,
+        num_trainable, train = prepare(job, device, listen)
+        meter.begin()
+        train()
+        meter.finish(losses, num_trainable, notices=notices)
+
+
+def prepare(
+    job: dict[str, Any], device: torch.device, listen: Callable[[Event], None]
+) -> tuple[int, Callable[[], object]]:
+    """Return how many values are trained, and the call that trains them."""
+    model, tokenizer = _model(job, device)
+    method = LoRA(rank=job["rank"], alpha=2 * job["rank"], **job.get("method", {}))
+    adapter = attach(model, method)
+    task = _task(job, model, tokenizer)
+    settings = {
+        "epochs": 1.0,
+        "batch_size": job["batch_size"],
+        "learning_rate": job["learning_rate"],
+        "schedule": "constant",
+        "warmup_ratio": 0.0,
+        "save_every": None,
+        "output_dir": Path(job["output"]),
     }
-    print(json.dumps(facts))
+    config = TrainConfig(**settings | job.get("train", {}))
+    rows = [_row(job["task"], n, row) for n, row in enumerate(job["rows"])]
+    ordered = _in_order(rows, config)
+    return adapter.num_trainable, lambda: fit(model, task, ordered, config=config, on_event=listen)
 
 
-def _in_order(rows: list[Row], config: TrainConfig) -> list[Row]:
+def _model(job: dict[str, Any], device: torch.device) -> tuple[Any, Any]:
+    quantize = job["quantize"]
+    if "shape" not in job:
+        base = load_base(job["source"], dtype=job["dtype"], quantize=quantize, device=device)
+        model = base.model
+        if layers := job.get("num_layers"):
+            model.model.layers = model.model.layers[:layers]
+            model.config.num_hidden_layers = layers
+        return model, base.tokenizer
+
+    def pack(block: torch.nn.Module) -> None:
+        if quantize != "none":
+            quantize_model(block, quantize, device=device)
+
+    shape, dtype = shapes.SHAPES[job["shape"]], DTYPES[job["dtype"]]
+    changes = job.get("sizes", {})
+    model = shapes.build(shape, dtype=dtype, device=device, each_block=pack, **changes)
+    if device.type == "cpu":
+        keep_copies(model)
+    return model, shapes.tokenizer()
+
+
+class _GivenMasks(MaskedLM):
+    """Masked language modelling whose rows say what is hidden, so that both sides hide the same."""
+
+    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        size = max(len(row.input_ids) for row in rows)
+        names = ("input_ids", "attention_mask", "labels")
+        filled = dict(zip(names, (self.tokenizer.pad_token_id, 0, IGNORE), strict=True))
+        batch = {name: torch.full((len(rows), size), value) for name, value in filled.items()}
+        for number, row in enumerate(rows):
+            length = len(row.input_ids)
+            batch["input_ids"][number, :length] = torch.tensor(row.input_ids)
+            batch["attention_mask"][number, :length] = 1
+            batch["labels"][number, :length] = torch.tensor(row.labels)
+        labels = batch.pop("labels").flatten()
+        index = (labels != IGNORE).nonzero().flatten()
+        return {**batch, "target_index": index, "targets": labels[index]}
+
+
+def _task(job: dict[str, Any], model: Any, tokenizer: Any) -> Any:
+    longest = max(len(row["input_ids"]) for row in job["rows"])
+    data = DataConfig(train="", packing=False, max_length=max(longest, 2))
+    if job["task"] == "masked_lm":
+        return _GivenMasks(model, tokenizer, MaskedLMConfig(), data)
+    if job["task"] == "seq2seq":
+        return Seq2Seq(model, tokenizer, Seq2SeqConfig(), data)
+    return CausalLM(model, tokenizer, data)
+
+
+def _row(task: str, number: int, row: dict[str, list[int]]) -> Any:
+    ids, labels, name = tuple(row["input_ids"]), tuple(row["labels"]), f"row {number}"
+    if task == "seq2seq":
+        return PairRow(ids, labels, "", name)
+    return Row(ids, labels, (len(ids),), name)
+
+
+def _in_order(rows: list[Any], config: TrainConfig) -> list[Any]:
     """Return the rows such that fit's shuffle puts them back into the order they had."""
-    from peftkit.train.order import Order
-
     order = Order(len(rows), config.batch_size, config.seed)
-    shuffled: list[Row] = list(rows)
+    shuffled = list(rows)
     place = 0
     for step in range(order.steps_per_epoch):
         for index in order.group(step):

@@ -208,7 +208,7 @@ def describe(event: Event) -> str | None:
         return (
             f"Training {count(event.num_trainable)} of {count(event.num_parameters)} parameters "
             f"({share:.2f} %) on {event.device}: {event.num_rows:,} rows, "
-            f"{event.num_steps:,} steps{start}"
+            f"{event.num_steps:,} steps{start}" + (f" ({event.paths})" if event.paths else "")
         )
     if isinstance(event, events.EvalDone):
         best = " (best so far)" if event.best else ""

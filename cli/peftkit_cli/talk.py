@@ -1,4 +1,4 @@
-"""`peftkit generate`, `peftkit chat` and `peftkit eval`: use an adapter on its base."""
+"""`peftkit generate`, `chat`, `predict` and `eval`: use an adapter on its base."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def evaluate(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Measure loss, perplexity and the exact match of completions on a data file."""
+    """Measure an adapter on a data file: loss, and perplexity, accuracy or what its task has."""
     if not data.exists():
         raise DataError(
             f"there is no data file '{data}'.", found=neighbours(data, f"*{data.suffix}")
@@ -74,13 +74,47 @@ def evaluate(
     from peftkit_cli.render import Renderer, metric
 
     with Renderer(transient=True) as on_event:
-        metrics = measure(opened.base, data, style=opened.style, on_event=on_event)
+        style = opened.style if opened.is_causal else None
+        metrics = measure(opened.base, data, task=opened.task, style=style, on_event=on_event)
     if as_json:
         typer.echo(json.dumps(dict(metrics)))
         return
     width = max(len(name) for name in metrics)
     for name, value in metrics.items():
         typer.echo(f"{name:{width}}  {metric(name, value)}")
+
+
+def predict(
+    adapter: Adapter,
+    text: Annotated[list[str], typer.Option(metavar="TEXT", help="What to classify. Repeatable.")],
+    pair: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="The second text of each, if the adapter learnt pairs. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    base: Base = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Classify texts. Prints for each the likeliest label, a tab, and its probability."""
+    if pair is not None and len(pair) != len(text):
+        raise DataError(
+            f"{len(text)} texts and {len(pair)} second texts are no pairs.",
+            fix="Give --pair as often as --text.",
+        )
+    opened = _open(adapter, base, force)
+    from peftkit.evaluation import predict as classify
+
+    found = classify(opened, text if pair is None else list(zip(text, pair, strict=True)))
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    for scores in found:
+        label, value = next(iter(scores.items()))
+        typer.echo(f"{label}\t{value:.4g}")
 
 
 def chat(

@@ -57,7 +57,7 @@ def train(
         )
     if result.is_main:  # under `accelerate launch` each process comes here
         typer.echo(settings.train.output_dir)
-        note(f"Next: peftkit chat {settings.train.output_dir}")
+        note(f"Next: {settings.task.command.format(folder=settings.train.output_dir)}")
 
 
 def check(recipe: RecipeFile, overrides: Overrides = None) -> None:

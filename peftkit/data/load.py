@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -86,8 +86,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Fields]]:
         rows = datasets.load_dataset(
             "parquet", data_files=str(path.resolve()), split="train", streaming=True
         )
-        for number, row in enumerate(rows, start=1):
-            yield number, _without_filling(row)
+        yield from _rows(rows)
     except Exception as problem:  # pyarrow and datasets raise a dozen unrelated kinds
         raise DataError(f"Cannot read {path} as Parquet.", found=_first_lines(problem)) from problem
 
@@ -101,14 +100,25 @@ def _read_data_set(where: str) -> Iterator[tuple[int, Fields]]:
     config = parts[0] if len(parts) == 2 else None
     try:
         rows = datasets.load_dataset(name, config, split=split, revision=revision or None)
-        for number, row in enumerate(rows, start=1):
-            yield number, _without_filling(row)
+        yield from _rows(rows)
     except Exception as problem:  # network, hub, arrow and format errors share no base class
         raise DataError(
             f"Cannot load the data set '{where}'.",
             found=f"There is no such file here, and as a data set: {_first_lines(problem)}",
             fix='A data set is named "org/name", "org/name:split" or "org/name:config:split".',
         ) from problem
+
+
+def _rows(rows: Any) -> Iterator[tuple[int, Fields]]:
+    """Yield the rows of a data set: images as they are stored, classes by their names."""
+    import datasets
+
+    features = dict(rows.features or {})
+    for name, feature in features.items():
+        if isinstance(feature, datasets.Image):  # decoded later, where an error can name the row
+            rows = rows.cast_column(name, datasets.Image(decode=False))
+    for number, row in enumerate(rows, start=1):
+        yield number, _named(_without_filling(row), features)
 
 
 def _without_filling(row: Fields) -> Fields:
@@ -120,6 +130,18 @@ def _without_filling(row: Fields) -> Fields:
         return [cleaned(item) for item in value] if isinstance(value, list) else value
 
     return {key: cleaned(value) for key, value in row.items()}
+
+
+def _named(row: Fields, features: Mapping[str, Any]) -> Fields:
+    """Give classes that a data set numbers their names; a number outside of them stays."""
+
+    def name(value: Any, feature: Any) -> Any:
+        if isinstance(value, list):
+            return [name(item, getattr(feature, "feature", None)) for item in value]
+        names = getattr(feature, "names", ())
+        return names[value] if isinstance(value, int) and 0 <= value < len(names) else value
+
+    return {key: name(value, features.get(key)) for key, value in row.items()}
 
 
 _READERS: dict[str, Callable[[Path], Iterator[tuple[int, Fields]]]] = {

@@ -1,6 +1,6 @@
 """Rows of tokens: several documents packed into one, several rows collated into a batch.
 
-Shapes: B rows, T tokens of the longest row, n learnt tokens of the whole batch.
+Shapes: B rows, T tokens of the longest row, rounded up, n learnt tokens of the whole batch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 IGNORE = -100
+MULTIPLE = 8
+"""T is one of this: few different shapes, and even ones, which matrix products like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def pack(rows: Sequence[Row], max_length: int) -> list[Row]:
     return [_joined([rows[i] for i in group]) for group in members]
 
 
-def collate(rows: Sequence[Row], pad_id: int) -> dict[str, Tensor]:
+def collate(rows: Sequence[Row], pad_id: int, limit: int | None = None) -> dict[str, Tensor]:
     """Return a batch, padded on the right.
 
     input_ids and labels (B, T); position_ids (B, T), restarting at each document and at the
@@ -75,9 +77,14 @@ def collate(rows: Sequence[Row], pad_id: int) -> dict[str, Tensor]:
     learnt one; targets (n,), those tokens. The last two are made here, on the CPU, so that the loss
     never waits for the GPU to count labels. Which token pads does not matter: labels are masked by
     position, and no real token attends to the right.
+
+    Args:
+        limit: T is rounded up to this at most: as many positions as the model has.
     """
     longest = max(len(row.input_ids) for row in rows)
-    shape = (len(rows), longest)
+    rounded = -(-longest // MULTIPLE) * MULTIPLE
+    width = rounded if limit is None else max(longest, min(rounded, limit))
+    shape = (len(rows), width)
     input_ids = torch.full(shape, pad_id)
     labels = torch.full(shape, IGNORE)
     position_ids = torch.zeros(shape, dtype=torch.long)
@@ -85,7 +92,7 @@ def collate(rows: Sequence[Row], pad_id: int) -> dict[str, Tensor]:
         length = len(row.input_ids)
         input_ids[number, :length] = torch.tensor(row.input_ids)
         labels[number, :length] = torch.tensor(row.labels)
-        pieces = [*row.lengths, longest - length]
+        pieces = [*row.lengths, width - length]
         position_ids[number] = torch.cat([torch.arange(piece) for piece in pieces])
     learnt = labels[:, 1:] != IGNORE  # (B, T - 1): does position t predict a learnt token?
     return {

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from peftkit.files import write_text
+from peftkit.purpose import CAUSAL_LM, Purpose
 
 CARD = "README.md"
 
@@ -35,25 +36,40 @@ class Card:
     library: str = "peft"
 
 
-def adapter_usage(base: str | None, folder: str) -> list[tuple[str, str, str]]:
-    """Return how an adapter is loaded in peftkit, PEFT and vLLM: heading, language, code."""
-    model = base or "BASE"
-    return [
-        ("peftkit", "bash", f"peftkit chat {folder}\npeftkit merge {folder} --out merged"),
+def adapter_usage(
+    base: str | None,
+    folder: str,
+    *,
+    command: str = "peftkit chat {folder}",
+    purpose: Purpose = CAUSAL_LM,
+) -> list[tuple[str, str, str]]:
+    """Return how an adapter is loaded in peftkit, PEFT and vLLM: heading, language, code.
+
+    Args:
+        command: What to do with it at the command line.
+        purpose: What the base is loaded for.
+    """
+    model, auto_class = base or "BASE", purpose.auto_class
+    labels = f", num_labels={len(purpose.head.labels)}" if purpose.head else ""
+    ways = [
+        (
+            "peftkit",
+            "bash",
+            f"{command.format(folder=folder)}\npeftkit merge {folder} --out merged",
+        ),
         (
             "PEFT",
             "python",
             "from peft import PeftModel\n"
-            "from transformers import AutoModelForCausalLM\n\n"
-            f'base = AutoModelForCausalLM.from_pretrained("{model}")\n'
+            f"from transformers import {auto_class}\n\n"
+            f'base = {auto_class}.from_pretrained("{model}"{labels})\n'
             f'model = PeftModel.from_pretrained(base, "{folder}")',
         ),
-        (
-            "vLLM",
-            "bash",
-            f"vllm serve {model} --enable-lora --max-lora-rank 64 --lora-modules adapter={folder}",
-        ),
     ]
+    if purpose == CAUSAL_LM:
+        serve = f"vllm serve {model} --enable-lora --max-lora-rank 64"
+        ways.append(("vLLM", "bash", f"{serve} --lora-modules adapter={folder}"))
+    return ways
 
 
 def render_card(card: Card) -> str:

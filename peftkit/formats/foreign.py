@@ -127,7 +127,8 @@ def _refuse(names: Iterable[str], asked: str) -> None:
 
 def _refuse_experts(folder: Path, names: Iterable[str]) -> None:
     """Refuse stacked experts whose layout cannot be told, whatever the config targets."""
-    stacked = [name for name in names if re.search(r"\.experts\.(base_layer\.)*lora_[AB]\.", name)]
+    found = (re.match(r".*\.experts(?=\.(base_layer\.)*lora_[AB]\.)", name) for name in names)
+    stacked = [match[0] for match in found if match]
     if stacked and (folder / CONFIG).is_file():
         check_layout(read_json(folder / CONFIG) | {"target_parameters": stacked})
 

@@ -26,7 +26,7 @@ from peftkit.formats.peft import (
 from peftkit.methods.dora import MAGNITUDE, DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.methods.scales import peft_scales
-from peftkit.methods.table import method_from_peft
+from peftkit.methods.table import BESIDE, method_from_peft
 from peftkit.strict_json import shown
 from peftkit.targets import Site
 
@@ -66,8 +66,12 @@ def read_low_rank(folder: str | Path) -> tuple[AdapterFile, dict[str, LowRank]]:
     file = read_adapter(folder)
     method = method_from_peft(file.fields)
     if not isinstance(method, LoRA):
+        raise AdapterError(f"{file.folder} is no LoRA", found=f"its method is {method.type}")
+    if beside := [name for name in BESIDE.values() if file.fields.get(name)]:
         raise AdapterError(
-            f"{file.folder} is no LoRA", found=f"it is of type {file.fields.get('peft_type')}"
+            f"{file.folder} is no LoRA alone",
+            found=f"{beside[0]}: {shown(file.fields[beside[0]])}; these weights are trained beside",
+            fix="Use it alone: peftkit generate ADAPTER. Or merge it: peftkit merge ADAPTER",
         )
     if method.init in ("pissa", "olora"):
         raise AdapterError(

@@ -10,8 +10,8 @@ PEFT before 0.14 refuses keys that it does not know.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import Adapter, attach
-from peftkit.config import from_dict
 from peftkit.data.encode import Style
-from peftkit.errors import AdapterError, PeftkitError, TargetError
-from peftkit.files import sha256_of, write_json, write_tensors
-from peftkit.formats.endings import ANY, check_targets, shortest_endings, targeted, unmatched
+from peftkit.errors import AdapterError, TargetError
+from peftkit.files import write_json, write_tensors
+from peftkit.formats.endings import check_targets
+from peftkit.formats.fitting import check_targets_of, completed, fit_to_model
 from peftkit.formats.guard import check_safetensors, read_json, read_tensors
-from peftkit.formats.places import sites_of, written_fields
-from peftkit.formats.settings import (
-    OLDEST_FIELDS,
-    check_config,
-    computing,
-    notes_changed,
-    settings_digest,
-)
+from peftkit.formats.notes import read_notes, write_notes
+from peftkit.formats.places import written_fields
+from peftkit.formats.settings import OLDEST_FIELDS
 from peftkit.methods.protocol import Method
-from peftkit.methods.table import METHODS, method_from_peft
-from peftkit.methods.tuned import named_modules
-from peftkit.strict_json import shown
-from peftkit.targets import Site
+from peftkit.methods.table import method_from_peft
+from peftkit.methods.virtual import NAME as PROMPT
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
@@ -45,6 +38,8 @@ NOTES = "peftkit.json"
 FINGERPRINT = "base_fingerprint"
 """Key of the tensor file's metadata."""
 PREFIX = "base_model.model."
+BARE = "base_model."
+"""The same where PEFT wraps no layers, but the input."""
 DEFAULT_NAME = re.compile(r"\.default(?=\.weight$|$)")
 """PEFT's in-memory adapter name, which some tools leave in the file's tensor names."""
 
@@ -60,6 +55,8 @@ class Provenance:
         loading: dtype, quantize and double_quant with which the base was loaded.
         prompt_style: How a prompt is put to the model; None where the file does not say.
         task_type: PEFT's name of the task.
+        task: What makes the task again, labels and all: a recipe's `task`; None where the file
+            does not say.
     """
 
     base: str | None = None
@@ -69,6 +66,7 @@ class Provenance:
     loading: Mapping[str, Any] = field(default_factory=dict)
     prompt_style: Style | None = None
     task_type: str | None = "CAUSAL_LM"
+    task: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,8 @@ def save_adapter(
     """
     provenance = provenance or Provenance()
     fields = _config_fields(adapter, provenance)
-    return write_folder(Path(folder), adapter.state(), fields, adapter.method, provenance)
+    state = adapter.method.to_file(adapter.state(), adapter.own)
+    return write_folder(Path(folder), state, fields, adapter.method, provenance)
 
 
 def write_folder(
@@ -109,37 +108,29 @@ def write_folder(
     provenance: Provenance,
 ) -> Path:
     """Write the three files of an adapter folder; see `save_adapter`."""
-    tensors = {
-        _prefix(method, name) + name: tensor.cpu()
-        for name, tensor in state.items()
-    }
+    tensors = {_prefix(method, name) + name: tensor.cpu() for name, tensor in state.items()}
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt"}
     if provenance.fingerprint:
         metadata[FINGERPRINT] = provenance.fingerprint
     write_tensors(tensors, folder / TENSORS, metadata)
     write_json(fields, folder / CONFIG)
-    spec, config = method.model_dump(mode="json"), computing(fields)
-    notes = {
-        "version": 1,
-        "sha256": {TENSORS: sha256_of(folder / TENSORS), "settings": settings_digest(spec, config)},
-        "method": spec,
-        "config": config,
-        "base": {
-            "name": provenance.base,
-            "hub_id": provenance.hub_id,
-            "revision": provenance.revision,
-            "fingerprint": provenance.fingerprint,
-            "loading": dict(provenance.loading),
-        },
-        "prompt_style": asdict(provenance.prompt_style) if provenance.prompt_style else None,
+    base = {
+        "name": provenance.base,
+        "hub_id": provenance.hub_id,
+        "revision": provenance.revision,
+        "fingerprint": provenance.fingerprint,
+        "loading": dict(provenance.loading),
     }
-    write_json(notes, folder / NOTES)
+    style, task = provenance.prompt_style, provenance.task
+    write_notes(folder / NOTES, folder / TENSORS, method, fields, base, style, task)
     return folder
 
 
 def _prefix(method: Method, name: str) -> str:
-    return method.shared_prefix if name in method.shared_names else PREFIX
+    if name in method.shared_names:
+        return method.shared_prefix
+    return BARE if method.acts_on_input else PREFIX
 
 
 def _config_fields(adapter: Adapter, provenance: Provenance) -> dict[str, Any]:
@@ -148,7 +139,8 @@ def _config_fields(adapter: Adapter, provenance: Provenance) -> dict[str, Any]:
     if "fan_in_fan_out" in where:
         transposed = any(type(m.base).__name__ == "Conv1D" for m in adapter.modules.values())
         where["fan_in_fan_out"] = transposed
-    return where | fields
+    fields = where | fields
+    return {k: v for k, v in fields.items() if k not in adapter.method.foreign_fields}
 
 
 def where_fields(method: Method, provenance: Provenance, targets: list[str]) -> dict[str, Any]:
@@ -183,38 +175,9 @@ def read_adapter(folder: str | Path) -> AdapterFile:
             task_type=fields.get("task_type"),
         )
         return AdapterFile(folder, foreign, fields, provenance, made_here=False)
-    notes = read_json(folder / NOTES)
-    try:
-        spec, base, config = notes["method"], notes["base"], dict(notes["config"])
-        digest, settings = notes["sha256"][TENSORS], notes["sha256"]["settings"]
-        method = from_dict(METHODS[spec["type"]], spec, str(folder / NOTES))
-        provenance = Provenance(
-            base["name"],
-            base["hub_id"],
-            base["revision"],
-            base["fingerprint"],
-            base["loading"],
-            Style(**notes["prompt_style"]) if notes["prompt_style"] else None,
-            fields.get("task_type"),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, PeftkitError):
-            raise
-        raise AdapterError(
-            f"{folder / NOTES} is not one that peftkit wrote",
-            found=f"{error} is missing or of the wrong type",
-            fix="Restore it, or delete it to load the folder as a plain PEFT adapter.",
-        ) from error
-    if settings_digest(spec, config) != settings:
-        raise notes_changed(folder / NOTES)
-    check_config(folder / CONFIG, fields, config)
-    if sha256_of(_existing(folder, TENSORS)) != digest:
-        raise AdapterError(
-            f"{folder / TENSORS} is not the file that was saved",
-            found="its sha256 is another one than that in " + NOTES,
-            fix="Get it again; or delete the notes to load it as a plain PEFT adapter.",
-        )
-    return AdapterFile(folder, method, fields, provenance, made_here=True)
+    notes = read_notes(folder / NOTES, _existing(folder, TENSORS), folder / CONFIG, fields)
+    provenance = Provenance(**notes.origin, task_type=fields.get("task_type"))
+    return AdapterFile(folder, notes.method, fields, provenance, made_here=True)
 
 
 def load_adapter(
@@ -240,24 +203,21 @@ def load_adapter(
     file = read_adapter(folder)
     if fingerprint and not force:
         check_weights(file, fingerprint)
-    tensors = named_tensors(file.folder)
-    full = _trained_whole(file, tensors, model)
-    of_method = [name for name in tensors if not any(name.startswith(f"{p}.") for p in full)]
-    sites, method = _sites(file, of_method, model), file.method
-    if not file.made_here:  # saved again, it says where it sits
-        places = (f"{s.path}.{s.parameter}" if s.parameter else s.path for s in sites)
-        targets = tuple(dict.fromkeys(places))
-        method = method.model_copy(update={"targets": targets, "train_fully": tuple(full)})
+    fields, tensors = file.method.from_file(file.fields, named_tensors(file.folder))
     try:
-        adapter = attach(model, method, sites=sites)
+        method, sites = fit_to_model(
+            model, file.method, fields, tensors, folder=file.folder, made_here=file.made_here
+        )
+        # a stranger's file may leave out what is made from the weight
+        adapter = attach(model, method, sites=sites, fresh=not file.made_here)
     except TargetError as error:
         raise AdapterError(
             f"the adapter in {folder} does not fit {type(model).__name__}", found=str(error)
         ) from error
     try:
-        _check_config(file, adapter)
+        check_targets_of(fields, adapter, file.folder)
         if not file.made_here:
-            tensors = _completed(adapter, tensors)
+            tensors = completed(adapter, tensors)
         adapter.load_state(tensors)
     except BaseException:
         adapter.detach()
@@ -296,96 +256,14 @@ def named_tensors(folder: Path) -> dict[str, Tensor]:
         AdapterError: Unreadable, not finite, or a name that occurs twice.
     """
     named: dict[str, Tensor] = {}
-    for name, tensor in read_tensors(_existing(folder, TENSORS)).items():
-        plain = DEFAULT_NAME.sub("", name.removeprefix(PREFIX).removeprefix("base_model."))
+    tensors = read_tensors(_existing(folder, TENSORS))
+    prefix = BARE if PROMPT in tensors else PREFIX
+    for name, tensor in tensors.items():
+        plain = DEFAULT_NAME.sub("", name.removeprefix(prefix).removeprefix(BARE))
         if plain in named:
             raise AdapterError(f"{folder / TENSORS} holds {plain} twice", found=f"again as {name}")
         named[plain] = tensor
     return named
-
-
-def _trained_whole(file: AdapterFile, tensors: Collection[str], model: nn.Module) -> list[str]:
-    """Return the paths of the modules that were trained whole, beside the method's own."""
-    names = file.method.train_fully
-    if file.made_here:
-        return named_modules(model, names)
-    return [  # PEFT's own rule, which takes no notice of dots; and names what is not there, too
-        path
-        for path, _ in model.named_modules()
-        if path.endswith(names) and any(name.startswith(f"{path}.") for name in tensors)
-    ]
-
-
-def _sites(file: AdapterFile, tensors: Collection[str], model: nn.Module) -> list[Site]:
-    """Return the modules that the folder's targets mean in this model; the tensors must agree."""
-    places = file.method.candidates(model)
-    shared = file.method.shared_names
-    strange = sorted(name for name in tensors if name not in shared and not _owner(name, places))
-    if strange or not tensors:
-        raise AdapterError(
-            f"the adapter in {file.folder} does not fit {type(model).__name__}",
-            found="\n".join(f"unexpected: {name}" for name in strange) or "no tensors",
-            fix="Use the base it was trained on: peftkit inspect ADAPTER",
-        )
-    if file.made_here:
-        return file.method.sites(model)
-    return sites_of(file.fields, places, {_owner(name, places) for name in tensors})
-
-
-def _owner(name: str, places: Collection[str]) -> str:
-    """Return the module whose tensor this is, or an empty string."""
-    while name and name not in places:
-        name = name.rpartition(".")[0]
-    return name
-
-
-def _check_config(file: AdapterFile, adapter: Adapter) -> None:
-    """Refuse a config that says otherwise than the tensors' modules: its scale would be wrong."""
-    paths = {path for path, module in adapter.own.items() if not module.stacked}
-    targets = file.fields.get("target_modules")
-    stacks = [
-        f"{path}.{name}"
-        for path, module in adapter.own.items()
-        for name in module.stacked or ("weight",)
-    ]
-    missing = unmatched(targets, paths) + unmatched(file.fields.get("target_parameters"), stacks)
-    if missing:
-        raise AdapterError(
-            f"{file.folder} has no tensors for the target {_some(missing)}",
-            found=f"tensors for {_some(shortest_endings(paths, []))}",
-            fix="The file is incomplete, or belongs to another base.",
-        )
-    extra = paths - set(targeted(paths, targets))
-    extra -= {p for p in paths if targeted([f"{p}.weight"], file.fields.get("target_parameters"))}
-    if extra and targets not in (None, ANY):
-        raise AdapterError(
-            f"{file.folder} has tensors for modules that its config does not target",
-            found=_some(sorted(extra)),
-            fix="The config or the tensors belong to another adapter.",
-        )
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return a few of a stranger's names, shortened."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(shown(name) for name in names[:5]) + more
-
-
-def _completed(adapter: Adapter, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Let each module add what a foreign file leaves to be made from the weight."""
-    complete: dict[str, Tensor] = {}
-    for path, module in adapter.modules.items():
-        own = {
-            n.removeprefix(path + "."): t for n, t in tensors.items() if n.startswith(path + ".")
-        }
-        try:
-            own = dict(module.complete(own))
-        except KeyError as error:
-            raise AdapterError(
-                f"{path} has no tensor {error}", fix="The file is incomplete."
-            ) from error
-        complete |= {f"{path}.{name}": tensor for name, tensor in own.items()}
-    return complete | {name: t for name, t in tensors.items() if name not in complete}
 
 
 def _existing(folder: Path, name: str) -> Path:
@@ -404,16 +282,28 @@ def _existing(folder: Path, name: str) -> Path:
 
 
 class AdapterFolder:
-    """The adapter's side of a checkpoint: every checkpoint is an adapter folder."""
+    """The adapter's side of a checkpoint: every checkpoint is an adapter folder.
 
-    def __init__(self, adapter: Adapter, provenance: Provenance) -> None:
-        self._adapter, self._provenance = adapter, provenance
+    Args:
+        beside: Writes into the folder what the adapter cannot be used without.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        provenance: Provenance,
+        beside: Callable[[Path], None] | None = None,
+    ) -> None:
+        self._adapter, self._provenance, self._beside = adapter, provenance, beside
 
     def save(self, folder: Path) -> None:
-        """Write the adapter files into a checkpoint."""
+        """Write the adapter files, and what goes beside them."""
         save_adapter(self._adapter, folder, self._provenance)
+        if self._beside is not None:
+            self._beside(folder)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Take the tensors of a checkpoint's adapter files, bit for bit."""
-        self._adapter.load_state(named_tensors(folder))
+        _, tensors = self._adapter.method.from_file({}, named_tensors(folder))
+        self._adapter.load_state(tensors)

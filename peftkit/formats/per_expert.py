@@ -64,10 +64,17 @@ def stack_experts(source: Path, scratch: Path, model: nn.Module) -> Path:
     """
     file = read_adapter(source)
     method = file.method
-    if not isinstance(method, LoRA) or isinstance(method, DoRA) or method.init in _SUBTRACTED:
+    beside = method.train_fully or method.token_rows
+    if (
+        not isinstance(method, LoRA)
+        or isinstance(method, DoRA)
+        or method.init in _SUBTRACTED
+        or beside
+    ):
         raise AdapterError(
             f"cannot stack the experts of {source}",
-            found=f"its method is {method.type}, or its start is subtracted from the base",
+            found=f"its method is {method.type}, or its start is subtracted from the base, or "
+            "other weights are trained beside it",
             fix="Merge it with the versions that it was made with.",
         )
     linears = {path for path, module in model.named_modules() if is_linear(module)}
@@ -207,7 +214,7 @@ def save_stacked(
     adapter = load_adapter(model, bare)
     targets = [
         f"{path}.{name}" if name else path
-        for path, module in adapter.modules.items()
+        for path, module in adapter.own.items()
         for name in module.stacked or ("",)
     ]
     method = adapter.method.model_copy(update={"targets": tuple(targets)})

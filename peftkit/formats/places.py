@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import accumulate
 from typing import Any
 
 from peftkit.adapter import Adapter
 from peftkit.formats.endings import shortest_endings, targeted
 from peftkit.methods.protocol import AdapterModule
+from peftkit.methods.token_rows import TokenRows
+from peftkit.methods.tuned import named_modules
 from peftkit.targets import Site
 
 LAYERS = ("layers_to_transform", "exclude_modules")
@@ -23,7 +26,7 @@ def written_fields(adapter: Adapter) -> dict[str, Any]:
     """Return the config fields of the adapter's method and targets."""
     modules, method = adapter.own, adapter.method
     places = method.candidates(adapter.model)
-    as_weights = _as_weights(modules, places)
+    as_weights = _as_weights(modules, places) if method.peft_type == "LORA" else set()
     parameters = {f"{path}.{name}" for path, module in modules.items() for name in module.stacked}
     parameters |= {f"{path}.weight" for path in as_weights}
     kinds: dict[str, set[str]] = {kind: set() for kind in ("", *method.kind_fields)}
@@ -40,8 +43,14 @@ def written_fields(adapter: Adapter) -> dict[str, Any]:
         rest |= _stacks(places)
         fields["target_parameters"] = shortest_endings(parameters, rest - parameters)
     fields |= method.to_peft(modules)
-    if adapter.full:
-        fields["modules_to_save"] = shortest_endings(adapter.full, others - adapter.full)
+    rows = {path: m for path, m in adapter.modules.items() if isinstance(m, TokenRows)}
+    if whole := set(named_modules(adapter.model, method.train_fully)):
+        fields["modules_to_save"] = _bare_endings(whole, others - whole)
+    if isinstance(method.token_rows, dict):
+        kept = {path: module.tokens.tolist() for path, module in rows.items() if module.owned}
+        fields["trainable_token_indices"] = kept
+    elif rows:  # of the input embedding, and of what is tied to it
+        fields["trainable_token_indices"] = list(method.token_rows)
     for name in PATTERNS if as_weights else ():
         if name in fields:
             fields[name] = {
@@ -51,13 +60,28 @@ def written_fields(adapter: Adapter) -> dict[str, Any]:
     return fields
 
 
+def _bare_endings(paths: Collection[str], others: Collection[str]) -> list[str]:
+    """Return endings as PEFT reads `modules_to_save`: it takes no notice of dots."""
+    return sorted(
+        next(
+            (
+                ending
+                for ending in accumulate(reversed(path.split(".")), lambda end, s: f"{s}.{end}")
+                if not any(other.endswith(ending) for other in others)
+            ),
+            path,
+        )
+        for path in paths
+    )
+
+
 def _as_weights(
     modules: Mapping[str, AdapterModule], places: Mapping[str, tuple[str, ...]]
 ) -> set[str]:
     """Return the linear layers that PEFT finds by their parameter only.
 
-    In models with stacked experts it reads some names of modules as those of the experts, of the
-    time when these were modules too; the tensors of a linear layer are the same in both forms.
+    In models with stacked experts it reads some names of a LoRA's modules as those of the experts,
+    of the time when these were modules too; the tensors of a layer are the same in both forms.
     """
     if not any(places.values()):
         return set()

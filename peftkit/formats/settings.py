@@ -24,7 +24,8 @@ OLDEST_FIELDS: dict[str, Any] = {
     "layers_to_transform": None,
     "modules_to_save": None,
 }
-WHERE_FIELDS = OLDEST_FIELDS.keys() | {
+WHERE_FIELDS = {
+    *("auto_mapping", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform"),
     "peft_type",
     "task_type",
     "base_model_name_or_path",
@@ -36,12 +37,17 @@ WHERE_FIELDS = OLDEST_FIELDS.keys() | {
 
 def computing(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config that decide what the tensors compute."""
-    return {name: value for name, value in fields.items() if name not in WHERE_FIELDS}
+    return {
+        name: value
+        for name, value in fields.items()
+        if name not in WHERE_FIELDS and not (name in OLDEST_FIELDS and value == OLDEST_FIELDS[name])
+    }
 
 
-def settings_digest(method: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Return a hash of the method as asked and of what the config says of the computation."""
-    return hashlib.sha256(json.dumps([method, config], sort_keys=True).encode()).hexdigest()
+def settings_digest(*settings: Mapping[str, Any] | None) -> str:
+    """Return a hash of settings: the method, what the config says of the computation, the task."""
+    there = [setting for setting in settings if setting is not None]
+    return hashlib.sha256(json.dumps(there, sort_keys=True).encode()).hexdigest()
 
 
 def notes_changed(path: Path) -> AdapterError:

@@ -97,7 +97,10 @@ class PackedLinear(torch.autograd.Function):
         """Return (..., out); W is unpacked to `dtype`."""
         ctx.save_for_backward(packed, *scales)
         ctx.form = form
-        return functional.linear(x, unpack(packed, scales, form, dtype), bias)
+        flat, weight = x.reshape(-1, x.shape[-1]), unpack(packed, scales, form, dtype)
+        out = functional.linear(flat, weight, bias)
+        # no view, as which torch would forbid a model to change it in place (DeBERTa does)
+        return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -195,7 +198,7 @@ def keep_copies(model: nn.Module, max_bytes: int | None = None) -> int:
         Bytes that the copies take.
     """
     if max_bytes is None:
-        max_bytes = int(COPY_SHARE * _free_bytes())
+        max_bytes = int(COPY_SHARE * free_bytes())
     found = list(packed_tensors(model))
     total = sum(p.form.shape.numel() * p.dtype.itemsize for _, _, p in found)
     fits = total <= max_bytes
@@ -205,7 +208,7 @@ def keep_copies(model: nn.Module, max_bytes: int | None = None) -> int:
     return total if fits else 0
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
     """Return the main memory that this process may still take, by the system and its cgroup."""
     free = 0
     meminfo = Path("/proc/meminfo")

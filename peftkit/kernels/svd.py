@@ -75,11 +75,14 @@ def _svd_of_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return left @ u, s, vh @ right.t()
 
 
-def of_matrix(matrix: Tensor, rank: int, *, seed: int = 0) -> Truncated:
+def of_matrix(
+    matrix: Tensor, rank: int, *, seed: int = 0, iterations: int = POWER_ITERATIONS
+) -> Truncated:
     """Return the best, or nearly best, rank-k matrix for a full one; k = min(rank, out, in).
 
     Args:
-        matrix: (out, in) float32. seed: Of the random projection, where one is used.
+        matrix: (out, in) float32.
+        seed, iterations: Of the random projection, where one is used.
     """
     total = float(matrix.double().square().sum())
     k = min(rank, *matrix.shape)
@@ -88,8 +91,9 @@ def of_matrix(matrix: Tensor, rank: int, *, seed: int = 0) -> Truncated:
         u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
         return _truncated(u, s, vh, k, total)
     generator = torch.Generator().manual_seed(seed)
-    basis = matrix @ torch.randn(matrix.shape[1], width, generator=generator)  # (out, width)
-    for _ in range(POWER_ITERATIONS):
+    drawn = torch.randn(matrix.shape[1], width, generator=generator)
+    basis = matrix @ drawn.to(matrix.device)  # (out, width)
+    for _ in range(iterations):
         # orthonormal each time, or the small singular values drown in rounding
         basis = torch.linalg.qr(basis)[0]
         basis = matrix @ torch.linalg.qr(matrix.t() @ basis)[0]

@@ -1,6 +1,6 @@
 """Agreement: do two models compute the same? Logits on a few prompts, largest difference, top-1.
 
-Shapes: T tokens of a prompt, V vocabulary.
+Shapes: T tokens of a prompt, V vocabulary, or labels.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from peftkit.base import Base
+from peftkit.purpose import CAUSAL_LM, Purpose
 
 PROMPTS = (
     "The capital of France is",
@@ -40,14 +41,35 @@ class Agreement:
 
 
 @torch.no_grad()
-def logits_on(base: Base, prompts: Sequence[str]) -> list[Tensor]:
-    """Return the logits (T, V) of every position of each prompt, float32, on the CPU."""
+def logits_on(base: Base, prompts: Sequence[str], purpose: Purpose = CAUSAL_LM) -> list[Tensor]:
+    """Return the logits (positions, V) on each prompt, float32, on the CPU.
+
+    Args:
+        purpose: What the base was loaded for. A classifier of texts has one position, or one for
+            each token; a model of images is shown noise instead of prompts.
+    """
+    if purpose != CAUSAL_LM:
+        found = (_call(base, number, prompt) for number, prompt in enumerate(prompts))
+        return [logits.float().cpu().flatten(0, -2) for logits in found]
     ids = [base.tokenizer(prompt)["input_ids"] for prompt in prompts]
     # padded on the right, which no token of a causal model sees: weights are read once
     longest = max(map(len, ids))
     batch = torch.tensor([row + [row[-1]] * (longest - len(row)) for row in ids])
     logits = base.model(input_ids=batch.to(base.device), use_cache=False).logits
     return [rows[: len(row)].float().cpu() for rows, row in zip(logits, ids, strict=True)]
+
+
+def _call(base: Base, number: int, prompt: str) -> Tensor:
+    """Return the logits on one prompt, or on one picture of noise."""
+    config = base.model.config
+    if base.image_processor is not None:
+        size = config.image_size
+        shape = (1, config.num_channels, *([size, size] if isinstance(size, int) else size))
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+        return base.model(pixel_values=noise.to(base.device, base.model.dtype)).logits
+    ids = base.tokenizer(prompt, return_tensors="pt")["input_ids"].to(base.device)
+    decoder = {"decoder_input_ids": ids} if config.is_encoder_decoder and not base.head else {}
+    return base.model(input_ids=ids, **decoder).logits
 
 
 def agreement(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> Agreement:

@@ -91,9 +91,8 @@ def merge_into(
         MergeError: The method has no merged form, or a weight is quantised or is shared.
     """
     tally = tally or Tally()
-    shared = shared_parameters(adapter.model)
+    _check_all(adapter)
     for path, module in adapter.modules.items():
-        check_mergeable(adapter.method, module)
         for name in module.changed:
             weight = dict(module.base.named_parameters()).get(name)
             if weight is None or not weight.is_floating_point():
@@ -101,12 +100,6 @@ def merge_into(
                     f"cannot merge into {path}",
                     found=f"its {name} is quantised ({type(module.base).__name__})",
                     fix="Load the base with quantize='none' and the adapter on it, then merge.",
-                )
-            if id(weight) in shared:
-                raise MergeError(
-                    f"cannot merge into {path} alone",
-                    found="it shares its weight with another layer (tied embeddings)",
-                    fix="Use the adapter unmerged, or leave this layer out of the targets.",
                 )
     for module in adapter.modules.values():
         _fold(module, module.base, dtype, tally)
@@ -140,11 +133,10 @@ def merge_dequantized(adapter: Adapter, dtype: torch.dtype, *, tally: Tally) -> 
         tally: Counts what was done to the adapted weights.
 
     Raises:
-        MergeError: The method has no merged form.
+        MergeError: The method has no merged form, or a weight is shared.
     """
     modules, quantized = dict(adapter.modules), adapter.model
-    for module in modules.values():
-        check_mergeable(adapter.method, module)
+    _check_all(adapter)
     adapter.detach()
     plain = _dequantized(quantized, dtype)
     for path, module in modules.items():
@@ -171,8 +163,24 @@ def _dequantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         state[name] = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
     plain.load_state_dict(state, assign=True)
     cast(Any, plain).tie_weights()
-    plain.generation_config = model.generation_config
+    if hasattr(model, "generation_config"):  # encoders have none
+        plain.generation_config = model.generation_config
     return plain
+
+
+def _check_all(adapter: Adapter) -> None:
+    """Refuse what has no merged form, and weights of which another module would change too."""
+    check_mergeable(adapter.method)
+    shared = shared_parameters(adapter.model)
+    for path, module in adapter.modules.items():
+        own = dict(module.base.named_parameters())
+        alone = not module.changes_ties
+        if alone and any(id(own.get(name)) in shared for name in module.changed):
+            raise MergeError(
+                f"cannot merge into {path} alone",
+                found="it shares its weight with another layer (tied embeddings)",
+                fix="Use the adapter unmerged, or leave this layer out of the targets.",
+            )
 
 
 def shared_parameters(model: nn.Module) -> set[int]:
@@ -183,13 +191,14 @@ def shared_parameters(model: nn.Module) -> set[int]:
     return {key for key, count in uses.items() if count > 1}
 
 
-def check_mergeable(method: Method, module: AdapterModule) -> None:
-    """Raise MergeError, by name, for a method that changes more than a weight."""
+def check_mergeable(method: Method) -> None:
+    """Raise MergeError, by name, for a method that changes more than weights."""
     if method.unmergeable:
+        others = f", or load it with {method.files}" if method.files else ""
         raise MergeError(
             f"an adapter of type '{method.type}' cannot be merged",
             found=method.unmergeable,
-            fix="Use it as it is: peftkit generate ADAPTER, or load it with PEFT.",
+            fix=f"Use it as it is: peftkit generate ADAPTER{others}.",
         )
 
 
@@ -198,7 +207,6 @@ class TensorFold:
 
     Raises:
         AdapterError: The adapter's tensors do not fit a weight of this shape.
-        MergeError: The method has no merged form.
     """
 
     def __init__(
@@ -206,7 +214,6 @@ class TensorFold:
     ) -> None:
         self._method, self._path, self._state = method, path, dict(state)
         module = self._module(torch.empty(shape, device="meta"))
-        check_mergeable(method, module)
         self._check(module)
 
     def _module(self, weight: Tensor) -> AdapterModule:

@@ -9,7 +9,7 @@ the result is loaded again and compared with base and adapter on a few prompts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,14 +20,15 @@ from peftkit.base import load_base, skeleton
 from peftkit.errors import RunError
 from peftkit.events import Listener, Saved, Stage, Table, ignore
 from peftkit.formats.card import Card, write_card
-from peftkit.formats.folder import Opened, adapter_folder, open_adapter
+from peftkit.formats.folder import Opened, adapter_folder, open_adapter, task_of
 from peftkit.formats.peft import AdapterFile, read_adapter
 from peftkit.locate import locate
 from peftkit.merging.agreement import PROMPTS, Agreement, agreement, logits_on
-from peftkit.merging.fold import Tally
+from peftkit.merging.fold import Tally, check_mergeable
 from peftkit.merging.output import new_folder
 from peftkit.merging.stream import base_of, files_of, plan_stream, usual_dtype, write_streamed
-from peftkit.merging.whole import check_kind, cost_of, write_whole
+from peftkit.merging.whole import check_kind, check_original, cost_of, write_whole
+from peftkit.purpose import CAUSAL_LM, Purpose
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -103,8 +104,10 @@ def merge(
         RunError: The disk is full, or the merged model does not compute what it should.
     """
     file = read_adapter(adapter_folder(adapter))
+    check_mergeable(file.method)
+    check_original(file.method, from_quantized)
     name, revision = base_of(file, base)
-    out, tally = Path(out).expanduser(), Tally()
+    out, tally, purpose = Path(out).expanduser(), Tally(), task_of(file).purpose
     stored = DTYPES[dtype] if dtype else None
 
     def load(**how: Any) -> Opened:
@@ -113,7 +116,7 @@ def merge(
     with new_folder(out, overwrite, (file.folder, Path(name))) as folder:
         source = None if from_quantized else files_of(name, revision)
         plan = source and plan_stream(
-            file, source, skeleton(name, revision=revision), stored, tally
+            file, source, skeleton(name, revision=revision, purpose=purpose), stored, tally
         )
         reference = None
         if plan:
@@ -139,9 +142,9 @@ def merge(
         if reference is not None:
             on_event(Stage("Comparing the merged model with base and adapter"))
             effect = agreement(reference.adapted, reference.bare)
-            agreed = _verified(folder, reference, tally, prompts)
+            agreed = _verified(folder, purpose, reference, tally, prompts)
         merged = Merged(out, name, tally, effect, agreed)
-        card = _card(merged, file, from_quantized, locate(name, revision).hub_id)
+        card = _card(merged, file, purpose, from_quantized, locate(name, revision).hub_id)
         write_card(card, folder)
     on_event(_table(merged))
     on_event(Saved("merged model", out))
@@ -149,14 +152,14 @@ def merge(
 
 
 def _reference(opened: Opened, prompts: Sequence[str]) -> _Reference:
-    base = opened.base
-    adapted = logits_on(base, prompts)
+    base, purpose = opened.base, opened.task.purpose
+    adapted = logits_on(base, prompts, purpose)
     with opened.adapter.disabled():
-        return _Reference(adapted, logits_on(base, prompts), base.device)
+        return _Reference(adapted, logits_on(base, prompts, purpose), base.device)
 
 
 def _verified(
-    folder: Path, reference: _Reference, tally: Tally, prompts: Sequence[str]
+    folder: Path, purpose: Purpose, reference: _Reference, tally: Tally, prompts: Sequence[str]
 ) -> Agreement:
     """Load the merged model as anyone would, and compare.
 
@@ -164,8 +167,10 @@ def _verified(
         RunError: It computes something else than base and adapter.
     """
     computing = "fp32" if reference.device.type == "cpu" else "auto"
-    base = load_base(str(folder), dtype=computing, device=reference.device)
-    found = agreement(logits_on(base, prompts), reference.adapted)
+    if purpose.head is not None:  # it has one now
+        purpose = replace(purpose, head=replace(purpose.head, fresh=False))
+    base = load_base(str(folder), dtype=computing, purpose=purpose, device=reference.device)
+    found = agreement(logits_on(base, prompts, purpose), reference.adapted)
     limit = LARGEST_DIFFERENCE * found.largest
     exact = tally.relative_rounding < EXACT
     if found.max_difference == float("inf") or (exact and found.max_difference > limit):
@@ -202,7 +207,13 @@ def _table(merged: Merged) -> Table:
     return Table("The merged model", ("", ""), rows)
 
 
-def _card(merged: Merged, file: AdapterFile, from_quantized: bool, hub_id: str | None) -> Card:
+def _card(
+    merged: Merged,
+    file: AdapterFile,
+    purpose: Purpose,
+    from_quantized: bool,
+    hub_id: str | None,
+) -> Card:
     kind = str(file.provenance.loading.get("quantize", "none"))
     notes = [f"The adapter {file.folder.name} ({file.method.type}), merged into its base."]
     if from_quantized:
@@ -213,16 +224,21 @@ def _card(merged: Merged, file: AdapterFile, from_quantized: bool, hub_id: str |
             "it computes a little otherwise than it did in training."
         )
     name = merged.folder.name
+    kind = purpose.auto_class
+    processor = "AutoTokenizer" if purpose.processor == "tokenizer" else "AutoImageProcessor"
     code = (
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
+        f"from transformers import {kind}, {processor}\n\n"
+        f'model = {kind}.from_pretrained("{name}")\n'
+        f'processor = {processor}.from_pretrained("{name}")'
     )
+    usage = [("transformers", "python", code)]
+    if purpose == CAUSAL_LM:
+        usage.append(("vLLM", "bash", f"vllm serve {name}"))
     return Card(
         title=name,
         base=hub_id or merged.base,
         facts=_facts(merged),
-        usage=[("transformers", "python", code), ("vLLM", "bash", f"vllm serve {name}")],
+        usage=usage,
         notes=notes,
         library="transformers",
     )

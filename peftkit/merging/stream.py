@@ -19,6 +19,7 @@ from peftkit.events import Listener, Progress
 from peftkit.formats.peft import AdapterFile, named_tensors
 from peftkit.formats.shards import Shards, copy_companions, find_shards, rewrite_shards
 from peftkit.merging.fold import Tally, TensorFold, shared_parameters
+from peftkit.methods.bitfit import BitFit
 from peftkit.methods.table import method_from_peft
 from peftkit.tensor_header import DTYPE_NAMES, Entry
 
@@ -88,12 +89,11 @@ def plan_stream(
 
     Raises:
         AdapterError: A tensor of the adapter is misshapen.
-        MergeError: The method has no merged form.
     """
     entries, modules = shards.entries, dict(model.named_modules())
     shared = shared_parameters(model)
     method, changes = method_from_peft(file.fields), {}
-    if method.shared_names or method.train_fully:
+    if method.shared_names or method.train_fully or method.token_rows or isinstance(method, BitFit):
         return None  # a layer is not made from its own tensors alone, or is no linear one
     for path, state in _states(file, model).items():
         name = _on_disk(path, entries)

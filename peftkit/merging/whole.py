@@ -15,6 +15,7 @@ from peftkit.errors import MergeError, RunError
 from peftkit.events import Listener, Notice, Stage
 from peftkit.formats.folder import Opened
 from peftkit.merging.fold import Tally, merge_dequantized, merge_into
+from peftkit.methods.protocol import Method
 
 
 def check_kind(opened: Opened, from_quantized: bool) -> None:
@@ -38,6 +39,20 @@ def check_kind(opened: Opened, from_quantized: bool) -> None:
         fix="Name its original with --base MODEL. Or merge with --from-quantized: the model then "
         "takes 16 bits for each weight or more, and keeps the rounding of the quantised ones.",
     )
+
+
+def check_original(method: Method, from_quantized: bool) -> None:
+    """Refuse to merge into the original weights what makes up for their loss in quantising.
+
+    Raises:
+        MergeError: The loss would be made up for twice.
+    """
+    if method.fresh_changes and not method.unmergeable and not from_quantized:
+        raise MergeError(
+            "this adapter cannot be merged into the original weights of its base",
+            found=f"Before any training {method.fresh_changes}; they have lost nothing.",
+            fix="Merge with --from-quantized, into the weights that it was trained over.",
+        )
 
 
 def write_whole(
@@ -67,7 +82,7 @@ def write_whole(
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
             model.save_pretrained(folder, max_shard_size="5GB")
-        opened.base.tokenizer.save_pretrained(folder)
+        opened.base.processor.save_pretrained(folder)
     except (OSError, SafetensorError) as problem:
         free = files.free_bytes(folder)
         found = f"{problem}\n{free:,} bytes are free on the disk."

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.kernels.lora import adapted_row_norms, add_lora
-from peftkit.methods.lora import LoRA, LoRALinear
+from peftkit.methods.lora import LoRA
+from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.protocol import AdapterModule, Method
 from peftkit.quant import weight_of
 from peftkit.targets import Site
@@ -62,12 +63,12 @@ class DoRALinear(LoRALinear):
         scaled_b = ratio[:, None] * self.full_b()
         return add_lora(out, self.dropout(x), self.full_a(), scaled_b, self.scaling)
 
-    def reset(self, generator: torch.Generator) -> None:
-        super().reset(generator)
-        with torch.no_grad():
-            # by the same formula as in forward, so that the ratio starts at exactly one
-            norms = self._row_norms(weight_of(self.base), self.squared_norms)
-            self.lora_magnitude.copy_(norms if self.rows is None else norms[self.rows])
+    @torch.no_grad()
+    def begin(self, *start: Tensor | None) -> None:
+        super().begin(*start)
+        # by the same formula as in forward, so that the ratio starts at exactly one
+        norms = self._row_norms(weight_of(self.base), self.squared_norms)
+        self.lora_magnitude.copy_(norms if self.rows is None else norms[self.rows])
 
     def state(self) -> dict[str, Tensor]:
         return super().state() | {MAGNITUDE: self.full_magnitude().detach().to(self.lora_A.dtype)}
@@ -93,8 +94,8 @@ class DoRA(LoRA):
     module_class: ClassVar[Callable[..., LoRALinear]] = DoRALinear
 
     type: Literal["dora"] = "dora"  # type: ignore[assignment]
-    init: Literal["default", "gaussian"] = "default"
-    """Start of A and B: default (Kaiming A, zero B) or gaussian."""
+    init: Literal["default", "gaussian", "eva"] = "default"
+    """Start of A: default (Kaiming), gaussian, eva (from what the layer reads); B is zero."""
 
     def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
         return Method.wrap_experts(self, experts, sites)  # norms of rows there are not made

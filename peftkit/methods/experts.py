@@ -15,7 +15,6 @@ Shapes: E experts, r rank, R = r times the roles of a fused stack, S routed toke
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from peftkit.anatomy import is_transposed, stacked_shape
 from peftkit.errors import AdapterError, TargetError
 from peftkit.kernels.stacked import AdaptedStack, NoProductError
+from peftkit.methods.initial import Init, drawn
 from peftkit.methods.protocol import AdapterModule
 from peftkit.strict_json import shown
 from peftkit.targets import Site
@@ -46,10 +46,18 @@ class LoRAStack(nn.Module):
     columns: Tensor | None
 
     def __init__(
-        self, experts: nn.Module, site: Site, *, rank: int, scaling: float, dtype: torch.dtype
+        self,
+        experts: nn.Module,
+        site: Site,
+        *,
+        rank: int,
+        scaling: float,
+        dtype: torch.dtype,
+        init: Init = "default",
     ) -> None:
         super().__init__()
         self.name, self.rank, self.scaling, self.roles = site.parameter, rank, scaling, site.roles
+        self.init = init
         self.num_experts, self.in_features, self.out_features = stacked_shape(
             experts, cast(str, site.parameter)
         )
@@ -163,9 +171,7 @@ class LoRAExperts(AdapterModule):
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
         for stack in self.parts().values():
-            bound = 1 / math.sqrt(stack.in_features)  # as in LoRA of a linear layer
-            sample = torch.empty(stack.lora_A.shape).uniform_(-bound, bound, generator=generator)
-            stack.lora_A.copy_(sample)
+            stack.lora_A.copy_(drawn(stack.init, stack.lora_A.shape, stack.rank, generator))
             stack.lora_B.zero_()
 
     def _depths(self) -> dict[str, tuple[str, LoRAStack]]:
@@ -216,7 +222,8 @@ class _Lens:
 def check_layout(fields: Mapping[str, Any]) -> None:
     """Refuse stacked experts in the layout of old PEFT: A and B of a square one look alike."""
     version = re.match(r"(\d+)\.(\d+)", str(fields.get("peft_version")))
-    if fields.get("target_parameters") and not (
+    named = fields.get("target_parameters") or ()  # a linear layer's weight has one layout
+    if any(not name.endswith(".weight") for name in named) and not (
         version and (int(version[1]), int(version[2])) >= EXPERTS_SINCE
     ):
         raise AdapterError(

@@ -35,7 +35,7 @@ class LNTuning(Method):
     def sites(self, model: nn.Module) -> list[Site]:
         norms = self.candidates(model)
         asked = [self.targets] if isinstance(self.targets, str) else list(self.targets)
-        found = {name: [path for path in norms if _names(path, name)] for name in asked}
+        found = {name: [path for path in norms if has_name(path, name)] for name in asked}
         failed = [name for name, paths in found.items() if not paths]
         if failed or not asked:
             leaves = sorted({path.rpartition(".")[2] for path in norms})
@@ -82,5 +82,6 @@ def is_norm(module: nn.Module) -> bool:
     return weight is not None and weight.ndim == 1 and "norm" in type(module).__name__.lower()
 
 
-def _names(path: str, target: str) -> bool:
+def has_name(path: str, target: str) -> bool:
+    """Tell whether a target means the norm at a path."""
     return target == ALL or fnmatchcase(path, target) or fnmatchcase(path, f"*.{target}")

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from peftkit.anatomy import find_places, is_linear
 from peftkit.config import Config
@@ -23,6 +22,16 @@ from peftkit.strict_json import shown
 from peftkit.targets import Site, resolve
 
 ADAPTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+Start = tuple[Tensor, Tensor | None]
+"""What an `AdapterModule` begins with: A and B of LoRA, where None is zero."""
+
+
+class Removable(Protocol):
+    """What a method has hung on a model: a handle of a hook, for one."""
+
+    def remove(self) -> None:
+        """Take it away again."""
 
 
 class AdapterModule(nn.Module, ABC):
@@ -34,9 +43,11 @@ class AdapterModule(nn.Module, ABC):
         base: The frozen module, untouched: switching the adapter off gives it back to the bit.
         enabled: False while `Adapter.disabled()` holds.
         kind: Which of `Method.kind_fields` lists this module; "" for none.
+        changes_ties: Whether its likes sit on all modules that share the base's weight.
     """
 
     kind = ""
+    changes_ties = False
 
     def __init__(self, base: nn.Module, site: Site) -> None:
         super().__init__()
@@ -57,6 +68,10 @@ class AdapterModule(nn.Module, ABC):
     @abstractmethod
     def reset(self, generator: torch.Generator) -> None:
         """Initialise the trainable tensors, so that the output is still the base's."""
+
+    def begin(self, *start: Tensor | None) -> None:
+        """Initialise the trainable tensors with what `Method.started_by` has made."""
+        raise NotImplementedError
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
@@ -125,8 +140,8 @@ class Method(Config, ABC):
     """What PEFT's files have before these names."""
     unmergeable: ClassVar[str] = ""
     """Why no weights compute base and adapter at once; "" where some do."""
-    fresh_changes: ClassVar[str] = ""
-    """Why an adapter that has not been trained changes the output already; "" where it does not."""
+    acts_on_input: ClassVar[bool] = False
+    """Whether it sits on the input alone: its files name no targets."""
     files: ClassVar[str] = "PEFT"
     """Who else reads its files; "" where nobody does."""
 
@@ -137,6 +152,9 @@ class Method(Config, ABC):
     """Precision in which the adapter is kept and trained, over any base."""
     train_fully: tuple[str, ...] = ()
     """Modules that are trained whole beside it, by the ends of their names: [classifier]."""
+    token_rows: tuple[int, ...] | dict[str, tuple[int, ...]] = ()
+    """Tokens whose rows of the input embedding are trained beside it, and of a head that is tied to
+    it; or of modules by the ends of their names: {embed_tokens: [7], lm_head: [7]}."""
 
     def sites(self, model: nn.Module) -> list[Site]:
         """Return where the targets are in this model.
@@ -158,9 +176,22 @@ class Method(Config, ABC):
             if path in stacks or is_linear(module)
         }
 
+    @property
+    def fresh_changes(self) -> str:
+        """Why the output changes before any training; "" where it does not.
+
+        A method of which this is always so has a class variable instead.
+        """
+        return ""
+
+    @property
+    def started_by(self) -> str:
+        """The function that makes what `attach` is to begin with; "" where that takes none."""
+        return ""
+
     @abstractmethod
     def wrap(self, base: nn.Module, site: Site) -> AdapterModule:
-        """Build the adapter of one site; its tensors are set by `reset` or `load`."""
+        """Build the adapter of one site; its tensors are set by `reset`, `begin` or `load`."""
 
     def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
         """Build the adapter of one module's parameters.
@@ -176,7 +207,7 @@ class Method(Config, ABC):
 
     def connect(
         self, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> list[RemovableHandle]:
+    ) -> Sequence[Removable]:
         """Hang on the model what the method needs beside its modules; they are in place by now."""
         return []
 
@@ -186,6 +217,22 @@ class Method(Config, ABC):
     def shared(self, modules: Mapping[str, AdapterModule]) -> dict[str, Tensor]:
         """Return what is saved of that, by name."""
         return {}
+
+    def to_file(
+        self, state: Mapping[str, Tensor], modules: Mapping[str, AdapterModule]
+    ) -> Mapping[str, Tensor]:
+        """Return what PEFT's file holds of `Adapter.state()`, where it differs."""
+        return state
+
+    def from_file(
+        self, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+        """Return a file's config and tensors with what `to_file` did undone.
+
+        Raises:
+            AdapterError: The tensors are more than this method computes.
+        """
+        return fields, tensors
 
     @abstractmethod
     def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:

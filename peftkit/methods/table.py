@@ -8,10 +8,14 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from peftkit.errors import AdapterError, ConfigError, did_you_mean
+from peftkit.methods.bitfit import BitFit
+from peftkit.methods.bottleneck import Bottleneck
 from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.methods.norms import LNTuning
+from peftkit.methods.prefix import PrefixTuning
+from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.protocol import Method
 from peftkit.methods.vera import VeRA
 from peftkit.strict_json import shown
@@ -22,9 +26,19 @@ METHODS: dict[str, type[Method]] = {
     "ia3": IA3,
     "vera": VeRA,
     "ln_tuning": LNTuning,
+    "bitfit": BitFit,
+    "bottleneck": Bottleneck,
+    "prompt_tuning": PromptTuning,
+    "prefix_tuning": PrefixTuning,
 }
 
-AnyMethod = Annotated[LoRA | DoRA | IA3 | VeRA | LNTuning, Field(discriminator="type")]
+AnyMethod = Annotated[
+    LoRA | DoRA | IA3 | VeRA | LNTuning | BitFit | Bottleneck | PromptTuning | PrefixTuning,
+    Field(discriminator="type"),
+]
+
+BESIDE = {"train_fully": "modules_to_save", "token_rows": "trainable_token_indices"}
+"""Fields of all methods, and what PEFT's configs call them."""
 
 
 def method_from_peft(fields: Mapping[str, Any]) -> Method:
@@ -34,22 +48,20 @@ def method_from_peft(fields: Mapping[str, Any]) -> Method:
         AdapterError: No method here reads this kind of adapter.
     """
     fields, peft_type = dict(fields), str(fields.get("peft_type"))
-    saved = fields.pop("modules_to_save", None) or []
-    if not (isinstance(saved, list) and all(isinstance(name, str) for name in saved)):
-        raise AdapterError(
-            "the adapter's config is not valid", found=f"modules_to_save: {shown(saved)}"
-        )
-    dora = bool(fields.get("use_dora")) and peft_type == DoRA.peft_type
-    for method in (DoRA,) if dora else METHODS.values():
-        if method.peft_type == peft_type:
-            try:
-                read = method.from_peft(fields)
-            except ConfigError as error:
-                raise AdapterError("the adapter's config is not valid", found=str(error)) from error
-            return read.model_copy(update={"train_fully": tuple(saved)})
-    kinds = sorted({method.peft_type for method in METHODS.values()})
+    beside = {name: fields.pop(theirs, None) or () for name, theirs in BESIDE.items()}
+    kinds = [method for method in METHODS.values() if method.peft_type == peft_type]
+    if peft_type == LoRA.peft_type:
+        biased = fields.get("bias") not in (None, "none")
+        kinds = [BitFit if biased else DoRA if fields.get("use_dora") else LoRA]
+    if kinds:
+        try:
+            read = kinds[0].from_peft(fields)
+            return type(read)(**dict(read) | beside)
+        except ConfigError as error:
+            raise AdapterError("the adapter's config is not valid", found=str(error)) from error
+    known = sorted({method.peft_type for method in METHODS.values()})
     raise AdapterError(
         f"no method reads an adapter of type {shown(peft_type)}",
-        found=did_you_mean(peft_type, kinds),
-        fix=f"Types read here: {', '.join(kinds)}.",
+        found=did_you_mean(peft_type, known),
+        fix=f"Types read here: {', '.join(known)}.",
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -24,9 +24,11 @@ from peftkit.kernels.cross_entropy import chunked_cross_entropy, exceeds_a_chunk
 from peftkit.tasks.cpu_attention import cpu_attention
 from peftkit.tasks.head import head_of
 from peftkit.tasks.isolation import Isolation, check_causal, check_packing, isolating_mask
+from peftkit.tasks.length import exact_length
 from peftkit.tasks.loss import accepted, cross_entropy_sum, target_rows, unwrapped
+from peftkit.tasks.protocol import Task, TaskConfig, mean_loss
+from peftkit.train.metrics import perplexity
 
-NO_LIMIT = 1_000_000  # tokenizers without a limit say 1e30
 PROGRESS_EVERY = 500
 MAX_NAMED = 5
 
@@ -45,7 +47,7 @@ class _Counts:
         return self.masked + self.cut_away
 
 
-class CausalLM:
+class CausalLM(Task):
     """The task: rows from files, batches from rows, a loss from batches.
 
     Args:
@@ -70,7 +72,7 @@ class CausalLM:
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
         check_causal(model)
-        self.max_length = _max_length(model, tokenizer, config.max_length)
+        self.max_length = exact_length(model, tokenizer, config.max_length)
         self.isolation: Isolation | None = check_packing(model) if config.packing else None
         self._head = head_of(model)
         template = choose_template(tokenizer, config.chat_template)
@@ -145,7 +147,7 @@ class CausalLM:
 
     def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return a batch, padded on the right (see `peftkit.data.pack.collate`)."""
-        return collate(rows, self._pad_id)
+        return collate(rows, self._pad_id, self.max_length)
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         """Return how many tokens a batch teaches; it never waits for the GPU."""
@@ -179,6 +181,13 @@ class CausalLM:
             ("learnt" if learnt else "", self._text([token for token, _ in pairs]))
             for learnt, pairs in pieces
         ]
+
+    def metrics(
+        self, model: nn.Module, rows: Sequence[Row], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        """Return loss (nats per learnt token) and perplexity."""
+        loss, num_tokens = mean_loss(self, model, rows, on_event=on_event)
+        return {"loss": loss, "perplexity": perplexity(loss), "num_tokens": num_tokens}
 
     def last_answer(self, row: Row) -> tuple[list[int], str]:
         """Return what comes before a document's last learnt answer, and the answer's text."""
@@ -267,32 +276,33 @@ class CausalLM:
         raise DataError(asked, found="\n".join(found), fix=f"{fix}, or remove them.")
 
 
+class CausalLMConfig(TaskConfig):
+    """Causal language modelling: chat, instructions, completions, plain text."""
+
+    task_type: ClassVar[str] = "CAUSAL_LM"
+    auto_class: ClassVar[str] = "AutoModelForCausalLM"
+    command: ClassVar[str] = "peftkit chat {folder}"
+    data_fields: ClassVar[frozenset[str]] = frozenset(
+        {"format", "max_length", "packing", "chat_template", "max_dropped"}
+    )
+
+    type: Literal["causal_lm"] = "causal_lm"
+
+    def on(
+        self,
+        model: nn.Module,
+        processor: Any,
+        data: DataConfig,
+        *,
+        style: Style | None = None,
+        on_event: Listener = ignore,
+    ) -> CausalLM:
+        return CausalLM(model, processor, data, style=style, on_event=on_event)
+
+
 def _named(sources: Sequence[str]) -> str:
     """Return "3 (a.jsonl:1, a.jsonl:5, a.jsonl:9)", at most MAX_NAMED of them."""
     if not sources:
         return "0"
     more = ", ..." if len(sources) > MAX_NAMED else ""
     return f"{len(sources):,} ({', '.join(sources[:MAX_NAMED])}{more})"
-
-
-def _max_length(model: nn.Module, tokenizer: Any, asked: int | None) -> int:
-    config = unwrapped(model).config.get_text_config()
-    names = ("max_position_embeddings", "max_seq_len")  # the latter is MPT's
-    limit = next((getattr(config, name) for name in names if hasattr(config, name)), None)
-    if asked is None:
-        limits = [limit, tokenizer.model_max_length]
-        known = [int(n) for n in limits if n is not None and 0 < n < NO_LIMIT]
-        if not known:
-            raise DataError(
-                "Cannot tell how long a row may be (data.max_length: null).",
-                found="Neither the model nor its tokenizer says how many tokens it can read.",
-                fix="Set data.max_length, for example to 1024.",
-            )
-        return min(known)
-    if limit is not None and asked > limit:
-        raise DataError(
-            f"Cannot use data.max_length: {asked}.",
-            found=f"The model reads at most {limit} tokens (its config's max_position_embeddings).",
-            fix=f"Set data.max_length to {limit} or less, or to null.",
-        )
-    return asked

@@ -8,6 +8,7 @@ Shapes: C rows, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 from peftkit.anatomy import bare as without_adapter
 from peftkit.anatomy import is_linear, linear_shape
-from peftkit.tasks.loss import accepted, find_head, unwrapped
+from peftkit.kernels.cross_entropy import chunked_cross_entropy, exceeds_a_chunk
+from peftkit.tasks.loss import accepted, cross_entropy_sum, find_head, target_rows, unwrapped
 
 TOLERANCE = 2e-3
 """Of the largest logit: the same rows in a product of another shape."""
@@ -67,13 +69,38 @@ def head_of(model: nn.Module) -> Head | None:
     return head if _is_the_models_own(whole, head) else None
 
 
+def token_loss(
+    model: nn.Module,
+    head: Head | None,
+    inputs: Mapping[str, Any],
+    target_index: Tensor,
+    targets: Tensor,
+) -> Tensor:
+    """Return the sum of -log p(target), in fp32; chunk by chunk where its logits are large.
+
+    Args:
+        head: The model's own, or None: all logits at once.
+        inputs, target_index, targets: As in `peftkit.tasks.loss.cross_entropy_sum`.
+    """
+    if head is None or not exceeds_a_chunk(len(targets), head.vocab_size):
+        return cross_entropy_sum(model, inputs, target_index, targets)
+    return chunked_cross_entropy(
+        target_rows(model, inputs, target_index),
+        targets,
+        head,
+        trainable=head.trainable,
+        vocab_size=head.vocab_size,
+    )
+
+
 @torch.no_grad()
 def _is_the_models_own(model: Any, head: Head) -> bool:
     seen: list[Tensor] = []
     hook = head.module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     ids = torch.arange(3, 11, device=model.get_input_embeddings().weight.device)[None]
     try:
-        logits = model(**accepted(model, {"input_ids": ids, "use_cache": False})).logits
+        inputs = {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False}
+        logits = model(**accepted(model, inputs)).logits
     finally:
         hook.remove()
     if len(seen) != 1 or seen[0].shape[:-1] != ids.shape:

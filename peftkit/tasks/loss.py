@@ -47,7 +47,8 @@ def cross_entropy_sum(
     """Return the sum of -log p(target), in fp32.
 
     Args:
-        inputs: What the model is called with: input_ids (B, T) ...
+        inputs: What the model is called with: input_ids (B, T) ..., or decoder_input_ids (B, T)
+            beside the encoder's.
         target_index: (n,) positions in the flattened (B * T) tokens.
         targets: (n,) the tokens that follow them.
     """
@@ -85,7 +86,7 @@ def _through_head(
     Args:
         num_logits: Of how many of the rows logits are made; None: of all.
     """
-    tokens = inputs["input_ids"].shape
+    tokens = inputs.get("decoder_input_ids", inputs["input_ids"]).shape
     rows: Tensor | None = None
 
     def choose(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

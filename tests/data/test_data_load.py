@@ -76,6 +76,18 @@ def test_an_unreachable_data_set_says_that_there_is_no_such_file_either() -> Non
     assert '"org/name:config:split"' in said
 
 
+def test_classes_that_a_data_set_numbers_come_by_their_names(tmp_path: Path) -> None:
+    import datasets
+
+    kind, number = datasets.ClassLabel(names=["O", "B-x"]), datasets.Value("int64")
+    features = datasets.Features({"label": kind, "tags": datasets.List(kind), "n": number})
+    columns = {"label": [1, -1], "tags": [[0, 1], []], "n": [0, 1]}
+    datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "rows.parquet")
+    first, second = read_records(str(tmp_path / "rows.parquet"))
+    assert first.fields == {"label": "B-x", "tags": ["O", "B-x"], "n": 0}
+    assert second.fields == {"label": -1, "tags": [], "n": 1}  # no class: as it is
+
+
 def test_other_endings_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
     assert "'.txt' says nothing about its format" in refused(str(tmp_path / "a.txt"))

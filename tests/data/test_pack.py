@@ -53,17 +53,26 @@ def test_a_batch_is_padded_on_the_right_and_restarts_positions() -> None:
     packed = Row((5, 6, 7, 8, 9), (IGNORE, 6, IGNORE, 8, 9), (2, 3), "a")
     short = Row((4, 3), (IGNORE, 3), (2,), "b")
     batch = collate([packed, short], pad_id=6)
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9], [4, 3, 6, 6, 6]]
-    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2], [0, 1, 0, 1, 2]]
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 6, 6, 6], [4, 3, 6, 6, 6, 6, 6, 6]]
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 5]]
     # the padding token is a learnt one here: labels are masked by position, not by token
     assert batch["labels"].tolist() == [
-        [IGNORE, 6, IGNORE, 8, 9],
-        [IGNORE, 3, IGNORE, IGNORE, IGNORE],
+        [IGNORE, 6, IGNORE, 8, 9, *[IGNORE] * 3],
+        [IGNORE, 3, *[IGNORE] * 6],
     ]
     # the positions before the learnt tokens, in (B * T)
-    assert batch["target_index"].tolist() == [0, 2, 3, 5]
+    assert batch["target_index"].tolist() == [0, 2, 3, 8]
     assert batch["targets"].tolist() == [6, 8, 9, 3]
     assert all(tensor.dtype == torch.long for tensor in batch.values())
+
+
+@pytest.mark.parametrize(("limit", "width"), [(None, 16), (16, 16), (13, 13), (9, 9)])
+def test_a_batch_is_a_multiple_of_eight_wide_unless_the_model_has_fewer_positions(
+    limit: int | None, width: int
+) -> None:
+    batch = collate([document(9, 1), document(3, 2)], 0, limit)
+    assert {batch[name].shape for name in ("input_ids", "labels", "position_ids")} == {(2, width)}
+    assert batch["target_index"].tolist() == [7, width + 1]
 
 
 def test_a_documents_first_token_is_not_predicted_from_the_one_before() -> None:

@@ -1,50 +1,89 @@
-"""The laws that every method obeys on every family, as one grid."""
+"""The laws that every method obeys on every architecture: one grid. laws.py has them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import Adapter, attach
-from peftkit.errors import AdapterError, MergeError, TargetError
+from peftkit.errors import AdapterError, TargetError
 from peftkit.formats.peft import load_adapter, save_adapter
-from peftkit.merging.fold import Tally, merge_dequantized, merge_into
 from peftkit.methods.dora import DoRA
-from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
-from peftkit.methods.norms import LNTuning
 from peftkit.methods.protocol import Method
+from peftkit.methods.table import METHODS
 from peftkit.methods.vera import VeRA
-from peftkit.quant import quantize_model
 from tests.families import ARCHITECTURES, FAMILIES
+from tests.methods import grid, laws
 
-METHODS: dict[str, Method] = {
-    "lora": LoRA(rank=3, alpha=6),
-    "lora-rslora": LoRA(rank=3, alpha=6, rslora=True),
-    "lora-patterns": LoRA(rank=3, alpha=6, rank_pattern={"o": 2}, alpha_pattern={"o": 5}),
-    "lora-gaussian": LoRA(rank=3, alpha=6, init="gaussian"),
-    "lora-bf16": LoRA(rank=3, alpha=6, dtype="bf16"),
-    "pissa": LoRA(rank=3, alpha=6, init="pissa"),
-    "olora": LoRA(rank=3, alpha=6, init="olora"),
-    "dora": DoRA(rank=3, alpha=6),
-    "dora-rslora": DoRA(rank=3, alpha=6, rslora=True),
-    "ia3": IA3(),
-    "vera": VeRA(rank=16, d_initial=1.0),
+QUANTIZE = ("none", "nf4")
+CHEAP = (*laws.CHEAP, laws.recomputing_changes_nothing, laws.merged_is_the_same)
+SETTINGS: dict[str, Method] = {
+    "patterns": LoRA(**grid.LOW_RANK, rank_pattern={"o": 2}, alpha_pattern={"o": 5}),
+    "gaussian": LoRA(**grid.LOW_RANK, init="gaussian"),
+    "bf16": LoRA(**grid.LOW_RANK, dtype="bf16"),
+    "dora-rslora": DoRA(**grid.LOW_RANK, rslora=True),
     "vera-seed-only": VeRA(rank=16, d_initial=1.0, save_projection=False),
-    "ln-tuning": LNTuning(),
-    "experts": LoRA(rank=3, alpha=6),
-    "experts-up": LoRA(rank=3, alpha=6, targets=("expert_up", "q")),
-    "experts-patterns": LoRA(rank=3, alpha=6, rank_pattern={"expert_down": 2, "down_proj": 2}),
 }
-DENSE = [(m, f) for m in METHODS if "experts" not in m for f in ("llama", "gpt2", "qwen2")]
-EXPERTS = [
-    (m, f)
-    for m in METHODS
-    if "experts" in m
-    for f in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
-]
-GRID = [(m, f, q) for m, f in DENSE + EXPERTS for q in ("none", "nf4")]
+"""Settings that change nothing of where a method sits, on a few families."""
+EXPERT_SETTINGS: dict[str, Method] = {
+    "experts-up": LoRA(**grid.LOW_RANK, targets=("expert_up", "q")),
+    "experts-patterns": LoRA(**grid.LOW_RANK, rank_pattern={"expert_down": 2, "down_proj": 2}),
+}
+MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+SETTING_CELLS = [(s, f) for s in SETTINGS for f in ("llama", "gpt2", "qwen2")]
+SETTING_CELLS += [(s, f) for s in EXPERT_SETTINGS for f in MIXTURES]
+COMPILED = [("lora", f) for f in ("llama", "gpt2", "mixtral", "t5", "vit", "mllama")]
+COMPILED += [("bitfit", "gpt2"), ("parallel", "bert"), ("houlsby", "mixtral")]
+COMPILED += [(c, "llama") for c in ("pissa", "dora", "ia3", "vera", "ln_tuning", "token_rows")]
+COMPILED += [(c, "llama") for c in ("prompt_tuning", "prefix_tuning")]
+"""Compiling takes a second and more: the benchmark does it everywhere."""
+
+
+def demand_no_failure(outcome: laws.Outcome) -> None:
+    assert not outcome.failures, "\n".join(outcome.failures)
+
+
+@pytest.mark.parametrize("quantize", QUANTIZE)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("column", grid.COLUMNS)
+def test_the_laws_hold(column: str, architecture: str, quantize: str) -> None:
+    demand_no_failure(laws.check(column, architecture, quantize, CHEAP))
+
+
+@pytest.mark.parametrize("quantize", QUANTIZE)
+@pytest.mark.parametrize(("setting", "family"), SETTING_CELLS)
+def test_the_laws_hold_with_settings(setting: str, family: str, quantize: str) -> None:
+    method = (SETTINGS | EXPERT_SETTINGS)[setting]
+    demand_no_failure(laws.check_method(method, family, quantize, CHEAP))
+
+
+@pytest.mark.parametrize(("column", "architecture"), COMPILED)
+def test_a_compiled_block_computes_the_same(column: str, architecture: str) -> None:
+    demand_no_failure(laws.check(column, architecture, laws=[laws.compiling_changes_nothing]))
+
+
+def test_a_block_in_machine_code_computes_the_same() -> None:
+    def in_machine_code(cell: laws.Cell) -> None:
+        laws.compiling_changes_nothing(cell, backend="inductor")
+
+    demand_no_failure(laws.check("lora", "llama", laws=[in_machine_code]))
+
+
+def test_every_method_and_every_refusal_is_in_the_grid() -> None:
+    assert {type(method) for method in grid.COLUMNS.values()} == set(METHODS.values())
+    for column, known in grid.REFUSALS.items():
+        named = " ".join(known.values()).split()
+        assert column in grid.COLUMNS
+        assert set(named) <= ARCHITECTURES.keys()
+        assert known.keys() <= grid.REASONS.keys()
+        assert len(named) == len(set(named))
+
+
+# ------------------------------------------------------------------- what is no cell
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -56,77 +95,17 @@ def logits(model: nn.Module) -> Tensor:
 def train_a_little(adapter: Adapter, steps: int = 3) -> list[float]:
     """Take a few steps on one batch and return the losses before each and after the last."""
     ids = torch.arange(24).remainder(23).view(2, 12) + 3
-    optimizer = torch.optim.AdamW(list(adapter.parameters()), lr=5e-3)
-    losses = []
-    for step in range(steps + 1):
-        loss = adapter.model(input_ids=ids, labels=ids, use_cache=False).loss
-        losses.append(float(loss.detach()))
-        if step < steps:
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return losses
+    given: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
+    return laws.losses(adapter, given, steps)
 
 
-@pytest.fixture(params=GRID, ids=lambda cell: "-".join(cell))
-def cell(request: pytest.FixtureRequest) -> tuple[Method, nn.Module, Tensor]:
-    """A method, a frozen base that it is not yet on, and the base's logits."""
-    method, family, kind = request.param
-    torch.manual_seed(0)
-    model = ARCHITECTURES[family]().eval()
-    if kind != "none":
-        quantize_model(model, kind, double_quant=True, compute_dtype=torch.float32)
-    return METHODS[method], model, logits(model)
-
-
-def test_fresh_adapter_leaves_the_base_unchanged_to_the_bit(cell) -> None:
-    method, model, before = cell
-    attach(model, method)
-    assert torch.equal(logits(model), before)
-
-
-def test_only_the_adapter_trains_and_all_of_it(cell) -> None:
-    method, model, _ = cell
-    adapter = attach(model, method)
-    frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
-    losses = train_a_little(adapter)
-    assert losses[-1] < losses[0]
-    for name, parameter in model.named_parameters():
-        if name in frozen:
-            assert parameter.grad is None
-            assert torch.equal(parameter, frozen[name])
-        else:
-            assert parameter.grad is not None, name
-            assert parameter.grad.abs().sum() > 0, name
-
-
-def test_disabled_is_the_base_and_detached_is_the_base(cell) -> None:
-    method, model, before = cell
-    adapter = attach(model, method)
-    train_a_little(adapter)
-    assert not torch.allclose(logits(model), before)
-    with adapter.disabled():
-        assert torch.equal(logits(model), before)
-    assert not torch.allclose(logits(model), before)
-    adapter.detach()
-    assert torch.equal(logits(model), before)
-
-
-def test_saved_and_loaded_is_the_same_to_the_bit(cell, tmp_path) -> None:
-    method, model, _ = cell
-    adapter = attach(model, method)
-    train_a_little(adapter)
-    trained, state = logits(model), adapter.state()
-    save_adapter(adapter, tmp_path)
-    adapter.detach()
-    again = load_adapter(model, tmp_path)
-    assert torch.equal(logits(model), trained)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in again.state().items())
-
-
-def test_an_adapter_without_our_notes_loads_the_same(cell, tmp_path) -> None:
-    method, model, _ = cell
-    adapter = attach(model, method)
+@pytest.mark.parametrize("quantize", QUANTIZE)
+@pytest.mark.parametrize("column", grid.COLUMNS)
+def test_an_adapter_without_our_notes_loads_the_same(column, quantize, tmp_path) -> None:
+    if grid.refusal(column, "gpt2", quantize):
+        return
+    model = laws.bare_model("gpt2", quantize)
+    adapter = laws.start(grid.fitted(grid.COLUMNS[column], model), model, "gpt2")
     train_a_little(adapter)
     trained = logits(model)
     save_adapter(adapter, tmp_path)
@@ -137,30 +116,13 @@ def test_an_adapter_without_our_notes_loads_the_same(cell, tmp_path) -> None:
     torch.testing.assert_close(logits(model), trained, atol=1e-5, rtol=0)
 
 
-def test_merged_is_the_same_as_base_and_adapter(cell) -> None:
-    method, model, _ = cell
-    adapter = attach(model, method)
-    train_a_little(adapter)
-    trained, modules = logits(model), adapter.modules.values()
-    plain = [name in m.base._parameters for m in modules for name in m.stacked or ("weight",)]
-    if not all(plain):
-        with pytest.raises(MergeError, match="is quantised"):
-            merge_into(adapter)
-        merged = merge_dequantized(adapter, torch.float32, tally=Tally()).state_dict()
-        model = type(model)(model.config).eval().requires_grad_(False)
-        model.load_state_dict(merged)
-    else:
-        assert merge_into(adapter) is model
-        assert not any(parameter.requires_grad for parameter in model.parameters())
-    # one product where there were two: float32 sums in another order
-    torch.testing.assert_close(logits(model), trained, atol=2e-5, rtol=0)
-
-
-def test_a_second_adapter_on_one_model_is_refused(cell) -> None:
-    method, model, _ = cell
-    attach(model, method)
+@pytest.mark.parametrize("column", grid.COLUMNS)
+def test_a_second_adapter_on_one_model_is_refused(column) -> None:
+    model = laws.bare_model("gpt2", "nf4")
+    method = grid.fitted(grid.COLUMNS[column], model)
+    laws.start(method, model, "gpt2")
     with pytest.raises(AdapterError, match="carries an adapter already"):
-        attach(model, method)
+        attach(model, LoRA())
 
 
 @pytest.mark.parametrize(

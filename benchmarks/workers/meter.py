@@ -1,0 +1,111 @@
+"""The meter that every worker carries: the same clock, the same peak memory.
+
+Needs torch alone, for it runs in the peers' environments too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.report import versions
+
+
+def read_job() -> dict[str, Any]:
+    """Return the job that this process was started for."""
+    return json.loads(Path(sys.argv[1]).read_text())
+
+
+def device_of(job: dict[str, Any]) -> torch.device:
+    """Return where to train; caps what the process may take of a GPU, if the job says so."""
+    name = job.get("device", "auto")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and job.get("cap_gb"):
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, job["cap_gb"] * 1e9 / total))
+    return device
+
+
+class Meter:
+    """Clocks a training run from the start of its process on.
+
+    Args:
+        started: When the process was started, by time.time().
+    """
+
+    def __init__(self, job: dict[str, Any], device: torch.device) -> None:
+        self.device, self._started = device, job["started"]
+        self._steps: list[float] = []
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """Note that the training call begins."""
+        self._began = time.time()
+
+    def step(self) -> None:
+        """Note that an optimizer step is over."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._steps.append(time.time())
+
+    def finish(self, losses: list[float], num_trainable: int, **more: Any) -> None:
+        """Print what was measured; the last thing that a worker does.
+
+        seconds is of the training call, whole_seconds since the process was started; first_step is
+        of the latter clock. step_seconds are the times between steps.
+        """
+        ended = time.time()
+        times = [self._began, *self._steps]
+        facts = {
+            "seconds": self._steps[-1] - self._began,
+            "whole_seconds": ended - self._started,
+            "first_step_seconds": self._steps[0] - self._started,
+            "step_seconds": [b - a for a, b in itertools.pairwise(times)],
+            "losses": losses,
+            "num_trainable": num_trainable,
+            "versions": versions(),
+            **peak(self.device),
+            **more,
+        }
+        print("\n" + json.dumps(facts), flush=True)
+
+
+def peak(device: torch.device) -> dict[str, int]:
+    """Return peak_bytes: what torch allocated on a GPU, else what the process held at most.
+
+    The latter is VmHWM, which begins anew with each program: ru_maxrss also counts what the parent
+    held when it started this process.
+    """
+    if device.type == "cuda":
+        return {
+            "peak_bytes": torch.cuda.max_memory_allocated(device),
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
+        }
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    except OSError:
+        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"peak_bytes": kilobytes * 1024}
+
+
+@contextmanager
+def telling_of_memory() -> Iterator[None]:
+    """Turn an error that means "memory ran out" into {"failed": ...}; others pass."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
+            raise
+        print("\n" + json.dumps({"failed": f"out of memory: {error}"[:500]}), flush=True)

@@ -1,0 +1,111 @@
+"""The job by TRL's SFTTrainer over PEFT, at its best settings for the machine.
+
+Runs in an environment of its own (trl, peft); imports nothing of peftkit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset
+from torch.utils.data import SequentialSampler
+from trl import SFTConfig, SFTTrainer
+
+from benchmarks import shapes
+from benchmarks.workers.meter import Meter, device_of, read_job, telling_of_memory
+from benchmarks.workers.peer_model import peft_model
+
+
+class InOrder(SFTTrainer):
+    """SFTTrainer that takes the rows as they come, so that both sides see the same batches."""
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+
+class ModelLoss(InOrder):
+    """The same with the loss that transformers' Trainer takes from the model.
+
+    TRL's own never holds all logits, but on a CPU it scores every position, masked ones too, and
+    multiplies in float32.
+    """
+
+    compute_loss = transformers.Trainer.compute_loss
+
+
+class Steps(transformers.TrainerCallback):
+    """Clocks the steps."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.meter.step()
+
+
+def settings(job: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return what both TRL and Unsloth are told."""
+    return {
+        "output_dir": job["output"],
+        "per_device_train_batch_size": job["batch_size"],
+        "num_train_epochs": 1,
+        "learning_rate": job["learning_rate"],
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "max_length": None,
+        "bf16": False,  # the base and the adapters are in bf16 already: faster than autocast
+        "use_cpu": device.type == "cpu",
+        "optim": "adamw_torch_fused",
+        "disable_tqdm": True,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": device.type == "cuda",
+    }
+
+
+def run(trainer: Any, meter: Meter, num_trainable: int) -> None:
+    """Train, save the adapter as ours does, and tell."""
+    trainer.add_callback(Steps(meter))
+    meter.begin()
+    with contextlib.redirect_stdout(sys.stderr):
+        trainer.train()
+        trainer.save_model()
+    history = trainer.state.log_history
+    meter.finish([float(entry["loss"]) for entry in history if "loss" in entry], num_trainable)
+
+
+def main() -> None:
+    """Train as the job says, in the order of its rows."""
+    job = read_job()
+    with telling_of_memory():
+        device = device_of(job)
+        meter = Meter(job, device)
+        model = peft_model(job, device)
+        config = SFTConfig(
+            **settings(job, device),
+            gradient_checkpointing=bool(job.get("recompute")),
+            torch_compile=bool(job.get("compile")),
+            use_liger_kernel=bool(job.get("liger")),
+        )
+        if "shape" in job:
+            tokenizer = shapes.tokenizer()
+        else:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(job["source"])
+        kind = ModelLoss if job.get("model_loss") else InOrder
+        trainer = kind(
+            model=model,
+            args=config,
+            train_dataset=Dataset.from_list(job["rows"]),
+            processing_class=tokenizer,
+        )
+        run(trainer, meter, sum(p.numel() for p in model.parameters() if p.requires_grad))
+
+
+if __name__ == "__main__":
+    main()

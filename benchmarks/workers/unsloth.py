@@ -1,0 +1,66 @@
+"""The job by Unsloth, which trains through TRL's SFTTrainer as it has patched it.
+
+Runs in an environment of its own (unsloth and the older transformers and trl that it asks for);
+imports nothing of peftkit. Memory is not short here, so nothing is recomputed, as everywhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+with contextlib.redirect_stdout(sys.stderr):
+    import unsloth  # first: it patches what the others import
+
+import torch
+from datasets import Dataset
+from torch.utils.data import SequentialSampler
+from trl import SFTConfig, SFTTrainer
+
+from benchmarks.workers.meter import Meter, device_of, read_job, telling_of_memory
+from benchmarks.workers.trl import run, settings
+
+ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def main() -> None:
+    """Train as the job says, in the order of its rows."""
+    job = read_job()
+    with telling_of_memory():
+        device = device_of(job)
+        meter = Meter(job, device)
+        with contextlib.redirect_stdout(sys.stderr):
+            recompute = "unsloth" if job.get("recompute") else False
+            model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
+                job["source"],
+                max_seq_length=max(len(row["input_ids"]) for row in job["rows"]),
+                dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[job["dtype"]],
+                load_in_4bit=job["quantize"] == "nf4",
+                use_gradient_checkpointing=recompute,
+            )
+            model = unsloth.FastLanguageModel.get_peft_model(
+                model,
+                r=job["rank"],
+                lora_alpha=2 * job["rank"],
+                lora_dropout=0,
+                target_modules=ALL_LINEAR,
+                use_gradient_checkpointing=recompute,
+            )
+            # its own way is autocast over float32 adapters; the other is what PEFT is fastest with
+            own_way = job.get("adapters") != "bf16" and job["dtype"] == "bf16"
+            if not own_way:
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.to(model.dtype)
+            told = settings(job, device) | {"bf16": own_way}
+            trainer = SFTTrainer(
+                model=model,
+                args=SFTConfig(**told, gradient_checkpointing=bool(recompute)),
+                train_dataset=Dataset.from_list(job["rows"]),
+                processing_class=tokenizer,
+            )
+        type(trainer)._get_train_sampler = lambda self, *args: SequentialSampler(self.train_dataset)
+        run(trainer, meter, sum(p.numel() for p in model.parameters() if p.requires_grad))
+
+
+if __name__ == "__main__":
+    main()

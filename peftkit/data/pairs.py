@@ -1,0 +1,121 @@
+"""Pairs of a source and a target, for models with an encoder and a decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from peftkit.data.format import Completion, Example, Instruction, parse
+from peftkit.data.frame import Frame
+from peftkit.data.load import FormatName, Record
+from peftkit.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two texts."""
+
+    given: str
+    target: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class PairRow:
+    """A source and its target as tokens.
+
+    Args:
+        input_ids: The source's, with what the tokenizer puts around them.
+        labels: The target's, all of them learnt; the last is the end token unless it was cut.
+        target: The target as the file has it.
+        source: "train.jsonl:7".
+    """
+
+    input_ids: tuple[int, ...]
+    labels: tuple[int, ...]
+    target: str
+    source: str
+
+
+def read_pairs(
+    records: Sequence[Record], name: Any, fields: tuple[str, str] | None, where: str
+) -> tuple[list[Pair], FormatName, tuple[str, ...]]:
+    """Return the pairs of a file, their format, and the fields that were not used.
+
+    Args:
+        name: The format, or "auto".
+        fields: Names of the fields with the source and the target, instead of a format.
+
+    Raises:
+        DataError: Rows that are no pairs; names them.
+    """
+    if fields is None:
+        parsed = parse(records, name, where=where)
+        return [_pair(example) for example in parsed.examples], parsed.format, parsed.unused
+    unknown = [r.source for r in records if not set(fields) <= r.fields.keys()]
+    if unknown:
+        raise DataError(
+            f"Cannot use {len(unknown)} of {len(records)} rows of {where}.",
+            found=f"{unknown[0]} lacks '{fields[0]}' or '{fields[1]}' (task.source, task.target); "
+            f"the first row has the fields: {', '.join(records[0].fields) or 'none'}.",
+            fix="Name fields that every row has.",
+        )
+    renamed = [
+        Record({"prompt": r.fields[fields[0]], "completion": r.fields[fields[1]]}, r.source)
+        for r in records
+    ]
+    parsed = parse(renamed, "prompt_completion", where=where)
+    names = dict.fromkeys(name for record in records for name in record.fields)
+    unused = tuple(name for name in names if name not in fields)
+    return [_pair(example) for example in parsed.examples], parsed.format, unused
+
+
+class PairEncoder:
+    """Turns pairs into rows.
+
+    Args:
+        prefix: Put before every source.
+        max_source, max_target: Longest in tokens; longer ones are cut.
+    """
+
+    def __init__(self, tokenizer: Any, prefix: str, max_source: int, max_target: int) -> None:
+        self._end, self._prefix, self._frame = tokenizer.eos_token_id, prefix, Frame(tokenizer)
+        self._room, self._max_target = max_source - self._frame.size, max_target
+        if self._room < 1:
+            raise DataError(
+                f"Cannot use data.max_length: {max_source}.",
+                found=f"The tokenizer alone puts {self._frame.size} tokens around a text.",
+                fix="Set it to 128, for example.",
+            )
+        self.num_cut_sources = self.num_cut_targets = 0
+
+    def encode(self, pair: Pair) -> PairRow | None:
+        """Return a row, cut where it is too long; None where one of the two texts is empty."""
+        ids = self._frame.tokens(self._prefix + pair.given)
+        if not ids or not pair.target.strip():
+            return None
+        labels = self._frame.put_around(self._frame.tokens(pair.target))
+        if self._end is not None and labels[-1] != self._end:
+            labels.append(int(self._end))
+        self.num_cut_sources += len(ids) > self._room
+        self.num_cut_targets += len(labels) > self._max_target
+        return PairRow(
+            input_ids=tuple(self._frame.put_around(ids[: self._room])),
+            labels=tuple(labels[: self._max_target]),
+            target=pair.target,
+            source=pair.source,
+        )
+
+
+def _pair(example: Example) -> Pair:
+    if isinstance(example, Completion):
+        return Pair(example.prompt, example.completion, example.source)
+    if isinstance(example, Instruction):
+        return Pair(example.request, example.output, example.source)
+    raise DataError(
+        f"Cannot make a source and a target from {example.source}.",
+        found=f"It is a {type(example).__name__.lower()}.",
+        fix='Give rows {"prompt": "...", "completion": "..."} or {"instruction": "...", '
+        '"output": "..."}, or name the fields: task.source and task.target.',
+    )

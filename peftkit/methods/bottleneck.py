@@ -1,0 +1,277 @@
+"""Bottleneck adapters: y = h + s U f(D x + a) + b, small networks beside the parts of a block.
+
+h is the output of a sublayer, before its dropout and before the residual is added. D goes down to a
+few features, f is a nonlinearity, U and b start at zero, so that a fresh adapter changes nothing.
+
+- houlsby: x = h, after every attention and feed-forward part (Houlsby et al., 2019,
+  arXiv:1902.00751): two in a block, three where a decoder also attends to an encoder;
+- pfeiffer: x = h, after the feed-forward part alone (Pfeiffer et al., 2020, arXiv:2005.00247);
+- parallel: x is the input of the feed-forward part (He et al., 2021, arXiv:2110.04366).
+
+A mixture of experts is one part: h is what its routed and shared experts put out together.
+
+Shapes: n the adapter's width, `...` is any leading shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
+
+from peftkit import roles as table
+from peftkit.errors import AdapterError, TargetError, did_you_mean
+from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, refuse_unknown
+from peftkit.sublayers import Sublayer, find_sublayers, width_of
+from peftkit.targets import Site, resolve
+
+ALL = "blocks"
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "silu": functional.silu,
+    "tanh": torch.tanh,
+}
+_NAMES = ("adapter_down.weight", "adapter_down.bias", "adapter_up.weight", "adapter_up.bias")
+
+
+class BottleneckModule(AdapterModule):
+    """The frozen end of a sublayer plus a trainable bottleneck.
+
+    Args:
+        base: Puts out (..., features), or a tuple whose first entry is that.
+        parallel: The bottleneck takes what `read` was last called with, not the base's output.
+
+    Attributes:
+        down_weight, down_bias: (n, features), (n,).
+        up_weight, up_bias: (features, n), (features,).
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        site: Site,
+        *,
+        size: int,
+        activation: str,
+        scale: float,
+        dropout: float,
+        parallel: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(base, site)
+        features = width_of(base)
+        self.activation, self.scale, self.parallel = ACTIVATIONS[activation], scale, parallel
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        device = next((t.device for t in (*base.parameters(), *base.buffers())), None)
+        how: Any = {"dtype": dtype, "device": device}
+        self.down_weight = nn.Parameter(torch.zeros(size, features, **how))
+        self.down_bias = nn.Parameter(torch.zeros(size, **how))
+        self.up_weight = nn.Parameter(torch.zeros(features, size, **how))
+        self.up_bias = nn.Parameter(torch.zeros(features, **how))
+        self.input: Tensor | None = None  # from the sublayer's start to its end, never longer
+
+    def read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the input of a sublayer; a forward pre-hook of the module that reads it."""
+        if self.enabled:
+            self.input = (*args, *kwargs.values())[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = self.base(*args, **kwargs)
+        if not self.enabled:
+            return out
+        hidden, rest = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
+        x, self.input = (self.input if self.parallel else hidden), None
+        assert x is not None, f"{self.site.path} ran before the part that it ends"
+        # experts may put out (tokens, features) for an input of (batch, time, features)
+        hidden = hidden + self.update(x, hidden.dtype).view(hidden.shape)
+        return hidden if rest is None else (hidden, *rest)
+
+    def update(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what is added for an input (..., features), in the shape of that input."""
+        down, down_bias = self.down_weight.to(dtype), self.down_bias.to(dtype)
+        up, up_bias = ((self.scale * t).to(dtype) for t in (self.up_weight, self.up_bias))
+        inner = self.activation(functional.linear(x.to(dtype), down, down_bias))  # (..., n)
+        return functional.linear(self.dropout(inner), up, up_bias)
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator) -> None:
+        bound = 1 / math.sqrt(self.down_weight.shape[1])  # as nn.Linear itself, drawn on the CPU
+        drawn = torch.empty(self.down_weight.shape).uniform_(-bound, bound, generator=generator)
+        self.down_weight.copy_(drawn)
+        for zero in (self.down_bias, self.up_weight, self.up_bias):
+            zero.zero_()
+
+    def _tensors(self) -> dict[str, nn.Parameter]:
+        own = (self.down_weight, self.down_bias, self.up_weight, self.up_bias)
+        return dict(zip(_NAMES, own, strict=True))
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in self._tensors().items()}
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors().items()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        for name, tensor in self._tensors().items():
+            tensor.copy_(state[name])
+
+
+class Bottleneck(Method):
+    """Small networks after, or beside, the sublayers of each block."""
+
+    peft_type: ClassVar[str] = "BOTTLENECK"
+    files: ClassVar[str] = ""
+    unmergeable: ClassVar[str] = "it adds layers with a nonlinearity, which no weight can hold"
+    foreign_fields: ClassVar[frozenset[str]] = frozenset(
+        {"bias", "fan_in_fan_out", "layers_pattern", "layers_to_transform"}
+    )
+
+    type: Literal["bottleneck"] = "bottleneck"
+    targets: tuple[str, ...] | str = ALL
+    """blocks: all of them; a side: language, vision, audio, encoder, decoder; or names of blocks
+    or of the modules that end their parts, with a shell's wildcards: [layers.0, layers.1.mlp]."""
+    style: Literal["houlsby", "pfeiffer", "parallel"] = "pfeiffer"
+    """houlsby: after each attention and feed-forward part; pfeiffer: after the feed-forward part;
+    parallel: beside the feed-forward part."""
+    reduction: int = Field(default=16, ge=1)
+    """The model's features for each of the adapter's; not used where `size` is given."""
+    size: int | None = Field(default=None, ge=1)
+    """Width of the adapter."""
+    activation: Literal["relu", "gelu", "silu", "tanh"] = "relu"
+    """The nonlinearity in it."""
+    scale: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    """What its output is multiplied with; He et al. take 4 in parallel."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Of the inner activations."""
+
+    def sites(self, model: nn.Module) -> list[Site]:
+        parts = self._parts(model)
+        asked = [self.targets] if isinstance(self.targets, str) else list(self.targets)
+        found = {target: _chosen(model, parts, target) for target in asked}
+        failed = [target for target, paths in found.items() if not paths]
+        if failed or not asked or not parts:
+            raise _no_match(model, parts, failed)
+        chosen = {path for paths in found.values() for path in paths}
+        return [Site(path=part.path, roles=()) for part in parts if part.path in chosen]
+
+    def candidates(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
+        return {part.path: () for part in self._parts(model)}
+
+    def _parts(self, model: nn.Module) -> list[Sublayer]:
+        parts = find_sublayers(model)
+        parts = [part for part in parts if part.kind == "ffn" or self.style == "houlsby"]
+        strange = [part.path for part in parts if self.style == "parallel" and not part.reads]
+        if strange:
+            raise TargetError(
+                f"cannot sit in parallel to what ends in {strange[0]}",
+                found="nothing before it in its block is known to read that part's input",
+                fix="Use style pfeiffer or houlsby.",
+            )
+        return parts
+
+    def wrap(self, base: nn.Module, site: Site) -> BottleneckModule:
+        features = width_of(base)
+        size = self.size or features // self.reduction
+        if not 0 < size <= features:
+            asked = f"size {size}" if self.size else f"reduction {self.reduction}"
+            raise TargetError(
+                f"bottleneck with {asked} does not fit {site.path}",
+                found=f"it puts out {features} features",
+                fix=f"Take 1 to {features}.",
+            )
+        return BottleneckModule(
+            base,
+            site,
+            size=size,
+            activation=self.activation,
+            scale=self.scale,
+            dropout=self.dropout,
+            parallel=self.style == "parallel",
+            dtype=ADAPTER_DTYPES[self.dtype],
+        )
+
+    def connect(
+        self, model: nn.Module, modules: Mapping[str, AdapterModule]
+    ) -> list[RemovableHandle]:
+        handles = []
+        for part in self._parts(model) if self.style == "parallel" else ():
+            if isinstance(module := modules.get(part.path), BottleneckModule):
+                reader = model.get_submodule(part.reads)
+                handles.append(reader.register_forward_pre_hook(module.read, with_kwargs=True))
+        return handles
+
+    def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _COMPUTING}
+
+    @classmethod
+    def from_peft(cls, fields: Mapping[str, Any]) -> Method:
+        refuse_unknown(fields, _READ_FIELDS, cls.peft_type)
+        missing = [name for name in _COMPUTING if name not in fields]
+        if missing:
+            raise AdapterError(
+                "the adapter's config is not valid", found=f"it has no {', '.join(missing)}"
+            )
+        return cls(**{name: fields[name] for name in _COMPUTING})
+
+
+_COMPUTING = ("style", "reduction", "size", "activation", "scale", "dropout")
+_READ_FIELDS: dict[str, Any] = dict.fromkeys(
+    (
+        "peft_type", "task_type", "auto_mapping", "base_model_name_or_path", "revision",
+        "inference_mode", "target_modules", *_COMPUTING,
+    ),
+    ...,
+)  # fmt: skip
+"""Fields of the config that are acted on, or that say nothing about the tensors."""
+
+
+def _chosen(model: nn.Module, parts: list[Sublayer], target: str) -> set[str]:
+    """Return the ends of the parts that a target means."""
+    if target == ALL:
+        return {part.path for part in parts}
+    if target in table.QUALIFIERS:
+        there = _on_side(model, target)
+        return {p.path for p in parts if any(path.startswith(f"{p.block}.") for path in there)}
+    return {
+        part.path for part in parts if any(_matches(n, target) for n in (part.path, part.block))
+    }
+
+
+def _on_side(model: nn.Module, side: str) -> list[str]:
+    try:
+        return [site.path for site in resolve(model, f"{side}.{table.ALL_LINEAR}")]
+    except TargetError:  # it has no such side
+        return []
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}")
+
+
+def _no_match(model: nn.Module, parts: list[Sublayer], failed: list[str]) -> TargetError:
+    name, blocks = type(model).__name__, list(dict.fromkeys(part.block for part in parts))
+    if not blocks:
+        return TargetError(
+            f"{name} has no blocks with a feed-forward part that bottleneck adapters could sit on.",
+            fix="Use a method that sits on linear layers, such as lora.",
+        )
+    sides = [side for side in table.QUALIFIERS if _chosen(model, parts, side)]
+    counts = {block.rpartition(".")[0]: 0 for block in blocks}
+    for block in blocks:
+        counts[block.rpartition(".")[0]] += 1
+    there = ", ".join(f"{path}.* ({count})" for path, count in counts.items())
+    hint = did_you_mean(failed[0], [ALL, *sides]) if failed else ""
+    return TargetError(
+        f"no block matches {', '.join(map(repr, failed)) or 'no target'} in {name}.",
+        found=f"Its blocks: {there}. Sides: {', '.join(sides)}. {hint}".rstrip(),
+        fix=f"Use '{ALL}' for all of them.",
+    )

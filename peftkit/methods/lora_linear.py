@@ -1,0 +1,181 @@
+"""The layer of LoRA: y = W x + s B A x, for the whole of a linear layer or for rows of a fused one.
+
+Shapes: r rank, R = columns of the full B: r, times the roles of a fused layer, times two where a
+start is subtracted. `...` is any leading shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.anatomy import linear_shape
+from peftkit.errors import AdapterError
+from peftkit.kernels.lora import add_lora, low_rank
+from peftkit.methods.initial import SUBTRACTED, Init, drawn, of_weight
+from peftkit.methods.protocol import AdapterModule
+from peftkit.quant import weight_of
+from peftkit.targets import Site
+
+
+class Grouped(Protocol):
+    """What computes a layer together with others that read its input (see grouping.py)."""
+
+    def takes(self, x: Tensor) -> bool:
+        """Tell whether it computes the layers now, for such an input."""
+
+    def output(self, layer: LoRALinear, x: Tensor) -> Tensor:
+        """Return what the layer gives for x."""
+
+
+class LoRALinear(AdapterModule):
+    """A frozen linear layer plus a trainable low-rank update.
+
+    On a fused projection the update reaches only the rows of the roles asked for: each role has its
+    own rank-r pair, and the full B is zero outside them.
+
+    Attributes:
+        lora_A: (num_roles * r, in).
+        lora_B: (num_rows, r): the output rows that are adapted, all of them unless fused.
+        start_A, start_B: (r, in), (out, r): the subtracted start of PiSSA and OLoRA, or None.
+        group: Computes it while it is trained; None: it does so itself.
+    """
+
+    start_A: Tensor | None
+    start_B: Tensor | None
+    rows: Tensor | None
+    columns: Tensor | None
+    group: Grouped | None = None
+
+    def __init__(
+        self,
+        base: nn.Module,
+        site: Site,
+        *,
+        rank: int,
+        scaling: float,
+        dropout: float,
+        init: Init,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(base, site)
+        self.in_features, self.out_features = linear_shape(base)
+        self.rank, self.scaling, self.init = rank, scaling, init
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        device = next((t.device for t in (*base.parameters(), *base.buffers())), None)
+        num_roles = len(site.rows) if site.rows else 1
+        rows = torch.cat(list(site.rows.values())).to(device) if site.rows else None
+        num_rows = self.out_features if rows is None else len(rows)
+        self.lora_A = nn.Parameter(
+            torch.zeros(num_roles * rank, self.in_features, dtype=dtype, device=device)
+        )
+        self.lora_B = nn.Parameter(torch.zeros(num_rows, rank, dtype=dtype, device=device))
+        self.register_buffer("rows", rows, persistent=False)  # (num_rows,) into the outputs
+        self.register_buffer("columns", self._columns(), persistent=False)  # (num_rows, r) into R
+        subtracts = init in SUBTRACTED
+        for name, shape in (
+            ("start_A", (rank, self.in_features)),
+            ("start_B", (self.out_features, rank)),
+        ):
+            start = torch.zeros(shape, dtype=dtype, device=device) if subtracts else None
+            self.register_buffer(name, start, persistent=False)
+
+    def _columns(self) -> Tensor | None:
+        if not self.site.rows:
+            return None
+        blocks = [
+            (torch.arange(self.rank) + role * self.rank).expand(len(rows), -1)
+            for role, rows in enumerate(self.site.rows.values())
+        ]
+        return torch.cat(blocks).to(self.lora_A.device)
+
+    def full_a(self) -> Tensor:
+        """Return A as it is applied and saved: (R, in)."""
+        return self.lora_A if self.start_A is None else torch.cat([self.lora_A, self.start_A])
+
+    def full_b(self) -> Tensor:
+        """Return B as it is applied and saved: (out, R), zero rows where nothing is adapted."""
+        if self.start_B is not None:
+            return torch.cat([self.lora_B, -self.start_B], dim=1)
+        if self.rows is None or self.columns is None:
+            return self.lora_B
+        full = self.lora_B.new_zeros(self.out_features, self.lora_A.shape[0])
+        return full.index_put((self.rows[:, None], self.columns), self.lora_B)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.group is not None and self.enabled and self.group.takes(x):
+            return self.group.output(self, x)
+        out = self.base(x, *args, **kwargs)
+        if not self.enabled:
+            return out
+        x = self.dropout(x)
+        if self.start_A is None or self.start_B is None:
+            return add_lora(out, x, self.full_a(), self.full_b(), self.scaling)
+        # the same products in the same order on both sides, so that their difference starts at
+        # zero; torch folds an x with gaps for a weight that trains, not for one that is frozen
+        x = x.contiguous()
+        moved = low_rank(x, self.lora_A, self.lora_B) - low_rank(x, self.start_A, self.start_B)
+        return out + self.scaling * moved
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator) -> None:
+        if self.start_A is None or self.start_B is None:
+            a = drawn(self.init, self.lora_A.shape, self.rank, generator)
+            return self.begin(a, None)
+        weight = weight_of(self.base).float()
+        a, b = of_weight(self.init, weight, self.rank, self.scaling)
+        self.start_A.copy_(a)
+        self.start_B.copy_(b)
+        return self.begin(a, b)
+
+    @torch.no_grad()
+    def begin(self, *start: Tensor | None) -> None:
+        for trained, value in zip((self.lora_A, self.lora_B), start, strict=True):
+            trained.zero_() if value is None else trained.copy_(value)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"lora_A.weight": self.full_a().detach(), "lora_B.weight": self.full_b().detach()}
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        columns = self.lora_A.shape[0] * (1 if self.start_A is None else 2)
+        return {
+            "lora_A.weight": (columns, self.in_features),
+            "lora_B.weight": (self.out_features, columns),
+        }
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        a, b = state["lora_A.weight"], state["lora_B.weight"]
+        self.lora_A.copy_(a[: self.lora_A.shape[0]])
+        if self.start_A is not None and self.start_B is not None:
+            self.lora_B.copy_(b[:, : self.rank])
+            self.start_A.copy_(a[self.rank :])
+            self.start_B.copy_(-b[:, self.rank :])
+        elif self.rows is None or self.columns is None:
+            self.lora_B.copy_(b)
+        else:
+            self.lora_B.copy_(b[self.rows[:, None].cpu(), self.columns.cpu()])
+            if torch.count_nonzero(b) != torch.count_nonzero(self.full_b()):
+                raise AdapterError(
+                    f"the adapter of {self.site.path} is not one of {', '.join(self.site.roles)}",
+                    found="its B has values in rows or columns of other roles",
+                    fix="Load it as an adapter of the whole layer: target it by its module name.",
+                )
+
+    def complete(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Add the subtracted start to a file that trusts the reader to make it from the weight."""
+        if self.start_A is None or self.start_B is None:
+            return state
+        a, b = state["lora_A.weight"], state["lora_B.weight"]
+        return {
+            **state,
+            "lora_A.weight": torch.cat([a, self.start_A.to(a)]),
+            "lora_B.weight": torch.cat([b, -self.start_B.to(b)], dim=1),
+        }
+
+    def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
+        a, b = self.full_a().float(), self.full_b().float()
+        return torch.addmm(weight, b.to(weight.device), a.to(weight.device), alpha=self.scaling)

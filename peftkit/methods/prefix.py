@@ -1,0 +1,318 @@
+"""Prefix tuning: V trained keys and values before those of the input, in each layer
+(Li & Liang, 2021, arXiv:2101.00190), by way of the model's own cache.
+
+Encoder-decoders have them in the decoder's self-attention. The prefix is trained as it is, without
+the network that the paper makes it with; of a file made with one, PEFT saves what it made.
+
+Shapes: B rows, V virtual tokens, L layers, K key-value heads, D size of one head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import DynamicCache, EncoderDecoderCache
+
+from peftkit.errors import AdapterError, TargetError
+from peftkit.methods.protocol import AdapterModule, Method, refuse_unknown
+from peftkit.methods.virtual import (
+    READ_FIELDS,
+    Entrance,
+    VirtualMethod,
+    VirtualTokens,
+    arguments,
+    evaluating,
+    num_past,
+)
+from peftkit.targets import Site
+
+Pair = tuple[Tensor, Tensor]
+"""Keys and values of a layer, (B, K, V, D) each."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSite(Site):
+    """A site that also says what the layers of its stack keep.
+
+    Attributes:
+        stack: The stack. shape: L, K and D.
+    """
+
+    stack: Any = None
+    shape: tuple[int, int, int] = (0, 0, 0)
+
+
+class Prefix(VirtualTokens):
+    """The virtual tokens' keys and values, (V, 2 * L * K * D): keys before values, by layer.
+
+    Attributes:
+        stride: Layer l has the (l * stride mod L)-th pair. PEFT takes every second one of an
+            encoder-decoder, and begins again at the end.
+    """
+
+    def __init__(
+        self, base: nn.Module, site: PrefixSite, *, num_virtual: int, init: str, dtype: str
+    ) -> None:
+        layers, heads, size = self.shape = site.shape
+        super().__init__(base, site, num_virtual, (num_virtual, 2 * layers * heads * size), dtype)
+        self.init, self.stack = init, (site.stack,)  # in a tuple: it is no part of this module
+        self.stride = 2 if site.stack.config.is_encoder_decoder else 1
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator) -> None:
+        if self.init == "random":
+            self.prompt_embeddings.copy_(
+                torch.randn(self.prompt_embeddings.shape, generator=generator)
+            )
+            return
+        kept = keys_and_values(self.stack[0], self.sampled_ids(generator)[None])
+        for mine, one in zip(self.slots(), kept, strict=True):
+            for slot, states in zip(mine, one, strict=True):
+                slot.copy_(states[0])
+
+    def slots(self) -> list[Pair]:
+        """Return views of the keys and values (K, V, D) of each layer."""
+        layers, heads, size = self.shape
+        parts = self.prompt_embeddings.view(self.num_virtual, 2 * layers, heads, size)
+        parts = parts.permute(1, 2, 0, 3)  # (2 L, K, V, D)
+        chosen = [layer * self.stride % layers for layer in range(layers)]
+        return [(parts[2 * index], parts[2 * index + 1]) for index in chosen]
+
+
+class PrefixTuning(VirtualMethod):
+    """Trained keys and values before those of the input, in each layer."""
+
+    peft_type: ClassVar[str] = "PREFIX_TUNING"
+    in_decoder: ClassVar[bool] = True
+
+    type: Literal["prefix_tuning"] = "prefix_tuning"
+    init: Literal["sampled", "random"] = "sampled"
+    """sampled: as the model makes them of random tokens; random: normal, of variance 1."""
+
+    def site(self, path: str, stack: nn.Module) -> PrefixSite:
+        return PrefixSite(path, (), stack=stack, shape=_shape(stack, self.type))
+
+    def wrap(self, base: nn.Module, site: Site) -> Prefix:
+        assert isinstance(site, PrefixSite)
+        return Prefix(
+            base, site, num_virtual=self.num_virtual_tokens, init=self.init, dtype=self.dtype
+        )
+
+    def hang(self, model: nn.Module, stack: Any, module: VirtualTokens) -> list[RemovableHandle]:
+        assert isinstance(module, Prefix)
+        hooks = _Hooks(stack, module)
+        return [
+            stack.register_forward_pre_hook(hooks.before, with_kwargs=True),
+            stack.register_forward_hook(hooks.after, always_call=True),
+        ]
+
+    def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
+        module = next(iter(modules.values()))
+        assert isinstance(module, Prefix)
+        layers, heads, size = module.shape
+        return {
+            "num_virtual_tokens": self.num_virtual_tokens,
+            "num_layers": layers,
+            "num_attention_heads": heads,
+            "token_dim": heads * size,
+            "num_transformer_submodules": module.stride,
+        }
+
+    @classmethod
+    def from_peft(cls, fields: Mapping[str, Any]) -> Method:
+        refuse_unknown(fields, _READ_FIELDS, cls.peft_type)
+        return cls(num_virtual_tokens=fields.get("num_virtual_tokens", 0))
+
+
+_READ_FIELDS = READ_FIELDS | dict.fromkeys(
+    ("init_weights", "encoder_hidden_size", "prefix_projection"), ...
+)
+
+
+class ReadCache(DynamicCache):
+    """A cache that gives what it was made with and keeps nothing of what it is given.
+
+    So a block can be computed again in the backward pass, and no step leaves a cache behind.
+
+    Attributes:
+        given: The keys and values that the last call gave, by layer.
+    """
+
+    def __init__(self, config: Any, pairs: Sequence[Pair]) -> None:
+        super().__init__(config=config)
+        self.given: dict[int, Pair] = {}
+        for index, (keys, values) in enumerate(pairs):
+            super().update(keys, values, index)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Pair:
+        self.given[layer_idx] = key_states, value_states
+        held: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if held is None or not held.is_initialized:
+            return key_states, value_states
+        return (
+            torch.cat([held.keys, key_states], dim=-2),
+            torch.cat([held.values, value_states], dim=-2),
+        )
+
+
+class _Never(dict[int, bool]):
+    """Marks of the cross-attention layers whose keys are kept: here none ever are."""
+
+    def __setitem__(self, key: int, value: bool) -> None:
+        return None
+
+
+def _read_cache(stack: Any, pairs: Sequence[Pair]) -> tuple[ReadCache, Any]:
+    """Return a cache of the pairs, and the form in which the stack takes it."""
+    own = ReadCache(stack.config, pairs)
+    if not stack.config.is_encoder_decoder:
+        return own, own
+    both = EncoderDecoderCache(own, ReadCache(stack.config, []))
+    both.is_updated = _Never()
+    return own, both
+
+
+def keys_and_values(stack: Any, ids: Tensor, *, use_cache: bool = True) -> list[Pair]:
+    """Return what each layer of a stack makes of some tokens (B, V): (B, K, V, D) each.
+
+    Args:
+        use_cache: As the stack is told; some hand no cache to their blocks where it is False.
+    """
+    own, cache = _read_cache(stack, [])
+    with evaluating(stack):
+        stack(input_ids=ids, past_key_values=cache, use_cache=use_cache)
+    return [own.given[layer] for layer in sorted(own.given)]
+
+
+def _one_token(stack: Any) -> Tensor:
+    device = stack.get_input_embeddings().weight.device
+    return torch.zeros(1, 1, dtype=torch.long, device=device)
+
+
+def _shape(stack: Any, asked: str) -> tuple[int, int, int]:
+    """Return the number of layers, and of key-value heads and their size in each.
+
+    Raises:
+        TargetError: The layers keep no keys and values, or different ones.
+    """
+    kept: list[Pair] = []
+    found = "It takes no past keys and values."
+    if "past_key_values" in arguments(stack):
+        try:
+            kept = keys_and_values(stack, _one_token(stack))
+        except Exception as error:  # a model's own way of saying that it takes no such cache
+            found = f"Its cache is of another kind: {error}"
+    shapes = {tuple(states.shape) for pair in kept for states in pair}
+    num_layers = stack.config.get_text_config(decoder=True).num_hidden_layers
+    if len(shapes) == 1 and len(kept) == num_layers:
+        _, heads, _, size = shapes.pop()
+        return len(kept), heads, size
+    if kept:
+        found = f"{len(kept)} of its {num_layers} layers keep keys and values, "
+        found += "of the sizes " + ", ".join(sorted(str(shape[1::2]) for shape in shapes)) + "."
+    raise TargetError(
+        f"{asked} needs layers that keep keys and values, of one size",
+        found=f"{type(stack).__name__}: {found}",
+        fix="Use prompt_tuning, or a method that sits on layers, such as lora.",
+    )
+
+
+class _Hooks(Entrance):
+    """Hand a stack a cache that begins with the prefix.
+
+    Attributes:
+        recomputed: The blocks of the call in progress will be computed again.
+        only_used: The blocks are given no cache that the stack is told not to use.
+    """
+
+    module: Prefix
+    recomputed = False
+
+    def __init__(self, stack: nn.Module, module: VirtualTokens) -> None:
+        super().__init__(stack, module)
+        self.only_used = not keys_and_values(stack, _one_token(stack), use_cache=False)
+
+    def before(
+        self, stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self.module.enabled:
+            return None
+        inputs = self.named(args, kwargs)
+        cache = inputs.get("past_key_values")
+        past = num_past(cache)
+        self.lengthen(inputs, past)
+        if not past:
+            self.recomputed = _is_recomputed(stack)
+            if self.recomputed:
+                _let_pass(stack, True)
+            given = inputs.get("input_ids")
+            num_rows = len(given if given is not None else inputs["inputs_embeds"])
+            inputs |= self._begun(stack, cache, inputs.get("use_cache"), num_rows)
+        return (), inputs
+
+    def _begun(
+        self, stack: Any, cache: Any, use_cache: bool | None, num_rows: int
+    ) -> dict[str, Any]:
+        """Return a cache that holds the prefix, and whether it is to be kept."""
+        pairs = [
+            (
+                keys.to(stack.dtype).expand(num_rows, -1, -1, -1),
+                values.to(stack.dtype).expand(num_rows, -1, -1, -1),
+            )
+            for keys, values in self.module.slots()
+        ]
+        if use_cache is None:
+            use_cache = bool(getattr(stack.config, "use_cache", False))
+        if self.recomputed or not (use_cache or cache is not None):
+            return {"past_key_values": _read_cache(stack, pairs)[1], "use_cache": self.only_used}
+        if cache is None:
+            cache = DynamicCache(config=stack.config)
+            if stack.config.is_encoder_decoder:
+                cache = EncoderDecoderCache(cache, DynamicCache(config=stack.config))
+        own = getattr(cache, "self_attention_cache", cache)
+        for layer, (keys, values) in enumerate(pairs):
+            own.update(keys, values, layer)
+        return {"past_key_values": cache, "use_cache": use_cache or self.only_used}
+
+    def after(self, stack: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.recomputed:
+            _let_pass(stack, False)
+            self.recomputed = False
+        cache = getattr(output, "past_key_values", None)
+        if not isinstance(getattr(cache, "self_attention_cache", cache), ReadCache):
+            return None
+        return type(output)(**{k: v for k, v in output.items() if k != "past_key_values"})
+
+
+def _is_recomputed(stack: nn.Module) -> bool:
+    """Tell whether blocks are computed again in the backward pass."""
+    if not stack.training:
+        return False
+    return any(getattr(module, "gradient_checkpointing", False) for module in stack.modules())
+
+
+def _let_pass(stack: Any, allowed: bool) -> None:
+    """Let recomputed blocks have the cache, which transformers takes from them otherwise.
+
+    It would be written a second time; the one here is only read.
+
+    Raises:
+        AdapterError: The blocks do not know this.
+    """
+    blocks: list[Any] = [m for m in stack.modules() if hasattr(m, "_can_checkpoint_with_cache")]
+    if not blocks:
+        raise AdapterError(
+            "prefix tuning is not possible with gradient checkpointing here",
+            found=f"The blocks of {type(stack).__name__} would leave the prefix out.",
+            fix="Set train.gradient_checkpointing: false.",
+        )
+    for block in blocks:
+        block._can_checkpoint_with_cache = allowed
+    stack.gradient_checkpointing = not allowed  # some stacks withhold the cache themselves

@@ -1,0 +1,214 @@
+"""Prompt tuning: V trained embeddings before those of the input
+(Lester et al., 2021, arXiv:2104.08691).
+
+They come after the embedding layer, whatever that does to its rows, and before everything else.
+Encoder-decoders have them before the encoder's input.
+
+Shapes: B rows, T tokens, V virtual tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from peftkit.errors import TargetError
+from peftkit.methods.protocol import AdapterModule, Method, refuse_unknown
+from peftkit.methods.virtual import (
+    READ_FIELDS,
+    Entrance,
+    VirtualMethod,
+    VirtualTokens,
+    arguments,
+    num_past,
+)
+from peftkit.targets import Site
+
+_INITS = {"sampled": "SAMPLE_VOCAB", "random": "RANDOM"}
+"""Ours to PEFT's."""
+
+
+class Prompt(VirtualTokens):
+    """The virtual tokens' embeddings, (V, H)."""
+
+    def __init__(
+        self, base: nn.Module, site: Site, *, num_virtual: int, copies: int, init: str, dtype: str
+    ) -> None:
+        assert isinstance(base, nn.Embedding)
+        shape = copies * num_virtual, base.embedding_dim
+        super().__init__(base, site, num_virtual, shape, dtype)
+        self.init = init
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator) -> None:
+        used = self.prompt_embeddings[: self.num_virtual]
+        if self.init == "sampled":
+            used.copy_(self.base(self.sampled_ids(generator)))
+        else:
+            used.copy_(torch.randn(used.shape, generator=generator))
+
+
+class PromptTuning(VirtualMethod):
+    """Trained embeddings before those of the input."""
+
+    peft_type: ClassVar[str] = "PROMPT_TUNING"
+    in_decoder: ClassVar[bool] = False
+
+    type: Literal["prompt_tuning"] = "prompt_tuning"
+    init: Literal["sampled", "random"] = "sampled"
+    """sampled: as random tokens of the vocabulary are embedded; random: normal, of variance 1."""
+    num_transformer_submodules: Literal[1, 2] = 1
+    """2: as PEFT saves it for encoder-decoders, with a second half of rows that nothing uses."""
+
+    def find_stack(self, model: nn.Module) -> tuple[str, nn.Module]:
+        path, stack = super().find_stack(model)
+        if "inputs_embeds" not in arguments(stack):
+            raise TargetError(
+                f"{self.type} cannot put embeddings before the input of {type(stack).__name__}",
+                found="It takes ids of tokens only.",
+                fix="Use a method that sits on layers, such as lora.",
+            )
+        return path, stack
+
+    def wrap(self, base: nn.Module, site: Site) -> Prompt:
+        return Prompt(
+            base,
+            site,
+            num_virtual=self.num_virtual_tokens,
+            copies=self.num_transformer_submodules,
+            init=self.init,
+            dtype=self.dtype,
+        )
+
+    def hang(self, model: nn.Module, stack: Any, module: VirtualTokens) -> list[RemovableHandle]:
+        in_encoder = bool(stack.config.is_encoder_decoder)
+        hooks = _Hooks(stack, module, cut=not in_encoder and not _pools_the_first(model))
+        handles = [
+            stack.register_forward_pre_hook(hooks.before, with_kwargs=True),
+            stack.register_forward_hook(hooks.after),
+        ]
+        if in_encoder:
+            decoder: Any = model.get_decoder()  # type: ignore[operator]
+            handles.append(decoder.register_forward_pre_hook(hooks.across, with_kwargs=True))
+        return handles
+
+    def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
+        module = next(iter(modules.values()))
+        assert isinstance(module, Prompt)
+        return {
+            "num_virtual_tokens": self.num_virtual_tokens,
+            "token_dim": module.prompt_embeddings.shape[1],
+            "num_transformer_submodules": self.num_transformer_submodules,
+            "prompt_tuning_init": _INITS[self.init],
+        }
+
+    @classmethod
+    def from_peft(cls, fields: Mapping[str, Any]) -> Method:
+        refuse_unknown(fields, _READ_FIELDS, cls.peft_type)
+        copies: Any = fields.get("num_transformer_submodules")
+        if copies is None:
+            copies = 2 if fields.get("task_type") == "SEQ_2_SEQ_LM" else 1
+        return cls(
+            num_virtual_tokens=fields.get("num_virtual_tokens", 0),
+            num_transformer_submodules=copies,
+            init="random" if fields.get("prompt_tuning_init") == "RANDOM" else "sampled",
+        )
+
+
+_READ_FIELDS = READ_FIELDS | dict.fromkeys(
+    (
+        "prompt_tuning_init",
+        "prompt_tuning_init_text",
+        "tokenizer_name_or_path",
+        "tokenizer_kwargs",
+    ),
+    ...,
+)
+
+
+class _Hooks(Entrance):
+    """Prepend the prompt to what goes into a stack; take its positions off what comes out.
+
+    Attributes:
+        cut: Whether what follows the stack counts the real tokens.
+        prepended: Rows that the call in progress began with.
+    """
+
+    def __init__(self, stack: nn.Module, module: VirtualTokens, *, cut: bool) -> None:
+        super().__init__(stack, module)
+        self.cut, self.prepended = cut, 0
+
+    def before(
+        self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self.prepended = 0
+        if not self.module.enabled:
+            return None
+        inputs = self.named(args, kwargs)
+        past = num_past(inputs.get("past_key_values"))
+        self.lengthen(inputs, past)
+        if not past:  # else they are in the cache
+            self._prepend(inputs)
+        return (), inputs
+
+    def _prepend(self, inputs: dict[str, Any]) -> None:
+        num_virtual = self.prepended = self.module.num_virtual
+        embeds = inputs.get("inputs_embeds")
+        if embeds is None:
+            embeds = self.module(inputs.pop("input_ids"))  # (B, T, H)
+        prompt = self.module.prompt_embeddings[:num_virtual].to(embeds.dtype)
+        prompt = prompt.expand(len(embeds), -1, -1)
+        inputs["inputs_embeds"] = torch.cat([prompt, embeds], dim=1)
+        if (positions := inputs.get("position_ids")) is not None:  # (..., B, T)
+            first = torch.arange(num_virtual, device=positions.device, dtype=positions.dtype)
+            first = first.expand(*positions.shape[:-1], -1)
+            inputs["position_ids"] = torch.cat([first, positions], dim=-1)
+        if (types := inputs.get("token_type_ids")) is not None:
+            zeros = types.new_zeros(len(types), num_virtual)
+            inputs["token_type_ids"] = torch.cat([zeros, types], dim=1)
+
+    def after(self, stack: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self.prepended or not self.cut:
+            return None
+        if isinstance(output, tuple):
+            return tuple(self._without(part) for part in output)
+        for name in ("last_hidden_state", "hidden_states"):
+            if output.get(name) is not None:
+                output[name] = self._without(output[name])
+        return output
+
+    def _without(self, part: Any) -> Any:
+        """Return hidden states, of one layer or all, at the real tokens."""
+        if isinstance(part, tuple):
+            return tuple(self._without(each) for each in part)
+        if isinstance(part, Tensor) and part.ndim == 3:
+            return part[:, self.prepended :]
+        return part
+
+    def across(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Let the decoder see the encoder's virtual tokens, whose mask it takes by keyword."""
+        mask = kwargs.get("encoder_attention_mask")
+        if not self.module.enabled or mask is None or mask.ndim != 2:
+            return None
+        ones = mask.new_ones(len(mask), self.module.num_virtual)
+        return args, {**kwargs, "encoder_attention_mask": torch.cat([ones, mask], dim=1)}
+
+
+def _pools_the_first(model: nn.Module) -> bool:
+    """Tell whether a model makes one output of its first position, which is then a virtual one.
+
+    So BERT's own pooler does inside the stack, and so PEFT leaves it for all of its kin.
+    """
+    name, config = type(model).__name__, model.config
+    causal = "past_key_values" in arguments(model)
+    return (
+        name.endswith("ForSequenceClassification")
+        and not causal
+        and getattr(config, "classifier_pooling", "cls") == "cls"
+    )

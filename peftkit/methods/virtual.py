@@ -1,0 +1,305 @@
+"""Virtual tokens before the input: what prompt tuning and prefix tuning have in common.
+
+Both hang on the stack: the part of a model that embeds its tokens and runs its blocks, and that
+heads, losses and generation are built around. Whatever is outside of it sees the real tokens only:
+a head makes no logits of virtual ones, labels and the ids of a batch stay as they are, and what is
+pooled at the last token is pooled there.
+
+Shapes: B rows, T tokens, V virtual tokens, P tokens in the cache (V of them virtual), H hidden
+size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from peftkit.anatomy import bare, find_places
+from peftkit.errors import AdapterError, TargetError
+from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, Removable
+from peftkit.targets import Site
+
+NAME = "prompt_embeddings"
+"""PEFT's name of the tensor."""
+INPUT = "input"
+"""The only target."""
+READ_FIELDS: dict[str, Any] = dict.fromkeys(
+    (
+        "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path",
+        "revision", "inference_mode", "runtime_config", "num_virtual_tokens", "token_dim",
+        "num_transformer_submodules", "num_attention_heads", "num_layers",
+    ),
+    ...,
+)  # fmt: skip
+"""Fields of PEFT's config that are acted on, or that the tensor and the model say too."""
+
+
+_POSITIONS = re.compile(r"^(?!rel).*(position|wpe)")
+"""Names of tables of learned positions."""
+
+
+class VirtualTokens(AdapterModule):
+    """An embedding, as it is, that the virtual tokens of its stack are kept beside.
+
+    Attributes:
+        num_virtual: V.
+        trained: One tensor, as PEFT's files hold it: a row for each virtual token.
+    """
+
+    def __init__(
+        self, base: nn.Module, site: Site, num_virtual: int, shape: tuple[int, int], dtype: str
+    ) -> None:
+        super().__init__(base, site)
+        self.num_virtual = num_virtual
+        tensor = torch.zeros(shape, dtype=ADAPTER_DTYPES[dtype], device=self.weight.device)
+        # behind the base's own: transformers takes the dtype of a model's first parameter for its
+        self.trained = nn.ParameterDict({NAME: nn.Parameter(tensor)})
+
+    @property
+    def prompt_embeddings(self) -> Tensor:
+        """The trained tensor."""
+        return self.trained[NAME]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base(*args, **kwargs)
+
+    def state(self) -> dict[str, Tensor]:
+        return {}  # it belongs to the adapter as a whole: `VirtualMethod.shared`
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        return None
+
+    def sampled_ids(self, generator: torch.Generator) -> Tensor:
+        """Return V random tokens of the vocabulary."""
+        ids = torch.randint(self.weight.shape[0], (self.num_virtual,), generator=generator)
+        return ids.to(self.weight.device)
+
+
+class VirtualMethod(Method):
+    """A method that trains virtual tokens before the input of one stack."""
+
+    acts_on_input: ClassVar[bool] = True
+    shared_names: ClassVar[tuple[str, ...]] = (NAME,)
+    shared_prefix: ClassVar[str] = ""
+    foreign_fields: ClassVar[frozenset[str]] = frozenset(
+        {"bias", "fan_in_fan_out", "layers_pattern", "layers_to_transform", "target_modules"}
+    )
+    unmergeable: ClassVar[str] = "it adds tokens to the input and changes no weight"
+    fresh_changes: ClassVar[str] = "every token attends to the virtual ones, trained or not"
+    in_decoder: ClassVar[bool]
+    """Whether it sits on the decoder of an encoder-decoder, or on the encoder."""
+
+    targets: tuple[str, ...] | str = INPUT
+    """It acts on the input, whatever the model: input."""
+    num_virtual_tokens: int = Field(default=20, ge=1)
+    """How many virtual tokens come before the input."""
+
+    def sites(self, model: nn.Module) -> list[Site]:
+        path, stack = self.find_stack(model)
+        asked = {self.targets} if isinstance(self.targets, str) else set(self.targets)
+        if asked not in ({INPUT}, {path}):
+            raise TargetError(
+                f"{self.type} has no targets to choose",
+                found=f"targets: {', '.join(sorted(asked)) or 'none'}",
+                fix=f"Leave targets out: it acts on the {INPUT}.",
+            )
+        return [self.site(path, stack)]
+
+    def site(self, path: str, stack: nn.Module) -> Site:
+        """Return the site at the path of a stack's embedding."""
+        return Site(path=path, roles=())
+
+    def candidates(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
+        return {self.find_stack(model)[0]: ()}
+
+    def find_stack(self, model: nn.Module) -> tuple[str, nn.Module]:
+        """Return the path of the embedding of the stack that it acts on, and the stack.
+
+        Raises:
+            TargetError: The model embeds no tokens.
+        """
+        whole: Any = model
+        holder, config = whole, getattr(model, "config", None)
+        if getattr(config, "is_encoder_decoder", False):
+            holder = whole.get_decoder() if self.in_decoder else whole.get_encoder()
+        try:
+            embedding = holder.get_input_embeddings()
+        except (AttributeError, NotImplementedError):
+            embedding = None
+        if not isinstance(embedding, nn.Module) or not isinstance(bare(embedding), nn.Embedding):
+            raise TargetError(
+                f"{self.type} needs tokens before which it could put virtual ones",
+                found=f"{type(holder).__name__} embeds none.",
+                fix="Use a method that sits on layers, such as lora.",
+            )
+        named = {id(module): path for path, module in model.named_modules()}
+        above = path = named[id(embedding)]
+        stack: Any = holder
+        while above and holder is whole:  # the innermost module that knows the embedding as its own
+            above = above.rpartition(".")[0]
+            stack = model.get_submodule(above)
+            if hasattr(stack, "get_input_embeddings"):
+                break
+        if not stack.config.is_encoder_decoder and _sees_more(stack):
+            raise TargetError(
+                f"{self.type} cannot put tokens before the input of {type(stack).__name__}",
+                found="Its blocks also look at an image or another text, by masks that count "
+                "the real tokens.",
+                fix="Use a method that sits on layers, such as lora.",
+            )
+        return path, stack
+
+    def shared(self, modules: Mapping[str, AdapterModule]) -> dict[str, Tensor]:
+        ours = [module for module in modules.values() if isinstance(module, VirtualTokens)]
+        return {NAME: ours[0].prompt_embeddings.detach()} if ours else {}
+
+    def connect(
+        self, model: nn.Module, modules: Mapping[str, AdapterModule]
+    ) -> Sequence[Removable]:
+        (module,) = modules.values()
+        assert isinstance(module, VirtualTokens)
+        return self.hang(model, self.find_stack(model)[1], module)
+
+    @abstractmethod
+    def hang(self, model: nn.Module, stack: Any, module: VirtualTokens) -> list[RemovableHandle]:
+        """Register the hooks that put the virtual tokens to use."""
+
+
+def _sees_more(stack: nn.Module) -> bool:
+    """Tell whether something else than the tokens enters the blocks of a stack."""
+    return any(
+        place.side or any(role.startswith("cross_") for role in place.roles)
+        for place in find_places(stack)
+    )
+
+
+class Entrance:
+    """What a stack is called with, made longer by the virtual tokens.
+
+    Attributes:
+        stack: Where it stands. module: What holds the virtual tokens.
+        limit: Positions that the stack has, where it has a table of them.
+    """
+
+    def __init__(self, stack: nn.Module, module: VirtualTokens) -> None:
+        self.stack, self.module = stack, module
+        self.limit = num_positions(stack)
+        self._names = arguments(stack)
+
+    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all that the stack is called with, by name."""
+        return {**dict(zip(self._names, args, strict=False)), **kwargs}
+
+    def lengthen(self, inputs: dict[str, Any], num_past: int) -> None:
+        """Let mask and positions count the virtual tokens, as the stack does.
+
+        Args:
+            inputs: Of the stack; changed in place.
+            num_past: P, or 0.
+
+        Raises:
+            AdapterError: More tokens than positions; a mask of another kind, or of another length.
+        """
+        num_virtual, num_tokens = self.module.num_virtual, _num_tokens(inputs)
+        num_real = num_tokens + max(num_past - num_virtual, 0)
+        if self.limit is not None and num_real + num_virtual > self.limit:
+            raise AdapterError(
+                f"the input is too long for {type(self.stack).__name__}",
+                found=f"{num_real:,} tokens, and {num_virtual:,} virtual ones before them, of "
+                f"{self.limit:,} positions.",
+                fix=f"Shorten it to {self.limit - num_virtual:,} tokens.",
+            )
+        mask = inputs.get("attention_mask")
+        if mask is not None:
+            self._check_mask(mask, num_real)
+            inputs["attention_mask"] = torch.cat(
+                [mask.new_ones(len(mask), num_virtual), mask], dim=1
+            )
+        if inputs.get("position_ids") is not None:
+            inputs["position_ids"] = inputs["position_ids"] + num_virtual
+        inputs.pop("cache_position", None)  # the stack counts for itself
+
+    def _check_mask(self, mask: Any, num_real: int) -> None:
+        asked = f"the virtual tokens cannot be added to this input of {type(self.stack).__name__}"
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            raise AdapterError(
+                asked,
+                found="Its attention mask says which token sees which, as for documents packed "
+                "into one row: each of them would need the virtual tokens.",
+                fix="Set data.packing: false, and use a dynamic cache.",
+            )
+        if mask.shape[1] != num_real:
+            raise AdapterError(
+                asked,
+                found=f"Its mask has {mask.shape[1]} tokens; input and cache have {num_real} and "
+                f"{self.module.num_virtual} virtual ones.",
+                fix="Fill and use a cache with the adapter in the same state; assisted decoding "
+                "is not possible with it.",
+            )
+
+
+def arguments(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of what a module is called with."""
+    return tuple(inspect.signature(module.forward).parameters)
+
+
+def _num_tokens(inputs: Mapping[str, Any]) -> int:
+    """Return T."""
+    given = inputs.get("input_ids")
+    return int((given if given is not None else inputs["inputs_embeds"]).shape[1])
+
+
+def num_past(cache: Any) -> int:
+    """Return how many tokens a cache holds, of the decoder itself where there are two.
+
+    Raises:
+        AdapterError: It has a fixed size, made for the real tokens alone.
+    """
+    if cache is None:
+        return 0
+    own = getattr(cache, "self_attention_cache", cache)
+    if any(getattr(layer, "is_compileable", False) for layer in own.layers):
+        raise AdapterError(
+            "virtual tokens need a cache that grows",
+            found=f"{type(own).__name__}, whose size is fixed",
+            fix="Leave cache_implementation out.",
+        )
+    # not the cache's own word, which is its first layer's: that may be one of linear attention
+    return max(
+        (int(x.get_seq_length()) for x in own.layers if hasattr(x, "get_seq_length")), default=0
+    )
+
+
+def num_positions(stack: nn.Module) -> int | None:
+    """Return the length of the stack's table of positions, or None where it has none."""
+    for path, module in stack.named_modules():
+        if isinstance(module, nn.Embedding) and _POSITIONS.search(path.rpartition(".")[2]):
+            padding = module.padding_idx
+            unused = getattr(module, "offset", 0 if padding is None else padding + 1)
+            return module.num_embeddings - int(unused)
+    return None
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout and gradients off, and every module back to what it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True

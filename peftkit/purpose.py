@@ -1,0 +1,105 @@
+"""What a base model is loaded for: its class, what makes its inputs, and the head it needs.
+
+A task says so before anything is loaded. Names of labels that transformers made up (LABEL_0, ...)
+count as no names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from peftkit.errors import BaseError
+
+Processor = Literal["tokenizer", "image_processor"]
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+MAX_LISTED = 12
+
+
+@dataclass(frozen=True, slots=True)
+class ClassHead:
+    """A head of classes, or of one number.
+
+    Attributes:
+        labels: A name for each of its outputs, in their order.
+        problem_type: As transformers' configs say it; None: as the base's own says.
+        fresh: Make it anew even where the base has one.
+    """
+
+    labels: tuple[str, ...]
+    problem_type: ProblemType | None = None
+    fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Purpose:
+    """What a model is loaded for.
+
+    Attributes:
+        task: Its name, for messages.
+        auto_class: The class of transformers that picks the model's.
+        processor: What turns raw inputs into tensors.
+        head: The head of classes that it must have; None where the model's own output serves.
+    """
+
+    task: str = "causal_lm"
+    auto_class: str = "AutoModelForCausalLM"
+    processor: Processor = "tokenizer"
+    head: ClassHead | None = None
+
+
+CAUSAL_LM = Purpose()
+
+
+def unnamed(count: int) -> tuple[str, ...]:
+    """Return the names of labels that have none, as transformers makes them up."""
+    return tuple(f"LABEL_{number}" for number in range(count))
+
+
+def labels_of(config: Any) -> tuple[str, ...]:
+    """Return the labels of a model's config, in the order of its outputs."""
+    names: Mapping[Any, str] = config.id2label or {}
+    return tuple(str(name) for _, name in sorted(names.items(), key=lambda item: int(item[0])))
+
+
+def are_named(labels: Sequence[str]) -> bool:
+    """Tell whether somebody named these labels."""
+    return not all(re.fullmatch(r"LABEL_\d+", label) for label in labels)
+
+
+def set_head(config: Any, head: ClassHead, name: str) -> None:
+    """Write a head into a model's config; a base's own names keep their order.
+
+    Args:
+        name: Of the base, for messages.
+
+    Raises:
+        BaseError: The base has a head whose labels are others.
+    """
+    own, labels = labels_of(config), head.labels
+    if are_named(own) and not head.fresh:
+        if are_named(labels) and not set(labels) <= set(own):
+            raise BaseError(
+                f"the labels do not agree with the head of {name}.",
+                found=f"The head's: {_listed(own)}\nThe task's: {_listed(labels)}",
+                fix="Rename the labels in the data, or set task.fresh_head: true to replace the "
+                "base's head by a new one.",
+            )
+        if not are_named(labels) and len(labels) != len(own):
+            raise BaseError(
+                f"the number of labels does not agree with the head of {name}.",
+                found=f"The head has {len(own)}: {_listed(own)}. Needed are {len(labels)}.",
+                fix="Give the base that the adapter was trained on.",
+            )
+        labels = own
+    config.id2label = dict(enumerate(labels))
+    config.label2id = {label: number for number, label in enumerate(labels)}
+    if head.problem_type is not None:
+        config.problem_type = head.problem_type
+
+
+def _listed(labels: Sequence[str]) -> str:
+    more = f", and {len(labels) - MAX_LISTED} more" if len(labels) > MAX_LISTED else ""
+    return ", ".join(labels[:MAX_LISTED]) + more

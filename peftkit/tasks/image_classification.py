@@ -1,0 +1,175 @@
+"""Image classification: which of several labels an image has.
+
+Shapes: B images, C channels, H and W pixels as the image processor makes them, L labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from peftkit.data.encode import Style
+from peftkit.data.images import Picture, picture, read_images, require_pillow
+from peftkit.data.load import DataConfig, Record
+from peftkit.errors import DataError
+from peftkit.events import Listener, Progress, Stage, Table, ignore
+from peftkit.purpose import ClassHead, Processor, Purpose, labels_of
+from peftkit.strict_json import shown
+from peftkit.tasks.labels import field_of, label_name, number_of, sorted_names
+from peftkit.tasks.loss import unwrapped
+from peftkit.tasks.metrics import class_metrics
+from peftkit.tasks.protocol import Task, TaskConfig, batches
+
+PROGRESS_EVERY = 500
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRow:
+    """An image and the number of its label."""
+
+    image: Picture
+    label: int
+    source: str
+
+
+class ImageClassification(Task):
+    """Rows from class folders or data sets, pixels from rows, a loss over the labels.
+
+    Args:
+        processor: The base's image processor.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processor: Any,
+        config: ImageClassificationConfig,
+        *,
+        on_event: Listener = ignore,
+    ) -> None:
+        self._processor, self.config, self._on_event = processor, config, on_event
+        settings = unwrapped(model).config
+        self.labels = labels_of(settings)
+        self._mode = "L" if getattr(settings, "num_channels", 3) == 1 else "RGB"
+
+    def load(self, where: str) -> list[ImageRow]:
+        """Read images with their labels; each is decoded once, so that a damaged one shows now.
+
+        Raises:
+            DataError: A label that the head does not know; an image that does not decode.
+        """
+        self._on_event(Stage(f"Reading {where}"))
+        records = read_images(where, self.config.image, self.config.label)
+        numbers = {label: number for number, label in enumerate(self.labels)}
+        rows = []
+        for done, record in enumerate(records):
+            if done % PROGRESS_EVERY == 0:
+                self._on_event(Progress("Decoding images", done, len(records)))
+            name = label_name(field_of(record, self.config.label, "task.label"), record.source)
+            label = number_of(name, numbers, record.source)
+            rows.append(ImageRow(self._picture(record, where), label, record.source))
+        counts = [0] * len(self.labels)
+        for row in rows:
+            row.image.decode(self._mode)
+            counts[row.label] += 1
+        lines = [("images", f"{len(rows):,}")]
+        lines += [(name, f"{count:,}") for name, count in zip(self.labels, counts, strict=True)]
+        self._on_event(Table(f"Data: {where}", ("what", "how many"), tuple(lines)))
+        return rows
+
+    def collate(self, rows: Sequence[ImageRow]) -> dict[str, Tensor]:
+        """Return pixel_values (B, C, H, W) and labels (B,)."""
+        images = [row.image.decode(self._mode) for row in rows]
+        pixels: Tensor = self._processor(images, return_tensors="pt")["pixel_values"]
+        return {"pixel_values": pixels, "labels": torch.tensor([row.label for row in rows])}
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        """Return how many images there are."""
+        return len(batch["labels"])
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the cross entropy summed over the images of a batch, in fp32."""
+        return F.cross_entropy(self._logits(model, batch), batch["labels"], reduction="sum")
+
+    def spans(self, row: ImageRow) -> list[tuple[str, str]]:
+        """Return an image's size as it is stored, and its label."""
+        width, height = row.image.decode(self._mode).size
+        return [("image", f"{width} x {height} pixels"), ("learnt", self.labels[row.label])]
+
+    @torch.no_grad()
+    def metrics(
+        self, model: nn.Module, rows: Sequence[ImageRow], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        """Return loss, accuracy and F1 (see `peftkit.tasks.metrics.class_metrics`)."""
+        loss, predicted, true = 0.0, [], []
+        for batch in batches(self, model, rows, "Classifying", on_event):
+            logits = self._logits(model, batch)
+            loss += float(F.cross_entropy(logits, batch["labels"], reduction="sum"))
+            predicted.append(logits.argmax(-1).cpu())
+            true.append(batch["labels"].cpu())
+        return {"loss": loss / len(rows), **class_metrics(torch.cat(predicted), torch.cat(true))}
+
+    def _logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return logits (B, L) in fp32; the pixels go in as the weights are."""
+        pixels = batch["pixel_values"].to(unwrapped(model).dtype)
+        logits: Tensor = model(pixel_values=pixels).logits
+        return logits.float()
+
+    def _picture(self, record: Record, where: str) -> Picture:
+        value = field_of(record, self.config.image, "task.image")
+        found = picture(value, record, where)
+        if found is None:
+            raise DataError(
+                f"Cannot use {record.source}: its '{self.config.image}' is no image.",
+                found=f"It is {shown(value)}.",
+                fix="Give a path or encoded bytes, or name another field with task.image.",
+            )
+        return found
+
+
+class ImageClassificationConfig(TaskConfig):
+    """Image classification: one label for each image."""
+
+    task_type: ClassVar[None] = None
+    auto_class: ClassVar[str] = "AutoModelForImageClassification"
+    processor: ClassVar[Processor] = "image_processor"
+
+    type: Literal["image_classification"] = "image_classification"
+    image: str = "image"
+    """Field with the image, where data comes in rows: a path, or bytes."""
+    label: str = "label"
+    """Field with the label, where data comes in rows; of class folders the names are the labels."""
+    labels: tuple[str, ...] | None = None
+    """All labels there are, in the order of the head's outputs; null: those of the data."""
+    fresh_head: bool = False
+    """Train a new head even where the base has one."""
+
+    def resolve(self, data: DataConfig) -> ImageClassificationConfig:
+        require_pillow()
+        if self.labels is not None:
+            return self
+        records = read_images(data.train, self.image, self.label)
+        names = (label_name(field_of(r, self.label, "task.label"), r.source) for r in records)
+        return self.model_copy(update={"labels": sorted_names(names, data.train)})
+
+    @property
+    def purpose(self) -> Purpose:
+        assert self.labels is not None, "resolve comes first"
+        head = ClassHead(self.labels, "single_label_classification", self.fresh_head)
+        return Purpose(self.type, self.auto_class, self.processor, head)
+
+    def on(
+        self,
+        model: nn.Module,
+        processor: Any,
+        data: DataConfig,
+        *,
+        style: Style | None = None,
+        on_event: Listener = ignore,
+    ) -> ImageClassification:
+        return ImageClassification(model, processor, self, on_event=on_event)

@@ -1,0 +1,278 @@
+"""Masked language modelling: guess the tokens that were hidden in a text.
+
+Of a text's tokens a share is chosen (Devlin et al., 2018, arXiv:1810.04805); of these most become
+the mask token, some another token at random, some stay, and all are learnt. How many are chosen
+depends on the text's length alone. Which ones follows the model's mode, as dropout does: in
+training they are drawn anew each time from torch's generator (which checkpoints hold, and which is
+set back before a step is tried again), row by row, so that batches of any size see the same; in
+evaluation they are the same each time, a function of the row.
+
+Shapes: B rows, T tokens of the longest, n chosen tokens of the batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from peftkit.data.encode import Style
+from peftkit.data.format import Text, parse
+from peftkit.data.frame import Frame
+from peftkit.data.load import DataConfig, read_records
+from peftkit.errors import BaseError, ConfigError, DataError
+from peftkit.events import Listener, Stage, Table, ignore
+from peftkit.tasks.cpu_attention import cpu_attention
+from peftkit.tasks.head import head_of, token_loss
+from peftkit.tasks.length import longest
+from peftkit.tasks.loss import accepted, target_logits, unwrapped
+from peftkit.tasks.protocol import Task, TaskConfig, batches
+from peftkit.tasks.rows import check_dropped, named
+from peftkit.train.metrics import perplexity
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRow:
+    """A text, or a part of a long one.
+
+    Args:
+        input_ids: Tokens, those that the tokenizer puts around a text included.
+        maskable: Positions that may be chosen: all but those of special tokens.
+        source: "train.jsonl:7".
+    """
+
+    input_ids: tuple[int, ...]
+    maskable: tuple[int, ...]
+    source: str
+
+
+class MaskedLM(Task):
+    """Rows from texts, batches with hidden tokens, a loss over these.
+
+    Args:
+        model: A bidirectional encoder with a head over the vocabulary; its mode decides whether
+            what is hidden changes.
+
+    Raises:
+        BaseError: The tokenizer has no mask token.
+        DataError: A length that cannot be.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        config: MaskedLMConfig,
+        data: DataConfig,
+        *,
+        on_event: Listener = ignore,
+    ) -> None:
+        self.model, self.tokenizer, self.config, self.data = model, tokenizer, config, data
+        if tokenizer.mask_token_id is None:
+            raise BaseError(
+                "Cannot learn to fill masks with this base.",
+                found="Its tokenizer has no mask token.",
+                fix="Give an encoder that was trained with one (BERT, RoBERTa, ...), or name it in "
+                "tokenizer_config.json.",
+            )
+        self.max_length = longest(model, tokenizer, data.max_length)
+        self._frame, self._on_event = Frame(tokenizer), on_event
+        self._room = self.max_length - self._frame.size
+        if self._room < 1:
+            raise DataError(
+                f"Cannot use data.max_length: {self.max_length}.",
+                found=f"The tokenizer alone puts {self._frame.size} tokens around a text.",
+                fix="Set it to 128, for example.",
+            )
+        self._special = set(tokenizer.all_special_ids)
+        known = unwrapped(model).get_input_embeddings().weight.shape[0]
+        self._num_words = min(len(tokenizer), known)
+        self._head = head_of(model)
+
+    def load(self, where: str) -> list[MaskedRow]:
+        """Read texts, each as one row or, if long, several.
+
+        Raises:
+            DataError: Rows that hold no text.
+        """
+        self._on_event(Stage(f"Reading {where}"))
+        parsed = parse(read_records(where), self.data.format, where=where)
+        if parsed.format != "text":
+            raise DataError(
+                f"Cannot hide tokens of {where}.",
+                found=f"Its rows have the format '{parsed.format}'.",
+                fix='Give rows {"text": "..."}; with data.format: text no other field is read.',
+            )
+        rows: list[MaskedRow] = []
+        dropped: list[str] = []
+        num_long = 0
+        for example in parsed.examples:
+            assert isinstance(example, Text)
+            ids = self._frame.tokens(example.text)
+            num_long += len(ids) > self._room
+            found = self._rows(ids, example.source)
+            rows += found
+            dropped += [] if found else [example.source]
+        way = "split" if self.config.long_texts == "split" else "cut"
+        lines = [
+            ("texts read", f"{len(parsed.examples):,}"),
+            ("rows made", f"{len(rows):,}"),
+            (f"{way} at {self.max_length:,} tokens", f"{num_long:,}"),
+            ("dropped: no words", named(dropped)),
+            ("tokens", f"{sum(len(row.input_ids) for row in rows):,}"),
+            ("learnt tokens", f"{sum(map(self._num_chosen, rows)):,}"),
+        ]
+        if parsed.unused:
+            lines.append(("fields not used", ", ".join(parsed.unused)))
+        self._on_event(Table(f"Data: {where}", ("what", "how many"), tuple(lines)))
+        check_dropped(where, len(parsed.examples), dropped, self.data)
+        return rows
+
+    def collate(self, rows: Sequence[MaskedRow]) -> dict[str, Tensor]:
+        """Return a batch with tokens hidden, padded on the right.
+
+        input_ids and attention_mask (B, T); target_index (n,), the chosen places in the flattened
+        (B * T) tokens; targets (n,), what stood there.
+        """
+        shape = (len(rows), max(len(row.input_ids) for row in rows))
+        input_ids = torch.full(shape, int(self.tokenizer.pad_token_id))
+        attention_mask = torch.zeros(shape, dtype=torch.long)
+        index, targets = [], []
+        for number, row in enumerate(rows):
+            ids, chosen = self._hidden(row)
+            input_ids[number, : len(ids)] = ids
+            attention_mask[number, : len(ids)] = 1
+            index.append(chosen + number * shape[1])
+            targets.append(torch.tensor(row.input_ids)[chosen])
+        return {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "target_index": torch.cat(index),
+            "targets": torch.cat(targets),
+        }
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        """Return how many tokens are to be guessed."""
+        return batch["targets"].numel()
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the cross entropy summed over the chosen tokens, in fp32."""
+        inputs = self._inputs(model, batch)
+        return token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
+
+    def training(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Return a context in which the model's attention is the one that trains fastest."""
+        return cpu_attention(unwrapped(model))
+
+    def spans(self, row: MaskedRow) -> list[tuple[str, str]]:
+        """Return a row's text in pieces, "learnt" before those that evaluation hides."""
+        _, chosen = self._hidden(row, fixed=True)
+        places = set(chosen.tolist())
+        pieces = groupby(enumerate(row.input_ids), key=lambda pair: pair[0] in places)
+        return [
+            ("learnt" if learnt else "", self.tokenizer.decode([token for _, token in pairs]))
+            for learnt, pairs in pieces
+        ]
+
+    @torch.no_grad()
+    def metrics(
+        self, model: nn.Module, rows: Sequence[MaskedRow], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        """Return loss and perplexity of the hidden tokens, and the share guessed right."""
+        loss, num_right, num_tokens = 0.0, 0, 0
+        for batch in batches(self, model, rows, "Filling the masks", on_event):
+            targets = batch["targets"]
+            logits = target_logits(model, self._inputs(model, batch), batch["target_index"])
+            loss += float(nn.functional.cross_entropy(logits.float(), targets, reduction="sum"))
+            num_right += int((logits.argmax(-1) == targets).sum())
+            num_tokens += len(targets)
+        loss /= num_tokens
+        return {
+            "loss": loss,
+            "perplexity": perplexity(loss),
+            "accuracy": num_right / num_tokens,
+            "num_tokens": num_tokens,
+        }
+
+    def _inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        names = ("input_ids", "attention_mask")
+        return accepted(model, {name: batch[name] for name in names})
+
+    def _rows(self, ids: Sequence[int], source: str) -> list[MaskedRow]:
+        """Return the rows of a text; one without any token that may be hidden is left out."""
+        stop = len(ids) if self.config.long_texts == "split" else min(len(ids), self._room)
+        rows = []
+        for start in range(0, stop, self._room):
+            part = ids[start : min(start + self._room, stop)]
+            lead = len(self._frame.lead)
+            places = (lead + n for n, token in enumerate(part) if token not in self._special)
+            row = MaskedRow(tuple(self._frame.put_around(part)), tuple(places), source)
+            rows += [row] if row.maskable else []
+        return rows
+
+    def _num_chosen(self, row: MaskedRow) -> int:
+        return max(1, round(self.config.share * len(row.maskable)))
+
+    def _hidden(self, row: MaskedRow, *, fixed: bool = False) -> tuple[Tensor, Tensor]:
+        """Return a row's tokens (T,) with some hidden, and the places of these, in order."""
+        own = None  # torch's own generator
+        if fixed or not self.model.training:
+            seed = zlib.crc32(array("q", row.input_ids).tobytes())
+            own = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(row.maskable), generator=own)[: self._num_chosen(row)]
+        chosen = torch.tensor(row.maskable)[order]
+        fate = torch.rand(len(chosen), generator=own)
+        other = torch.randint(self._num_words, (len(chosen),), generator=own)
+        ids = torch.tensor(row.input_ids)
+        masked, random = self.config.as_mask, self.config.as_mask + self.config.as_random
+        other = torch.where(fate < random, other, ids[chosen])
+        ids[chosen] = torch.where(fate < masked, int(self.tokenizer.mask_token_id), other)
+        return ids, chosen.sort().values
+
+
+class MaskedLMConfig(TaskConfig):
+    """Masked language modelling: fit an encoder to the texts of a field."""
+
+    task_type: ClassVar[None] = None
+    auto_class: ClassVar[str] = "AutoModelForMaskedLM"
+    data_fields: ClassVar[frozenset[str]] = frozenset({"format", "max_length", "max_dropped"})
+
+    type: Literal["masked_lm"] = "masked_lm"
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Of a text's tokens, how many are to be guessed; at least one of each text."""
+    as_mask: Share = 0.8
+    """Of these, how many become the mask token."""
+    as_random: Share = 0.1
+    """Of these, how many become another token; the others stay as they are."""
+    long_texts: Literal["split", "cut"] = "split"
+    """What becomes of texts of more than data.max_length tokens."""
+
+    @model_validator(mode="after")
+    def _shares(self) -> MaskedLMConfig:
+        if self.as_mask + self.as_random > 1:
+            raise ConfigError(
+                f"as_mask ({self.as_mask}) and as_random ({self.as_random}) make more than all.",
+                fix="Give shares whose sum is at most 1.",
+            )
+        return self
+
+    def on(
+        self,
+        model: nn.Module,
+        processor: Any,
+        data: DataConfig,
+        *,
+        style: Style | None = None,
+        on_event: Listener = ignore,
+    ) -> MaskedLM:
+        return MaskedLM(model, processor, self, data, on_event=on_event)

@@ -1,0 +1,127 @@
+"""Metrics of classes, of numbers, and of entities, as scikit-learn, scipy and seqeval define them.
+
+Shapes: N rows, L labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def class_metrics(predicted: Tensor, true: Tensor) -> dict[str, float]:
+    """Return accuracy, and F1 as the mean over labels: plain (macro) and by how many rows have it.
+
+    A label that nobody predicts and no row has counts as none. What divides by zero is 0.
+
+    Args:
+        predicted, true: Numbers of labels (N,).
+    """
+    num_labels = 1 + int(torch.cat([predicted, true]).max())
+    hits = torch.bincount(true[predicted == true], minlength=num_labels).double()
+    support = torch.bincount(true, minlength=num_labels).double()
+    claimed = torch.bincount(predicted, minlength=num_labels).double()
+    there = support + claimed > 0
+    scores = _f1(hits, support + claimed)
+    return {
+        "accuracy": float((predicted == true).double().mean()),
+        "f1_macro": float(scores[there].mean()),
+        "f1_weighted": float((scores * support).sum() / support.sum()),
+    }
+
+
+def multi_label_metrics(predicted: Tensor, true: Tensor) -> dict[str, float]:
+    """Return the share of rows whose labels are all right, and F1 over all pairs and by label.
+
+    Args:
+        predicted, true: Whether a row has a label (N, L).
+    """
+    hits = (predicted & true).double().sum(0)
+    both = predicted.double().sum(0) + true.double().sum(0)
+    return {
+        "accuracy": float((predicted == true).all(1).double().mean()),
+        "f1_micro": float(_f1(hits.sum(), both.sum())),
+        "f1_macro": float(_f1(hits, both).mean()),
+    }
+
+
+def number_metrics(predicted: Tensor, true: Tensor) -> dict[str, float]:
+    """Return the mean squared error, and Pearson's correlation (0 where one side is constant).
+
+    Args:
+        predicted, true: (N,).
+    """
+    x, y = predicted.double(), true.double()
+    dx, dy = x - x.mean(), y - y.mean()
+    spread = float((dx.square().sum() * dy.square().sum()).sqrt())
+    return {
+        "mse": float((x - y).square().mean()),
+        "pearson": float((dx * dy).sum()) / spread if spread > 0 else 0.0,
+    }
+
+
+def entity_metrics(
+    predicted: Sequence[Sequence[str]], true: Sequence[Sequence[str]]
+) -> dict[str, float]:
+    """Return precision, recall and F1 of whole entities: right are place and kind.
+
+    Args:
+        predicted, true: The tags of each text's words: O, B-kind, I-kind.
+    """
+    found = {(n, *entity) for n, tags in enumerate(predicted) for entity in entities(tags)}
+    there = {(n, *entity) for n, tags in enumerate(true) for entity in entities(tags)}
+    return _entity_scores(len(found & there), len(found), len(there))
+
+
+def tag_metrics(
+    predicted: Sequence[Sequence[str]], true: Sequence[Sequence[str]]
+) -> dict[str, float]:
+    """Return F1 over all words, where tags do not begin with B- and I-; O is no tag."""
+    pairs = [
+        pair
+        for ours, theirs in zip(predicted, true, strict=True)
+        for pair in zip(ours, theirs, strict=True)
+    ]
+    right = sum(ours == theirs != "O" for ours, theirs in pairs)
+    both = sum((ours != "O") + (theirs != "O") for ours, theirs in pairs)
+    return {"f1_micro": 2 * right / both if both else 0.0}
+
+
+def are_spans(tags: Iterable[str]) -> bool:
+    """Tell whether tags mark the beginning and the inside of entities."""
+    kinds = set(tags) - {"O"}
+    return bool(kinds) and all(tag[:2] in ("B-", "I-") for tag in kinds)
+
+
+def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
+    """Return (kind, first word, word after the last) of the entities of a text.
+
+    An I- of another kind than the tag before it, or after O, begins an entity all the same, as in
+    the CoNLL-2000 evaluation.
+    """
+    found = set()
+    kind, start = "", 0
+    for place, tag in enumerate([*tags, "O"]):
+        mark, _, this = tag.partition("-")
+        goes_on = mark == "I" and this == kind
+        if kind and not goes_on:
+            found.add((kind, start, place))
+            kind = ""
+        if mark != "O" and not goes_on:
+            kind, start = this, place
+    return found
+
+
+def _entity_scores(right: int, found: int, there: int) -> dict[str, float]:
+    return {
+        "entity_precision": right / found if found else 0.0,
+        "entity_recall": right / there if there else 0.0,
+        "entity_f1": 2 * right / (found + there) if found + there else 0.0,
+    }
+
+
+def _f1(hits: Tensor, both: Tensor) -> Tensor:
+    """Return 2 hits / (predicted + true)."""
+    return 2 * hits / both.clamp(min=1)

@@ -1,0 +1,147 @@
+"""The seam between tasks and everything else.
+
+A task is two things. Its *config*, a part of the recipe, says what model it needs: `purpose`, once
+`resolve` has found in the data what the recipe leaves open (the labels). Its *task*, made by `on` a
+model, turns files into rows, rows into batches, batches into a loss, and rows into metrics.
+
+A new task is a file beside this one (a `TaskConfig` and a `Task`) and a line in table.py. Model
+class, head, processor, saving, opening, evaluating and checking follow from the two.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.config import Config
+from peftkit.data.encode import Style
+from peftkit.data.load import DataConfig
+from peftkit.events import Listener, Progress, ignore
+from peftkit.purpose import Processor, Purpose
+
+BATCH_SIZE = 8
+
+
+class Task(ABC):
+    """What is learnt, on one model; training needs of it what `peftkit.train.learner.Task` says.
+
+    A row says its `source` ("train.jsonl:7"), and its `input_ids` if it is made of tokens.
+    """
+
+    @property
+    def style(self) -> Style | None:
+        """How generation prompts what learnt it; None where nothing is generated from a prompt."""
+        return None
+
+    @abstractmethod
+    def load(self, where: str) -> list[Any]:
+        """Read a file or data set (see `DataConfig.train`) as rows; emits the counts.
+
+        Raises:
+            DataError: Rows cannot be used; names them.
+        """
+
+    @abstractmethod
+    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Return rows as a batch, on the CPU."""
+
+    @abstractmethod
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        """Return by how many the summed loss is divided; it never waits for the GPU."""
+
+    @abstractmethod
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss summed over the targets of a batch, in fp32."""
+
+    def training(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Return a context in which a model is trained."""
+        return nullcontext()
+
+    @abstractmethod
+    def spans(self, row: Any) -> list[tuple[str, str]]:
+        """Return a row as the loss sees it, in pieces: what each is, and its text."""
+
+    @abstractmethod
+    def metrics(
+        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        """Return the loss and what else this task is measured by; the model is in eval mode."""
+
+
+class TaskConfig(Config, ABC):
+    """What every task's config has: a recipe's `task`, as `{type: ...}` or as the type alone."""
+
+    task_type: ClassVar[str | None]
+    """PEFT's word for it; None where PEFT has none."""
+    auto_class: ClassVar[str]
+    """The class of transformers that picks the model's."""
+    processor: ClassVar[Processor] = "tokenizer"
+    """What makes the inputs; `on` gets it."""
+    command: ClassVar[str] = "peftkit eval {folder} --data FILE"
+    """What to do with an adapter that learnt it, at the command line."""
+    data_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields of DataConfig, beside train and eval, that this task reads; others are refused."""
+
+    type: str
+
+    def resolve(self, data: DataConfig) -> TaskConfig:
+        """Return the config with all that `purpose` needs; reads the training data for it.
+
+        Raises:
+            DataError: The data cannot be read, or does not say.
+        """
+        return self
+
+    @property
+    def purpose(self) -> Purpose:
+        """What the base is loaded for. A task with a head of classes says it here, resolved."""
+        return Purpose(self.type, self.auto_class, self.processor)
+
+    @abstractmethod
+    def on(
+        self,
+        model: nn.Module,
+        processor: Any,
+        data: DataConfig,
+        *,
+        style: Style | None = None,
+        on_event: Listener = ignore,
+    ) -> Task:
+        """Make the task for a model that was loaded for `purpose`, adapter and all.
+
+        Args:
+            processor: The base's tokenizer or image processor.
+            style: How the adapter in hand was trained to be prompted; None: the rows decide.
+
+        Raises:
+            PeftkitError: The model or the settings do not suit the task.
+        """
+
+
+@torch.no_grad()
+def mean_loss(
+    task: Task, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+) -> tuple[float, int]:
+    """Return the mean loss of rows and the number of targets: what most metrics begin with."""
+    total, num_targets = 0.0, 0
+    for batch in batches(task, model, rows, "Measuring the loss", on_event):
+        total += float(task.loss_sum(model, batch))
+        num_targets += task.num_targets(batch)
+    return total / num_targets, num_targets
+
+
+def batches(
+    task: Task, model: nn.Module, rows: Sequence[Any], text: str, on_event: Listener
+) -> Any:
+    """Yield rows, shortest first, as batches where the model is; emits progress under a text."""
+    device = next(model.parameters()).device
+    order = sorted(rows, key=lambda row: len(getattr(row, "input_ids", ())))  # little padding
+    for start in range(0, len(order), BATCH_SIZE):
+        on_event(Progress(text, start, len(order)))
+        batch = task.collate(order[start : start + BATCH_SIZE])
+        yield {name: tensor.to(device) for name, tensor in batch.items()}

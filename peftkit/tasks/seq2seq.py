@@ -1,0 +1,269 @@
+"""Sequence to sequence: an encoder reads the source, a decoder learns to write the target.
+
+The decoder is given its start token and the target but for its last token, and learns the whole
+target, end token included: what greedy generation then repeats. Nothing is learnt of the source.
+
+Shapes: B rows, S tokens of the longest source, T of the longest target, n of all targets together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from peftkit.data.encode import Style
+from peftkit.data.load import DataConfig, read_records
+from peftkit.data.pairs import PairEncoder, PairRow, read_pairs
+from peftkit.errors import BaseError, ConfigError
+from peftkit.events import Listener, Progress, Stage, Table, ignore
+from peftkit.tasks.cpu_attention import cpu_attention
+from peftkit.tasks.head import head_of, token_loss
+from peftkit.tasks.length import longest
+from peftkit.tasks.loss import accepted, unwrapped
+from peftkit.tasks.protocol import BATCH_SIZE, Task, TaskConfig, mean_loss
+from peftkit.tasks.rouge import rouge_l
+from peftkit.tasks.rows import check_dropped, named
+from peftkit.train.metrics import perplexity
+
+UNLIMITED = 999_999
+"""Tokens of a source where nobody limits it: T5 counts distances, not positions."""
+
+
+class Seq2Seq(Task):
+    """Rows from pairs of texts, batches for encoder and decoder, a loss over the targets.
+
+    Raises:
+        BaseError: The model has no encoder, or does not say what its decoder starts with.
+        DataError: A length that cannot be.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        config: Seq2SeqConfig,
+        data: DataConfig,
+        *,
+        on_event: Listener = ignore,
+    ) -> None:
+        self.tokenizer, self.config, self.data = tokenizer, config, data
+        self._start = _decoder_start(unwrapped(model))
+        self.max_source = longest(model, tokenizer, data.max_length or UNLIMITED)
+        self.max_target = longest(model, tokenizer, config.max_target_length)
+        self._on_event = on_event
+        self._head = head_of(model)
+
+    def load(self, where: str) -> list[PairRow]:
+        """Read pairs of a source and a target, each cut to its longest length.
+
+        Raises:
+            DataError: Rows that are no such pairs; too many without a target.
+        """
+        self._on_event(Stage(f"Reading {where}"))
+        pairs, form, unused = read_pairs(
+            read_records(where), self.data.format, self.config.fields, where
+        )
+        encoder = PairEncoder(self.tokenizer, self.config.prefix, self.max_source, self.max_target)
+        made = [encoder.encode(pair) for pair in pairs]
+        rows = [row for row in made if row is not None]
+        dropped = [pair.source for pair, row in zip(pairs, made, strict=True) if row is None]
+        lines = [
+            ("format", form),
+            ("rows read", f"{len(pairs):,}"),
+            ("rows kept", f"{len(rows):,}"),
+            (f"sources cut at {self.max_source:,} tokens", f"{encoder.num_cut_sources:,}"),
+            (f"targets cut at {self.max_target:,} tokens", f"{encoder.num_cut_targets:,}"),
+            ("dropped: source or target is empty", named(dropped)),
+            ("source tokens", f"{sum(len(row.input_ids) for row in rows):,}"),
+            ("learnt tokens", f"{sum(len(row.labels) for row in rows):,}"),
+        ]
+        if unused:
+            lines.append(("fields not used", ", ".join(unused)))
+        self._on_event(Table(f"Data: {where}", ("what", "how many"), tuple(lines)))
+        check_dropped(where, len(pairs), dropped, self.data)
+        return rows
+
+    def collate(self, rows: Sequence[PairRow]) -> dict[str, Tensor]:
+        """Return a batch, padded on the right.
+
+        input_ids and attention_mask (B, S); decoder_input_ids (B, T); target_index (n,), where in
+        the flattened (B * T) decoder states a token is learnt; targets (n,), those tokens. The
+        decoder needs no mask: no token attends to the padding on its right.
+        """
+        pad = int(self.tokenizer.pad_token_id)
+        input_ids, attention_mask = _padded([row.input_ids for row in rows], pad)
+        shifted = [(self._start, *row.labels[:-1]) for row in rows]
+        decoder_input_ids, learnt = _padded(shifted, pad)
+        return {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "decoder_input_ids": decoder_input_ids,
+            "target_index": learnt.flatten().nonzero().flatten(),
+            "targets": torch.tensor([token for row in rows for token in row.labels]),
+        }
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        """Return how many tokens the targets have."""
+        return batch["targets"].numel()
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the cross entropy summed over the tokens of the targets, in fp32."""
+        names = ("input_ids", "attention_mask", "decoder_input_ids")
+        inputs = accepted(model, {name: batch[name] for name in names} | {"use_cache": False})
+        return token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
+
+    def training(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Return a context in which the model's attention is the one that trains fastest."""
+        return cpu_attention(unwrapped(model))
+
+    def spans(self, row: PairRow) -> list[tuple[str, str]]:
+        """Return a row's two texts as the model gets them."""
+        source, target = self.tokenizer.decode(row.input_ids), self.tokenizer.decode(row.labels)
+        return [("source", source), ("learnt", target)]
+
+    def metrics(
+        self, model: nn.Module, rows: Sequence[PairRow], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        """Return loss and perplexity, and of greedy answers exact_match and the mean rouge_l."""
+        loss, num_tokens = mean_loss(self, model, rows, on_event=on_event)
+        answers = self.answers(model, rows, on_event=on_event)
+        pairs = [(text, row.target) for text, row in zip(answers, rows, strict=True)]
+        return {
+            "loss": loss,
+            "perplexity": perplexity(loss),
+            "exact_match": sum(a.strip() == b.strip() for a, b in pairs) / len(pairs),
+            "rouge_l": sum(rouge_l(*pair) for pair in pairs) / len(pairs),
+            "num_tokens": num_tokens,
+        }
+
+    def answers(
+        self, model: nn.Module, rows: Sequence[PairRow], *, on_event: Listener = ignore
+    ) -> list[str]:
+        """Return what the model writes for each row's source, greedily."""
+        whole, answers = unwrapped(model), [""] * len(rows)
+        settings = self._settings(whole)
+        order = sorted(range(len(rows)), key=lambda n: len(rows[n].input_ids))
+        with _generating(whole):
+            for start in range(0, len(order), BATCH_SIZE):
+                on_event(Progress("Answering", start, len(rows)))
+                chosen = order[start : start + BATCH_SIZE]
+                sources = [rows[n].input_ids for n in chosen]
+                ids, mask = _padded(sources, int(self.tokenizer.pad_token_id))
+                made = whole.generate(
+                    ids.to(whole.device),
+                    attention_mask=mask.to(whole.device),
+                    generation_config=settings,
+                )
+                for n, text in zip(chosen, self._texts(made), strict=True):
+                    answers[n] = text
+        return answers
+
+    def _texts(self, ids: Tensor) -> list[str]:
+        texts: list[str] = self.tokenizer.batch_decode(
+            ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return texts
+
+    def _settings(self, model: Any) -> GenerationConfig:
+        """Return greedy generation, with nothing of the model's own but how it starts and ends."""
+        end, own = self.tokenizer.eos_token_id, model.generation_config.eos_token_id
+        ends = {end, *(own if isinstance(own, list) else [own])} - {None}
+        return GenerationConfig(
+            do_sample=False,
+            use_cache=True,
+            max_new_tokens=self.max_target,
+            decoder_start_token_id=self._start,
+            eos_token_id=sorted(ends),
+            pad_token_id=int(self.tokenizer.pad_token_id),
+        )
+
+
+class Seq2SeqConfig(TaskConfig):
+    """Sequence to sequence: summaries, translations, answers, with an encoder and a decoder."""
+
+    task_type: ClassVar[str] = "SEQ_2_SEQ_LM"
+    auto_class: ClassVar[str] = "AutoModelForSeq2SeqLM"
+    data_fields: ClassVar[frozenset[str]] = frozenset({"format", "max_length", "max_dropped"})
+
+    type: Literal["seq2seq"] = "seq2seq"
+    max_target_length: Annotated[int, Field(ge=2)] = 256
+    """Longest target in tokens, longer ones are cut; the longest source is data.max_length."""
+    prefix: str = ""
+    """Put before every source: T5 learnt to be told "summarize: "."""
+    source: str | None = None
+    """Field with the source; null: as data.format says."""
+    target: str | None = None
+    """Field with the target; set both or neither."""
+
+    @model_validator(mode="after")
+    def _both(self) -> Seq2SeqConfig:
+        if (self.source is None) != (self.target is None):
+            raise ConfigError(
+                "source and target are named together or not at all.",
+                fix="Name both: source: document, target: summary.",
+            )
+        return self
+
+    @property
+    def fields(self) -> tuple[str, str] | None:
+        """The two named fields."""
+        return None if self.source is None or self.target is None else (self.source, self.target)
+
+    def on(
+        self,
+        model: nn.Module,
+        processor: Any,
+        data: DataConfig,
+        *,
+        style: Style | None = None,
+        on_event: Listener = ignore,
+    ) -> Seq2Seq:
+        return Seq2Seq(model, processor, self, data, on_event=on_event)
+
+
+def _padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Return rows as one tensor, padded on the right, and a mask: 1 where a token is."""
+    ids = torch.full((len(rows), max(map(len, rows))), pad)
+    mask = torch.zeros_like(ids)
+    for number, row in enumerate(rows):
+        ids[number, : len(row)] = torch.tensor(row)
+        mask[number, : len(row)] = 1
+    return ids, mask
+
+
+def _decoder_start(model: Any) -> int:
+    """Return the token that the decoder is given first."""
+    config = model.config
+    if not getattr(config, "is_encoder_decoder", False):
+        raise BaseError(
+            f"{type(model).__name__} cannot learn seq2seq.",
+            found="It has no encoder and decoder.",
+            fix="Set task: causal_lm, or give a base such as T5 or BART.",
+        )
+    start = getattr(config, "decoder_start_token_id", None)
+    if start is None and model.generation_config is not None:
+        start = model.generation_config.decoder_start_token_id
+    if start is None:
+        raise BaseError(
+            f"{type(model).__name__} does not say what its decoder starts with.",
+            found="Its config has no decoder_start_token_id.",
+            fix="Add it to the base's config.json.",
+        )
+    return int(start)
+
+
+@contextmanager
+def _generating(model: Any) -> Iterator[None]:
+    """Set the model's own generation settings aside: transformers would mix them in."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own

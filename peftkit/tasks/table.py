@@ -1,0 +1,41 @@
+"""All tasks there are. A new one is a file beside this one and a line in this table."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from peftkit.tasks.causal_lm import CausalLMConfig
+from peftkit.tasks.image_classification import ImageClassificationConfig
+from peftkit.tasks.masked_lm import MaskedLMConfig
+from peftkit.tasks.protocol import TaskConfig
+from peftkit.tasks.seq2seq import Seq2SeqConfig
+from peftkit.tasks.sequence_classification import SequenceClassificationConfig
+from peftkit.tasks.token_classification import TokenClassificationConfig
+
+TASKS: dict[str, type[TaskConfig]] = {
+    "causal_lm": CausalLMConfig,
+    "sequence_classification": SequenceClassificationConfig,
+    "token_classification": TokenClassificationConfig,
+    "seq2seq": Seq2SeqConfig,
+    "masked_lm": MaskedLMConfig,
+    "image_classification": ImageClassificationConfig,
+}
+
+
+def _spelled_out(value: object) -> Any:
+    """Let a task's type alone stand for a task without settings."""
+    return {"type": value} if isinstance(value, str) else value
+
+
+_Section = Annotated[
+    CausalLMConfig
+    | SequenceClassificationConfig
+    | TokenClassificationConfig
+    | Seq2SeqConfig
+    | MaskedLMConfig
+    | ImageClassificationConfig,
+    Field(discriminator="type"),
+]
+AnyTask = Annotated[_Section, BeforeValidator(_spelled_out, json_schema_input_type=str | _Section)]

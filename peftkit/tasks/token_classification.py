@@ -1,0 +1,256 @@
+"""Token classification: each word of a text has a tag, as in named entities or parts of speech.
+
+The first piece of a word is tagged, the others are not learnt (Devlin et al., 2018, section 5.3).
+
+Shapes: B rows, T tokens, n tagged words of the batch, L tags.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+from torch.nn import functional
+
+from peftkit.data.encode import Style
+from peftkit.data.load import DataConfig, Record, read_records
+from peftkit.errors import BaseError, DataError
+from peftkit.events import Listener, Progress, Stage, Table, ignore
+from peftkit.purpose import ClassHead, Purpose, labels_of
+from peftkit.strict_json import shown
+from peftkit.tasks.labels import check_names, label_name, list_of, number_of, sorted_names
+from peftkit.tasks.loss import accepted, unwrapped
+from peftkit.tasks.metrics import are_spans, entity_metrics, tag_metrics
+from peftkit.tasks.protocol import Task, TaskConfig, batches
+from peftkit.tasks.texts import Texts
+
+PROGRESS_EVERY = 500
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedRow:
+    """A text and the tags of its words.
+
+    Args:
+        input_ids, types: See `Encoded`.
+        places: Of the first piece of each tagged word, in order.
+        tags: Their numbers.
+        source: "train.jsonl:7".
+    """
+
+    input_ids: tuple[int, ...]
+    types: tuple[int, ...]
+    places: tuple[int, ...]
+    tags: tuple[int, ...]
+    source: str
+
+
+class TokenClassification(Task):
+    """Rows from words and tags, batches from rows, a loss from batches.
+
+    Args:
+        model: With a head over tokens: its config names the tags.
+
+    Raises:
+        BaseError: The tokenizer cannot say which piece belongs to which word.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        config: TokenClassificationConfig,
+        data: DataConfig,
+        *,
+        on_event: Listener = ignore,
+    ) -> None:
+        self.config, self._on_event = config, on_event
+        if not tokenizer.is_fast:
+            raise BaseError(
+                "Cannot tag words with this base.",
+                found="Its tokenizer does not say where in the text a token stands.",
+                fix="Put a tokenizer.json into its folder.",
+            )
+        self.texts = Texts(model, tokenizer, data.max_length)
+        self.labels = labels_of(unwrapped(model).config)
+        self._numbers = {label: number for number, label in enumerate(self.labels)}
+
+    def load(self, where: str) -> list[TaggedRow]:
+        """Read a file or data set; emits how many words there are, and how many were lost.
+
+        Raises:
+            DataError: A row has not as many tags as words, or a tag that the head does not know.
+        """
+        self._on_event(Stage(f"Reading {where}"))
+        records = read_records(where)
+        rows, num_words, num_cut = [], 0, 0
+        for number, record in enumerate(records):
+            if number % PROGRESS_EVERY == 0:
+                self._on_event(Progress(f"Encoding {where}", number, len(records)))
+            words, tags = self._words(record), self._tags(record)
+            if len(words) != len(tags):
+                raise DataError(
+                    f"Cannot use {record.source}: it has not as many tags as words.",
+                    found=f"{len(words)} words and {len(tags)} tags.",
+                    fix="Give each word one tag.",
+                )
+            row, is_cut = self._encode(words, tags, record.source)
+            num_words += len(words)
+            num_cut += is_cut
+            rows.append(row)
+        num_tagged = sum(len(row.places) for row in rows)
+        lines = (
+            ("rows", f"{len(rows):,}"),
+            ("words", f"{num_words:,}"),
+            (f"rows cut at {self.texts.max_length:,} tokens", f"{num_cut:,}"),
+            ("words without a token", f"{num_words - num_tagged:,}"),
+            ("tokens", f"{sum(len(row.input_ids) for row in rows):,}"),
+        )
+        self._on_event(Table(f"Data: {where}", ("what", "how many"), lines))
+        if num_tagged == 0:
+            raise DataError(f"Cannot use {where}.", found="No row has a word with a tag.")
+        return rows
+
+    def collate(self, rows: Sequence[TaggedRow]) -> dict[str, Tensor]:
+        """Return a batch of tokens, and of the tagged words (n,): target_index, targets, row."""
+        batch = self.texts.collate(rows)
+        width = batch["input_ids"].shape[1]
+        places = [number * width + place for number, row in enumerate(rows) for place in row.places]
+        tags = [tag for row in rows for tag in row.tags]
+        owners = [number for number, row in enumerate(rows) for _ in row.places]
+        own = {"target_index": places, "targets": tags, "row": owners}
+        return batch | {name: torch.tensor(v, dtype=torch.long) for name, v in own.items()}
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        """Return how many words a batch teaches."""
+        return batch["targets"].numel()
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the cross entropy summed over the tagged words, in fp32."""
+        return functional.cross_entropy(
+            self._logits(model, batch), batch["targets"], reduction="sum"
+        )
+
+    def spans(self, row: TaggedRow) -> list[tuple[str, str]]:
+        """Return the pieces of the text, each first piece of a word after its tag."""
+        tags = dict(zip(row.places, row.tags, strict=True))
+        return [
+            (self.labels[tags[place]] if place in tags else "", self.texts.pieces([token]))
+            for place, token in enumerate(row.input_ids)
+        ]
+
+    @torch.no_grad()
+    def metrics(
+        self, model: nn.Module, rows: Sequence[TaggedRow], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        """Return the loss, the share of words tagged right, and F1 of entities or of tags."""
+        found: list[list[str]] = []
+        true: list[list[str]] = []
+        loss, num_words = 0.0, 0
+        for batch in batches(self, model, rows, "Tagging", on_event):
+            logits, targets = self._logits(model, batch), batch["targets"]
+            loss += float(functional.cross_entropy(logits, targets, reduction="sum"))
+            num_words += len(targets)
+            for texts, numbers in ((found, logits.argmax(-1)), (true, targets)):
+                new: list[list[str]] = [[] for _ in range(len(batch["input_ids"]))]
+                for owner, tag in zip(batch["row"].tolist(), numbers.tolist(), strict=True):
+                    new[owner].append(self.labels[tag])
+                texts += new
+        right = sum(
+            ours == theirs
+            for pair in zip(found, true, strict=True)
+            for ours, theirs in zip(*pair, strict=True)
+        )
+        measure = entity_metrics if are_spans(self.labels) else tag_metrics
+        return {"loss": loss / num_words, "accuracy": right / num_words, **measure(found, true)}
+
+    def _logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        own = ("target_index", "targets", "row")
+        inputs: dict[str, Any] = {name: t for name, t in batch.items() if name not in own}
+        logits: Tensor = model(**accepted(model, {**inputs, "use_cache": False})).logits
+        return logits.flatten(0, 1).index_select(0, batch["target_index"]).float()
+
+    def _encode(self, words: list[str], tags: list[str], source: str) -> tuple[TaggedRow, bool]:
+        """Tokenise the words as one text; a token belongs to the word that its last letter is in.
+
+        So the tokens are those of the text, whatever the tokenizer makes of the spaces.
+        """
+        starts = [0]
+        for word in words[:-1]:
+            starts.append(starts[-1] + len(word) + 1)
+        text = self.texts.encode(" ".join(words), offsets=True)
+        places: dict[int, int] = {}  # word -> its first token
+        for place, (start, end) in enumerate(text.offsets):
+            if end > start:  # special tokens are nowhere in the text
+                places.setdefault(bisect_right(starts, end - 1) - 1, place)
+        numbers = [number_of(tags[word], self._numbers, source) for word in places]
+        ids = text.input_ids
+        row = TaggedRow(ids, text.types, tuple(places.values()), tuple(numbers), source)
+        return row, text.is_cut
+
+    def _words(self, record: Record) -> list[str]:
+        words = list_of(record, self.config.words, "task.words")
+        wrong = [word for word in words if not isinstance(word, str) or not word.strip()]
+        if wrong or not words:
+            raise DataError(
+                f"Cannot use {record.source}: its {self.config.words!r} are not words.",
+                found=f"One is {shown(wrong[0])}." if wrong else "There are none.",
+                fix="Mend or remove the row.",
+            )
+        return words
+
+    def _tags(self, record: Record) -> list[str]:
+        tags = list_of(record, self.config.tags, "task.tags")
+        return [label_name(tag, record.source) for tag in tags]
+
+
+class TokenClassificationConfig(TaskConfig):
+    """Token classification: a tag for each word."""
+
+    task_type: ClassVar[str] = "TOKEN_CLS"
+    auto_class: ClassVar[str] = "AutoModelForTokenClassification"
+    data_fields: ClassVar[frozenset[str]] = frozenset({"max_length"})
+
+    type: Literal["token_classification"] = "token_classification"
+    words: str = "words"
+    """Field with the list of words."""
+    tags: str = "tags"
+    """Field with the list of their tags."""
+    labels: tuple[str, ...] = ()
+    """Names of all tags, in the order of the head's outputs; by default those in data.train."""
+    fresh_head: bool = False
+    """Make a new head although the base has one."""
+
+    @model_validator(mode="after")
+    def _labels(self) -> TokenClassificationConfig:
+        check_names(self.labels)
+        return self
+
+    def resolve(self, data: DataConfig) -> TokenClassificationConfig:
+        """Find the tags in the training data, if they are not given."""
+        if self.labels:
+            return self
+        lists = ((list_of(r, self.tags, "task.tags"), r.source) for r in read_records(data.train))
+        names = (label_name(tag, source) for tags, source in lists for tag in tags)
+        return self.model_copy(update={"labels": sorted_names(names, data.train)})
+
+    @property
+    def purpose(self) -> Purpose:
+        head = ClassHead(self.labels, None, self.fresh_head)
+        return Purpose(self.type, self.auto_class, self.processor, head)
+
+    def on(
+        self,
+        model: nn.Module,
+        processor: Any,
+        data: DataConfig,
+        *,
+        style: Style | None = None,
+        on_event: Listener = ignore,
+    ) -> TokenClassification:
+        return TokenClassification(model, processor, self, data, on_event=on_event)

@@ -1,0 +1,97 @@
+"""What the benchmarks train on, and how time is sorted by kind."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import families, growth
+from benchmarks.orders import make_rows
+from benchmarks.profile import kind_of, shares
+from benchmarks.shapes import FAMILIES, build
+from benchmarks.workers.peft_loop import collate
+
+
+def test_mixed_rows_are_as_uneven_as_conversations(tmp_path: Path) -> None:
+    lines = make_rows(tmp_path, 400, "mixed").read_text().splitlines()
+    words = sorted(len(json.loads(line)["output"].split()) for line in lines)
+    assert len(lines) == 400
+    assert words[40] < median(words) / 3
+    assert words[360] > 2 * median(words)
+    again = make_rows(tmp_path / "again", 400, "mixed").read_text().splitlines()
+    assert again == lines
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "masked_lm", "seq2seq"])
+def test_rows_learn_what_their_task_learns(task: str) -> None:
+    rows = families.make_rows(task, 20, shortest=9, longest=41)
+    for row in rows:
+        ids, labels = row["input_ids"], row["labels"]
+        learnt = [label for label in labels if label != -100]
+        if task == "seq2seq":
+            assert len(learnt) == len(labels) == len(ids) // 2
+        elif task == "masked_lm":
+            assert len(learnt) == ids.count(families.MASK) == max(1, len(ids) * 15 // 100)
+        else:
+            assert learnt == ids[len(ids) // 2 :]
+    batch = collate(rows, paired=task == "seq2seq")
+    lengths = [len(row["input_ids"]) for row in rows]
+    assert batch["attention_mask"].sum(1).tolist() == lengths
+    assert int((batch["labels"] != -100).sum()) == sum(
+        label != -100 for row in rows for label in row["labels"]
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shapes_are_of_about_100_million_parameters(family: str) -> None:
+    parameters = build(FAMILIES[family], device="meta").parameters()
+    assert 90e6 < sum(parameter.numel() for parameter in parameters) < 140e6
+
+
+def test_both_sides_of_a_family_adapt_the_same_layers() -> None:
+    args = Namespace(
+        sizes={},
+        rows=2,
+        rank=4,
+        device="cpu",
+        batch_size=2,
+        learning_rate=1e-3,
+    )
+    job = families.make_job("qwen3_moe", args)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in job["target_parameters"]
+    assert "model.layers.7.self_attn.q_proj" in job["target_modules"]
+    without = families.make_job(families.WITHOUT_EXPERTS, args)
+    assert without["target_parameters"] is None
+    assert without["target_modules"] == job["target_modules"]
+
+
+def test_a_point_grows_in_one_thing_alone() -> None:
+    args = Namespace(steps=3, dtype="fp32", quantize="none", device="cpu", train={})
+    job = growth.make_job("model", "rank", 64, args)
+    assert (job["rank"], job["num_layers"]) == (64, growth.LAYERS)
+    assert [len(row["labels"]) for row in job["rows"]] == [growth.LENGTH] * 3
+
+
+def test_time_is_sorted_by_what_was_called_for() -> None:
+    weight = torch.randn(16, 16, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    with profile(activities=[ProfilerActivity.CPU]) as watched:
+        hidden = torch.nn.functional.silu(torch.randn(8, 16) @ weight)
+        query = hidden.view(1, 2, 4, 16)
+        attended = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+        loss = torch.nn.functional.cross_entropy(attended.reshape(8, 16), torch.arange(8))
+        loss.backward()
+        optimizer.step()
+    found = shares(watched.events(), device_time=False)
+    assert {"matmul", "attention", "loss", "optimizer", "pointwise"} <= found.keys()
+    assert all(time >= 0 for time in found.values())
+    assert kind_of(["aten::mul", "Optimizer.step#AdamW.step"]) == "optimizer"
+    assert kind_of(["aten::mul", "aten::silu_backward"]) == "pointwise"
+    assert kind_of(["graph_0_cpp_fused_add_1"]) == "compiled"
+    assert kind_of(["aten::view"]) == "other"

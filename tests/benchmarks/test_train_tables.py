@@ -1,0 +1,106 @@
+"""What the training benchmark tells, and what it refuses to tell, from runs that are made up."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.report import Spread, disagreement, table
+from benchmarks.train import arguments, problems, summary, tell, tokens_of_steps
+from benchmarks.workers import WorkerFailed, work
+
+ROWS = [{"input_ids": [1] * 50}, {"input_ids": [1] * 150}]
+
+
+def run(seconds: float, losses: list[float], peak: int = 10, **more: Any) -> dict[str, Any]:
+    return {
+        "seconds": seconds,
+        "whole_seconds": seconds + 1,
+        "first_step_seconds": 1.0,
+        "step_seconds": [seconds / len(losses)] * len(losses),
+        "peak_bytes": peak,
+        "losses": losses,
+        "num_trainable": 7,
+        **more,
+    }
+
+
+def settings(path: Path | None = None) -> argparse.Namespace:
+    args = arguments(["--against", "trl", "--batch-size", "1"])
+    args.json = path
+    return args
+
+
+def test_medians_and_ratios_stand_in_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = [run(seconds, [2.0, 1.0], peak=6) for seconds in (2.0, 1.0, 4.0)]
+    theirs = [run(seconds, [2.0, 1.02], peak=10) for seconds in (8.0, 6.0, 7.0)]
+    assert tell(settings(tmp_path / "f.json"), ROWS, {"ours": ours, "trl": theirs}) == 0
+    told = capsys.readouterr().out
+    assert "100 (50-200)" in told  # 200 tokens in 2, 4 and 1 seconds
+    assert "3.50 x" in told  # 7 s against 2 s
+    assert "0.60 x" in told
+    found = json.loads((tmp_path / "f.json").read_text())
+    assert found["figures"]["trl"]["speed_of_ours"] == pytest.approx(3.5)
+    assert {"command", "machine", "versions", "runs"} <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "why"),
+    [
+        (run(9.0, [2.0, 1.5]), "the losses differ by 14.3%, more than 5%"),
+        (run(9.0, [2.0, float("nan")]), "the losses differ by nan"),
+        (run(9.0, [2.0]), "1 steps, ours has 2"),
+        (run(9.0, [2.0, 1.0]) | {"num_trainable": 8}, "trains 8 values, ours 7"),
+        ({"failed": "out of memory"}, "out of memory"),
+    ],
+)
+def test_no_speed_is_told_of_a_run_that_cannot_be_compared(
+    theirs: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tell(settings(), ROWS, {"ours": [run(2.0, [2.0, 1.0])], "trl": [theirs]}) == 1
+    told = capsys.readouterr().out
+    assert f"trl: no speed is told: {why}" in told
+    assert " x" not in told.replace(" x86", "")
+
+
+def test_the_later_half_counts_the_tokens_of_its_own_steps() -> None:
+    ours = run(4.0, [2.0, 1.0]) | {"step_seconds": [3.0, 1.0]}
+    figures = summary({"ours": [ours]}, tokens_of_steps(ROWS, 1), {})
+    assert figures["ours"]["steady"] == 150
+    assert figures["ours"]["tokens_per_second"] == 50
+    assert tokens_of_steps(ROWS, 8) == [200]
+
+
+def test_no_speed_is_told_of_anyone_when_ours_failed() -> None:
+    runs = {"ours": [{"failed": "out of memory"}], "trl": [run(9.0, [2.0])]}
+    assert all("problem" in found for found in summary(runs, [200], problems(runs)).values())
+
+
+def test_curves_differ_by_their_mean_difference_over_the_mean() -> None:
+    assert disagreement([1.0, 2.0], [1.5, 2.5]) == pytest.approx(0.25)
+    with pytest.raises(ValueError, match="2 and 1 steps"):
+        disagreement([1.0, 2.0], [1.0])
+
+
+def test_a_table_is_markdown_whose_columns_line_up() -> None:
+    lines = table(("", "speed"), [("ours", "1"), ("a peer", "100 (1-200)")]).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[1].endswith("-: |")
+    assert Spread.of([3.0, 1.0, 2.0]).show(1) == "2.0 (1.0-3.0)"
+
+
+def test_an_unknown_peer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(["--against", "axolotl"])
+    assert "known are trl" in capsys.readouterr().err
+
+
+def test_a_worker_that_breaks_says_why(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match=r"No module named benchmarks\.workers\.nobody"):
+        work("nobody", {}, tmp_path)

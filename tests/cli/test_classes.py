@@ -1,0 +1,158 @@
+"""The command line with tasks of classes: what it prints, and what it refuses with exit 2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from peftkit import recipe
+from peftkit.recipe import Recipe
+from tests.cli.conftest import Run
+from tests.tasks.classifiers import LABELS, TEXTS, save_base, write_rows, write_texts
+
+RECIPE = """\
+task: {task}
+base: {{model: {model}, dtype: fp32}}
+method: {{type: lora, rank: 2, targets: [q, v]}}
+data: {{train: rows.jsonl, eval: rows.jsonl, max_length: 64}}
+train: {{output_dir: runs/demo, max_steps: 2, batch_size: 6}}
+"""
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a base, rows, and an adapter in `out` that classifies them."""
+    folder = tmp_path_factory.mktemp("classifier")
+    data = write_texts(folder / "rows.jsonl")
+    recipe.run(
+        Recipe(
+            task="sequence_classification",
+            base={"model": str(save_base(folder / "base")), "dtype": "fp32"},
+            method={"type": "lora", "rank": 2, "targets": ["q", "v"]},
+            data={"train": data},
+            train={
+                "output_dir": folder / "out",
+                "max_steps": 30,
+                "batch_size": 6,
+                "learning_rate": 0.01,
+            },
+        )
+    )
+    return folder
+
+
+def write_recipe(folder: Path, model: Path, task: str = "sequence_classification") -> Path:
+    write_texts(folder / "rows.jsonl")
+    file = folder / "recipe.yaml"
+    file.write_text(RECIPE.format(task=task, model=model))
+    return file
+
+
+def test_predict_prints_a_label_and_its_probability(peftkit: Run, classifier) -> None:
+    done = peftkit("predict", classifier / "out", *(a for t, _ in TEXTS for a in ("--text", t)))
+    assert done.code == 0, done.err
+    lines = [line.split("\t") for line in done.out.splitlines()]
+    assert [label for label, _ in lines] == [label for _, label in TEXTS]
+    assert all(1 / 3 < float(probability) <= 1 for _, probability in lines)
+    done = peftkit("predict", classifier / "out", "--text", TEXTS[0][0], "--json")
+    assert set(json.loads(done.out)[0]) == set(LABELS)
+
+
+def test_eval_prints_the_tasks_metrics(peftkit: Run, classifier) -> None:
+    done = peftkit("eval", classifier / "out", "--data", classifier / "rows.jsonl", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found.keys() == {"loss", "accuracy", "f1_macro", "f1_weighted", "num_rows"}
+    assert found["accuracy"] == 1.0
+
+
+def test_train_says_what_to_do_next(peftkit: Run, classifier, tmp_path) -> None:
+    done = peftkit("train", write_recipe(tmp_path, classifier / "base"))
+    assert done.code == 0, done.err
+    assert "Next: peftkit predict runs/demo --text TEXT" in done.err
+    card = (tmp_path / "runs" / "demo" / "README.md").read_text()
+    assert "AutoModelForSequenceClassification" in card
+    assert "num_labels=3" in card
+    assert "eval_accuracy" in card
+    assert "perplexity" not in card
+    assert "vllm" not in card
+
+
+def test_check_shows_labels_beside_texts(peftkit: Run, classifier, tmp_path) -> None:
+    done = peftkit("check", write_recipe(tmp_path, classifier / "base"))
+    assert done.code == 0, done.err
+    assert "animal" in done.out
+    assert "<s>the quick brown fox jumps<|im_end|>" in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("generate", "{out}", "--prompt", "hello"), "does not go on from a prompt"),
+        (("chat", "{out}"), "does not go on from a prompt"),
+        (("chat", "--adapter", "a={out}"), "does not go on from a prompt"),
+        (("predict", "{out}", "--text", " "), "cannot classify ' '"),
+        (("predict", "{out}", "--text", "a", "--pair", "b"), "Give one text"),
+        (("predict", "{out}", "--text", "a", "--pair", "b", "--pair", "c"), "no pairs"),
+        (("eval", "{out}", "--data", "{new}"), "Did you mean 'animal'?"),
+        (("eval", "{out}", "--data", "{none}"), "it has no 'label'"),
+    ],
+)
+def test_what_a_classifier_cannot_do_is_exit_2(
+    peftkit: Run, classifier, arguments, words, tmp_path
+) -> None:
+    new = write_rows(tmp_path / "new.jsonl", [{"text": "a dog", "label": "animals"}])
+    none = write_rows(tmp_path / "none.jsonl", [{"text": "a dog"}])
+    done = peftkit(*(a.format(out=classifier / "out", new=new, none=none) for a in arguments))
+    assert (done.code, done.out) == (2, "")
+    assert words in done.err
+    assert "Traceback" not in done.err
+
+
+def test_an_adapter_that_answers_does_not_classify(peftkit: Run, trained: Path) -> None:
+    done = peftkit("predict", trained / "runs" / "demo", "--text", "hello")
+    assert done.code == 2
+    assert "does not classify texts" in done.err
+
+
+@pytest.mark.parametrize(
+    ("task", "sets", "words"),
+    [
+        ("sequence_clasification", [], "Did you mean 'sequence_classification'"),
+        ("{type: sequence_classification, txt: a}", [], "Did you mean 'text'"),
+        ("sequence_classification", ["data.packing=false"], "data.packing is not used"),
+        ("sequence_classification", ["data.format=text"], "data.format is not used"),
+        ("{type: sequence_classification, label: class}", [], "it has no 'class'"),
+        ("{type: sequence_classification, labels: [a, a]}", [], "'a' is there twice"),
+        (
+            "{type: sequence_classification, labels: [animal, food]}",
+            [],
+            "rows.jsonl:3: it has a label that the head does not know",
+        ),
+        ("token_classification", [], "it has no 'tags'"),
+    ],
+)
+def test_recipes_that_cannot_be_are_exit_2(
+    peftkit: Run, classifier, task, sets, words, tmp_path
+) -> None:
+    file = write_recipe(tmp_path, classifier / "base", task)
+    done = peftkit("check", file, *(a for s in sets for a in ("--set", s)))
+    assert done.code == 2
+    assert words in done.err
+
+
+def test_labels_that_disagree_with_the_head_are_exit_2(peftkit: Run, classifier, tmp_path) -> None:
+    config = json.loads((classifier / "base" / "config.json").read_text())
+    config["id2label"] = {"0": "positive", "1": "negative"}
+    config["label2id"] = {"positive": 0, "negative": 1}
+    base = tmp_path / "base"
+    base.mkdir()
+    for file in (classifier / "base").iterdir():
+        (base / file.name).write_bytes(file.read_bytes())
+    (base / "config.json").write_text(json.dumps(config))
+    done = peftkit("check", write_recipe(tmp_path, base))
+    assert done.code == 2
+    assert "The head's: positive, negative" in done.err
+    assert "The task's: animal, food, question" in done.err

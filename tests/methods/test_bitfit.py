@@ -1,0 +1,173 @@
+"""BitFit: biases alone are trained; PEFT takes its file for a LoRA that does nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from peftkit.adapter import attach
+from peftkit.errors import AdapterError, TargetError
+from peftkit.formats.low_rank import read_low_rank
+from peftkit.formats.peft import CONFIG, NOTES, TENSORS, load_adapter
+from peftkit.merging.fold import Tally, merge_dequantized, merge_into
+from peftkit.methods.bitfit import BitFit
+from peftkit.methods.lora import LoRA
+from peftkit.quant import QuantizedLinear, quantize_model
+from tests.kinds import loss, outputs
+from tests.methods.exchange import built, check_back, check_there, moved, saved, trained
+
+pytestmark = pytest.mark.filterwarnings(
+    # PEFT asks transformers by an old name
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
+    # and notes that a layer with a bias cannot be switched off
+    "ignore:Careful, disabling adapter layers with bias:UserWarning",
+)
+WITH_BIAS = ("gpt2", "qwen2", "bert", "bart", "vit")
+
+
+@pytest.mark.parametrize("family", WITH_BIAS)
+def test_peft_computes_the_same_from_our_file(family: str, tmp_path: Path) -> None:
+    check_there(family, BitFit(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("gpt2", ("ffn",)),
+        ("gpt2", ("norms",)),
+        ("bert", ("q", "v")),
+        ("bert", ("output.LayerNorm", "ffn")),
+        ("opt", ("layers.0.*",)),
+    ],
+)
+def test_peft_computes_the_same_from_a_part(
+    family: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    check_there(family, BitFit(targets=targets), tmp_path)
+
+
+def test_all_means_every_bias_but_that_of_a_head_of_words() -> None:
+    model = built("bert")
+    adapter = attach(model, BitFit())
+    names = {name for name, _ in built("bert").named_parameters() if name.endswith(".bias")}
+    assert names - {f"{path}.bias" for path in adapter.modules} == {"cls.predictions.bias"}
+    assert {name.rpartition(".")[2] for name in adapter.state()} == {"bias"}
+
+
+@pytest.mark.parametrize("kind", ["none", "nf4", "int8"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+def test_over_any_base_the_biases_get_gradients_and_nothing_else(family: str, kind: str) -> None:
+    model = built(family)
+    if kind != "none":
+        quantize_model(model, kind, compute_dtype=torch.float32)
+        assert any(isinstance(module, QuantizedLinear) for module in model.modules())
+    before = outputs(model)
+    adapter = trained(model, BitFit())
+    loss(model).backward()
+    own = {id(parameter) for parameter in adapter.parameters()}
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == (id(parameter) in own), name
+        # a bias on all keys moves no attention, but for rounding
+        assert parameter.grad is None or parameter.grad.abs().sum() > 0, name
+    with adapter.disabled():
+        assert torch.equal(outputs(model), before)
+
+
+@pytest.mark.parametrize("kind", ["none", "nf4"])
+def test_merged_it_is_the_base_with_other_biases(kind: str) -> None:
+    model = built("qwen2")
+    if kind != "none":
+        quantize_model(model, kind, compute_dtype=torch.float32)
+    adapter = trained(model, BitFit())
+    expected = outputs(model)
+    if kind == "none":
+        merge_into(adapter)
+    else:
+        merged = merge_dequantized(adapter, torch.float32, tally=Tally()).state_dict()
+        model = built("qwen2")
+        model.load_state_dict(merged)
+    # float32 sums in another order
+    torch.testing.assert_close(outputs(model), expected, atol=1e-5, rtol=0)
+
+
+def test_the_biases_of_a_4_bit_base_can_be_merged_in_place() -> None:
+    model = built("qwen2")
+    quantize_model(model, "nf4", compute_dtype=torch.float32)
+    adapter = trained(model, BitFit())
+    expected = outputs(model)
+    merge_into(adapter)
+    assert torch.equal(outputs(model), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_a_base_without_biases_says_so(family: str) -> None:
+    with pytest.raises(TargetError, match="there is no bias to train in"):
+        attach(built(family), BitFit())
+
+
+def test_targets_without_a_bias_and_parts_of_a_fused_layer_are_refused() -> None:
+    with pytest.raises(TargetError, match=r"there is no bias .*\n  targets: o; 6 layers"):
+        attach(built("qwen2"), BitFit(targets=("o",)))
+    with pytest.raises(TargetError, match=r"'q' is a part of this fused layer"):
+        attach(built("gpt2"), BitFit(targets=("q",)))
+    with pytest.raises(TargetError, match="no linear layer matches target 'norm_7'"):
+        attach(built("gpt2"), BitFit(targets=("norm_7",)))
+
+
+def test_the_file_is_an_empty_lora_and_the_biases(tmp_path: Path) -> None:
+    saved(trained(built("qwen2"), BitFit()), tmp_path)
+    fields = json.loads((tmp_path / CONFIG).read_text())
+    first = "model.layers.0.self_attn.q_proj"
+    assert (fields["peft_type"], fields["r"], fields["bias"]) == ("LORA", 1, "all")
+    assert fields["target_modules"] == [first]
+    tensors = load_file(tmp_path / TENSORS)
+    lora = {name: tensors.pop(name) for name in list(tensors) if ".lora_" in name}
+    assert sorted(lora) == [f"base_model.model.{first}.lora_{half}.weight" for half in "AB"]
+    assert not any(tensor.any() for tensor in lora.values())
+    assert f"base_model.model.{first}.base_layer.bias" in tensors
+    assert len(tensors) == 6
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_their_lora_that_trains_biases_alone_is_read(bias: str, tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=1, target_modules=["q_proj", "k_proj"], bias=bias)
+    theirs = peft.get_peft_model(built("qwen2"), config).eval()
+    for name, parameter in theirs.named_parameters():
+        if ".lora_" in name:
+            parameter.requires_grad_(False)
+    moved(theirs)
+    theirs.save_pretrained(tmp_path)
+    model = built("qwen2")
+    adapter = load_adapter(model, tmp_path)
+    assert isinstance(adapter.method, BitFit)
+    assert len(adapter.modules) == (6 if bias == "all" else 4)
+    expected = outputs(theirs.base_model.model)
+    torch.testing.assert_close(outputs(model), expected, atol=2e-6, rtol=0)
+
+
+def test_biases_beside_a_lora_that_does_something_are_refused_by_name(tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], bias="all")
+    with pytest.raises(AdapterError, match=r"features that peftkit does not read\n  bias: all"):
+        check_back("qwen2", config, tmp_path)
+
+
+def test_a_lora_does_not_become_one_that_trains_biases(tmp_path: Path) -> None:
+    saved(trained(built("qwen2"), LoRA(rank=2, targets=("q",))), tmp_path)
+    fields = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(fields | {"bias": "all"}))
+    with pytest.raises(AdapterError, match=r"was changed .*\n  'bias': 'all'"):
+        load_adapter(built("qwen2"), tmp_path)
+    (tmp_path / NOTES).unlink()
+    with pytest.raises(AdapterError, match="features that peftkit does not read"):
+        load_adapter(built("qwen2"), tmp_path)
+
+
+def test_what_takes_a_lora_says_that_it_is_none(tmp_path: Path) -> None:
+    saved(trained(built("qwen2"), BitFit()), tmp_path)
+    with pytest.raises(AdapterError, match=r"is no LoRA\n  its method is bitfit"):
+        read_low_rank(tmp_path)

@@ -1,0 +1,376 @@
+"""Bottleneck adapters: where they sit in every architecture, what they compute, what they keep."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.nn import functional
+
+from peftkit.adapter import Adapter, attach
+from peftkit.anatomy import blocks
+from peftkit.errors import AdapterError, ConfigError, MergeError, TargetError
+from peftkit.formats.peft import Provenance, load_adapter, save_adapter
+from peftkit.merging.fold import merge_into
+from peftkit.methods.bottleneck import Bottleneck, BottleneckModule
+from peftkit.quant import quantize_model
+from peftkit.sublayers import find_sublayers
+from peftkit_cli.app import run
+from tests.families import ARCHITECTURES, tiny_tokenizer
+from tests.kinds import loss, outputs
+
+STYLES = ("houlsby", "pfeiffer", "parallel")
+NUM_CROSS = {"t5": 2, "t5_gated": 2, "mt5": 2, "bart": 2, "pegasus": 2, "whisper": 2}
+"""Blocks that attend twice, to themselves and to an encoder."""
+NUM_BLOCKS = dict.fromkeys(NUM_CROSS, 4) | {"clip": 4, "llava": 4, "qwen2_vl": 4} | {
+    "mllama": 5,
+    "idefics": 6,
+}  # fmt: skip
+"""All others have two."""
+CELLS = [
+    *((style, "llama", kind) for style in STYLES for kind in ("none", "nf4")),
+    ("houlsby", "gpt2", "nf4"),
+    ("parallel", "bert", "none"),
+    ("parallel", "bloom", "nf4"),
+    ("parallel", "opt", "none"),
+    ("houlsby", "t5", "none"),
+    ("parallel", "t5", "nf4"),
+    ("houlsby", "mixtral", "nf4"),
+    ("parallel", "gpt_oss", "nf4"),
+    ("parallel", "deepseek_v3", "none"),
+    ("pfeiffer", "deepseek_v3", "nf4"),
+]
+"""All architectures, in 16 bits and 4, are the grid's; these are of different structure."""
+
+
+def build(family: str, kind: str = "none") -> nn.Module:
+    torch.manual_seed(0)
+    model = ARCHITECTURES[family]().eval()
+    if kind != "none":
+        quantize_model(model, kind, double_quant=True, compute_dtype=torch.float32)
+    return model
+
+
+def train_a_little(adapter: Adapter) -> list[float]:
+    """Take three steps and return the losses before each and after the last."""
+    optimizer, losses = torch.optim.AdamW(list(adapter.parameters()), lr=5e-3), []
+    for step in range(4):
+        value = loss(adapter.model)
+        losses.append(float(value.detach()))
+        if step < 3:
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+    return losses
+
+
+def disturbed(adapter: Adapter) -> Adapter:
+    """Give all trained tensors values that matter."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return adapter
+
+
+# ------------------------------------------------------------------- places
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_every_block_gets_what_its_style_says(family) -> None:
+    with torch.device("meta"):
+        model = ARCHITECTURES[family]()
+    num_blocks = NUM_BLOCKS.get(family, 2)
+    assert len(blocks(model)) == num_blocks
+    sites = {style: [s.path for s in Bottleneck(style=style).sites(model)] for style in STYLES}
+    assert len(set(sites["houlsby"])) == 2 * num_blocks + NUM_CROSS.get(family, 0)
+    assert len(set(sites["pfeiffer"])) == num_blocks
+    assert sites["parallel"] == sites["pfeiffer"]
+    for block, _ in blocks(model):
+        assert sum(path.startswith(f"{block}.") for path in sites["pfeiffer"]) == 1
+
+
+def test_a_part_begins_and_ends_where_the_model_says_so() -> None:
+    expected = {
+        "llama": ("model.layers.1.mlp.down_proj", "model.layers.1.mlp.gate_proj"),
+        "bert": ("bert.encoder.layer.1.output.dense", "bert.encoder.layer.1.intermediate.dense"),
+        "opt": ("model.decoder.layers.1.fc2", "model.decoder.layers.1.fc1"),
+        "modernbert": ("model.layers.1.mlp.Wo", "model.layers.1.mlp.Wi"),
+        "deepseek_v3": ("model.layers.1.mlp", "model.layers.1.mlp"),
+        "granitemoe": ("model.layers.1.block_sparse_moe", "model.layers.1.block_sparse_moe"),
+    }
+    for family, ends in expected.items():
+        with torch.device("meta"):
+            last = find_sublayers(ARCHITECTURES[family]())[-1]
+        assert (last.kind, last.path, last.reads) == ("ffn", *ends)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "count"),
+    [
+        ("t5", "blocks", 10),
+        ("t5", "encoder", 4),
+        ("t5", ("decoder", "encoder.block.0"), 8),
+        ("llava", "vision", 4),
+        ("llava", "language", 4),
+        ("llava", ("language", "vision"), 8),
+        ("llama", "layers.0", 2),
+        ("llama", "layers.[01]", 4),
+        ("llama", ("layers.1.mlp.down_proj", "layers.0"), 3),
+        ("llama", "model.layers.*.self_attn.o_proj", 2),
+    ],
+)
+def test_targets_are_blocks_sides_and_patterns(family, targets, count) -> None:
+    with torch.device("meta"):
+        model = ARCHITECTURES[family]()
+    assert len(Bottleneck(style="houlsby", targets=targets).sites(model)) == count
+
+
+def test_targets_that_are_not_there_are_refused_with_what_there_is() -> None:
+    with torch.device("meta"):
+        model = ARCHITECTURES["llama"]()
+    with pytest.raises(TargetError, match=r"'layers.7', 'vision'") as error:
+        Bottleneck(targets=("layers.0", "layers.7", "vision")).sites(model)
+    assert "Its blocks: model.layers.* (2). Sides: language." in str(error.value)
+    with pytest.raises(TargetError, match=r"no block matches 'block' .*\n.*Did you mean 'blocks'"):
+        Bottleneck(targets="block").sites(model)
+    with pytest.raises(TargetError, match="no block matches no target"):
+        Bottleneck(targets=()).sites(model)
+    with pytest.raises(TargetError, match=r"no block matches 'layers.0.self_attn.o_proj'"):
+        Bottleneck(targets="layers.0.self_attn.o_proj").sites(model)  # pfeiffer has none there
+    with pytest.raises(TargetError, match="Linear has no blocks"):
+        Bottleneck().sites(nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("wrong", [{"size": 33}, {"reduction": 33}])
+def test_a_width_that_does_not_fit_is_refused_by_name(wrong) -> None:
+    (name, value), = wrong.items()  # fmt: skip
+    with pytest.raises(TargetError, match=rf"{name} {value} does not fit .*down_proj"):
+        attach(build("llama"), Bottleneck(**wrong))
+    with pytest.raises(ConfigError):
+        Bottleneck(**{name: 0})
+
+
+# ------------------------------------------------------------------- the maths
+
+
+def by_hand(module: nn.Module, x: Tensor, activation: Any = functional.relu) -> Tensor:
+    """Return U f(D x + a) + b of an adapter."""
+    inner = activation(x @ module.down_weight.T + module.down_bias)
+    return inner @ module.up_weight.T + module.up_bias
+
+
+def test_houlsby_on_a_block_of_llama_is_what_the_paper_says() -> None:
+    model, x = build("llama"), torch.randn(2, 5, 32)
+    block, bare = model.model.layers[0], copy.deepcopy(model.model.layers[0])
+    disturbed(attach(model, Bottleneck(style="houlsby", size=9, activation="gelu")))
+    after_attention, after_mlp = block.self_attn.o_proj, block.mlp.down_proj
+    where = model.model.rotary_emb(x, torch.arange(5)[None])
+    attended, _ = bare.self_attn(bare.input_layernorm(x), position_embeddings=where)
+    x1 = x + attended + by_hand(after_attention, attended, functional.gelu)
+    fed = bare.mlp(bare.post_attention_layernorm(x1))
+    expected = x1 + fed + by_hand(after_mlp, fed, functional.gelu)
+    torch.testing.assert_close(block(x, position_embeddings=where), expected)
+
+
+@pytest.mark.parametrize("family", ["bert", "mixtral"])
+def test_parallel_reads_the_input_of_the_feed_forward_part(family) -> None:
+    model, x = build(family), torch.randn(2, 5, 32)
+    stack = model.bert.encoder.layer if family == "bert" else model.model.layers
+    bare = copy.deepcopy(stack[1])
+    disturbed(attach(model, Bottleneck(style="parallel", size=9, scale=4.0, activation="tanh")))
+    block = stack[1]
+    if family == "bert":
+        attended = bare.attention(x)[0]
+        extra = 4 * by_hand(block.output.dense, attended, torch.tanh)
+        fed = bare.output.dense(bare.intermediate(attended)) + extra
+        found, expected = block(x), bare.output.LayerNorm(fed + attended)
+    else:
+        expected = bare.mlp(x) + 4 * by_hand(block.mlp, x, torch.tanh)
+        found = block.mlp(x)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_adapter_takes_the_first_of_a_tuple_and_keeps_the_rest() -> None:
+    model, x = build("gpt_oss"), torch.randn(2, 5, 32)
+    bare = copy.deepcopy(model.model.layers[0].mlp)
+    disturbed(attach(model, Bottleneck(size=9)))
+    adapted = model.model.layers[0].mlp
+    (out, scores), (before, scores_before) = adapted(x), bare(x)
+    torch.testing.assert_close(out, before + by_hand(adapted, before))
+    assert torch.equal(scores, scores_before)
+
+
+def test_dropout_is_of_the_inner_activations_and_in_training_only() -> None:
+    model, x = build("llama"), torch.randn(400, 32)
+    disturbed(attach(model, Bottleneck(style="parallel", size=8, dropout=0.5)))
+    module: Any = model.model.layers[0].mlp.down_proj
+    exact = module.update(x, x.dtype) - module.up_bias
+    assert torch.equal(exact + module.up_bias, by_hand(module, x))
+    module.train()
+    torch.manual_seed(0)
+    dropped = torch.stack([module.update(x, x.dtype) - module.up_bias for _ in range(400)])
+    assert (dropped - exact).abs().max() > 0.1
+    # a mean over 400 draws is within a twentieth of each draw's own spread, five times over
+    assert ((dropped.mean(0) - exact).abs() < 0.25 * dropped.std(0) + 1e-6).all()
+
+
+# ------------------------------------------------------------------- laws
+
+
+@pytest.fixture(params=CELLS, ids=lambda cell: "-".join(cell))
+def cell(request: pytest.FixtureRequest) -> tuple[Bottleneck, nn.Module, Tensor]:
+    style, family, kind = request.param
+    model = build(family, kind)
+    return Bottleneck(style=style, reduction=4, activation="gelu"), model, outputs(model)
+
+
+def test_fresh_disabled_and_detached_are_the_base_to_the_bit_and_all_of_it_trains(cell) -> None:
+    method, model, before = cell
+    names = [name for name, _ in model.named_modules()]
+    adapter = attach(model, method)
+    assert torch.equal(outputs(model), before)
+    frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    losses = train_a_little(adapter)
+    assert losses[-1] < losses[0]
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            assert parameter.grad is None
+            assert torch.equal(parameter, frozen[name])
+        else:
+            assert parameter.grad.abs().sum() > 0, name
+    assert not torch.allclose(outputs(model), before)
+    with adapter.disabled():
+        assert torch.equal(outputs(model), before)
+    assert not torch.allclose(outputs(model), before)
+    adapter.detach()
+    assert torch.equal(outputs(model), before)
+    assert [name for name, _ in model.named_modules()] == names
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("notes", [True, False], ids=["with notes", "without notes"])
+def test_saved_and_loaded_is_the_same_to_the_bit(cell, notes, tmp_path) -> None:
+    method, model, _ = cell
+    adapter = disturbed(attach(model, method))
+    trained, state, paths = outputs(model), adapter.state(), list(adapter.modules)
+    save_adapter(adapter, tmp_path)
+    if not notes:
+        (tmp_path / "peftkit.json").unlink()
+    adapter.detach()
+    again = load_adapter(model, tmp_path)
+    assert list(again.modules) == paths
+    assert torch.equal(outputs(model), trained)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in again.state().items())
+    save_adapter(again, tmp_path / "again")
+    again.detach()
+    load_adapter(model, tmp_path / "again")
+    assert torch.equal(outputs(model), trained)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("family", ["llama", "bert", "mixtral"])
+def test_recomputing_blocks_changes_no_gradient_and_keeps_no_input(family, reentrant) -> None:
+    gradients = []
+    for recomputed in (False, True):
+        model: Any = build(family).train()
+        adapter = disturbed(attach(model, Bottleneck(style="parallel", size=4)))
+        named = "activation_checkpointing_enable"  # by transformers 5.23; "gradient_..." before
+        enable = getattr(model, named, None) or model.gradient_checkpointing_enable
+        if recomputed:
+            enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()  # the reentrant way asks for it
+        torch.manual_seed(1)  # of BERT's own dropout
+        loss(model).backward()
+        gradients.append([parameter.grad.clone() for parameter in adapter.parameters()])
+        assert all(module.input is None for module in adapter.modules.values())
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "mixtral"])
+def test_a_compiled_block_computes_and_trains_the_same(family) -> None:
+    found = []
+    for compiled in (False, True):
+        model = build(family)
+        adapter = disturbed(attach(model, Bottleneck(style="parallel", size=4)))
+        stack = model.bert.encoder.layer if family == "bert" else model.model.layers
+        if compiled:
+            stack[0].compile(backend="aot_eager", fullgraph=family != "mixtral")
+        loss(model).backward()
+        gradients = [parameter.grad for parameter in adapter.parameters()]
+        with adapter.disabled():
+            found.append([outputs(model), *gradients])
+        found[-1].append(outputs(model))
+    for eager, fast in zip(*found, strict=True):
+        torch.testing.assert_close(fast, eager, atol=1e-5, rtol=1e-4)  # sums in another order
+
+
+def test_an_adapter_in_bf16_trains_under_a_base_in_bf16() -> None:
+    model = build("t5").to(torch.bfloat16)
+    before = outputs(model)
+    adapter = attach(model, Bottleneck(style="houlsby", reduction=4, dtype="bf16"))
+    assert torch.equal(outputs(model), before)
+    assert model.encoder.block[0].layer[1].DenseReluDense.wo.weight.dtype == torch.bfloat16
+    assert {p.dtype for p in adapter.parameters()} == {torch.bfloat16}
+    losses = train_a_little(adapter)
+    assert losses[-1] < losses[0]
+
+
+# ------------------------------------------------------------------- what it cannot
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_merging_is_refused_by_name(family, tmp_path, capsys) -> None:
+    model = build(family)
+    model.save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    adapter = disturbed(attach(model, Bottleneck()))
+    with pytest.raises(MergeError, match=r"'bottleneck' cannot be merged\n.*nonlinearity"):
+        merge_into(adapter)
+    save_adapter(adapter, tmp_path / "adapter", Provenance(base=str(tmp_path / "base")))
+    asked = ["merge", str(tmp_path / "adapter"), "--out", str(tmp_path / "out")]
+    assert run(asked) == 2
+    assert "'bottleneck' cannot be merged" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_peft_refuses_our_file(tmp_path) -> None:
+    adapter = attach(build("llama"), Bottleneck())
+    save_adapter(adapter, tmp_path)
+    with pytest.raises(KeyError, match="BOTTLENECK"):
+        PeftModel.from_pretrained(build("llama"), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"style": "sideways"}, "config is not valid"),
+        ({"style": None}, "config is not valid"),
+        ({"gating": True}, "'gating': True"),
+        ({"size": 5}, "misshapen"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(changed, message, tmp_path) -> None:
+    adapter = attach(build("llama"), Bottleneck())
+    save_adapter(adapter, tmp_path)
+    adapter.detach()
+    (tmp_path / "peftkit.json").unlink()
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(AdapterError, match=message):
+        load_adapter(adapter.model, tmp_path)
+    assert not any(isinstance(m, BottleneckModule) for m in adapter.model.modules())
+
+
+def test_a_part_whose_input_is_not_known_has_no_parallel_adapter() -> None:
+    model = build("bert")
+    for layer in model.bert.encoder.layer:
+        layer.intermediate.dense = nn.Bilinear(32, 32, 64)  # no linear layer of one input
+    assert len(Bottleneck(style="pfeiffer").sites(model)) == 2
+    with pytest.raises(TargetError, match=r"in parallel to what ends in .*layer.0.output.dense"):
+        Bottleneck(style="parallel").sites(model)

@@ -1,0 +1,137 @@
+"""LoftQ: what is lost by quantising comes back as far as the rank allows."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+from peftkit.adapter import attach
+from peftkit.errors import AdapterError, MergeError, TargetError
+from peftkit.formats.peft import Provenance, load_adapter, save_adapter
+from peftkit.merging.merge import merge
+from peftkit.methods.loftq import loftq_starts
+from peftkit.methods.lora import LoRA
+from peftkit.quant import quantize_model, weight_of
+from tests.families import ARCHITECTURES, FAMILIES
+
+LOFTQ = LoRA(rank=5, alpha=15, init="loftq", targets=("q", "v", "down"))
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(20).view(2, 10) + 5, use_cache=False).logits
+
+
+def pair(family: str, kind: str = "nf4") -> tuple[nn.Module, nn.Module]:
+    """Return a model and the same quantised."""
+    original = FAMILIES[family]().eval()
+    model = copy.deepcopy(original)
+    quantize_model(model, kind, compute_dtype=torch.float32)
+    return original, model
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+def test_it_starts_as_the_best_of_its_rank_for_what_was_lost(family: str, kind: str) -> None:
+    original, model = pair(family, kind)
+    adapter = attach(model, LOFTQ, starts=loftq_starts(model, LOFTQ, original))
+    for path, module in adapter.modules.items():
+        weight, quantized = (weight_of(m).float() for m in (original.get_submodule(path), module))
+        left = weight - module.merged_weight(quantized)
+        parts = module.site.rows.values() if module.site.rows else [torch.arange(len(weight))]
+        for rows in parts:  # in gpt2 and phi3 q and v are rows of one layer
+            tail = torch.linalg.svdvals(weight[rows] - quantized[rows])[5:]
+            # Eckart and Young: no matrix of rank 5 leaves less
+            torch.testing.assert_close(left[rows].norm(), tail.norm(), atol=1e-5, rtol=1e-4)
+        others = torch.ones(len(weight), dtype=torch.bool)
+        others[torch.cat(list(parts))] = False
+        assert torch.equal(left[others], (weight - quantized)[others])
+
+
+def test_a_fresh_adapter_brings_the_model_nearer_to_the_original_and_says_so() -> None:
+    original, model = pair("llama")
+    method = LOFTQ.model_copy(update={"rank": 12, "targets": "all-linear"})
+    wanted, before = logits(original), logits(model)
+    adapter = attach(model, method, starts=loftq_starts(model, method, original))
+    assert (logits(model) - wanted).norm() < 0.8 * (before - wanted).norm()
+    assert adapter.method.fresh_changes
+    with adapter.disabled():
+        assert torch.equal(logits(model), before)
+
+
+def test_without_its_start_it_is_refused_by_the_name_of_what_makes_it() -> None:
+    _, model = pair("llama")
+    with pytest.raises(AdapterError, match=r"Make it with loftq_starts\(\.\.\.\)"):
+        attach(model, LOFTQ)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_peft_computes_the_same_over_bitsandbytes_own_nf4(tmp_path: Path) -> None:
+    # rows of 64 and more: its products are wrong where a block is longer than a row
+    wide = LlamaConfig(
+        vocab_size=384,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        initializer_range=0.2,
+    )
+    original = LlamaForCausalLM(wide).eval()
+    original.save_pretrained(tmp_path / "base")
+    model = copy.deepcopy(original)
+    quantize_model(model, "nf4", double_quant=True, compute_dtype=torch.float32)
+    adapter = attach(model, LOFTQ, starts=loftq_starts(model, LOFTQ, original))
+    save_adapter(adapter, tmp_path)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=config)
+    # in evaluation it would repack the weights for a kernel of less precision
+    theirs = peft.PeftModel.from_pretrained(packed, tmp_path).train()
+    # float32 sums in another order
+    torch.testing.assert_close(logits(theirs), logits(model), atol=1e-5, rtol=0)
+    adapter.detach()
+    load_adapter(model, tmp_path)  # without the original
+    torch.testing.assert_close(logits(model), logits(theirs), atol=1e-5, rtol=0)
+
+
+def test_over_weights_that_lost_nothing_it_is_refused(tmp_path: Path) -> None:
+    original, model = pair("llama")
+    with pytest.raises(TargetError, match="the weight is the original's to the bit"):
+        loftq_starts(original, LOFTQ, copy.deepcopy(original))
+    save_adapter(attach(model, LOFTQ, starts=loftq_starts(model, LOFTQ, original)), tmp_path)
+    with pytest.raises(AdapterError, match="this layer is not quantised"):
+        load_adapter(original, tmp_path)
+
+
+def test_stacked_experts_have_no_such_start() -> None:
+    model = ARCHITECTURES["mixtral"]()
+    with pytest.raises(TargetError, match=r"stacked experts .* made beforehand"):
+        loftq_starts(model, LoRA(rank=2, init="loftq"), model)
+
+
+def test_it_is_not_merged_into_the_original_weights_which_lost_nothing(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    original = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    model = copy.deepcopy(original)
+    quantize_model(model, "nf4", double_quant=True, compute_dtype=torch.float32)
+    adapter = attach(model, LOFTQ, starts=loftq_starts(model, LOFTQ, original))
+    loading = {"quantize": "nf4", "dtype": "fp32", "double_quant": True}
+    base = Provenance(base=str(model_folder), loading=loading)
+    save_adapter(adapter, tmp_path / "adapter", base)
+    with pytest.raises(MergeError, match="makes up for what quantising"):
+        merge(tmp_path / "adapter", tmp_path / "merged", verify=False)
+    merge(tmp_path / "adapter", tmp_path / "merged", from_quantized=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    # one product where there were two: float32 sums in another order
+    torch.testing.assert_close(logits(merged), logits(model), atol=2e-5, rtol=0)

@@ -1,0 +1,120 @@
+"""Prefix tuning alone; the laws that it shares with prompt tuning are in test_virtual.py."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+from transformers import BartConfig, BartForConditionalGeneration
+
+from peftkit.adapter import attach
+from peftkit.errors import TargetError
+from peftkit.formats.peft import load_adapter
+from peftkit.methods.prefix import Prefix, PrefixTuning
+from peftkit.train.memory import Recompute
+from tests.families import ARCHITECTURES
+from tests.methods.test_virtual import IDS, build, logits, of_peft
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT asks by an old name
+)
+PREFIX = PrefixTuning(num_virtual_tokens=4)
+
+
+def prefix_of(model, method: PrefixTuning = PREFIX) -> Prefix:
+    (module,) = attach(model, method).modules.values()
+    assert isinstance(module, Prefix)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [("llama", (2, 2, 8)), ("gpt2", (2, 4, 8)), ("falcon_mq", (2, 1, 8)), ("t5", (2, 4, 8))],
+)
+def test_the_tensor_has_the_size_of_what_the_layers_keep(family, shape) -> None:
+    module = prefix_of(build(family))
+    assert module.shape == shape
+    layers, heads, size = shape
+    assert module.prompt_embeddings.shape == (4, layers * 2 * heads * size)
+
+
+def test_each_layer_has_the_keys_and_values_that_the_file_has_for_it() -> None:
+    model = build("llama")
+    module = prefix_of(model)
+    with torch.no_grad():
+        module.prompt_embeddings.copy_(torch.randn(4, 64))
+    cache = model(input_ids=IDS, use_cache=True).past_key_values
+    rows = module.prompt_embeddings.view(4, 2, 2, 2, 8)  # tokens, layers, k and v, heads, size
+    for index, layer in enumerate(cache.layers):
+        assert layer.keys.shape == (2, 2, 13, 8)
+        for row in range(2):
+            assert torch.equal(layer.keys[row, :, :4].transpose(0, 1), rows[:, index, 0])
+            assert torch.equal(layer.values[row, :, :4].transpose(0, 1), rows[:, index, 1])
+
+
+def test_a_loop_of_ones_own_goes_on_with_the_cache_that_a_model_returns() -> None:
+    model = build("gemma3_text")
+    attach(model, PREFIX)
+    with torch.no_grad():
+        first = model(input_ids=IDS[:, :6], use_cache=True)
+        rest = model(input_ids=IDS[:, 6:], past_key_values=first.past_key_values).logits
+    both = torch.cat([first.logits, rest], 1)
+    torch.testing.assert_close(both, logits(model), atol=1e-5, rtol=0)
+
+
+def test_a_random_prefix_is_normal() -> None:
+    module = prefix_of(build("llama"), PrefixTuning(num_virtual_tokens=32, init="random"))
+    assert abs(module.prompt_embeddings.std() - 1) < 0.1
+
+
+def test_decoders_deeper_than_their_encoders_have_a_prefix_in_every_layer() -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 320}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = BartConfig(encoder_layers=1, decoder_layers=3, **sizes, **heads)
+    model = BartForConditionalGeneration(config).eval()
+    before = logits(model)
+    module = prefix_of(model)
+    assert module.shape == (3, 2, 8)
+    slots = {keys.data_ptr() for keys, _ in module.slots()}
+    assert len(slots) == 3
+    assert not torch.allclose(logits(model), before)
+
+
+def test_a_prefix_that_peft_made_with_a_network_is_read(tmp_path) -> None:
+    config = peft.PrefixTuningConfig(
+        num_virtual_tokens=3, task_type="CAUSAL_LM", prefix_projection=True, encoder_hidden_size=16
+    )
+    theirs = peft.get_peft_model(build("llama"), config).eval()
+    theirs.save_pretrained(tmp_path)
+    model = build("llama")
+    load_adapter(model, tmp_path)
+    torch.testing.assert_close(logits(model), of_peft(theirs), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("deepseek_v3", r"of the sizes \(1, 16\), \(1, 8\)"),
+        ("minimax", "Its cache is of another kind"),
+        ("distilbert", "It takes no past keys and values"),
+        ("modernbert", "It takes no past keys and values"),
+    ],
+)
+def test_models_that_keep_something_else_are_refused(family, why) -> None:
+    with pytest.raises(TargetError, match=why):
+        attach(ARCHITECTURES[family](), PREFIX)
+
+
+def test_the_decoder_of_a_speech_model_takes_a_prefix() -> None:
+    model = build("whisper")
+    inputs = {"input_features": torch.ones(1, 8, 64), "decoder_input_ids": IDS[:1]}
+    before = model(**inputs).logits
+    attach(model, PREFIX)
+    after = model(**inputs).logits
+    assert not torch.allclose(after, before)
+    # its decoder hands no cache to its blocks unless it is to be used
+    assert torch.equal(model(**inputs, use_cache=False).logits, after)
+    assert model(**inputs, use_cache=False).past_key_values is None
+    Recompute(model).enable()
+    torch.testing.assert_close(model.train()(**inputs).logits, after, atol=1e-5, rtol=0)

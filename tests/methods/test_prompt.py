@@ -1,0 +1,145 @@
+"""Prompt tuning alone; the laws that it shares with prefix tuning are in test_virtual.py."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from peftkit.adapter import attach
+from peftkit.errors import TargetError
+from peftkit.formats.peft import load_adapter, read_adapter, save_adapter
+from peftkit.methods.prompt import PromptTuning
+from tests.families import ARCHITECTURES, VOCAB
+from tests.methods.test_virtual import IDS, build, logits
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT asks by an old name
+)
+PROMPT = PromptTuning(num_virtual_tokens=4)
+
+
+def test_a_sampled_prompt_has_the_rows_of_the_embedding_as_the_model_scales_them() -> None:
+    model = build("gemma2")
+    table = model.get_input_embeddings()
+    rows = table(torch.arange(VOCAB))
+    (parameter,) = attach(model, PROMPT).parameters()
+    assert all((row == rows).all(1).any() for row in parameter)
+    assert not torch.allclose(rows, table.weight)
+
+
+def test_a_random_prompt_is_normal_and_its_seed_says_which() -> None:
+    method = PromptTuning(num_virtual_tokens=64, init="random")
+    model = build("llama")
+    found = []
+    for seed in (1, 1, 2):
+        adapter = attach(model, method, seed=seed)
+        found.append(next(iter(adapter.parameters())).detach())
+        adapter.detach()
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    assert abs(found[0].std() - 1) < 0.1
+
+
+def test_positions_and_token_types_that_are_given_go_on_behind_the_prompt() -> None:
+    model = build("bert")
+    attach(model, PROMPT)
+    types = torch.zeros_like(IDS)
+    given = {"position_ids": torch.arange(9)[None], "token_type_ids": types}
+    assert torch.equal(logits(model, **given), logits(model))
+    assert not torch.allclose(logits(model, token_type_ids=types + 1), logits(model))
+    shifted = {"position_ids": torch.arange(3, 12)[None]}
+    assert not torch.allclose(logits(model, **shifted), logits(model))
+
+
+def test_embeddings_in_place_of_tokens_get_the_prompt_too() -> None:
+    model = build("llama")
+    attach(model, PROMPT)
+    embeds = model.get_input_embeddings()(IDS)
+    found = model(inputs_embeds=embeds).logits
+    torch.testing.assert_close(found, logits(model), atol=1e-6, rtol=0)
+
+
+def test_an_image_stays_where_its_tokens_are() -> None:
+    model = build("llava")
+    image = VOCAB - 1
+    ids = torch.cat([IDS[:1, :2], torch.full((1, 4), image), IDS[:1, 2:]], 1)
+    inputs = {"input_ids": ids, "pixel_values": torch.ones(1, 3, 8, 8)}
+    seen: list[torch.Tensor] = []
+    layer = model.model.language_model.layers[0]
+    with torch.no_grad():
+        layer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        model(**inputs)
+        attach(model, PROMPT)
+        assert model(**inputs).logits.shape[1] == ids.shape[1]
+    assert torch.equal(seen[1][:, 4:], seen[0])
+
+
+def test_classifiers_that_pool_the_last_token_find_it_behind_the_prompt() -> None:
+    torch.manual_seed(0)
+    config = ARCHITECTURES["llama"]().config
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    attach(model, PROMPT)
+    padded = torch.cat([IDS, torch.full((2, 5), config.pad_token_id)], 1)
+    # padding changes the shapes of products
+    torch.testing.assert_close(logits(model, padded), logits(model), atol=1e-5, rtol=0)
+    hidden = model.model(IDS).last_hidden_state
+    torch.testing.assert_close(model.score(hidden)[:, -1], logits(model), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_classifiers_that_pool_the_mean_take_that_of_the_real_tokens(pooling) -> None:
+    torch.manual_seed(0)
+    config = ARCHITECTURES["modernbert"]().config
+    config.classifier_pooling = pooling
+    model = transformers.ModernBertForSequenceClassification(config).eval()
+    attach(model, PROMPT)
+    rows = []
+    model.head.register_forward_pre_hook(lambda _, args: rows.append(args[0]))
+    mask = torch.ones_like(IDS)
+    with torch.no_grad():
+        model(input_ids=IDS, attention_mask=mask)
+        hidden = model.model(input_ids=IDS, attention_mask=mask).last_hidden_state
+    first, mean = hidden[:, 0], hidden[:, -9:].mean(1)
+    expected = mean if pooling == "mean" else first
+    torch.testing.assert_close(rows[0], expected, atol=1e-5, rtol=0)
+
+
+def test_a_file_with_a_second_half_that_nothing_uses_is_kept_as_it_is(tmp_path) -> None:
+    config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="SEQ_2_SEQ_LM")
+    peft.get_peft_model(build("t5"), config).save_pretrained(tmp_path)
+    model = build("t5")
+    adapter = load_adapter(model, tmp_path, trainable=True)
+    (parameter,) = adapter.parameters()
+    assert parameter.shape == (6, 32)
+    before = logits(model)
+    with torch.no_grad():
+        parameter[3:] = 7.0
+    assert torch.equal(logits(model), before)
+    save_adapter(adapter, tmp_path / "again")
+    assert torch.equal(read_adapter_tensor(tmp_path / "again"), parameter)
+
+
+def read_adapter_tensor(folder) -> torch.Tensor:
+    adapter = load_adapter(build("t5"), folder, trainable=True)
+    return next(iter(adapter.parameters()))
+
+
+def test_a_prompt_that_peft_made_of_a_text_is_read(tmp_path) -> None:
+    config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    theirs = peft.get_peft_model(build("llama"), config)
+    theirs.peft_config["default"].prompt_tuning_init = "TEXT"
+    theirs.peft_config["default"].prompt_tuning_init_text = "Say it in French:"
+    theirs.peft_config["default"].tokenizer_name_or_path = "nobody/nothing"
+    theirs.save_pretrained(tmp_path)
+    assert read_adapter(tmp_path).method.num_virtual_tokens == 3
+    load_adapter(build("llama"), tmp_path)
+
+
+def test_an_encoder_without_embeddings_is_refused() -> None:
+    with pytest.raises(TargetError, match="WhisperEncoder embeds none"):
+        attach(build("whisper"), PROMPT)
+    with pytest.raises(TargetError, match="Linear embeds none"):
+        attach(nn.Linear(2, 2), PROMPT)

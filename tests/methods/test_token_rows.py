@@ -1,0 +1,252 @@
+"""Rows of some tokens are trained; tokens that the base does not know are added and found again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from peftkit.adapter import attach
+from peftkit.base import Base, load_base
+from peftkit.errors import AdapterError, DataError, TargetError
+from peftkit.formats.low_rank import read_low_rank
+from peftkit.formats.peft import CONFIG, NOTES, TENSORS, load_adapter
+from peftkit.merging.fold import Tally, merge_dequantized, merge_into
+from peftkit.methods.bitfit import BitFit
+from peftkit.methods.ia3 import IA3
+from peftkit.methods.lora import LoRA
+from peftkit.methods.protocol import Method
+from peftkit.new_tokens import add_tokens, restore_tokens, save_tokenizer, token_rows
+from peftkit.quant import quantize_model
+from tests.kinds import loss, outputs, words
+from tests.methods.exchange import built, check_back, check_there, saved, trained
+
+pytestmark = pytest.mark.filterwarnings(
+    # PEFT asks transformers by an old name
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
+)
+TOKENS = (40, 12, 33)
+BOTH = {"model.embed_tokens": (40, 12), "lm_head": (12, 33, 60)}
+CASES: dict[str, tuple[str, Method]] = {
+    "untied": ("llama", LoRA(rank=2, token_rows=TOKENS)),
+    "untied-both": ("llama", LoRA(rank=2, token_rows=BOTH)),
+    "head": ("llama", LoRA(rank=2, token_rows={"lm_head": TOKENS})),
+    "tied": ("gpt2", LoRA(rank=2, token_rows=TOKENS)),
+    "tied-scaled": ("gemma", LoRA(rank=2, token_rows=TOKENS)),
+    "tied-four-times": ("t5", LoRA(rank=2, token_rows=TOKENS)),
+    "seq2seq-scaled": ("bart", LoRA(rank=2, token_rows=TOKENS)),
+    "beside-a-head": ("llama", LoRA(rank=2, token_rows=TOKENS, train_fully=("lm_head",))),
+    "beside-bitfit": ("qwen2", BitFit(token_rows=TOKENS)),
+    "bf16": ("gpt2", LoRA(rank=2, token_rows=TOKENS, dtype="bf16")),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "bf16"])
+def test_peft_computes_the_same_from_our_file(name: str, tmp_path: Path) -> None:
+    check_there(*CASES[name], tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma", "t5", "bart"])
+def test_we_compute_the_same_from_their_file(family: str, tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, target_modules="all-linear", trainable_token_indices=[40, 12])
+    config.fan_in_fan_out = family == "gpt2"
+    check_back(family, config, tmp_path)
+
+
+def test_we_compute_the_same_from_their_rows_of_both_tables(tmp_path: Path) -> None:
+    rows = {"embed_tokens": [40, 12], "lm_head": [12]}
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=rows)
+    check_back("llama", config, tmp_path)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", ["none", "nf4"])
+def test_rows_get_gradients_and_the_tables_none(name: str, kind: str) -> None:
+    family, method = CASES[name]
+    model = built(family)
+    if kind != "none":
+        quantize_model(model, kind, compute_dtype=torch.float32)
+    before = outputs(model)
+    adapter = trained(model, method)
+    loss(model).backward()
+    own = {id(parameter) for parameter in adapter.parameters()}
+    assert len(own) == len(list(adapter.parameters()))
+    for path, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == (id(parameter) in own), path
+        assert parameter.grad is None or parameter.grad.abs().sum() > 0, path
+    with adapter.disabled():
+        assert torch.equal(outputs(model), before)
+    adapter.detach()
+    assert torch.equal(outputs(model), before)
+
+
+def test_only_these_tokens_change_and_their_rows_are_what_is_looked_up() -> None:
+    model = built("gemma")
+    embedding, ids = model.get_input_embeddings(), torch.tensor([[40, 41, 12], [0, 383, 33]])
+    before = embedding(ids)
+    trained(model, LoRA(rank=2, token_rows=TOKENS))
+    rows = model.get_input_embeddings()
+    after = rows(ids)
+    assert torch.equal(after[0, 1], before[0, 1])
+    assert torch.equal(after[1, :2], before[1, :2])
+    scale = model.config.hidden_size**0.5
+    torch.testing.assert_close(after[0, 0], scale * rows.rows[0])
+    torch.testing.assert_close(after[0, 2], scale * rows.rows[1])
+    torch.testing.assert_close(after[1, 2], scale * rows.rows[2])
+
+
+@pytest.mark.parametrize("name", ["untied", "untied-both", "tied", "tied-scaled", "bf16"])
+@pytest.mark.parametrize("kind", ["none", "nf4"])
+def test_merged_it_is_the_base_with_other_rows(name: str, kind: str) -> None:
+    family, method = CASES[name]
+    method = method.model_copy(update={"targets": ("layers.0.*", "h.0.*")[family == "gpt2"]})
+    model = built(family)
+    if kind != "none":
+        quantize_model(model, kind, compute_dtype=torch.float32)
+    adapter = trained(model, method)
+    expected = outputs(model)
+    if kind == "none":
+        merge_into(adapter)
+        merged: nn.Module = model
+    else:
+        state = merge_dequantized(adapter, torch.float32, tally=Tally()).state_dict()
+        merged = built(family)
+        merged.load_state_dict(state)
+    # one product where there were two
+    torch.testing.assert_close(outputs(merged), expected, atol=3e-5, rtol=0)
+
+
+def test_the_file_has_the_rows_once_in_the_order_of_the_tokens(tmp_path: Path) -> None:
+    adapter = trained(built("gpt2"), LoRA(rank=2, token_rows=TOKENS))
+    saved(adapter, tmp_path)
+    assert json.loads((tmp_path / CONFIG).read_text())["trainable_token_indices"] == list(TOKENS)
+    tensors = load_file(tmp_path / TENSORS)
+    (name,) = (name for name in tensors if ".lora_" not in name)
+    path = "transformer.wte"
+    assert name == f"base_model.model.{path}.token_adapter.trainable_tokens_delta"
+    assert torch.equal(tensors[name], adapter.modules[path].rows)
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "message"),
+    [
+        ("llama", LoRA(token_rows=(384,)), r"the rows 384 of .*\n  it has rows 0 to 383"),
+        ("llama", LoRA(token_rows=(7, 7)), "the rows 7 of"),
+        ("llama", LoRA(token_rows={"norm": (7,)}), "neither an embedding nor a head"),
+        ("llama", LoRA(token_rows={"embed_token": (7,)}), "Did you mean 'embed_tokens'"),
+        ("t5", LoRA(token_rows={"embed_tokens": (7,)}), "names 2 modules"),
+        ("gpt2", LoRA(token_rows={"wte": (7,), "lm_head": (8,)}), "lm_head is tied to .*wte"),
+        ("llama", LoRA(token_rows=(7,), train_fully=("embed_tokens",)), "is trained whole"),
+        ("llama", LoRA(targets=("head",), token_rows={"lm_head": (7,)}), "cannot have both"),
+        ("llama", IA3(token_rows=(7,)), "not for an adapter of type 'ia3'"),
+        ("vit", LoRA(token_rows=(7,)), "vit|embedding"),
+    ],
+)
+def test_what_is_no_row_is_refused_by_name(family: str, method: Method, message: str) -> None:
+    with pytest.raises(TargetError, match=message):
+        attach(built(family), method)
+
+
+def test_a_config_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    saved(trained(built("llama"), LoRA(rank=2, token_rows=TOKENS)), tmp_path)
+    fields = json.loads((tmp_path / CONFIG).read_text())
+    wrong: dict[str, Any]
+    for wrong in ({"trainable_token_indices": [40, 12]}, {"trainable_token_indices": ["a"]}):
+        (tmp_path / CONFIG).write_text(json.dumps(fields | wrong))
+        with pytest.raises(AdapterError, match=r"was changed after|is not valid"):
+            load_adapter(built("llama"), tmp_path)
+    (tmp_path / CONFIG).write_text(json.dumps(fields | {"trainable_token_indices": [40, 12]}))
+    (tmp_path / NOTES).unlink()
+    with pytest.raises(AdapterError, match=r"misshapen: model\.embed_tokens"):
+        load_adapter(built("llama"), tmp_path)
+    with pytest.raises(AdapterError, match=r"trainable_token_indices: \[40, 12\]"):
+        read_low_rank(tmp_path)
+
+
+# ------------------------------------------------------------------- tokens that are new
+
+
+NEW = ("<think>", "</think>")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tokenizer: Any) -> Path:
+    """The folder of an untied base."""
+    built("llama").save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def opened(folder: Path) -> Base:
+    return load_base(str(folder), dtype="fp32")
+
+
+def test_new_tokens_begin_as_the_mean_and_are_one_token_each(folder: Path) -> None:
+    base = opened(folder)
+    before = base.model.get_input_embeddings().weight.clone()
+    ids = add_tokens(base, NEW)
+    assert ids == (384, 385)
+    assert base.tokenizer("a<think>b").input_ids[1:2] == [384]
+    assert base.tokenizer.decode([384], skip_special_tokens=True) == "<think>"
+    for table in (base.model.get_input_embeddings(), base.model.get_output_embeddings()):
+        assert table.weight.shape[0] == base.model.config.vocab_size == 386
+        torch.testing.assert_close(table.weight[384], table.weight[:384].mean(0))
+    assert torch.equal(base.model.get_input_embeddings().weight[:384], before)
+    assert token_rows(base.model, ids) == {"model.embed_tokens": ids, "lm_head": ids}
+    assert not any(parameter.requires_grad for parameter in base.model.parameters())
+
+
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_a_folder_gives_the_plain_base_its_tokens_again(
+    folder: Path, tmp_path: Path, quantize: str
+) -> None:
+    base = load_base(str(folder), dtype="fp32", quantize=quantize)
+    rows = token_rows(base.model, add_tokens(base, NEW))
+    given = {"input_ids": torch.cat([words(), torch.tensor([[384], [385]])], 1)}
+    adapter = attach(base.model, LoRA(rank=2, token_rows=rows))
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape)
+    expected = outputs(base.model, given)
+    out = saved(adapter, tmp_path / "adapter")
+    save_tokenizer(base, out)
+    again = load_base(str(folder), dtype="fp32", quantize=quantize)
+    assert restore_tokens(again, out) == (384, 385)
+    load_adapter(again.model, out)
+    assert torch.equal(outputs(again.model, given), expected)
+    text = "<think>so</think>"
+    assert again.tokenizer(text).input_ids == base.tokenizer(text).input_ids
+    assert restore_tokens(again, out) == ()
+
+
+def test_without_the_tokenizer_or_with_that_of_another_base_it_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    base = opened(folder)
+    rows = token_rows(base.model, add_tokens(base, NEW))
+    out = saved(attach(base.model, LoRA(rank=2, token_rows=rows)), tmp_path / "adapter")
+    assert restore_tokens(opened(folder), out) == ()
+    with pytest.raises(AdapterError, match="the rows 384, 385 of"):
+        load_adapter(opened(folder).model, out)
+    save_tokenizer(base, out)
+    other = opened(folder)
+    add_tokens(other, ["<other>"])
+    with pytest.raises(AdapterError, match=r"ids 384, 385; here they would be 385, 386"):
+        restore_tokens(other, out)
+    (out / "tokenizer.json").write_text("{}")
+    with pytest.raises(AdapterError, match=r"cannot read .*tokenizer\.json"):
+        restore_tokens(opened(folder), out)
+
+
+def test_tokens_that_are_no_new_ones_are_refused(folder: Path) -> None:
+    base = opened(folder)
+    for wrong in (["<s>"], ["<new>", "<new>"], [""], []):
+        with pytest.raises(DataError, match="as new tokens"):
+            add_tokens(base, wrong)
+    assert len(base.tokenizer) == base.model.config.vocab_size == 384

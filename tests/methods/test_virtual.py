@@ -1,0 +1,352 @@
+"""The laws of virtual tokens, of prompt and prefix tuning alike, and the files that PEFT reads."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from peftkit.adapter import Adapter, attach
+from peftkit.errors import AdapterError, DataError, MergeError, TargetError
+from peftkit.formats.peft import Provenance, load_adapter, save_adapter
+from peftkit.formats.serving import check_serving
+from peftkit.merging.fold import merge_into
+from peftkit.methods.prefix import PrefixTuning
+from peftkit.methods.prompt import PromptTuning
+from peftkit.methods.protocol import Method
+from peftkit.quant import quantize_model
+from peftkit.tasks.isolation import check_packing
+from peftkit.tasks.loss import cross_entropy_sum, target_rows
+from peftkit.train.memory import Recompute
+from tests.families import ARCHITECTURES, PAD
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT asks by an old name
+)
+METHODS: dict[str, Method] = {
+    "prompt": PromptTuning(num_virtual_tokens=4),
+    "prefix": PrefixTuning(num_virtual_tokens=4),
+}
+CAUSAL = ("llama", "gpt2", "gemma2", "mixtral")
+SEQ2SEQ = ("t5", "bart")
+ENCODERS = ("bert", "roberta", "bert_cls")
+NO_CACHE = ("deepseek_v3", "distilbert", "deberta_v2", "modernbert")  # of equal keys and values
+GRID = [(m, f) for m in METHODS for f in (*CAUSAL, *SEQ2SEQ, *ENCODERS)]
+GRID += [("prompt", family) for family in (*NO_CACHE, "minimax")]
+IDS = torch.arange(18).view(2, 9).mul(7).remainder(300) + 5  # no special token among them
+TOLERANCE = 1e-5
+"""float32 sums in products of other shapes; logits are of order one."""
+
+
+def build(family: str) -> Any:
+    torch.manual_seed(0)
+    return ARCHITECTURES[family]().eval()
+
+
+def logits(model: Any, ids: Tensor = IDS, **settings: Any) -> Tensor:
+    with torch.no_grad():
+        return model(**inputs_of(model, ids), **settings).logits
+
+
+def inputs_of(model: Any, ids: Tensor = IDS) -> dict[str, Tensor]:
+    """What a model is called with; an encoder-decoder's decoder has fewer tokens."""
+    decoder = {"decoder_input_ids": ids[:, :5]} if model.config.is_encoder_decoder else {}
+    return {"input_ids": ids, **decoder}
+
+
+def train_a_little(adapter: Adapter) -> list[float]:
+    """Take three steps toward one token; return the losses before each and after the last."""
+    losses = []
+    optimizer = torch.optim.AdamW(list(adapter.parameters()), lr=0.05)
+    for step in range(4):
+        out = adapter.model(**inputs_of(adapter.model)).logits.flatten(0, -2)
+        loss = nn.functional.cross_entropy(out, torch.ones(len(out), dtype=torch.long))
+        losses.append(float(loss.detach()))
+        if step < 3:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize(("name", "family"), GRID)
+def test_only_the_virtual_tokens_train_and_what_is_saved_is_loaded(name, family, tmp_path) -> None:
+    model = build(family)
+    before = logits(model)
+    adapter = attach(model, METHODS[name])
+    losses = train_a_little(adapter)
+    assert losses[-1] < losses[0]
+    trained_names = [n for n, p in model.named_parameters() if p.grad is not None]
+    assert [n.rpartition(".")[2] for n in trained_names] == ["prompt_embeddings"]
+    assert sum(float(p.grad.abs().sum()) for p in adapter.parameters()) > 0
+    trained = logits(model)
+    assert trained.shape == before.shape
+    assert not torch.allclose(trained, before, atol=1e-2)
+    with adapter.disabled():
+        assert torch.equal(logits(model), before)
+    save_adapter(adapter, tmp_path)
+    adapter.detach()
+    assert torch.equal(logits(model), before)
+    for notes in (True, False):
+        if not notes:
+            (tmp_path / "peftkit.json").unlink()
+        again = load_adapter(model, tmp_path)
+        assert torch.equal(logits(model), trained)
+        again.detach()
+
+
+@pytest.mark.parametrize("family", [*CAUSAL, "gemma3_text", "gpt_oss", "qwen2_vl", "bloom", "opt"])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_sampled_start_is_random_tokens_before_the_input(name, family) -> None:
+    model = build(family)
+    generator = torch.Generator().manual_seed(3)
+    sampled = torch.randint(384, (4,), generator=generator).expand(2, -1)
+    expected = logits(model, torch.cat([sampled, IDS], 1))[:, 4:]
+    attach(model, METHODS[name], seed=3)
+    torch.testing.assert_close(logits(model), expected, atol=TOLERANCE, rtol=0)
+    hidden = model(input_ids=IDS, output_hidden_states=True).hidden_states
+    assert {h.shape[1] for h in hidden} == {9}
+
+
+@pytest.mark.parametrize("family", [*CAUSAL, "gemma3_text", "minimax", "qwen2_vl", *SEQ2SEQ])
+@pytest.mark.parametrize("name", METHODS)
+def test_generation_with_a_cache_gives_the_tokens_of_generation_without(name, family) -> None:
+    if (name, family) == ("prefix", "minimax"):
+        return  # refused: below
+    model, ids = build(family), IDS[:1]
+    train_a_little(attach(model, METHODS[name]))
+    of_decoder = bool(model.config.is_encoder_decoder)
+    expected = torch.full((1, 1), PAD) if of_decoder else ids
+    for _ in range(5):
+        called = {"decoder_input_ids": expected} if of_decoder else {}
+        called |= {"input_ids": ids if of_decoder else expected, "use_cache": False}
+        with torch.no_grad():
+            last = model(**called).logits[:, -1:]
+        expected = torch.cat([expected, last.argmax(-1)], 1)
+    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    settings |= {"forced_eos_token_id": None, "pad_token_id": PAD}
+    assert torch.equal(model.generate(ids, **settings), expected)
+    padded = torch.cat([torch.full((1, 3), PAD), ids], 1)
+    mask = (torch.arange(12)[None] >= 3).long()
+    found = model.generate(padded, attention_mask=mask, **settings)
+    if family not in ("bart", "minimax"):  # which give other tokens then without an adapter, too
+        assert torch.equal(found if of_decoder else found[:, 3:], expected)
+    beams = model.generate(ids, **settings, num_beams=2)
+    assert beams.shape == expected.shape
+
+
+@pytest.mark.parametrize("family", [*CAUSAL, *SEQ2SEQ, "bert"])
+@pytest.mark.parametrize("name", METHODS)
+def test_gradient_checkpointing_changes_nothing(name, family) -> None:
+    model = build(family)
+    adapter = attach(model, METHODS[name])
+    (parameter,) = adapter.parameters()
+    found = []
+    for recompute in (False, True):
+        if recompute:
+            Recompute(model).enable()
+        torch.manual_seed(1)
+        model.train()
+        out = model(**inputs_of(model))
+        (grad,) = torch.autograd.grad(out.logits.square().mean(), parameter)
+        found.append((out.logits.detach(), grad))
+    assert getattr(out, "past_key_values", None) is None
+    torch.testing.assert_close(found[0], found[1], atol=TOLERANCE, rtol=1e-4)
+    flags = {getattr(m, "_can_checkpoint_with_cache", False) for m in model.modules()}
+    assert flags == {False}  # as it was
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_leaves_no_cache_behind_and_the_loss_sees_the_real_tokens(name) -> None:
+    model = build("llama")
+    attach(model, METHODS[name])
+    inputs = {"input_ids": IDS, "use_cache": False}
+    assert model(**inputs).past_key_values is None
+    index, targets = torch.tensor([0, 3, 8, 12]), torch.tensor([7, 8, 9, 10])
+    expected = nn.functional.cross_entropy(
+        logits(model).flatten(0, 1)[index], targets, reduction="sum"
+    )
+    torch.testing.assert_close(cross_entropy_sum(model, inputs, index, targets), expected)
+    assert target_rows(model, inputs, index).shape == (4, 32)
+    labels = model(**inputs, labels=IDS).loss
+    own = nn.functional.cross_entropy(logits(model)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+    torch.testing.assert_close(labels, own)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_dtype_of_a_model_stays_its_own_and_4_bit_bases_work(name, tmp_path) -> None:
+    model = build("llama")
+    quantize_model(model, "nf4", double_quant=True, compute_dtype=torch.float32)
+    adapter = attach(model, METHODS[name])
+    losses = train_a_little(adapter)
+    assert losses[-1] < losses[0]
+    narrow = build("llama").bfloat16()
+    attach(narrow, METHODS[name])
+    assert narrow.dtype == torch.bfloat16
+    assert logits(narrow).dtype == torch.bfloat16
+
+
+# ------------------------------------------------------------------------------- PEFT
+
+
+def classifier(family: str) -> Any:
+    torch.manual_seed(0)
+    config = ARCHITECTURES[family]().config
+    config.num_labels = 3
+    return transformers.AutoModelForSequenceClassification.from_config(config).eval()
+
+
+def case(family: str, task: str) -> Any:
+    return classifier(family) if task == "SEQ_CLS" else build(family)
+
+
+TASKS = [(f, "CAUSAL_LM") for f in (*CAUSAL, "gemma3_text")]
+TASKS += [(f, "SEQ_2_SEQ_LM") for f in SEQ2SEQ]
+TASKS += [(f, "SEQ_CLS") for f in ("bert", "roberta", "llama")]
+
+
+def of_peft(model: Any) -> Tensor:
+    """Logits of a model of PEFT at the real tokens, the last ones."""
+    with torch.no_grad():
+        found = model(**inputs_of(model), attention_mask=torch.ones_like(IDS)).logits
+    return found[:, -9:] if found.ndim == 3 else found
+
+
+def head_of(family: str, task: str) -> tuple[str, ...]:
+    if task != "SEQ_CLS":
+        return ()
+    return ("score",) if family == "llama" else ("classifier",)
+
+
+@pytest.mark.parametrize(("family", "task"), TASKS)
+@pytest.mark.parametrize("name", METHODS)
+def test_peft_loads_our_files_and_gives_our_logits(name, family, task, tmp_path) -> None:
+    model = case(family, task)
+    method = METHODS[name].model_copy(update={"train_fully": head_of(family, task)})
+    adapter = attach(model, method)
+    train_a_little(adapter)
+    save_adapter(adapter, tmp_path, Provenance(task_type=task))
+    ours, theirs = logits(model), peft.PeftModel.from_pretrained(case(family, task), tmp_path)
+    torch.testing.assert_close(of_peft(theirs.eval()), ours, atol=TOLERANCE, rtol=0)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert "target_modules" not in config
+
+
+@pytest.mark.parametrize(("family", "task"), TASKS)
+@pytest.mark.parametrize("name", METHODS)
+def test_we_load_their_files_and_give_their_logits(name, family, task, tmp_path) -> None:
+    config = {"prompt": peft.PromptTuningConfig, "prefix": peft.PrefixTuningConfig}[name]
+    torch.manual_seed(2)
+    theirs = peft.get_peft_model(
+        case(family, task), config(num_virtual_tokens=3, task_type=task)
+    ).eval()
+    theirs.save_pretrained(tmp_path)
+    model = case(family, task)
+    adapter = load_adapter(model, tmp_path)
+    torch.testing.assert_close(logits(model), of_peft(theirs), atol=TOLERANCE, rtol=0)
+    save_adapter(adapter, tmp_path / "again", Provenance(task_type=task))
+    adapter.detach()
+    load_adapter(model, tmp_path / "again")
+    torch.testing.assert_close(logits(model), of_peft(theirs), atol=TOLERANCE, rtol=0)
+
+
+# ---------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("family", ["vit", "swin", "clip", "mllama", "idefics"])
+@pytest.mark.parametrize("name", METHODS)
+def test_models_without_tokens_of_their_own_are_refused(name, family) -> None:
+    model = build(family)
+    with pytest.raises(TargetError, match=r"embeds none|look at an image"):
+        attach(model, METHODS[name])
+    assert not any(hook for m in model.modules() for hook in m._forward_pre_hooks)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_cannot_be_is_refused_by_name(name, tmp_path) -> None:
+    model, method = build("llama"), METHODS[name]
+    with pytest.raises(TargetError, match="has no targets to choose"):
+        attach(model, method.model_copy(update={"targets": ("q", "v")}))
+    adapter = attach(model, method)
+    with pytest.raises(MergeError, match="it adds tokens to the input"):
+        merge_into(adapter)
+    with pytest.raises(AdapterError, match="documents packed"):
+        model(input_ids=IDS, attention_mask=torch.zeros(2, 1, 9, 9))
+    with pytest.raises(AdapterError, match="a cache that grows"):
+        model.generate(IDS, cache_implementation="static", max_new_tokens=2, pad_token_id=PAD)
+    with adapter.disabled():
+        cache = model(input_ids=IDS[:, :8], use_cache=True).past_key_values
+    with pytest.raises(AdapterError, match="Its mask has 9 tokens"):
+        model(input_ids=IDS[:, 8:], attention_mask=torch.ones(2, 9), past_key_values=cache)
+    save_adapter(adapter, tmp_path)
+    with pytest.raises(AdapterError, match="only LORA is served"):
+        check_serving(tmp_path)
+    with pytest.raises(DataError, match=r"data\.packing: false"):
+        check_packing(model)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "bart", "bert", "roberta"])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_table_of_positions_has_an_end(name, family) -> None:
+    model = build(family)
+    limit = 1024 if family == "bart" else 255 if family == "roberta" else 256
+    ids = IDS[:1].repeat(1, 200)
+    attach(model, METHODS[name])
+    longest = {"input_ids": ids[:, : limit - 4]}
+    if family == "bart":
+        longest["decoder_input_ids"] = longest["input_ids"]
+    assert logits_of(model, longest).isfinite().all()
+    too_long = dict.fromkeys(longest, ids[:, : limit - 3])
+    with pytest.raises(AdapterError, match=rf"Shorten it to {limit - 4:,} tokens"):
+        logits_of(model, too_long)
+
+
+def logits_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+@pytest.mark.parametrize("field", [{"num_virtual_tokens": "x"}, {"num_virtual_tokens": 0}])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_config_that_says_nonsense_is_refused(name, field, tmp_path) -> None:
+    adapter = attach(build("llama"), METHODS[name])
+    save_adapter(adapter, tmp_path)
+    (tmp_path / "peftkit.json").unlink()
+    _edit(tmp_path, **field)
+    with pytest.raises(AdapterError, match=r"num_virtual_tokens"):
+        load_adapter(build("llama"), tmp_path)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_file_of_another_size_is_refused(name, tmp_path) -> None:
+    save_adapter(attach(build("llama"), METHODS[name]), tmp_path)
+    (tmp_path / "peftkit.json").unlink()
+    _edit(tmp_path, num_virtual_tokens=5)
+    with pytest.raises(AdapterError, match="misshapen: prompt_embeddings is"):
+        load_adapter(build("llama"), tmp_path)
+    _edit(tmp_path, peft_type="P_TUNING")
+    with pytest.raises(AdapterError, match="no method reads an adapter of type"):
+        load_adapter(build("llama"), tmp_path)
+
+
+def _edit(folder: Path, **fields: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_a_copy_of_a_model_has_a_prompt_of_its_own() -> None:
+    model = build("llama")
+    adapter = attach(model, METHODS["prompt"])
+    twin = copy.deepcopy(model)
+    before = logits(twin)
+    with torch.no_grad():
+        next(iter(adapter.parameters())).zero_()
+    assert torch.equal(logits(twin), before)
+    assert not torch.allclose(logits(model), before)

@@ -1,0 +1,66 @@
+"""Small bases for tasks of classes, and rows for them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from tests.families import ARCHITECTURES, BOS, EOS, tiny_tokenizer
+
+TEXTS = [
+    ("the quick brown fox jumps", "animal"),
+    ("pizza with cheese and olives", "food"),
+    ("what is the answer?", "question"),
+    ("the lazy dog and the other dog", "animal"),
+    ("three extra olives", "food"),
+    ("is the question in the other question?", "question"),
+]
+LABELS = ("animal", "food", "question")
+WORDS = [
+    (["Anna", "wants", "pizza", "margherita"], ["B-NAME", "O", "B-DISH", "I-DISH"]),
+    (["the", "dog", "eats", "cheese"], ["O", "O", "O", "B-DISH"]),
+    (["olives", "?"], ["B-DISH", "O"]),
+]
+TAGS = ("B-DISH", "B-NAME", "I-DISH", "O")
+
+
+def framing_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the tokenizer of an encoder: <s> and <|im_end|> stand around texts."""
+    own = copy.deepcopy(tiny_tokenizer())
+    own.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A <|im_end|>",
+        pair="<s> $A <|im_end|> $B:1 <|im_end|>:1",
+        special_tokens=[("<s>", BOS), ("<|im_end|>", EOS)],
+    )
+    return own
+
+
+def save_base(folder: Path, family: str = "bert", model: Any = None) -> Path:
+    """Write a base with random weights and a tokenizer that frames texts."""
+    torch.manual_seed(0)
+    (ARCHITECTURES[family]() if model is None else model).save_pretrained(folder)
+    framing_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> str:
+    """Write JSON Lines; return the file's name."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(file)
+
+
+def write_texts(file: Path) -> str:
+    """Write the labelled texts."""
+    return write_rows(file, ({"text": text, "label": label} for text, label in TEXTS))
+
+
+def write_words(file: Path) -> str:
+    """Write the tagged words."""
+    return write_rows(file, ({"words": words, "tags": tags} for words, tags in WORDS))

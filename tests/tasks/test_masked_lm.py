@@ -1,0 +1,341 @@
+"""Masked language modelling: what is hidden, when it changes, and what the loss is of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from peftkit import recipe
+from peftkit.adapter import attach
+from peftkit.base import BaseConfig
+from peftkit.data.load import DataConfig
+from peftkit.errors import BaseError, ConfigError, DataError
+from peftkit.evaluation import evaluate
+from peftkit.events import Event, Notice, StepDone, Table
+from peftkit.formats.folder import open_adapter
+from peftkit.kernels import cross_entropy
+from peftkit.methods.lora import LoRA
+from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
+from peftkit.train.config import TrainConfig
+from peftkit.train.loop import fit
+from tests.families import ARCHITECTURES, BOS, EOS, UNK
+from tests.train.toy import Crash, crash_after
+
+Tokenizer = PreTrainedTokenizerFast
+FAMILIES = ("bert", "roberta", "distilbert", "modernbert", "deberta_v2", "electra")
+TEXTS = [
+    "the quick brown fox jumps over the lazy dog and then the other dog",
+    "what is the answer?",
+    "user assistant system instruction input output prompt completion messages content",
+    "a",
+]
+
+
+@pytest.fixture
+def bert() -> Any:
+    return ARCHITECTURES["bert"]().eval()
+
+
+@pytest.fixture
+def masking(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer of an encoder: it puts <s> and <|im_end|> around texts, and <unk> masks."""
+    own = copy.deepcopy(tokenizer)
+    own.mask_token = "<unk>"
+    own.backend_tokenizer.post_processor = framing()
+    return own
+
+
+def framing() -> Any:
+    from tokenizers.processors import TemplateProcessing
+
+    return TemplateProcessing(
+        single="<s> $A <|im_end|>", special_tokens=[("<s>", BOS), ("<|im_end|>", EOS)]
+    )
+
+
+def task_on(
+    model: Any, tokenizer: Any, data: dict[str, Any] | None = None, **settings: Any
+) -> MaskedLM:
+    config = DataConfig(**{"train": "", "max_length": 64, **(data or {})})
+    return MaskedLMConfig(**settings).on(model, tokenizer, config)
+
+
+def write(folder: Path, texts: list[str]) -> str:
+    path = folder / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def unpadded(batch: Mapping[str, Tensor]) -> list[list[int]]:
+    pairs = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
+    return [ids[mask].tolist() for ids, mask in pairs]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loss_and_gradients_are_the_definitions(
+    name: str, chunked: bool, tmp_path: Path, masking: Tokenizer, monkeypatch: Any
+) -> None:
+    if chunked:
+        monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 0)
+    model = ARCHITECTURES[name]().eval()
+    task = task_on(model, masking)
+    batch = task.collate(task.load(write(tmp_path, TEXTS)))
+    with task.training(model):
+        loss = task.loss_sum(model, batch)
+        loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    rows = logits.flatten(0, 1)[batch["target_index"]]
+    wanted = F.cross_entropy(rows, batch["targets"], reduction="sum")
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-4)
+    for key, parameter in model.named_parameters():  # sums of many terms in another order
+        if parameter.grad is not None:
+            torch.testing.assert_close(found[key], parameter.grad, rtol=1e-3, atol=2e-4, msg=key)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_padded_together_lose_what_they_lose_alone(
+    name: str, tmp_path: Path, masking: Tokenizer
+) -> None:
+    model = ARCHITECTURES[name]().eval()
+    task = task_on(model, masking)
+    rows = task.load(write(tmp_path, TEXTS))
+    with torch.no_grad():
+        together = task.loss_sum(model, task.collate(rows))
+        alone = sum(task.loss_sum(model, task.collate([row])) for row in rows)
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-4)
+
+
+def test_shares_are_those_asked_for(tmp_path: Path, bert: Any, masking: Tokenizer) -> None:
+    bert.train()
+    task = task_on(bert, masking)
+    rows = task.load(write(tmp_path, ["fox dog " * 12] * 400))
+    batch = task.collate(rows)
+    kinds: Counter[str] = Counter()
+    places: Counter[int] = Counter()
+    for ids, row in zip(unpadded(batch), rows, strict=True):
+        changed = [n for n, (a, b) in enumerate(zip(ids, row.input_ids, strict=True)) if a != b]
+        assert not {0, len(ids) - 1} & set(changed), "what the tokenizer puts around is hidden"
+        kinds["mask"] += sum(ids[n] == UNK for n in changed)
+        kinds["random"] += sum(ids[n] != UNK for n in changed)
+        places.update(changed)
+    maskable = len(rows[0].maskable)
+    assert len(batch["targets"]) == 400 * round(0.15 * maskable)
+    total = len(batch["targets"])
+    # five standard deviations of the binomial
+    assert kinds["mask"] / total == pytest.approx(0.8, abs=5 * (0.16 / total) ** 0.5)
+    assert kinds["random"] / total == pytest.approx(0.1, abs=5 * (0.09 / total) ** 0.5)
+    assert set(places) == set(rows[0].maskable), "some places are never hidden"
+
+
+def test_targets_are_what_stood_at_the_chosen_places(
+    tmp_path: Path, bert: Any, masking: Tokenizer
+) -> None:
+    task = task_on(bert, masking, as_mask=1.0, as_random=0.0)
+    rows = task.load(write(tmp_path, TEXTS))
+    batch = task.collate(rows)
+    flat = batch["input_ids"].flatten()
+    assert (flat[batch["target_index"]] == UNK).all()
+    flat[batch["target_index"]] = batch["targets"]
+    restored = unpadded({**batch, "input_ids": flat.view_as(batch["input_ids"])})
+    assert restored == [list(row.input_ids) for row in rows]
+    assert task.num_targets(task.collate(rows[3:])) == 1, "a short text teaches something too"
+
+
+def test_training_hides_other_tokens_each_time_whatever_the_batches(
+    tmp_path: Path, bert: Any, masking: Tokenizer
+) -> None:
+    bert.train()
+    task = task_on(bert, masking)
+    rows = task.load(write(tmp_path, TEXTS))
+    torch.manual_seed(1)
+    once, twice = unpadded(task.collate(rows)), unpadded(task.collate(rows))
+    assert once != twice
+    torch.manual_seed(1)
+    assert [ids for row in rows for ids in unpadded(task.collate([row]))] == once
+
+
+def test_evaluation_hides_the_same_each_time_and_draws_nothing(
+    tmp_path: Path, bert: Any, masking: Tokenizer
+) -> None:
+    task = task_on(bert, masking)
+    rows = task.load(write(tmp_path, TEXTS))
+    before = torch.get_rng_state()
+    once = unpadded(task.collate(rows))
+    assert [ids for row in rows for ids in unpadded(task.collate([row]))] == once
+    assert torch.equal(torch.get_rng_state(), before)
+    pieces = task.spans(rows[0])
+    assert sum(kind == "learnt" for kind, _ in pieces) >= 1
+    assert "".join(text for _, text in pieces) == f"<s>{TEXTS[0]}<|im_end|>"
+
+
+def train(folder: Path, masking: Tokenizer, **options: Any) -> tuple[list[float], dict[str, Any]]:
+    """Train a tiny BERT with dropout from its loading on; return losses and trained weights."""
+    crash, resume = options.get("crash"), options.get("resume", False)
+    torch.manual_seed(0)
+    model = ARCHITECTURES["bert"]()
+    adapter = attach(model, LoRA(rank=4, dropout=0.2, targets="attention"))
+    task = options.get("task", MaskedLM)(
+        model, masking, MaskedLMConfig(), DataConfig(train="", max_length=32)
+    )
+    folder.mkdir(exist_ok=True)
+    rows = task.load(write(folder, [text + " fox" * n for text in TEXTS for n in range(5)]))
+    losses: list[float] = []
+    notices: list[str] = options.get("notices", [])
+
+    def listen(event: Event) -> None:
+        if isinstance(event, StepDone):
+            losses.append(event.loss)
+        if isinstance(event, Notice):
+            notices.append(event.text)
+        if crash:
+            crash_after(crash)(event)
+
+    settings = TrainConfig(
+        output_dir=folder / "run", max_steps=6, batch_size=4, eval_every=2, save_every=1
+    )
+    with suppress(Crash):
+        fit(model, task, rows, rows[:3], settings, resume=resume, on_event=listen)
+    return losses, {name: tensor.clone() for name, tensor in adapter.state().items()}
+
+
+def test_a_resumed_run_is_equal_to_the_bit(tmp_path: Path, masking: Tokenizer) -> None:
+    losses, weights = train(tmp_path / "whole", masking)
+    before, _ = train(tmp_path / "parts", masking, crash=3)
+    after, resumed = train(tmp_path / "parts", masking, resume=True)
+    assert len(losses) == 6
+    assert before + after == losses
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in weights.items())
+
+
+class Crowded(MaskedLM):
+    """Memory holds two rows."""
+
+    seen: list[list[int]]
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        if len(batch["input_ids"]) > 2 and model.training:
+            raise torch.OutOfMemoryError("no room")
+        self.seen += unpadded(batch) if model.training else []
+        return super().loss_sum(model, batch)
+
+
+class Roomy(MaskedLM):
+    """Memory holds all."""
+
+    seen: list[list[int]]
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        self.seen += unpadded(batch) if model.training else []
+        return super().loss_sum(model, batch)
+
+
+def test_a_step_tried_again_in_smaller_batches_hides_the_same(
+    tmp_path: Path, masking: Tokenizer
+) -> None:
+    Roomy.seen, Crowded.seen = [], []
+    notices: list[str] = []
+    train(tmp_path / "roomy", masking, task=Roomy)
+    train(tmp_path / "crowded", masking, task=Crowded, notices=notices)
+    assert any("Memory ran out" in text for text in notices)
+    assert Crowded.seen[:4] == Roomy.seen[:4]  # later, dropout has drawn from other shapes
+
+
+def test_metrics_are_of_the_hidden_tokens(tmp_path: Path, bert: Any, masking: Tokenizer) -> None:
+    task = task_on(bert, masking, share=0.5)
+    rows = task.load(write(tmp_path, TEXTS))
+    batch = task.collate(rows)
+    with torch.no_grad():
+        logits = bert(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    chosen, targets = logits.flatten(0, 1)[batch["target_index"]], batch["targets"]
+    found = task.metrics(bert, rows)
+    assert found["loss"] == pytest.approx(float(F.cross_entropy(chosen, targets)), rel=1e-5)
+    assert found["perplexity"] == pytest.approx(2.718281828 ** found["loss"], rel=1e-5)
+    assert found["num_tokens"] == len(targets)
+    # a head whose bias knows the answer most often asked for
+    common = int(targets.mode().values)
+    bert.get_output_embeddings().bias.data[common] = 1000
+    right = int((targets == common).sum()) / len(targets)
+    assert task.metrics(bert, rows)["accuracy"] == right > 0
+
+
+def test_a_recipe_trains_saves_and_is_measured(
+    tmp_path: Path, bert: Any, masking: Tokenizer
+) -> None:
+    bert.save_pretrained(tmp_path / "base")
+    masking.save_pretrained(tmp_path / "base")
+    where = write(tmp_path, TEXTS)
+    settings = recipe.Recipe(
+        task="masked_lm",
+        base=BaseConfig(model=str(tmp_path / "base"), quantize="nf4"),
+        method=LoRA(targets="attention"),
+        data=DataConfig(train=where, eval=where),
+        train=TrainConfig(output_dir=tmp_path / "run", max_steps=4, learning_rate=0.01),
+    )
+    result = recipe.run(settings)
+    opened = open_adapter(tmp_path / "run")
+    assert opened.task == settings.task
+    found = evaluate(opened.base, where, task=opened.task)
+    assert found["loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-4)
+    fields = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    assert fields["task_type"] is None
+
+
+def test_long_texts_are_split_or_cut(tmp_path: Path, bert: Any, masking: Tokenizer) -> None:
+    where = write(tmp_path, ["abcdefghij" * 2])
+    ids = masking("abcdefghij" * 2, add_special_tokens=False)["input_ids"]
+    split = task_on(bert, masking, {"max_length": 10}).load(where)
+    assert [len(row.input_ids) for row in split] == [10] * (len(ids) // 8) + [len(ids) % 8 + 2]
+    assert [token for row in split for token in row.input_ids[1:-1]] == ids
+    (cut,) = task_on(bert, masking, {"max_length": 10}, long_texts="cut").load(where)
+    assert cut.input_ids == (BOS, *ids[:8], EOS)
+
+
+def test_texts_without_words_are_dropped_and_counted(
+    tmp_path: Path, bert: Any, masking: Tokenizer
+) -> None:
+    where = write(tmp_path, ["the fox", "", "<s>"])
+    events: list[Event] = []
+    config = DataConfig(train="", max_length=64, max_dropped=0.7)
+    task = MaskedLMConfig().on(bert, masking, config, on_event=events.append)
+    assert [row.source for row in task.load(where)] == [f"{where}:1"]
+    (table,) = [event for event in events if isinstance(event, Table)]
+    assert ("dropped: no words", f"2 ({where}:2, {where}:3)") in table.rows
+    with pytest.raises(DataError, match=r"2 of 3 rows.*max_dropped"):
+        task_on(bert, masking).load(where)
+
+
+def test_special_tokens_in_a_text_are_never_hidden(bert: Any, masking: Tokenizer) -> None:
+    task = task_on(bert, masking, share=0.9)
+    row = MaskedRow((BOS, 70, EOS, 71, EOS), (1, 3), "a:1")
+    assert set(task.collate([row])["target_index"].tolist()) <= {1, 3}
+
+
+def test_what_cannot_be_is_an_error(tmp_path: Path, bert: Any, masking: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match="more than all"):
+        MaskedLMConfig(as_mask=0.8, as_random=0.3)
+    with pytest.raises(DataError, match="puts 2 tokens around"):
+        task_on(bert, masking, {"max_length": 2})
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    with pytest.raises(DataError, match="format 'prompt_completion'"):
+        task_on(bert, masking).load(str(path))
+
+
+def test_a_tokenizer_without_a_mask_is_an_error(bert: Any, tokenizer: Tokenizer) -> None:
+    with pytest.raises(BaseError, match="no mask token"):
+        task_on(bert, tokenizer)

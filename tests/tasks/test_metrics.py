@@ -1,0 +1,104 @@
+"""The metrics are those of scikit-learn, scipy and seqeval."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy.stats import pearsonr
+from sklearn import metrics as reference
+
+from peftkit.tasks.metrics import (
+    are_spans,
+    class_metrics,
+    entities,
+    entity_metrics,
+    multi_label_metrics,
+    number_metrics,
+    tag_metrics,
+)
+
+
+@pytest.mark.parametrize(("num_rows", "num_labels"), [(1, 2), (9, 3), (41, 5), (341, 12)])
+def test_metrics_of_classes_are_scikit_learns(num_rows, num_labels) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    predicted = torch.randint(num_labels, (num_rows,), generator=generator)
+    true = torch.randint(num_labels - 1, (num_rows,), generator=generator)  # one is never true
+    found = class_metrics(predicted, true)
+    assert found["accuracy"] == pytest.approx(reference.accuracy_score(true, predicted))
+    for kind in ("macro", "weighted"):
+        expected = reference.f1_score(true, predicted, average=kind, zero_division=0)
+        assert found[f"f1_{kind}"] == pytest.approx(expected), kind
+
+
+@pytest.mark.parametrize("num_rows", [1, 9, 341])
+def test_metrics_of_several_labels_are_scikit_learns(num_rows) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    predicted = torch.rand(num_rows, 5, generator=generator) > 0.6
+    true = torch.rand(num_rows, 5, generator=generator) > 0.6
+    true[:, 4] = predicted[:, 4] = False  # a label that is nowhere
+    found = multi_label_metrics(predicted, true)
+    assert found["accuracy"] == pytest.approx(reference.accuracy_score(true, predicted))
+    for kind in ("micro", "macro"):
+        expected = reference.f1_score(true, predicted, average=kind, zero_division=0)
+        assert found[f"f1_{kind}"] == pytest.approx(expected), kind
+
+
+def test_metrics_of_numbers_are_scikit_learns_and_scipys() -> None:
+    generator = torch.Generator().manual_seed(0)
+    true = torch.randn(41, generator=generator)
+    predicted = 3 * true + torch.randn(41, generator=generator) + 100
+    found = number_metrics(predicted, true)
+    assert found["mse"] == pytest.approx(reference.mean_squared_error(true, predicted))
+    assert found["pearson"] == pytest.approx(pearsonr(true, predicted).statistic)
+
+
+def test_correlation_with_a_constant_is_none() -> None:
+    assert number_metrics(torch.ones(4), torch.arange(4.0))["pearson"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("tags", "found"),
+    [
+        ("O O", set()),
+        ("B-PER I-PER O B-LOC", {("PER", 0, 2), ("LOC", 3, 4)}),
+        ("B-PER B-PER", {("PER", 0, 1), ("PER", 1, 2)}),
+        ("O I-PER I-PER O", {("PER", 1, 3)}),  # inside without a beginning
+        ("B-PER I-LOC I-LOC", {("PER", 0, 1), ("LOC", 1, 3)}),  # another kind begins anew
+        ("I-A-B I-A-B", {("A-B", 0, 2)}),  # the kind is all after the first dash
+        ("B-PER I-PER", {("PER", 0, 2)}),  # up to the end
+    ],
+)
+def test_entities_are_read_as_conlls_evaluation_reads_them(tags, found) -> None:
+    assert entities(tags.split()) == found
+
+
+def test_entities_are_right_only_with_place_and_kind() -> None:
+    true = [["B-PER", "I-PER", "O", "B-LOC"], ["B-LOC", "O"]]
+    guess = [["B-PER", "I-PER", "O", "B-PER"], ["B-LOC", "I-LOC"]]
+    # one of three is right: the second has the wrong kind, the third is too long
+    found = entity_metrics(guess, true)
+    assert found == {
+        "entity_precision": pytest.approx(1 / 3),
+        "entity_recall": pytest.approx(1 / 3),
+        "entity_f1": pytest.approx(1 / 3),
+    }
+    assert entity_metrics([["O", "O"]], [["O", "O"]])["entity_f1"] == 0.0
+    assert entity_metrics([["O"]], [["B-X"]])["entity_recall"] == 0.0
+
+
+def test_plain_tags_count_word_by_word_without_o() -> None:
+    true, guess = [["NOUN", "O", "VERB"], ["O"]], [["NOUN", "VERB", "O"], ["O"]]
+    flat = reference.f1_score(
+        ["NOUN", "O", "VERB", "O"],
+        ["NOUN", "VERB", "O", "O"],
+        labels=["NOUN", "VERB"],
+        average="micro",
+    )
+    assert tag_metrics(guess, true) == {"f1_micro": pytest.approx(flat)}
+    assert tag_metrics([["O"]], [["O"]]) == {"f1_micro": 0.0}
+
+
+def test_only_tags_of_beginnings_and_insides_are_spans() -> None:
+    assert are_spans(["O", "B-X", "I-X"])
+    assert not are_spans(["O", "NOUN"])
+    assert not are_spans(["O"])

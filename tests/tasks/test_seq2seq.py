@@ -1,0 +1,266 @@
+"""Encoder and decoder: the loss is the definition's, the answers are greedy, the score is ROUGE."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rouge_score.rouge_scorer import RougeScorer
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from peftkit import recipe
+from peftkit.adapter import attach
+from peftkit.base import BaseConfig, load_base
+from peftkit.data.load import DataConfig
+from peftkit.errors import BaseError, ConfigError, DataError
+from peftkit.evaluation import evaluate
+from peftkit.events import Event, Table
+from peftkit.formats.folder import open_adapter
+from peftkit.kernels import cross_entropy
+from peftkit.methods.lora import LoRA
+from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.rouge import longest_common_subsequence, rouge_l
+from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
+from peftkit.train.config import TrainConfig
+from peftkit.train.loop import fit
+from tests.families import ARCHITECTURES, EOS, PAD
+
+Tokenizer = PreTrainedTokenizerFast
+FAMILIES = ("t5", "t5_gated", "mt5", "bart", "pegasus")
+ROWS = [
+    {"prompt": "the quick brown fox", "completion": "the fox"},
+    {"prompt": "what is the answer? what?", "completion": "the answer is in the question"},
+    {"prompt": "pizza", "completion": "olives and cheese, and then the other dog"},
+]
+
+
+def task_on(
+    model: Any, tokenizer: Any, data: dict[str, Any] | None = None, **settings: Any
+) -> Seq2Seq:
+    config = DataConfig(**{"train": "", "max_length": 32, **(data or {})})
+    return Seq2SeqConfig(**settings).on(model, tokenizer, config)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def build(name: str) -> PreTrainedModel:
+    model = ARCHITECTURES[name]().eval()
+    if hasattr(model, "final_logits_bias"):
+        model.final_logits_bias.normal_()
+    return model
+
+
+def by_definition(model: Any, batch: dict[str, Tensor], labels: Tensor) -> Tensor:
+    """The model's own loss, a mean, for the labels (B, T) with -100 where there is padding."""
+    out = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels)
+    return out.loss * (labels != -100).sum()
+
+
+def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loss_and_gradients_are_the_models_own(
+    name: str, chunked: bool, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: Any
+) -> None:
+    if chunked:
+        monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 0)
+    model = build(name)
+    task = task_on(model, tokenizer)
+    rows = task.load(write(tmp_path / "a.jsonl", ROWS))
+    batch = task.collate(rows)
+    width = batch["decoder_input_ids"].shape[1]
+    labels = torch.tensor([[*r.labels] + [-100] * (width - len(r.labels)) for r in rows])
+    with task.training(model):
+        loss = task.loss_sum(model, batch)
+        found = gradients(model, loss)
+    wanted = by_definition(model, batch, labels)
+    expected = gradients(model, wanted)
+    assert task.num_targets(batch) == sum(len(row.labels) for row in rows)
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-4)
+    assert found.keys() == expected.keys()
+    for key, gradient in expected.items():  # sums of hundreds of terms in another order
+        torch.testing.assert_close(found[key], gradient, rtol=1e-3, atol=2e-4, msg=key)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_padded_together_lose_what_they_lose_alone(
+    name: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    model = build(name)
+    task = task_on(model, tokenizer)
+    rows = task.load(write(tmp_path / "a.jsonl", ROWS))
+    with torch.no_grad():
+        together = task.loss_sum(model, task.collate(rows))
+        alone = sum(task.loss_sum(model, task.collate([row])) for row in rows)
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-4)
+
+
+def test_a_target_ends_and_its_decoder_begins(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    task = task_on(build("t5"), tokenizer, prefix="say: ")
+    row = task.load(write(tmp_path / "a.jsonl", ROWS[:1]))[0]
+    assert list(row.input_ids) == tokenizer("say: the quick brown fox")["input_ids"]
+    assert list(row.labels) == [*tokenizer("the fox")["input_ids"], EOS]
+    assert task.collate([row])["decoder_input_ids"].tolist() == [[PAD, *row.labels[:-1]]]
+    assert task.spans(row) == [
+        ("source", "say: the quick brown fox"),
+        ("learnt", "the fox<|im_end|>"),
+    ]
+
+
+def test_what_is_cut_and_dropped_is_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    events: list[Event] = []
+    config = DataConfig(train="", max_length=8, max_dropped=0.5)
+    rows = [
+        {"instruction": "fox " * 20, "output": "a"},
+        {"instruction": "a", "output": "fox " * 20},
+        {"instruction": "a", "output": " "},
+    ]
+    where = write(tmp_path / "a.jsonl", rows)
+    task = Seq2SeqConfig(max_target_length=5).on(
+        build("t5"), tokenizer, config, on_event=events.append
+    )
+    kept = task.load(where)
+    assert [(len(r.input_ids), len(r.labels)) for r in kept] == [(8, 2), (1, 5)]
+    (table,) = [event for event in events if isinstance(event, Table)]
+    counts = {row[0]: row[1] for row in table.rows}
+    assert counts["sources cut at 8 tokens"] == counts["targets cut at 5 tokens"] == "1"
+    assert counts["dropped: source or target is empty"] == f"1 ({where}:3)"
+    with pytest.raises(DataError, match=r"1 of 3 rows.*max_dropped \(10%\)"):
+        task_on(build("t5"), tokenizer).load(where)
+
+
+def test_a_source_is_as_long_as_the_model_reads(tokenizer: Tokenizer) -> None:
+    assert task_on(build("t5"), tokenizer, {"max_length": None}).max_source == 256  # tokenizer's
+    endless = copy.deepcopy(tokenizer)
+    endless.model_max_length = int(1e30)
+    assert task_on(build("t5"), endless, {"max_length": None}).max_source > 100_000
+    assert task_on(build("bart"), endless, {"max_length": None}).max_source == 1024
+
+
+def test_fields_can_be_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [{"document": "the fox", "summary": "fox", "id": 1}]
+    where = write(tmp_path / "a.jsonl", rows)
+    task = task_on(build("t5"), tokenizer, source="document", target="summary")
+    assert task.load(where)[0].target == "fox"
+    other = task_on(build("t5"), tokenizer, source="article", target="summary")
+    with pytest.raises(DataError, match=r"a.jsonl:1 lacks 'article'.*document, summary, id"):
+        other.load(where)
+    with pytest.raises(ConfigError, match="together or not at all"):
+        Seq2SeqConfig(source="document")
+
+
+def test_texts_and_conversations_are_no_pairs(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(DataError, match=r"a.jsonl:1(.|\n)*It is a text"):
+        task_on(build("t5"), tokenizer).load(write(tmp_path / "a.jsonl", [{"text": "the fox"}]))
+
+
+def test_a_decoder_is_no_base_for_seq2seq(model_folder: Path, llama: Any, tokenizer: Any) -> None:
+    with pytest.raises(BaseError, match="is not a seq2seq model") as caught:
+        load_base(str(model_folder), purpose=Seq2SeqConfig().purpose)
+    assert caught.value.exit_code == 2
+    with pytest.raises(BaseError, match="no encoder and decoder"):
+        task_on(llama, tokenizer)
+
+
+def test_t5_is_no_base_for_causal_lm(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    folder = tmp_path / "t5"
+    build("t5").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(BaseError, match="is not a causal_lm model"):
+        load_base(str(folder))
+    with pytest.raises(BaseError):
+        CausalLM(build("t5"), tokenizer, DataConfig(train=""))
+
+
+def test_a_model_must_say_what_its_decoder_starts_with(tokenizer: Tokenizer) -> None:
+    model = build("t5")
+    model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = None
+    with pytest.raises(BaseError, match="decoder_start_token_id"):
+        task_on(model, tokenizer)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_what_is_learnt_by_heart_is_answered(
+    name: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    model = ARCHITECTURES[name]()
+    attach(model, LoRA(rank=16, alpha=32, targets="all-linear"))
+    task = task_on(model, tokenizer)
+    rows = task.load(write(tmp_path / "a.jsonl", ROWS))
+    settings = TrainConfig(
+        output_dir=tmp_path / "run", max_steps=150, batch_size=4, learning_rate=0.01
+    )
+    fit(model, task, rows, (), settings)
+    model.eval()
+    own = model.generation_config
+    found = task.metrics(model, rows)
+    assert model.generation_config is own
+    assert task.answers(model, rows) == [row["completion"] for row in ROWS]
+    assert found["exact_match"] == found["rouge_l"] == 1.0
+    # not near 0: the last norm is not trained, and bounds the logits
+    assert 0 < found["loss"] < 2
+    assert found["num_tokens"] == sum(len(row.labels) for row in rows)
+
+
+def test_a_recipe_trains_saves_and_is_measured(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    build("t5").save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    where = write(tmp_path / "a.jsonl", ROWS)
+    settings = recipe.Recipe(
+        task={"type": "seq2seq", "max_target_length": 16},
+        base=BaseConfig(model=str(tmp_path / "base"), quantize="nf4"),
+        method=LoRA(targets=("q", "cross_v")),
+        data=DataConfig(train=where, eval=where, max_length=32),
+        train=TrainConfig(output_dir=tmp_path / "run", max_steps=4, learning_rate=0.01),
+    )
+    result = recipe.run(settings)
+    opened = open_adapter(tmp_path / "run")
+    assert opened.task == settings.task
+    found = evaluate(opened.base, where, task=opened.task)
+    assert found["loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-4)
+    assert {"perplexity", "exact_match", "rouge_l"} < found.keys()
+    fields = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    assert fields["task_type"] == "SEQ_2_SEQ_LM"
+    shown: list[Event] = []
+    recipe.check(settings, on_event=shown.append)
+    tables = [event for event in shown if isinstance(event, Table)]
+    assert ("learnt", "the fox<|im_end|>") in [row for table in tables for row in table.rows]
+
+
+def test_rouge_l_is_the_packages() -> None:
+    rng, scorer = random.Random(0), RougeScorer(["rougeL"], use_stemmer=False)
+    words = ["the", "fox", "Dog,", "it's", "3.5", "--", "over", "a_b"]
+    for _ in range(300):
+        text, reference = (" ".join(rng.choices(words, k=rng.randint(0, 12))) for _ in "ab")
+        wanted = scorer.score(reference, text)["rougeL"].fmeasure
+        assert rouge_l(text, reference) == pytest.approx(wanted, abs=1e-12)
+    assert rouge_l("ÉTÉ chaud", "l'été") == pytest.approx(0.5)  # the package would find nothing
+
+
+def test_common_subsequence_is_the_textbooks() -> None:
+    def textbook(a: str, b: str) -> int:
+        table = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
+        for i, x in enumerate(a):
+            for j, y in enumerate(b):
+                above = max(table[i][j + 1], table[i + 1][j])
+                table[i + 1][j + 1] = table[i][j] + 1 if x == y else above
+        return table[-1][-1]
+
+    rng = random.Random(1)
+    for _ in range(200):
+        a, b = ("".join(rng.choices("abcd", k=rng.randint(0, 90))) for _ in "ab")
+        assert longest_common_subsequence(list(a), list(b)) == textbook(a, b)

@@ -1,0 +1,250 @@
+"""Sequence classification: problems found in data, batches, losses, and rows that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from peftkit.base import Base, load_base
+from peftkit.data.load import DataConfig
+from peftkit.errors import BaseError, ConfigError, DataError
+from peftkit.events import Event, Table
+from peftkit.tasks.sequence_classification import (
+    SequenceClassification,
+    SequenceClassificationConfig,
+)
+from tests.tasks.classifiers import LABELS, TEXTS, save_base, write_rows, write_texts
+
+PROBLEMS: dict[str, list[Any]] = {
+    "single_label": ["b", "a", "b"],
+    "multi_label": [["b"], ["a", "b"], []],
+    "regression": [0.5, -2.25, 3],
+}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("bert"))
+
+
+def made(
+    folder: Path, data: str, max_length: int | None = 64, **settings: Any
+) -> tuple[Base, SequenceClassification]:
+    """Return a base for these rows and the task on it."""
+    config = DataConfig(train=data, max_length=max_length)
+    settled = SequenceClassificationConfig(**settings).resolve(config)
+    base = load_base(str(folder), purpose=settled.purpose, dtype="fp32")
+    return base, settled.on(base.model, base.processor, config)
+
+
+def labelled(tmp_path: Path, values: list[Any], name: str = "rows.jsonl") -> str:
+    texts = [text for text, _ in TEXTS]
+    rows = ({"text": t, "label": v} for t, v in zip(texts, values, strict=False))
+    return write_rows(tmp_path / name, rows)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem", "labels"),
+    [
+        (["b", "a", "b"], "single_label", ("a", "b")),
+        ([10, 9, 10], "single_label", ("9", "10")),
+        ([True, False], "single_label", ("false", "true")),
+        (["1", "0", "1"], "single_label", ("0", "1")),
+        ([["b"], [], ["a", "b"]], "multi_label", ("a", "b")),
+        ([1, 2.5], "regression", ()),
+        (["1.5", "2"], "regression", ()),
+    ],
+)
+def test_problem_and_labels_are_found_in_the_data(values, problem, labels, tmp_path) -> None:
+    config = DataConfig(train=labelled(tmp_path, values))
+    found = SequenceClassificationConfig().resolve(config)
+    assert (found.problem, found.labels) == (problem, labels)
+    assert found.resolve(DataConfig(train="nowhere.jsonl")) == found  # all is said: nothing is read
+
+
+def test_numbers_of_a_csv_file_are_a_regression_if_asked_for(tmp_path, bert) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text("text,label\na pizza,3\nthe dog,5\n")
+    assert SequenceClassificationConfig().resolve(DataConfig(train=str(file))).labels == ("3", "5")
+    base, task = made(bert, str(file), problem="regression")
+    assert [row.target for row in task.load(str(file))] == [3.0, 5.0]
+    assert base.model.config.num_labels == 1
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_loss_is_that_of_transformers(problem, family, tmp_path) -> None:
+    data = labelled(tmp_path, PROBLEMS[problem])
+    base, task = made(save_base(tmp_path / "base", family), data)
+    batch = task.collate(task.load(data))
+    mean = task.loss_sum(base.model, batch) / task.num_targets(batch)
+    inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
+    assert base.model.config.problem_type == task.config.purpose.head.problem_type
+    theirs = base.model(**inputs, labels=batch["targets"]).loss
+    torch.testing.assert_close(mean, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("family", ["bert", "roberta", "llama", "gpt2"])
+def test_padded_rows_have_the_loss_of_the_same_rows_alone(problem, family, tmp_path) -> None:
+    data = labelled(tmp_path, PROBLEMS[problem])
+    base, task = made(save_base(tmp_path / "base", family), data)
+    rows = task.load(data)
+    assert len({len(row.input_ids) for row in rows}) > 1
+    together = float(task.loss_sum(base.model, task.collate(rows)))
+    alone = sum(float(task.loss_sum(base.model, task.collate([row]))) for row in rows)
+    assert together == pytest.approx(alone, rel=1e-5)  # sums in another order
+
+
+def test_metrics_are_those_of_the_rows(tmp_path, bert) -> None:
+    data = write_texts(tmp_path / "rows.jsonl")
+    base, task = made(bert, data)
+    rows = task.load(data)
+    batch = task.collate(rows)
+    with torch.no_grad():
+        logits = base.model(**{n: t for n, t in batch.items() if n != "targets"}).logits
+    right = (logits.argmax(-1) == batch["targets"]).float().mean()
+    found = task.metrics(base.model, rows)
+    assert found["accuracy"] == pytest.approx(float(right))
+    assert found["loss"] == pytest.approx(float(task.loss_sum(base.model, batch)) / len(rows))
+    assert {"f1_macro", "f1_weighted"} <= found.keys()
+    texts = [text for text, _ in TEXTS]
+    torch.testing.assert_close(task.predict(base.model, texts), logits.softmax(-1))
+
+
+def test_other_problems_have_their_own_metrics(tmp_path, bert) -> None:
+    for problem, names in {
+        "multi_label": {"loss", "accuracy", "f1_micro", "f1_macro"},
+        "regression": {"loss", "mse", "pearson"},
+    }.items():
+        data = labelled(tmp_path, PROBLEMS[problem])
+        base, task = made(bert, data)
+        found = task.metrics(base.model, task.load(data))
+        assert found.keys() == names
+        assert problem != "regression" or found["mse"] == pytest.approx(found["loss"])
+        probable = task.predict(base.model, ["the dog"])
+        assert problem == "regression" or bool(((probable > 0) & (probable < 1)).all())
+
+
+def test_pairs_are_tokenised_as_pairs(tmp_path, bert) -> None:
+    rows = [
+        {"question": "what is it?", "answer": "the dog", "label": "yes"},
+        {"question": "and the other?", "answer": "a pizza", "label": "no"},
+    ]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    base, task = made(bert, data, text="question", pair="answer")
+    row = task.load(data)[0]
+    made_by_hand = base.tokenizer("what is it?", "the dog")
+    assert list(row.input_ids) == made_by_hand["input_ids"]
+    assert task.spans(row)[0] == ("yes", base.tokenizer.decode(row.input_ids))
+    assert task.predict(base.model, [("what is it?", "the dog")]).shape == (1, 2)
+    for wrong in ("what is it?", ("what is it?", " ")):
+        with pytest.raises(DataError, match="Give pairs of texts"):
+            task.predict(base.model, [wrong])
+
+
+def test_long_texts_keep_their_frame_and_are_counted(tmp_path, bert) -> None:
+    data = labelled(tmp_path, PROBLEMS["single_label"])
+    seen: list[Event] = []
+    config = DataConfig(train=data, max_length=6)
+    settled = SequenceClassificationConfig().resolve(config)
+    base = load_base(str(bert), purpose=settled.purpose)
+    rows = settled.on(base.model, base.processor, config, on_event=seen.append).load(data)
+    ends = {row.input_ids[-1] for row in rows}
+    assert {len(row.input_ids) for row in rows} == {6}
+    assert ends == {base.tokenizer.eos_token_id}
+    (table,) = (event for event in seen if isinstance(event, Table))
+    assert ("cut at 6 tokens", "3") in table.rows
+    assert ("of each label", "a 1, b 2") in table.rows
+
+
+def test_a_length_beyond_the_model_is_the_models(bert, tmp_path) -> None:
+    data = write_texts(tmp_path / "rows.jsonl")
+    assert made(bert, data, max_length=4096)[1].texts.max_length == 256
+    assert made(bert, data, max_length=None)[1].texts.max_length == 256
+    config = transformers.RobertaConfig(**{**_SMALL, "max_position_embeddings": 66})
+    model = transformers.RobertaForMaskedLM(config)
+    roberta = save_base(tmp_path / "roberta", model=model)
+    assert made(roberta, data)[1].texts.max_length == 64
+    assert made(roberta, data, max_length=None)[1].texts.max_length == 65  # pad is 0 here, not 1
+
+
+_SMALL = {
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "words"),
+    [
+        ([{"text": "a", "label": "x"}, {"text": "b"}], {}, "2: it has no 'label'"),
+        ([{"txt": "a", "label": "x"}, {"txt": "b", "label": "y"}], {}, "Did you mean 'txt'"),
+        ([{"text": " ", "label": "x"}, {"text": "b", "label": "y"}], {}, "1: its 'text' is not"),
+        ([{"text": 3, "label": "x"}, {"text": "b", "label": "y"}], {}, "1: its 'text' is not"),
+        ([{"text": "a", "label": "x"}, {"text": "b", "label": "x"}], {}, "1 different ones: x"),
+        ([{"text": "a", "label": "x"}, {"text": "b", "label": 1.5}], {}, "2: a number"),
+        ([{"text": "a", "label": "x"}, {"text": "b", "label": ["y"]}], {}, "2: a list"),
+        (
+            [{"text": "a", "label": [1.5]}, {"text": "b", "label": ["y"]}],
+            {},
+            "its label is no name",
+        ),
+        ([{"text": "a", "label": "x"}], {"problem": "regression"}, "no number to learn"),
+        ([{"text": "a", "label": "x"}], {"problem": "multi_label"}, "1: its 'label' is not a list"),
+        (
+            [{"text": "a", "label": "x"}, {"text": "b", "label": "z"}],
+            {"labels": ("x", "y"), "problem": "single_label"},
+            "2: it has a label that the head does not know.\n  It is 'z'",
+        ),
+        ([{"text": "a", "label": "x"}], {"pair": "second"}, "set task.pair|task.pair"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named(rows, settings, words, bert, tmp_path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(DataError, match=words):
+        made(bert, data, **{"labels": ("x", "y"), **settings} if "pair" in settings else settings)[
+            1
+        ].load(data)
+
+
+def test_a_label_that_training_never_saw_is_refused_with_its_row(bert, tmp_path) -> None:
+    _, task = made(bert, write_texts(tmp_path / "rows.jsonl"))
+    assert task.labels == LABELS
+    new = write_rows(tmp_path / "new.jsonl", [{"text": "a dog", "label": "animals"}])
+    with pytest.raises(DataError, match=r"new\.jsonl:1.*\n.*Did you mean 'animal'"):
+        task.load(new)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"labels": ("a", "b", "a")}, "'a' is there twice"),
+        ({"labels": ("a",)}, "There is but one"),
+        ({"labels": ("a", "b"), "problem": "regression"}, "a regression has no labels"),
+        ({"problem": "multi"}, "multi_label"),
+    ],
+)
+def test_settings_that_contradict_are_refused(settings, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        SequenceClassificationConfig(**settings)
+
+
+def test_encoder_decoder_needs_the_end_token_that_it_reads(tmp_path) -> None:
+    data = write_texts(tmp_path / "rows.jsonl")
+    base, task = made(save_base(tmp_path / "t5", "t5"), data)
+    assert task.metrics(base.model, task.load(data))["loss"] > 0
+    config = json.loads((tmp_path / "t5" / "config.json").read_text())
+    config["eos_token_id"] = 1
+    (tmp_path / "t5" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BaseError, match="reads the label off the end token"):
+        made(tmp_path / "t5", data)

@@ -1,0 +1,163 @@
+"""Token classification: which piece carries a word's tag, losses, and rows that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from peftkit.base import Base, load_base
+from peftkit.data.load import DataConfig
+from peftkit.errors import BaseError, DataError
+from peftkit.events import Event, Table
+from peftkit.tasks.token_classification import TokenClassification, TokenClassificationConfig
+from tests.families import tiny_tokenizer
+from tests.tasks.classifiers import TAGS, WORDS, save_base, write_rows, write_words
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("bert"))
+
+
+def made(
+    folder: Path, data: str, max_length: int | None = 64, **settings: Any
+) -> tuple[Base, TokenClassification, list[Event]]:
+    seen: list[Event] = []
+    config = DataConfig(train=data, max_length=max_length)
+    settled = TokenClassificationConfig(**settings).resolve(config)
+    base = load_base(str(folder), purpose=settled.purpose, dtype="fp32")
+    return base, settled.on(base.model, base.processor, config, on_event=seen.append), seen
+
+
+def word_pieces() -> transformers.PreTrainedTokenizerFast:
+    """Return a WordPiece tokenizer as BERT's, which splits "wants" into "want" and "##s"."""
+    words = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "want", "##s", "pizza", "Anna", "mar", "##ghe"]
+    vocabulary = {word: number for number, word in enumerate([*words, "##rita", "?"])}
+    inner = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="[UNK]", pad_token="[PAD]"
+    )
+
+
+def test_first_piece_of_each_word_carries_its_tag(bert, tmp_path) -> None:
+    _, task, _ = made(bert, write_words(tmp_path / "rows.jsonl"))
+    assert task.labels == TAGS
+    pieces = word_pieces()
+    task.texts.tokenizer = pieces
+    words, tags = WORDS[0]
+    row, is_cut = task._encode(words, tags, "here")
+    expected = pieces(words, is_split_into_words=True)
+    first = [expected.word_ids().index(number) for number in range(len(words))]
+    assert list(row.input_ids) == expected["input_ids"]
+    assert list(row.places) == first == [0, 1, 3, 4]
+    assert [task.labels[tag] for tag in row.tags] == tags
+    assert not is_cut
+
+
+def test_tags_follow_the_words_of_a_byte_level_tokenizer(bert, tmp_path) -> None:
+    base, task, _ = made(bert, write_words(tmp_path / "rows.jsonl"))
+    row = task.load(str(tmp_path / "rows.jsonl"))[0]
+    assert list(row.input_ids) == base.tokenizer("Anna wants pizza margherita")["input_ids"]
+    tagged = [(tag, text.strip()) for tag, text in task.spans(row) if tag]
+    assert [tag for tag, _ in tagged] == WORDS[0][1]
+    for (_, text), word in zip(tagged, WORDS[0][0], strict=True):
+        assert word.startswith(text)
+    special = [text for tag, text in task.spans(row) if not tag]
+    assert special[0] == "<s>"
+    assert special[-1] == "<|im_end|>"
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "llama", "gpt2"])
+def test_padded_rows_have_the_loss_of_the_same_rows_alone(family, tmp_path) -> None:
+    data = write_words(tmp_path / "rows.jsonl")
+    base, task, _ = made(save_base(tmp_path / "base", family), data)
+    rows = task.load(data)
+    batch = task.collate(rows)
+    assert task.num_targets(batch) == sum(len(words) for words, _ in WORDS)
+    alone = sum(float(task.loss_sum(base.model, task.collate([row]))) for row in rows)
+    assert float(task.loss_sum(base.model, batch)) == pytest.approx(alone, rel=1e-5)
+
+
+def test_loss_is_that_of_transformers(bert, tmp_path) -> None:
+    data = write_words(tmp_path / "rows.jsonl")
+    base, task, _ = made(bert, data)
+    batch = task.collate(task.load(data))
+    labels = torch.full(batch["input_ids"].shape, -100)
+    labels.view(-1)[batch["target_index"]] = batch["targets"]
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    theirs = base.model(**inputs, labels=labels).loss
+    mean = task.loss_sum(base.model, batch) / task.num_targets(batch)
+    torch.testing.assert_close(mean, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_metrics_are_of_entities_or_of_plain_tags(bert, tmp_path) -> None:
+    data = write_words(tmp_path / "rows.jsonl")
+    base, task, _ = made(bert, data)
+    found = task.metrics(base.model, task.load(data))
+    assert found.keys() == {"loss", "accuracy", "entity_precision", "entity_recall", "entity_f1"}
+    rows = [{"words": ["a", "dog"], "tags": ["DET", "NOUN"]}]
+    base, task, _ = made(bert, write_rows(tmp_path / "plain.jsonl", rows))
+    row = task.load(str(tmp_path / "plain.jsonl"))[0]
+    with torch.no_grad():
+        logits = base.model(torch.tensor([row.input_ids])).logits[0, list(row.places)]
+    right = sum(int(tag) == true for tag, true in zip(logits.argmax(-1), row.tags, strict=True))
+    found = task.metrics(base.model, [row])
+    assert found["accuracy"] == found["f1_micro"] == right / 2
+
+
+def test_words_behind_the_cut_are_counted_and_not_learnt(bert, tmp_path) -> None:
+    data = write_words(tmp_path / "rows.jsonl")
+    _, task, seen = made(bert, data, max_length=8)
+    rows = task.load(data)
+    assert max(len(row.input_ids) for row in rows) == 8
+    num_kept = sum(len(row.places) for row in rows)
+    (table,) = (event for event in seen if isinstance(event, Table))
+    counts = dict(table.rows)
+    assert 0 < num_kept < 10
+    assert counts["words"] == "10"
+    assert counts["words without a token"] == str(10 - num_kept)
+    assert int(counts["rows cut at 8 tokens"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"words": ["a", "b"], "tags": ["X"]}, r"rows\.jsonl:2: it has not as many tags"),
+        ({"words": "a b", "tags": ["X", "Y"]}, "'words' is not a list"),
+        ({"words": [], "tags": []}, "There are none"),
+        ({"words": ["a", " "], "tags": ["X", "Y"]}, "One is ' '"),
+        ({"words": ["a", 3], "tags": ["X", "Y"]}, "One is 3"),
+        ({"words": ["a"], "tags": [None]}, "its label is no name"),
+        ({"words": ["a"]}, "it has no 'tags'"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named(row, words, bert, tmp_path) -> None:
+    good = {"words": ["a", "b"], "tags": ["X", "Y"]}
+    data = write_rows(tmp_path / "rows.jsonl", [good, row])
+    with pytest.raises(DataError, match=words):
+        made(bert, data)[1].load(data)
+
+
+def test_a_tag_that_training_never_saw_is_refused_with_its_row(bert, tmp_path) -> None:
+    _, task, _ = made(bert, write_words(tmp_path / "rows.jsonl"))
+    new = write_rows(tmp_path / "new.jsonl", [{"words": ["Rome"], "tags": ["B-CITY"]}])
+    with pytest.raises(DataError, match=r"new\.jsonl:1: .*\n.*It is 'B-CITY'"):
+        task.load(new)
+
+
+def test_a_tokenizer_that_knows_no_places_is_refused(bert, tmp_path) -> None:
+    data = write_words(tmp_path / "rows.jsonl")
+    base, task, _ = made(bert, data)
+
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(BaseError, match=r"tokenizer\.json"):
+        TokenClassification(base.model, Slow(), task.config, DataConfig(train=data))
+    assert tiny_tokenizer().is_fast
