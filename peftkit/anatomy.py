@@ -172,11 +172,14 @@ def find_places(model: nn.Module) -> list[Place]:
     """Return every place of a model in the order of its modules."""
     places: list[Place] = []
     head, embedding = _output_layer(model), _input_layer(model)
+    tables = [m.weight for _, m, _ in walk(model) if isinstance(m, nn.Embedding)]
+    tied = {id(weight) for weight in tables}
     for path, module, parent in walk(model):
         if is_linear(module):
-            if isinstance(parent, nn.MultiheadAttention):
-                continue  # torch reads its weight and never calls it
+            if isinstance(parent, nn.MultiheadAttention) or path.endswith(".dt_proj"):
+                continue  # torch, and Mamba, read its weight and never call it
             in_head = head is not None and (module is head or parent is head)
+            in_head = in_head or id(module._parameters.get("weight")) in tied
             role = "head" if in_head else _by_siblings(grammar.linear_role(path), path, parent)
             places.append(_linear(Place(path, module, (role,)), parent, model))
         elif role := _embedding_role(path, module, parent, embedding):

@@ -16,7 +16,7 @@ A target is one of
 A word that is both is a role: `q` in T5 is self-attention alone, as everywhere. `all-linear` is
 every linear layer and stack of experts on all sides, each as a whole, but no router and no head of
 words or classes: these are adapted only when named. The out_proj inside torch's own
-MultiheadAttention is no target, because torch never calls it.
+MultiheadAttention and the dt_proj of Mamba are no targets, because they are never called.
 
 A role of a fused weight is the rows of the output that belong to it. Modules that carry an adapter
 of ours are seen through: the site is where the adapter sits.

@@ -128,8 +128,14 @@ def _idefics(model: nn.Module, seed: int) -> dict[str, Any]:
     return _text(seed) | {"pixel_values": pixels, "image_attention_mask": mask}
 
 
+def _blip(model: nn.Module, seed: int) -> dict[str, Any]:
+    return {"input_ids": words(seed), "labels": words(seed), "pixel_values": images(model, seed)}
+
+
 _SPECIAL = {
     "clip": _clip,
+    "siglip": _clip,
+    "blip": _blip,
     "whisper": _whisper,
     "llava": _llava,
     "qwen2_vl": _qwen2_vl,

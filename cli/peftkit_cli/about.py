@@ -23,6 +23,7 @@ LIBRARIES = (
     "pydantic", "PyYAML", "typer", "rich", "peft", "gguf", "triton", "flash-attn",
 )  # fmt: skip
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "sve", "bf16")
+BF16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
 RecipeName = Annotated[str, typer.Argument(metavar="NAME", show_default=False)]
 
 
@@ -135,6 +136,8 @@ def environment() -> dict[str, Any]:
     """Return what a bug report needs: versions, processor, memory, accelerators."""
     import torch
 
+    from peftkit.train.compiled import cpp_compiler
+
     libraries = {name: found for name in LIBRARIES if (found := _version(name)) is not None}
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {
@@ -146,6 +149,8 @@ def environment() -> dict[str, Any]:
         "memory": f"{pages * page_bytes / 2**30:.1f} GiB",
         "torch threads": torch.get_num_threads(),
         "cpu features": _cpu_features(),
+        "bf16 on the cpu": _bf16(),
+        "c++ compiler": cpp_compiler() or "none: blocks are not compiled on a CPU",
         "accelerators": _accelerators(),
         "cuda": torch.version.cuda or "not in this torch",
         "libraries": libraries,
@@ -175,6 +180,12 @@ def _cpu_features() -> list[str]:
     found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
     flags = set(found[1].split()) if found else set()
     return [feature for feature in CPU_FEATURES if feature in flags]
+
+
+def _bf16() -> str:
+    """Say whether matrix products in bf16 are done by the processor itself."""
+    found = [feature for feature in _cpu_features() if feature in BF16_FEATURES]
+    return f"fast ({', '.join(found)})" if found else "slow: train with base.dtype: fp32"
 
 
 def _cpuinfo() -> str:

@@ -15,6 +15,7 @@ import typer
 from peftkit.errors import BaseError
 from peftkit_cli.arguments import Json, adapter_folder, neighbours, note
 from peftkit_cli.comparing import measure, show_comparison, show_updates
+from peftkit_cli.methods import COLUMNS, MethodFacts, method_facts, method_rows
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,28 +62,33 @@ def inspect(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a model's roles, what an adapter is and changes, or how two adapters differ."""
+    """Show a model's roles and what each method would train on it, what an adapter is and changes,
+    or how two adapters differ."""
     if other is not None:
         show_comparison(adapter_folder(what), adapter_folder(other), as_json=as_json)
         return
     path = Path(what).expanduser()
     if path.name in ADAPTER_FILES:
         path = path.parent
+    methods: list[MethodFacts] = []
     if any((path / name).is_file() for name in ADAPTER_FILES):
         facts, groups = adapter_facts(path)
     elif path.parent != Path() and path.parent.is_dir() and not path.exists():
         raise BaseError(f"there is no adapter or model '{what}'.", found=neighbours(path))
     else:
-        facts, groups = model_facts(what)
+        facts, groups, methods = model_facts(what)
     updates, reason = measure(path) if facts["kind"] == "adapter" else ([], "")
     if as_json:
         lists = {"modules": [asdict(group) for group in groups]}
         if facts["kind"] == "adapter":
             lists["updates"] = [asdict(update) for update in updates]
+        else:
+            lists["methods"] = [asdict(method) for method in methods]
         typer.echo(json.dumps({**facts, **lists}, indent=2))
     else:
         show(facts, groups)
         show_updates(updates)
+        show_methods(methods, facts["num_parameters"])
     if reason:
         note(reason)
 
@@ -131,8 +137,8 @@ def _split_name(name: str) -> tuple[str, str]:
     return ".".join(parts[:at]), ".".join(parts[at:])
 
 
-def model_facts(name: str) -> tuple[dict[str, Any], list[Group]]:
-    """Build a model without weights and name the roles of its modules."""
+def model_facts(name: str) -> tuple[dict[str, Any], list[Group], list[MethodFacts]]:
+    """Build a model without weights, name the roles of its modules, and try every method on it."""
     from peftkit.anatomy import blocks, find_places
     from peftkit.base import skeleton
     from peftkit.targets import find_roles
@@ -151,7 +157,7 @@ def model_facts(name: str) -> tuple[dict[str, Any], list[Group]]:
     groups = [
         group for role, sites in find_roles(model).items() for group in _groups(model, role, sites)
     ]
-    return facts, groups
+    return facts, groups, list(method_facts(model))
 
 
 def _groups(model: nn.Module, role: str, sites: Sequence[Site]) -> list[Group]:
@@ -206,3 +212,16 @@ def show(facts: Mapping[str, Any], groups: Sequence[Group]) -> None:
     first = "role" if facts["kind"] == "model" else "tensor"
     columns = (first, "modules", "count", "shape", "parameters")
     show_table(Console(highlight=False), Table("", columns, rows))
+
+
+def show_methods(methods: list[MethodFacts], num_parameters: int) -> None:
+    """Print what each method would train, on stdout; nothing where there is no model."""
+    from rich.console import Console
+
+    from peftkit.events import Table
+    from peftkit_cli.render import show_table
+
+    if methods:
+        rows = tuple(method_rows(methods, num_parameters))
+        title = "Methods, each with its defaults"
+        show_table(Console(highlight=False), Table(title, COLUMNS, rows))

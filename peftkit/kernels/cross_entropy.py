@@ -3,7 +3,8 @@
 The head is frozen, or nearly so: the gradient of the hidden rows can be made together with the
 loss, chunk by chunk, and the logits of a chunk are gone before the next one's are made. Plain
 autograd over the whole keeps four arrays of (n, V): the logits, their float32 copy, its
-log-softmax, the gradient.
+log-softmax, the gradient. Here the float32 copy becomes the probabilities and then the gradient in
+place, and each exponential is taken once.
 
 Shapes: n rows whose label counts, H hidden size, V vocabulary, C rows of a chunk.
 """
@@ -16,20 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 Head = Callable[[Tensor], Tensor]
 """(C, H) hidden rows to (C, V) logits, with all that the model does to them."""
 
-CHUNK_BYTES = 256 << 20
-"""Memory that a chunk's logits may take."""
-BYTES_A_LOGIT = 12
-"""float32 logits, their log-softmax and the gradient."""
-
-
-def exceeds_a_chunk(num_rows: int, vocab_size: int) -> bool:
-    """Tell whether so many rows would not fit into one chunk."""
-    return num_rows * vocab_size * BYTES_A_LOGIT > CHUNK_BYTES
+CHUNK_BYTES = {"cpu": 64 << 20}
+"""Memory that a chunk's logits may take, by device: a CPU gains by what stays near its caches."""
+OTHER_CHUNK_BYTES = 512 << 20
+BYTES_A_LOGIT = 8
+"""The logits and their gradient in 16 bits, and the float32 copy."""
+MIN_ROWS = 256
+"""Fewer rows to a chunk would leave the head's matrix product idle."""
 
 
 def reference_cross_entropy(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
@@ -53,10 +53,33 @@ def chunked_cross_entropy(
         targets: (n,) int64.
         head: Applied to a chunk of rows at a time.
         trainable: Tensors inside `head` that get gradients.
-        chunk_rows: C; by default what CHUNK_BYTES hold of a vocabulary of `vocab_size`.
+        chunk_rows: C; by default what fits into CHUNK_BYTES of a vocabulary of `vocab_size`.
     """
-    rows = chunk_rows or max(256, CHUNK_BYTES // (BYTES_A_LOGIT * max(vocab_size, 1)))
+    held = CHUNK_BYTES.get(hidden.device.type, OTHER_CHUNK_BYTES)
+    rows = chunk_rows or max(MIN_ROWS, held // (BYTES_A_LOGIT * max(vocab_size, 1)))
     return _ChunkedCrossEntropy.apply(hidden, targets, head, rows, *trainable)
+
+
+@torch.no_grad()
+def loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of -log softmax(logits)[target], float32, and its gradient (C, V).
+
+    Args:
+        logits: (C, V), of any float dtype, which is also the gradient's.
+        targets: (C,) int64.
+    """
+    wide = logits.to(torch.float32, copy=True)
+    index = targets[:, None]
+    largest = wide.amax(1, keepdim=True)
+    chosen = wide.gather(1, index) - largest
+    total = wide.sub_(largest).exp_().sum(1, keepdim=True)
+    loss = (total.log() - chosen).sum()
+    wide.div_(total).scatter_add_(1, index, wide.new_full(index.shape, -1.0))
+    return loss, wide.to(logits.dtype)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -72,12 +95,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grads = [torch.zeros_like(tensor) for tensor in trainable]
         for start in range(0, len(targets), chunk_rows):
             part = slice(start, start + chunk_rows)
-            with torch.set_grad_enabled(wants_grad):
+            # a graph of its own, gone at once: hooks that count or offload what is kept do not apply
+            with torch.set_grad_enabled(wants_grad), saved_tensors_hooks(_same, _same):
                 rows = hidden[part].detach().requires_grad_(wants_grad)
-                chunk_loss = reference_cross_entropy(rows, targets[part], head)
-            loss += chunk_loss.detach()
+                logits = head(rows)
+            chunk_loss, grad_logits = loss_and_gradient(logits.detach(), targets[part])
+            loss += chunk_loss
             if grad_hidden is not None:
-                row_grad, *own = torch.autograd.grad(chunk_loss, [rows, *trainable])
+                row_grad, *own = torch.autograd.grad(logits, [rows, *trainable], grad_logits)
                 grad_hidden[part] = row_grad
                 for total, grad in zip(grads, own, strict=True):
                     total += grad

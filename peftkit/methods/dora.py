@@ -91,6 +91,7 @@ class DoRALinear(LoRALinear):
 class DoRA(LoRA):
     """Weight-decomposed low-rank adaptation of linear layers."""
 
+    files: ClassVar[str] = "PEFT, MLX"
     module_class: ClassVar[Callable[..., LoRALinear]] = DoRALinear
 
     type: Literal["dora"] = "dora"  # type: ignore[assignment]

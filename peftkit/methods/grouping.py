@@ -112,8 +112,13 @@ class Group:
         out = GroupedLinear.apply(
             flat, dropped, self.weight, self.lora_a, self.bias, self.sizes, *masters
         )
-        parts = out.split([size.num_out for size in self.sizes], dim=1)
-        return {n: part.view(*x.shape[:-1], part.shape[-1]) for n, part in enumerate(parts)}
+        parts, begin = {}, 0
+        for number, size in enumerate(self.sizes):
+            # one view each: those of a split may not be changed in place, as some models do
+            part = out[:, begin : begin + size.num_out]
+            parts[number] = part.view(*x.shape[:-1], size.num_out)
+            begin += size.num_out
+        return parts
 
     def forget(self) -> None:
         """Let go of what a pass that did not come to its end has left."""

@@ -41,6 +41,7 @@ class LoRA(Method):
     """Low-rank adaptation of linear layers and of stacked experts."""
 
     peft_type: ClassVar[str] = "LORA"
+    files: ClassVar[str] = "PEFT, vLLM, GGUF, MLX"
     module_class: ClassVar[Callable[..., LoRALinear]] = LoRALinear
 
     type: Literal["lora"] = "lora"

@@ -42,9 +42,11 @@ class LNTuning(Method):
             raise TargetError(
                 f"no normalisation layer matches {', '.join(map(repr, failed)) or 'no target'} "
                 f"in {type(model).__name__}.",
-                found=f"There are: {', '.join(leaves) or 'none'}. "
-                + did_you_mean(failed[0] if failed else "", [ALL, *leaves]),
-                fix=f"Use '{ALL}' for all of them.",
+                found=f"There are: {', '.join(leaves)}. "
+                + did_you_mean(failed[0] if failed else "", [ALL, *leaves])
+                if leaves
+                else "There is none in it with a scale that could be trained.",
+                fix=f"Use '{ALL}' for all of them." if leaves else "Use another method: lora.",
             )
         chosen = {path for paths in found.values() for path in paths}
         return [Site(path=path, roles=()) for path in norms if path in chosen]

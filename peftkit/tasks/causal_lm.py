@@ -20,12 +20,11 @@ from peftkit.data.load import DataConfig, read_records
 from peftkit.data.pack import IGNORE, Row, collate, pack
 from peftkit.errors import DataError
 from peftkit.events import Listener, Notice, Progress, Stage, Table, ignore
-from peftkit.kernels.cross_entropy import chunked_cross_entropy, exceeds_a_chunk
 from peftkit.tasks.cpu_attention import cpu_attention
-from peftkit.tasks.head import head_of
+from peftkit.tasks.head import head_of, token_loss
 from peftkit.tasks.isolation import Isolation, check_causal, check_packing, isolating_mask
 from peftkit.tasks.length import exact_length
-from peftkit.tasks.loss import accepted, cross_entropy_sum, target_rows, unwrapped
+from peftkit.tasks.loss import accepted, unwrapped
 from peftkit.tasks.protocol import Task, TaskConfig, mean_loss
 from peftkit.train.metrics import perplexity
 
@@ -161,16 +160,8 @@ class CausalLM(Task):
             inputs["position_ids"] = batch["position_ids"]
         if self.isolation == "mask":
             inputs["attention_mask"] = isolating_mask(model, batch["position_ids"])
-        inputs, index, targets = accepted(model, inputs), batch["target_index"], batch["targets"]
-        if self._head is None or not exceeds_a_chunk(len(targets), self._head.vocab_size):
-            return cross_entropy_sum(model, inputs, index, targets)
-        return chunked_cross_entropy(
-            target_rows(model, inputs, index),
-            targets,
-            self._head,
-            trainable=self._head.trainable,
-            vocab_size=self._head.vocab_size,
-        )
+        inputs = accepted(model, inputs)
+        return token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
 
     def spans(self, row: Row) -> list[tuple[str, str]]:
         """Return a row's text in pieces, each with "learnt" or "" before it."""

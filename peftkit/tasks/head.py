@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from peftkit.anatomy import bare as without_adapter
 from peftkit.anatomy import is_linear, linear_shape
-from peftkit.kernels.cross_entropy import chunked_cross_entropy, exceeds_a_chunk
+from peftkit.kernels.cross_entropy import chunked_cross_entropy
 from peftkit.tasks.loss import accepted, cross_entropy_sum, find_head, target_rows, unwrapped
 
 TOLERANCE = 2e-3
@@ -82,7 +82,7 @@ def token_loss(
         head: The model's own, or None: all logits at once.
         inputs, target_index, targets: As in `peftkit.tasks.loss.cross_entropy_sum`.
     """
-    if head is None or not exceeds_a_chunk(len(targets), head.vocab_size):
+    if head is None:
         return cross_entropy_sum(model, inputs, target_index, targets)
     return chunked_cross_entropy(
         target_rows(model, inputs, target_index),

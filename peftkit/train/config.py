@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -24,6 +24,10 @@ class TrainConfig(Config):
     """Rows that each process puts through the model at once."""
     gradient_accumulation: int = Field(default=1, ge=1)
     """Batches per optimizer step; a step learns from batch_size x this x processes rows."""
+    tokens_per_batch: int | None = Field(default=None, ge=1)
+    """Tokens that go through the model at once, padding included, in at most batch_size rows: a
+    step's rows are sorted by length and cut accordingly. A single row may have more. null: rows
+    keep their order. Which rows a step learns from does not depend on it."""
     learning_rate: float = Field(default=2e-4, gt=0)
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -48,7 +52,14 @@ class TrainConfig(Config):
     """Newest checkpoints to keep; the best one is kept besides."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass: less memory, up to 1.4 times the work.
-    auto: no; on a GPU yes once not even one row fits without it."""
+    auto: only if not even one row fits without it."""
+    memory: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
+    """GB (10^9 bytes) that the process may take on a CPU, or that may be taken of a GPU: before the
+    first step it is chosen what fits, in this order: all as asked for, fewer tokens at once,
+    activations recomputed, and on a GPU their rest in main memory. auto: on a CPU most of what is
+    free; on a GPU the same is tried in turn when memory runs out."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile the model's blocks (torch.compile). auto: if the run is long enough to repay it."""
     log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Trackers that get the metrics too; metrics.jsonl is always written."""
 

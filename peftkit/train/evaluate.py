@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from peftkit.errors import DataError
 from peftkit.train import rng
+from peftkit.train.batches import cut
+from peftkit.train.config import TrainConfig
 from peftkit.train.learner import TOO_LARGE, Task
 from peftkit.train.memory import is_out_of_memory, release_memory, too_large
 from peftkit.train.metrics import perplexity
@@ -29,11 +31,12 @@ class Evaluator:
         model: nn.Module,
         task: Task,
         rows: Sequence[Any],
-        batch_size: int,
+        config: TrainConfig,
         ranks: Ranks,
         stop: StopRequest,
     ) -> None:
-        self.model, self.task, self.batch_size = model, task, batch_size
+        self.model, self.task = model, task
+        self.batch_size, self._max_tokens = config.batch_size, config.tokens_per_batch
         self.rows = rows[ranks.rank :: ranks.world_size]
         self.ranks, self.stop = ranks, stop
 
@@ -58,9 +61,10 @@ class Evaluator:
         return {"loss": loss, "perplexity": perplexity(loss)}
 
     def _sums(self) -> tuple[Tensor, int]:
-        loss_sum, targets, start = torch.zeros((), device=self.ranks.device), 0, 0
-        while start < len(self.rows) and not self.stop.signum:
-            rows = self.rows[start : start + self.batch_size]
+        loss_sum, targets = torch.zeros((), device=self.ranks.device), 0
+        pending = cut(self.rows, self.batch_size, self._max_tokens)
+        while pending and not self.stop.signum:
+            rows = pending.pop(0)
             result = self._try(rows)
             if result is None:
                 release_memory()
@@ -69,10 +73,11 @@ class Evaluator:
                         rows[0], self.rows, lambda row: self._try([row]) is not None, fix=TOO_LARGE
                     )
                 self.batch_size = len(rows) // 2
+                left = [row for part in (rows, *pending) for row in part]
+                pending = cut(left, self.batch_size, self._max_tokens)
                 continue
             loss_sum += result[0]
             targets += result[1]
-            start += len(rows)
         return loss_sum, targets
 
     def _try(self, rows: Sequence[Any]) -> tuple[Tensor, int] | None:

@@ -6,7 +6,7 @@ import math
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,24 +14,23 @@ from torch import Tensor, nn
 
 from peftkit.errors import DataError, RunError
 from peftkit.train import rng
+from peftkit.train.batches import cut, num_tokens
+from peftkit.train.blocks import Activations, Blocks
+from peftkit.train.compiled import is_compile_error, told
 from peftkit.train.config import TrainConfig
 from peftkit.train.diagnosis import Diagnosis, diagnose, sources
-from peftkit.train.memory import (
-    Recompute,
-    is_out_of_memory,
-    num_tokens,
-    release_memory,
-    too_large,
-)
+from peftkit.train.memory import is_out_of_memory, release_memory, too_large
 from peftkit.train.optim import LossScale, build_optimizer, complete_gradients, set_learning_rate
 from peftkit.train.ranks import Ranks
 from peftkit.train.signals import StopRequest
 from peftkit.train.state import State
 
 TOO_LARGE = (
-    "Lower data.max_length, set train.gradient_checkpointing: true, or quantise the base "
+    "Lower data.max_length, set train.gradient_checkpointing: auto, or quantise the base "
     "(base.quantize: nf4)."
 )
+
+OUT_OF_MEMORY = "memory ran out"
 
 
 class Task(Protocol):
@@ -70,7 +69,7 @@ class StepFacts:
         loss: Mean over the targets of all processes.
         num_tokens: Put through the model, all processes together.
         stop: A signal that some process got, or 0.
-        notice: What the user should know of memory, if anything.
+        notice: What the user should know of memory or compiling, if anything.
     """
 
     loss: float
@@ -87,8 +86,8 @@ class Learner:
         parameters: What is trained, by name.
 
     Attributes:
-        state: Its `micro_batch` and `recompute` follow what fits into memory.
-        may_recompute: Whether running out of memory may switch gradient checkpointing on.
+        state: Its `micro_batch`, `micro_tokens` and `activations` follow what fits into memory.
+        ways: What may be kept of activations, the fastest first.
     """
 
     def __init__(
@@ -107,18 +106,27 @@ class Learner:
         self.scale = LossScale(
             needed=on_gpu and any(p.dtype == torch.float16 for p in model.parameters())
         )
-        self.state = State(micro_batch=config.batch_size)
-        self.recompute = Recompute(model)
-        self.may_recompute = (
-            config.gradient_checkpointing == "auto" and on_gpu and self.recompute.possible
-        )
+        self.blocks = Blocks(model)
+        self.ways = self.blocks.ways(config.gradient_checkpointing, on_gpu)
+        self._asked = config.batch_size, config.tokens_per_batch
+        self.state = State(*self._asked, self.ways[0])
 
     def take(self, state: State) -> None:
         """Go on from a saved state."""
         self.state = state
         self.scale.factor, self.scale.good_steps = state.loss_scale, state.good_steps
-        if state.recompute and self.config.gradient_checkpointing == "auto":
-            self.recompute.enable()
+        # the config may force another way than the saved one: no number depends on it
+        self.keep(state.activations if state.activations in self.ways else self.ways[0])
+
+    def keep(self, activations: Activations) -> None:
+        """Keep this of the activations from here on."""
+        self.blocks.keep(activations)
+        self.state.activations = activations
+
+    def stop_compiling(self) -> None:
+        """Run blocks as they are written from here on."""
+        self.blocks.compile(False)
+        self.state.compiled = False
 
     def step(self, rows: Sequence[Any], rate: float) -> StepFacts:
         """Learn from this process's rows of a step, possibly none.
@@ -156,24 +164,35 @@ class Learner:
         start: rng.State,
     ) -> tuple[Tensor, str]:
         """Return the summed loss, its gradients in place; uses less memory until it suffices."""
-        before = self.state.micro_batch, self.recompute.enabled
-        while (loss := self._try(batches, total)) is None:
+        before, said = replace(self.state), ""
+        while isinstance(loss := self._try(batches, total), str):
             release_memory()
             rng.restore(start, self.ranks.device)
+            if loss != OUT_OF_MEMORY:
+                self.stop_compiling()
+                said = f"Blocks run as they are written from here on, which takes longer. {loss}"
+                continue
             self._use_less_memory(rows)
             batches = self._collated(rows)
-        if before == (self.state.micro_batch, self.recompute.enabled):
-            return loss, ""
-        how = []
-        if self.recompute.enabled and not before[1]:
-            how.append("activations are recomputed (train.gradient_checkpointing)")
-        if self.state.micro_batch != before[0]:
-            how.append(f"{self.state.micro_batch} rows at a time instead of {before[0]}")
-        told = f"Memory ran out. From here on: {', '.join(how)}."
-        return loss, f"{told} Each step learns from the same rows."
+        return loss, " ".join(filter(None, (said, self._less_than(before))))
 
-    def _try(self, batches: Iterable[Mapping[str, Tensor]], total: Tensor) -> Tensor | None:
-        """Run forward and backward passes; None if memory ran out."""
+    def _less_than(self, before: State) -> str:
+        """Say what takes less memory from here on, if anything."""
+        now, how = self.state, []
+        if now.activations != before.activations:
+            where = ", from main memory" * (now.activations == "offload")
+            how.append(f"activations are recomputed{where} (train.gradient_checkpointing)")
+        if now.micro_batch != before.micro_batch:
+            how.append(f"{now.micro_batch} rows at a time instead of {before.micro_batch}")
+        if now.micro_tokens != before.micro_tokens:
+            how.append(f"{now.micro_tokens} tokens at a time instead of {before.micro_tokens}")
+        if not how:
+            return ""
+        text = f"Memory ran out. From here on: {', '.join(how)}."
+        return f"{text} Each step learns from the same rows."
+
+    def _try(self, batches: Iterable[Mapping[str, Tensor]], total: Tensor) -> Tensor | str:
+        """Run forward and backward passes; returns OUT_OF_MEMORY, or why compiling failed."""
         self.optimizer.zero_grad(set_to_none=True)
         loss_sum = torch.zeros((), device=self.ranks.device)
         try:
@@ -182,10 +201,16 @@ class Learner:
                 (loss * (self.scale.factor / total)).backward()
                 loss_sum += loss.detach()  # stays on the device: .item() would wait for it
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return None
+            if self.blocks.compiled and is_compile_error(error):
+                return told(error)
+            if is_out_of_memory(error):
+                return OUT_OF_MEMORY  # not the error: its traceback holds the activations
+            raise
         return loss_sum
+
+    def loss(self, rows: Sequence[Any]) -> Tensor:
+        """Return the summed loss of rows that go through the model at once."""
+        return self._loss(self.task.collate(rows))
 
     def _loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         moved = {name: tensor.to(self.ranks.device) for name, tensor in batch.items()}
@@ -196,25 +221,28 @@ class Learner:
         return [self.task.collate(part) for part in self._micro_batches(rows)]
 
     def _micro_batches(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
-        size = self.state.micro_batch
-        return [rows[start : start + size] for start in range(0, len(rows), size)]
+        return cut(rows, self.state.micro_batch, self.state.micro_tokens)
 
     def _use_less_memory(self, rows: Sequence[Any]) -> None:
-        """Halve the micro-batch; below one row, recompute if allowed, else raise RunError."""
-        size = min(self.state.micro_batch, len(rows))
+        """Halve what goes through at once; below one row, keep less of it, else raise RunError."""
+        state = self.state
+        size = max(map(len, self._micro_batches(rows)))
+        later = self.ways[self.ways.index(state.activations) + 1 :]
         if size > 1:
-            while self.state.micro_batch >= size:
-                self.state.micro_batch //= 2
-        elif self.may_recompute and not self.recompute.enabled:
-            self.recompute.enable()
-            self.state.recompute = True
-            self.state.micro_batch = self.config.batch_size
+            while max(map(len, self._micro_batches(rows))) >= size:
+                if state.micro_tokens is None:
+                    state.micro_batch //= 2
+                else:
+                    state.micro_tokens //= 2
+        elif later:
+            self.keep(later[0])
+            state.micro_batch, state.micro_tokens = self._asked
         else:
             one = torch.ones((), device=self.ranks.device)
             longest = max(rows, key=num_tokens)
 
             def fits(row: Any) -> bool:
-                return self._try([self.task.collate([row])], one) is not None
+                return self._try([self.task.collate([row])], one) is not OUT_OF_MEMORY
 
             raise too_large(longest, rows, fits, fix=TOO_LARGE)
 
@@ -270,11 +298,12 @@ class Learner:
 
     def _diagnosis(self, rows: Sequence[Any], start: rng.State, facts: StepFacts) -> Diagnosis:
         rng.restore(start, self.ranks.device)
-        return diagnose(
-            self.model,
-            lambda part: self._loss(self.task.collate(part)),
-            self._micro_batches(rows),
-            step=self.state.step + 1,
-            loss=facts.loss,
-            grad_norm=facts.grad_norm,
-        )
+        with self.blocks.eagerly():  # compiled blocks do not show what is inside of them
+            return diagnose(
+                self.model,
+                self.loss,
+                self._micro_batches(rows),
+                step=self.state.step + 1,
+                loss=facts.loss,
+                grad_norm=facts.grad_norm,
+            )

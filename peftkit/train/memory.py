@@ -1,18 +1,16 @@
-"""What to do when memory runs out: smaller micro-batches, then recomputed activations."""
+"""Memory that runs out: how it is known, given back and told of."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from peftkit.errors import PeftkitError, RunError
+from peftkit.errors import RunError
+from peftkit.train.batches import num_tokens
 
 # RuntimeErrors that torch and the vendors' libraries raise when memory runs out
 _SIGNS = (
@@ -52,59 +50,6 @@ def keep_freed_memory() -> None:
         library.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
-class Recompute:
-    """Gradient checkpointing of a model's blocks, those that transformers marks for it.
-
-    Set on the blocks themselves: transformers' own switch also makes the embeddings' output require
-    a gradient, which costs the backward pass of all that lies below the lowest adapter.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._blocks = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
-        self._before = [
-            (m.gradient_checkpointing, getattr(m, "_gradient_checkpointing_func", None))
-            for m in self._blocks
-        ]
-        self._name = type(model).__name__
-        self.enabled = any(enabled for enabled, _ in self._before)
-
-    @property
-    def possible(self) -> bool:
-        """Whether the model has such blocks."""
-        return bool(self._blocks)
-
-    def enable(self) -> None:
-        """Keep no activations inside of blocks from here on.
-
-        Raises:
-            PeftkitError: The model has no such blocks.
-        """
-        if not self.possible:
-            raise PeftkitError(
-                "train.gradient_checkpointing: true is not possible here",
-                found=f"{self._name} has no blocks marked for it.",
-                fix="Set it to auto or false; a smaller train.batch_size also saves memory.",
-            )
-        function = functools.partial(checkpoint, use_reentrant=False)
-        self._set([(True, function)] * len(self._blocks))
-        self.enabled = True
-
-    def disable(self) -> None:
-        """Keep all activations from here on."""
-        self._set([(False, function) for _, function in self._before])
-        self.enabled = False
-
-    def restore(self) -> None:
-        """Leave the model as it was found."""
-        self._set(self._before)
-
-    def _set(self, values: Sequence[tuple[Any, Any]]) -> None:
-        for block, (enabled, function) in zip(self._blocks, values, strict=True):
-            block.gradient_checkpointing = enabled
-            if function is not None:
-                block._gradient_checkpointing_func = function
-
-
 def too_large(row: Any, rows: Sequence[Any], fits: Callable[[Any], bool], *, fix: str) -> RunError:
     """Return the error for a row that does not fit by itself, saying how long a row may be.
 
@@ -129,8 +74,3 @@ def too_large(row: Any, rows: Sequence[Any], fits: Callable[[Any], bool], *, fix
     elif candidates:
         found += f" Not even the shortest row, of {candidates[0]:,} tokens, would fit."
     return RunError(asked, found=found, fix=fix)
-
-
-def num_tokens(row: Any) -> int:
-    """Return a row's length in tokens, 0 if it does not say."""
-    return len(getattr(row, "input_ids", ()))

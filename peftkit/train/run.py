@@ -27,8 +27,10 @@ from peftkit.train.metrics import MetricsFile, Trackers, peak_bytes, perplexity,
 from peftkit.train.model import device_name
 from peftkit.train.optim import learning_rate
 from peftkit.train.order import Order
+from peftkit.train.paths import paths
 from peftkit.train.ranks import Ranks
 from peftkit.train.saving import Saver
+from peftkit.train.settle import settle
 from peftkit.train.signals import Interrupted, StopRequest
 from peftkit.train.weights import Weights
 
@@ -82,7 +84,7 @@ class Run:
         self.order = Order(len(train_rows), config.rows_per_step(world_size), config.seed)
         self.num_steps = config.num_steps(len(train_rows), world_size)
         self.learner = Learner(model, task, parameters, config, self.ranks, stop)
-        self.evaluator = Evaluator(model, task, eval_rows, config.batch_size, self.ranks, stop)
+        self.evaluator = Evaluator(model, task, eval_rows, config, self.ranks, stop)
         known = identity_of(config, train_rows, eval_rows, world_size, identity)
         self.saver = Saver(self.learner, self.order, config, weights, known, self.say)
         self.has_eval = bool(eval_rows)
@@ -100,16 +102,16 @@ class Run:
     def prepared(self) -> Iterator[None]:
         """Put the model into training mode, and leave it as it was; record events meanwhile."""
         modes = {module: module.training for module in self.model.modules()}
-        recompute, wish = self.learner.recompute, self.config.gradient_checkpointing
+        blocks, wish = self.learner.blocks, self.config.gradient_checkpointing
         trackers = self._record() if self.ranks.is_main else None
         try:
             if wish != "auto":
-                recompute.enable() if wish else recompute.disable()
+                blocks.keep(self.learner.state.activations)
             self.model.train()
             with self.learner.task.training(self.model):
                 yield
         finally:
-            recompute.restore()
+            blocks.restore()
             for module, training in modes.items():
                 module.training = training
             if trackers is not None:
@@ -151,6 +153,7 @@ class Run:
         state = self.learner.state
         self._began = time.perf_counter() - state.seconds
         self._resumed = (state.step, state.seconds)
+        settle(self.learner, self.rows, self.num_steps, self.say)
         self.say(self._started())
         if resume is not None:
             self._after_step()  # a run that was stopped during an evaluation owes it still
@@ -201,7 +204,8 @@ class Run:
 
     def _evaluate(self) -> None:
         state, batch_size = self.learner.state, self.evaluator.batch_size
-        metrics = self.evaluator.run()
+        with self.learner.blocks.eagerly():
+            metrics = self.evaluator.run()
         if (fewer := self.evaluator.batch_size) != batch_size:
             text = f"it goes on with {fewer} rows at a time instead of {batch_size}"
             self.say(Notice(f"Memory ran out in the evaluation: {text}. Training is not affected."))
@@ -253,6 +257,7 @@ class Run:
             num_trainable=sum(p.numel() for p in self.learner.parameters.values()),
             num_parameters=audit(self.model).num_parameters,
             device=device_name(self.ranks.device, self.ranks.world_size),
+            paths=paths(self.model, self.learner.blocks),
         )
 
     def _done(self, facts: StepFacts, rate: float, seconds: float) -> StepDone:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from peftkit.errors import CheckpointError
+from peftkit.train.blocks import Activations
+from peftkit.train.config import TrainConfig
 
 
 @dataclass(slots=True)
@@ -15,9 +17,11 @@ class State:
 
     Attributes:
         step: Optimizer steps done.
-        micro_batch: Rows that go through the model at once: train.batch_size, or fewer after
-            running out of memory.
-        recompute: Whether running out of memory has switched gradient checkpointing on.
+        micro_batch: Rows that go through the model at once: train.batch_size, or as many as fit.
+        micro_tokens: Tokens likewise, padding included: train.tokens_per_batch, or as many as fit.
+        activations: What is kept of these for the backward pass (see blocks.py).
+        planned: Whether the plan for the memory was made (see settle.py).
+        compiled: Whether blocks run compiled; None before that is decided.
         loss: Of the last step.
         num_tokens: Put through the model so far, on all processes.
         seconds: Spent in all, resumed parts together.
@@ -30,7 +34,10 @@ class State:
     """
 
     micro_batch: int
-    recompute: bool = False
+    micro_tokens: int | None = None
+    activations: Activations = "keep"
+    planned: bool = False
+    compiled: bool | None = None
     step: int = 0
     loss: float = 0.0
     num_tokens: int = 0
@@ -42,6 +49,12 @@ class State:
     best_loss: float | None = None
     loss_scale: float = 1.0
     good_steps: int = 0
+
+    def unplanned(self, config: TrainConfig) -> State:
+        """Return a copy of which memory and compiling are to be decided anew, by this config."""
+        fresh = State(config.batch_size, config.tokens_per_batch)
+        names = ("micro_batch", "micro_tokens", "activations", "planned", "compiled")
+        return replace(self, **{name: getattr(fresh, name) for name in names})
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""

@@ -159,3 +159,8 @@ def test_a_long_sparkline_is_the_means_of_equal_spans() -> None:
 )
 def test_figures_as_texts(made: str, text: str) -> None:
     assert made == text
+
+
+def test_the_first_line_of_a_run_says_how_the_model_is_computed() -> None:
+    started = events.RunStarted(100, 0, 1500, 4_884_480, 139_400_000, "cpu", "blocks: compiled")
+    assert (render.describe(started) or "").endswith("1,500 rows, 100 steps (blocks: compiled)")

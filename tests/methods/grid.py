@@ -86,8 +86,8 @@ _IMAGES = "vit swin clip"
 _CROSS = "mllama idefics"
 REFUSALS: dict[str, dict[str, str]] = {
     "bitfit": {
-        "b": "llama mistral mistral_swa qwen3 gemma gemma2 gemma3_text phi3 olmo2 granite cohere mpt "
-        "mixtral minimax deepseek_v2 deepseek_v3 qwen3_moe olmoe granitemoe t5 t5_gated mt5 "
+        "b": "llama mistral mistral_swa qwen3 gemma gemma2 gemma3_text phi3 olmo2 granite cohere "
+        "mpt mixtral minimax deepseek_v2 deepseek_v3 qwen3_moe olmoe granitemoe t5 t5_gated mt5 "
         "modernbert"
     },
     "prompt_tuning": {"e": f"{_IMAGES} whisper", "m": _CROSS},
@@ -104,6 +104,11 @@ UNUSED: dict[str, tuple[str, ...]] = {
     # both are read before the last norm of the vision tower, which is only the pooled image's
     "llava": ("vision_tower.post_layernorm",),
     "idefics": ("vision_model.post_layernorm",),
+    # only of tokens that see and are seen by all, and there are none
+    "longformer": ("_global",),
+    "led": ("_global",),
+    # multiplied by a scale that starts at zero
+    "gemma3n": ("per_layer_",),
 }
 """Architecture -> modules whose output the model does not use."""
 

@@ -7,124 +7,38 @@ merging comes last.
 
 from __future__ import annotations
 
-import copy
-import re
 import tempfile
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-import peft
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from peftkit.adapter import Adapter, attach
 from peftkit.anatomy import blocks
 from peftkit.errors import MergeError, PeftkitError
-from peftkit.formats.peft import Provenance, load_adapter, save_adapter
+from peftkit.formats.peft import load_adapter, save_adapter
 from peftkit.merging.fold import Tally, merge_dequantized, merge_into, shared_parameters
 from peftkit.methods.eva import eva_starts
 from peftkit.methods.loftq import loftq_starts
 from peftkit.methods.protocol import Method
-from peftkit.quant import quantize_model
-from tests.families import ARCHITECTURES
-from tests.kinds import inputs, loss, outputs
-from tests.methods.grid import (
-    COLUMNS,
-    PEFT_LIMITS,
-    READING_LIMITS,
-    REASONS,
-    UNUSED,
-    fitted,
-    refusal,
-    without_experts,
+from tests.kinds import inputs, outputs
+from tests.methods.cell import (
+    ROUNDING,
+    BrokenLaw,
+    Cell,
+    bare_model,
+    demand,
+    demand_close,
+    demand_gradients,
+    gradients,
+    largest,
+    losses,
+    own_warnings,
 )
-
-ROUNDING = 1e-5
-"""Of float32 sums in another order, as a part of the largest logit (or gradient)."""
-STEPS = 3
-
-
-class BrokenLaw(AssertionError):
-    """A law does not hold in a cell."""
-
-
-def demand(holds: bool, told: str) -> None:
-    """Raise BrokenLaw unless something holds."""
-    if not holds:
-        raise BrokenLaw(told)
-
-
-def demand_close(
-    found: Tensor, expected: Tensor, what: str, tolerance: float = ROUNDING, scale: float = 1.0
-) -> None:
-    """Raise BrokenLaw where two tensors differ by more than rounding."""
-    demand(found.shape == expected.shape, f"{what}: {tuple(found.shape)}, {tuple(expected.shape)}")
-    worst = float((found - expected).abs().max()) / scale
-    demand(worst <= tolerance, f"{what}: off by {worst:.1e} of the largest")
-
-
-def largest(*tensors: Tensor) -> float:
-    """Return the largest value of some tensors."""
-    return max(float(tensor.abs().max()) for tensor in tensors)
-
-
-@dataclass(slots=True)
-class Cell:
-    """A method on an architecture, frozen and perhaps quantised.
-
-    Attributes:
-        plain: What the bare model gives.
-        adapter: In place and trained, once the laws of the start have been asked.
-        notes: Codes of `grid.LEGEND` that laws add.
-    """
-
-    architecture: str
-    quantize: str
-    model: nn.Module
-    given: dict[str, Any]
-    plain: Tensor
-    adapter: Adapter
-    notes: list[str] = field(default_factory=list)
-
-    def outputs(self) -> Tensor:
-        """Return what the model gives now."""
-        return outputs(self.model, self.given)
-
-
-def bare_model(architecture: str, quantize: str) -> nn.Module:
-    """Return the base of a cell: always the same weights."""
-    torch.manual_seed(0)
-    model = ARCHITECTURES[architecture]().eval()
-    if quantize != "none":
-        quantize_model(model, quantize, double_quant=True, compute_dtype=torch.float32)
-    return model
-
-
-def losses(adapter: Adapter, given: dict[str, Any], steps: int = STEPS) -> list[float]:
-    """Take some steps on one batch and return the losses before each and after the last."""
-    optimizer = torch.optim.AdamW(list(adapter.parameters()), lr=5e-3)
-    seen = []
-    for step in range(steps + 1):
-        value = loss(adapter.model, given)
-        seen.append(float(value.detach()))
-        if step < steps:
-            optimizer.zero_grad()
-            value.backward()
-            optimizer.step()
-    return seen
-
-
-@contextmanager
-def own_warnings() -> Iterator[None]:
-    """Let another library say what it says, of names that it uses and of things it cannot know."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
+from tests.methods.exchange_law import peft_agrees
+from tests.methods.grid import COLUMNS, REASONS, UNUSED, fitted, refusal, without_experts
 
 # ------------------------------------------------------------------- laws, in their order
 
@@ -204,86 +118,6 @@ def compiling_changes_nothing(cell: Cell, backend: str = "aot_eager") -> None:
             demand_gradients(gradients(cell), expected, "compiled")
     finally:
         block._compiled_call_impl = None
-
-
-def gradients(cell: Cell) -> dict[str, Tensor]:
-    """Return loss and gradients of one step in training mode, with the same dropout each time."""
-    cell.model.train()
-    torch.manual_seed(3)
-    cell.model.zero_grad()
-    value = loss(cell.model, cell.given)
-    value.backward()
-    cell.model.eval()
-    named = cell.model.named_parameters()
-    return {"loss": value.detach()} | {n: p.grad.clone() for n, p in named if p.grad is not None}
-
-
-def demand_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], told: str) -> None:
-    """Raise BrokenLaw where gradients differ by more than rounding in the precision they are in."""
-    demand(found.keys() == expected.keys(), f"{told}: gradients of other tensors")
-    scale = largest(*expected.values())
-    for name, gradient in expected.items():
-        rounding = max(ROUNDING, torch.finfo(gradient.dtype).eps)
-        demand_close(found[name], gradient, f"{told}: gradient of {name}", rounding, scale)
-
-
-def peft_agrees(cell: Cell) -> None:
-    """PEFT loads our file and gives our output; we load what it saves and give its output."""
-    method, task = cell.adapter.method, task_type(cell.model)
-    if cell.quantize != "none" or "PEFT" not in method.files:
-        return
-    if method.acts_on_input and task is None:
-        cell.notes.append("v")
-        return
-    trained, bare = cell.outputs(), bare_model(cell.architecture, cell.quantize)
-    with tempfile.TemporaryDirectory() as name, own_warnings():
-        folder = Path(name)
-        save_adapter(cell.adapter, folder, Provenance(task_type=task))
-        try:
-            theirs = peft.PeftModel.from_pretrained(copy.deepcopy(bare), str(folder)).eval()
-        except Exception as error:
-            cell.notes.append(_limit(error, PEFT_LIMITS))
-            return
-
-        def given() -> Tensor:  # PEFT gives logits of virtual tokens too
-            made = outputs(theirs, cell.given)
-            return made[:, -trained.shape[1] :] if method.acts_on_input else made
-
-        scale = largest(trained)
-        demand_close(given(), trained, "PEFT from our file", scale=scale)
-        nudge(theirs, ("bias",) if method.type == "bitfit" else (".default", "prompt"))
-        theirs.save_pretrained(str(folder / "theirs"))
-        try:
-            load_adapter(bare, folder / "theirs")
-        except PeftkitError as error:
-            cell.notes.append(_limit(error, READING_LIMITS))
-            return
-        demand_close(outputs(bare, cell.given), given(), "from PEFT's file", scale=scale)
-
-
-def _limit(error: Exception, known: Mapping[str, str]) -> str:
-    """Return the code of a limit that is known; any other error is one."""
-    for words, code in known.items():
-        if re.search(words, str(error)):
-            return code
-    raise error
-
-
-def task_type(model: nn.Module) -> str | None:
-    """Return PEFT's word for what a model is for; None where a file needs none, or there is none."""
-    if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
-        return "CAUSAL_LM"
-    text = getattr(model, "main_input_name", "") == "input_ids"
-    return "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder and text else None
-
-
-def nudge(model: nn.Module, parts: tuple[str, ...]) -> None:
-    """Stand in for training: move every value of PEFT's adapter a little."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if any(part in name for part in parts):
-                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
 
 
 def merged_is_the_same(cell: Cell) -> None:

@@ -17,7 +17,7 @@ from peftkit.methods.protocol import Method
 from peftkit.methods.table import METHODS
 from peftkit.methods.vera import VeRA
 from tests.families import ARCHITECTURES, FAMILIES
-from tests.methods import grid, laws
+from tests.methods import cell, grid, laws
 
 QUANTIZE = ("none", "nf4")
 CHEAP = (*laws.CHEAP, laws.recomputing_changes_nothing, laws.merged_is_the_same)
@@ -67,8 +67,8 @@ def test_a_compiled_block_computes_the_same(column: str, architecture: str) -> N
 
 
 def test_a_block_in_machine_code_computes_the_same() -> None:
-    def in_machine_code(cell: laws.Cell) -> None:
-        laws.compiling_changes_nothing(cell, backend="inductor")
+    def in_machine_code(one: cell.Cell) -> None:
+        laws.compiling_changes_nothing(one, backend="inductor")
 
     demand_no_failure(laws.check("lora", "llama", laws=[in_machine_code]))
 
@@ -96,7 +96,7 @@ def train_a_little(adapter: Adapter, steps: int = 3) -> list[float]:
     """Take a few steps on one batch and return the losses before each and after the last."""
     ids = torch.arange(24).remainder(23).view(2, 12) + 3
     given: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
-    return laws.losses(adapter, given, steps)
+    return cell.losses(adapter, given, steps)
 
 
 @pytest.mark.parametrize("quantize", QUANTIZE)
@@ -104,7 +104,7 @@ def train_a_little(adapter: Adapter, steps: int = 3) -> list[float]:
 def test_an_adapter_without_our_notes_loads_the_same(column, quantize, tmp_path) -> None:
     if grid.refusal(column, "gpt2", quantize):
         return
-    model = laws.bare_model("gpt2", quantize)
+    model = cell.bare_model("gpt2", quantize)
     adapter = laws.start(grid.fitted(grid.COLUMNS[column], model), model, "gpt2")
     train_a_little(adapter)
     trained = logits(model)
@@ -118,7 +118,7 @@ def test_an_adapter_without_our_notes_loads_the_same(column, quantize, tmp_path)
 
 @pytest.mark.parametrize("column", grid.COLUMNS)
 def test_a_second_adapter_on_one_model_is_refused(column) -> None:
-    model = laws.bare_model("gpt2", "nf4")
+    model = cell.bare_model("gpt2", "nf4")
     method = grid.fitted(grid.COLUMNS[column], model)
     laws.start(method, model, "gpt2")
     with pytest.raises(AdapterError, match="carries an adapter already"):

@@ -11,8 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import PeftkitError, RunError
-from peftkit.train.memory import Recompute, is_out_of_memory
-from tests.train.toy import Row, Toy, ToyTask, crash_after, learner_of, make_rows, play, same
+from peftkit.train.blocks import Blocks
+from peftkit.train.memory import is_out_of_memory
+from tests.train.toy import (
+    COUNTED,
+    Row,
+    Toy,
+    ToyTask,
+    crash_after,
+    learner_of,
+    make_rows,
+    play,
+    same,
+)
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB."
 CPU = "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"
@@ -83,7 +94,7 @@ def test_memory_that_runs_out_in_the_middle_of_a_group_leaves_no_gradient_behind
     rows = make_rows(14)
     task = Small()
     plain = task.loss_sum
-    calls = 0
+    calls = -COUNTED
 
     def once(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         nonlocal calls
@@ -128,7 +139,7 @@ def test_one_row_too_large_is_an_error_that_says_how_long_a_row_may_be(tmp_path:
     assert isinstance(run.error, RunError)
     assert "does not fit into memory: train.jsonl:" in str(run.error)
     assert "Rows of 6 tokens would fit." in str(run.error)
-    assert "gradient_checkpointing" in str(run.error)
+    assert "data.max_length" in str(run.error)
 
 
 def test_if_no_row_fits_the_error_says_so(tmp_path: Path) -> None:
@@ -202,7 +213,7 @@ class Block(nn.Module):
         return self.run(x)
 
 
-class Blocks(Toy):
+class Deep(Toy):
     def __init__(self) -> None:
         super().__init__(dropout=0.3)
         self.block = Block(nn.Dropout(0.3))
@@ -214,12 +225,12 @@ class Blocks(Toy):
 
 class SmallUnlessRecomputed(Small):
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        self.rows = 2 if isinstance(model, Blocks) and model.block.gradient_checkpointing else 0
+        self.rows = 2 if isinstance(model, Deep) and model.block.gradient_checkpointing else 0
         return super().loss_sum(model, batch)
 
 
 def test_recomputing_changes_no_number_and_is_undone(tmp_path: Path) -> None:
-    plain, recomputed = Blocks(), Blocks()
+    plain, recomputed = Deep(), Deep()
     a = play(tmp_path / "a", model=plain, gradient_checkpointing=False)
     b = play(tmp_path / "b", model=recomputed, gradient_checkpointing=True)
     assert a.losses == b.losses
@@ -229,12 +240,10 @@ def test_recomputing_changes_no_number_and_is_undone(tmp_path: Path) -> None:
 
 
 def test_auto_recomputes_once_not_one_row_fits_and_then_tries_whole_batches_again() -> None:
-    learner = learner_of(Blocks(), SmallUnlessRecomputed())
-    assert not learner.may_recompute, "auto never recomputes on a CPU"
-    learner.may_recompute = True
+    learner = learner_of(Deep(), SmallUnlessRecomputed())
     facts = learner.step(make_rows(8), 0.1)
-    assert learner.recompute.enabled
-    assert learner.state.recompute
+    assert learner.blocks.activations == "recompute"
+    assert learner.state.activations == "recompute"
     assert learner.state.micro_batch == 2
     assert (
         "activations are recomputed (train.gradient_checkpointing), 2 rows at a time"
@@ -242,11 +251,21 @@ def test_auto_recomputes_once_not_one_row_fits_and_then_tries_whole_batches_agai
     )
 
 
-def test_a_run_that_had_to_recompute_does_so_after_a_resume() -> None:
-    first, second = (learner_of(Blocks(), ToyTask()) for _ in range(2))
-    first.state.recompute = True
+def test_a_run_that_had_to_recompute_does_so_after_a_resume_unless_told_otherwise() -> None:
+    first, second = (learner_of(Deep(), ToyTask()) for _ in range(2))
+    first.keep("recompute")
     second.take(first.state)
-    assert second.recompute.enabled
+    assert second.blocks.activations == "recompute"
+    told = learner_of(Deep(), ToyTask(), gradient_checkpointing=False)
+    told.take(first.state)
+    assert told.state.activations == "keep"
+
+
+def test_a_limit_in_tokens_is_halved_until_memory_suffices() -> None:
+    learner = learner_of(Toy(), Small(3), tokens_per_batch=48)
+    facts = learner.step(make_rows(8), 0.1)
+    assert (learner.state.micro_batch, learner.state.micro_tokens) == (8, 24)
+    assert "here on: 24 tokens at a time instead of 48." in facts.notice
 
 
 def test_recomputing_a_model_without_marked_blocks_is_refused(tmp_path: Path) -> None:
@@ -273,11 +292,13 @@ def test_recomputing_a_transformer_changes_no_gradient() -> None:
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
     before = gradients()
-    recompute = Recompute(model)
-    recompute.enable()
-    assert model.model.layers[0].gradient_checkpointing
-    assert same(gradients(), before)
-    recompute.restore()
+    blocks = Blocks(model)
+    assert blocks.blocks == list(model.model.layers)
+    for way in ("recompute", "offload"):
+        blocks.keep(way)
+        assert model.model.layers[0].gradient_checkpointing
+        assert same(gradients(), before)
+    blocks.restore()
     assert not model.model.layers[0].gradient_checkpointing
 
 

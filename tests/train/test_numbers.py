@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import RunError
-from tests.train.toy import Played, Row, Toy, ToyTask, make_rows, play, same
+from tests.train.toy import COUNTED, Played, Row, Toy, ToyTask, make_rows, play, same
 
 BAD = 13  # the row that breaks, counted from 0; step 3 of seed 0 has it, see the test below
 
@@ -42,7 +42,7 @@ class InfiniteGradient(torch.autograd.Function):
 class Exploding(Toy):
     """Finite forwards, an infinite gradient backwards, from the fourth batch on."""
 
-    batches = 0
+    batches = -COUNTED
 
     def forward(self, ids: Tensor) -> Tensor:
         self.batches += self.training

@@ -20,7 +20,7 @@ from peftkit.events import Event, Saved
 from peftkit.train.ranks import Ranks
 from peftkit.train.signals import Interrupted
 from tests.train.children import exit_code, free_port, start
-from tests.train.toy import Played, Toy, ToyTask, crash_after, make_rows, play, same
+from tests.train.toy import COUNTED, Played, Toy, ToyTask, crash_after, make_rows, play, same
 
 ROWS = make_rows(14)  # steps of 4: the last of an epoch has 2 rows, one for each process
 
@@ -29,7 +29,7 @@ class Listing(ToyTask):
     """Notes the first token of every row trained on, and does what it is told to meanwhile."""
 
     def __init__(self, what: str) -> None:
-        self.what, self.seen, self.calls = what, list[Any](), 0
+        self.what, self.seen, self.calls = what, list[Any](), -COUNTED
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         if model.training:
@@ -43,8 +43,11 @@ class Listing(ToyTask):
                 raise RuntimeError("CUDA out of memory.")
             if self.what == "nan" and own and self.calls == 5:
                 return super().loss_sum(model, batch) * float("nan")
-            self.seen += [tuple(row) for row in batch["input_ids"].tolist()]
-        return super().loss_sum(model, batch)
+        loss = super().loss_sum(model, batch)
+        if model.training and loss.requires_grad:
+            rows = [tuple(row) for row in batch["input_ids"].tolist()]
+            loss.register_hook(lambda _: self.seen.extend(rows))  # learnt from, not only counted
+        return loss
 
 
 def work(folder: str, what: str, changes: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from peftkit.train import manifest
 from peftkit.train.checkpoint import Checkpoints
 from peftkit.train.run import Run
 from peftkit.train.signals import Interrupted, StopRequest, stop_requests
-from tests.train.toy import Played, Row, Toy, ToyTask, play, same
+from tests.train.toy import COUNTED, Played, Row, Toy, ToyTask, play, same
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
 
@@ -26,7 +26,8 @@ class Signalling(ToyTask):
     """Sends signals to its own process at the given calls, training and eval batches counted."""
 
     def __init__(self, calls: dict[int, signal.Signals], *, in_training: bool = True) -> None:
-        self.calls, self.in_training, self.count = calls, in_training, 0
+        self.calls, self.in_training = calls, in_training
+        self.count = -COUNTED if in_training else 0
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         if model.training == self.in_training:

@@ -21,6 +21,8 @@ from peftkit.train.run import Result
 from peftkit.train.signals import StopRequest
 
 VOCABULARY = 31
+COUNTED = 2
+"""Passes in training mode before the first step of a fresh run: what they save is counted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,43 @@
+"""By which paths a model is computed in training, in words, read from the live model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from peftkit.train.blocks import Blocks
+
+PREFIX = "peftkit_"
+"""Of the attention functions that are ours."""
+
+
+def paths(model: nn.Module, blocks: Blocks) -> str:
+    """Return "attention: grouped; LoRA: 60 groups of 210 layers; blocks: compiled"."""
+    parts = []
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if attention is not None:
+        parts.append(f"attention: {str(attention).removeprefix(PREFIX)}")
+    if (layers := _layers(model)) != "":
+        parts.append(f"LoRA: {layers}")
+    if blocks.blocks:
+        how = "compiled" if blocks.compiled else "not compiled"
+        ways = {
+            "keep": "",
+            "recompute": ", recomputed",
+            "offload": ", recomputed, inputs offloaded",
+        }
+        parts.append(f"blocks: {how}{ways[blocks.activations]}")
+    return "; ".join(parts)
+
+
+def _layers(model: nn.Module) -> str:
+    """Tell how the layers are computed that a method may compute in groups."""
+    groups: list[Any] = [
+        module.group
+        for module in model.modules()
+        if hasattr(module, "group") and module._parameters
+    ]
+    own, together = groups.count(None), {id(group) for group in groups if group is not None}
+    parts = [f"{len(together)} groups of {len(groups) - own} layers"] if together else []
+    return ", ".join(parts + ([f"{own} layers each on its own"] if own else []))

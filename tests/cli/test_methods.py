@@ -1,0 +1,74 @@
+"""The table of methods, in `peftkit inspect MODEL` and in the README: told by the classes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from peftkit.adapter import attach
+from peftkit.methods.table import METHODS
+from peftkit_cli.methods import method_facts, method_rows
+from tests.cli.conftest import Run
+from tests.families import ARCHITECTURES
+
+README = Path(__file__).parents[2] / "README.md"
+SMOLLM2 = LlamaConfig(
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    vocab_size=49152,
+    tie_word_embeddings=True,
+)
+
+
+def on_meta(build) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def test_the_readme_has_the_table_of_smollm2() -> None:
+    model = on_meta(lambda: LlamaForCausalLM(SMOLLM2))
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert round(num_parameters / 1e6, 1) == 134.5
+    expected = [
+        [f"`{name}`", trains, merges, fresh, four_bit, read_by.partition(", ")[2] or "-"]
+        for name, trains, merges, fresh, four_bit, read_by, _ in method_rows(
+            list(method_facts(model)), num_parameters
+        )
+    ]
+    lines = README.read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
+    told = [[row[0], *row[2:]] for row in rows if row[0].strip("`") in METHODS]
+    assert told == expected
+
+
+def test_inspect_shows_what_each_method_would_train(peftkit: Run, model_folder: Path) -> None:
+    done = peftkit("inspect", model_folder, "--json")
+    assert (done.code, done.err) == (0, "")
+    found = {row["method"]: row for row in json.loads(done.out)["methods"]}
+    assert list(found) == list(METHODS)
+    lora = attach(ARCHITECTURES["llama"](), METHODS["lora"]())
+    assert found["lora"]["num_trainable"] == lora.num_trainable
+    assert found["bitfit"]["num_trainable"] is None
+    assert found["bitfit"]["remark"] == "there is no bias to train in LlamaForCausalLM"
+    assert (found["bottleneck"]["merges"], found["bottleneck"]["files"]) == (False, "peftkit")
+    shown = peftkit("inspect", model_folder).out
+    assert "Methods, each with its defaults" in shown
+    assert "it adds tokens to the input and changes no weight" in shown
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5", "vit", "deberta_v2", "mllama"])
+def test_a_skeleton_of_any_kind_has_its_table(name: str) -> None:
+    model = on_meta(ARCHITECTURES[name])
+    before = {path: type(module) for path, module in model.named_modules()}
+    facts = list(method_facts(model))
+    assert [one.method for one in facts] == list(METHODS)
+    assert all(one.num_trainable or one.remark for one in facts)
+    assert {path: type(module) for path, module in model.named_modules()} == before

@@ -1,0 +1,123 @@
+"""A cell of the grid: a method on an architecture, alive; and how its numbers are compared."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.adapter import Adapter
+from peftkit.quant import quantize_model
+from tests.families import ARCHITECTURES
+from tests.kinds import loss, outputs
+
+ROUNDING = 1e-5
+"""Of float32 sums in another order, as a part of the largest logit (or gradient)."""
+STEPS = 3
+
+
+class BrokenLaw(AssertionError):
+    """A law does not hold in a cell."""
+
+
+def demand(holds: bool, told: str) -> None:
+    """Raise BrokenLaw unless something holds."""
+    if not holds:
+        raise BrokenLaw(told)
+
+
+def demand_close(
+    found: Tensor, expected: Tensor, what: str, tolerance: float = ROUNDING, scale: float = 1.0
+) -> None:
+    """Raise BrokenLaw where two tensors differ by more than rounding."""
+    demand(found.shape == expected.shape, f"{what}: {tuple(found.shape)}, {tuple(expected.shape)}")
+    worst = float((found - expected).abs().max()) / scale
+    demand(worst <= tolerance, f"{what}: off by {worst:.1e} of the largest")
+
+
+def largest(*tensors: Tensor) -> float:
+    """Return the largest value of some tensors."""
+    return max(float(tensor.abs().max()) for tensor in tensors)
+
+
+@dataclass(slots=True)
+class Cell:
+    """A method on an architecture, frozen and perhaps quantised.
+
+    Attributes:
+        plain: What the bare model gives.
+        adapter: In place and trained, once the laws of the start have been asked.
+        notes: Codes of `grid.LEGEND` that laws add.
+    """
+
+    architecture: str
+    quantize: str
+    model: nn.Module
+    given: dict[str, Any]
+    plain: Tensor
+    adapter: Adapter
+    notes: list[str] = field(default_factory=list)
+
+    def outputs(self) -> Tensor:
+        """Return what the model gives now."""
+        return outputs(self.model, self.given)
+
+
+def bare_model(architecture: str, quantize: str) -> nn.Module:
+    """Return the base of a cell: always the same weights.
+
+    It is frozen, as every base is: torch sums in another order where a weight trains.
+    """
+    torch.manual_seed(0)
+    model = ARCHITECTURES[architecture]().eval().requires_grad_(False)
+    if quantize != "none":
+        quantize_model(model, quantize, double_quant=True, compute_dtype=torch.float32)
+    return model
+
+
+def losses(adapter: Adapter, given: dict[str, Any], steps: int = STEPS) -> list[float]:
+    """Take some steps on one batch and return the losses before each and after the last."""
+    optimizer = torch.optim.AdamW(list(adapter.parameters()), lr=5e-3)
+    seen = []
+    for step in range(steps + 1):
+        value = loss(adapter.model, given)
+        seen.append(float(value.detach()))
+        if step < steps:
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+    return seen
+
+
+@contextmanager
+def own_warnings() -> Iterator[None]:
+    """Let another library say what it says, of names that it uses and of things it cannot know."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def gradients(cell: Cell) -> dict[str, Tensor]:
+    """Return loss and gradients of one step in training mode, with the same dropout each time."""
+    cell.model.train()
+    torch.manual_seed(3)
+    cell.model.zero_grad()
+    value = loss(cell.model, cell.given)
+    value.backward()
+    cell.model.eval()
+    named = cell.model.named_parameters()
+    return {"loss": value.detach()} | {n: p.grad.clone() for n, p in named if p.grad is not None}
+
+
+def demand_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], told: str) -> None:
+    """Raise BrokenLaw where gradients differ by more than rounding in the precision they are in."""
+    demand(found.keys() == expected.keys(), f"{told}: gradients of other tensors")
+    scale = largest(*expected.values())
+    for name, gradient in expected.items():
+        rounding = max(ROUNDING, torch.finfo(gradient.dtype).eps)
+        demand_close(found[name], gradient, f"{told}: gradient of {name}", rounding, scale)

@@ -1,0 +1,78 @@
+"""The law of exchange: PEFT reads what is saved here, and the reverse, with equal outputs."""
+
+from __future__ import annotations
+
+import copy
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import peft
+import torch
+from torch import Tensor, nn
+
+from peftkit.errors import PeftkitError
+from peftkit.formats.peft import Provenance, load_adapter, save_adapter
+from tests.kinds import outputs
+from tests.methods.cell import Cell, bare_model, demand_close, largest, own_warnings
+from tests.methods.grid import PEFT_LIMITS, READING_LIMITS
+
+
+def peft_agrees(cell: Cell) -> None:
+    """PEFT loads our file and gives our output; we load what it saves and give its output."""
+    method, task = cell.adapter.method, task_type(cell.model)
+    if cell.quantize != "none" or "PEFT" not in method.files:
+        return
+    if method.acts_on_input and task is None:
+        cell.notes.append("v")
+        return
+    trained, bare = cell.outputs(), bare_model(cell.architecture, cell.quantize)
+    with tempfile.TemporaryDirectory() as name, own_warnings():
+        folder = Path(name)
+        save_adapter(cell.adapter, folder, Provenance(task_type=task))
+        try:
+            theirs = peft.PeftModel.from_pretrained(copy.deepcopy(bare), str(folder)).eval()
+        except Exception as error:
+            cell.notes.append(_limit(error, PEFT_LIMITS))
+            return
+
+        def given() -> Tensor:  # PEFT gives logits of virtual tokens too
+            made = outputs(theirs, cell.given)
+            return made[:, -trained.shape[1] :] if method.acts_on_input else made
+
+        scale = largest(trained)
+        demand_close(given(), trained, "PEFT from our file", scale=scale)
+        nudge(theirs, ("bias",) if method.type == "bitfit" else (".default", "prompt"))
+        theirs.save_pretrained(str(folder / "theirs"))
+        try:
+            load_adapter(bare, folder / "theirs")
+        except PeftkitError as error:
+            cell.notes.append(_limit(error, READING_LIMITS))
+            return
+        demand_close(outputs(bare, cell.given), given(), "from PEFT's file", scale=scale)
+
+
+def _limit(error: Exception, known: Mapping[str, str]) -> str:
+    """Return the code of a limit that is known; any other error is one."""
+    for words, code in known.items():
+        if re.search(words, str(error)):
+            return code
+    raise error
+
+
+def task_type(model: nn.Module) -> str | None:
+    """Return PEFT's word for what a model is for; None where there is, or needs to be, none."""
+    if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        return "CAUSAL_LM"
+    text = getattr(model, "main_input_name", "") == "input_ids"
+    return "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder and text else None
+
+
+def nudge(model: nn.Module, parts: tuple[str, ...]) -> None:
+    """Stand in for training: move every value of PEFT's adapter a little."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in parts):
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)

@@ -1,0 +1,95 @@
+"""A step's rows are cut into micro-batches by rows and by tokens, and learn the same."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from peftkit.data import pack
+from peftkit.train import batches
+from peftkit.train.batches import cut, padded
+from tests.train.toy import Row, Toy, crash_after, make_rows, play, same
+
+
+def rows_of(*lengths: int) -> list[Row]:
+    return [Row((0,) * n, (0,) * n, f"{index}") for index, n in enumerate(lengths)]
+
+
+def lengths(parts: list[list[Row]]) -> list[list[int]]:
+    return [[len(row.input_ids) for row in part] for part in parts]
+
+
+def test_without_a_limit_in_tokens_rows_keep_their_order() -> None:
+    assert lengths(cut(rows_of(3, 9, 1, 40, 2), 2)) == [[3, 9], [1, 40], [2]]
+    assert cut([], 2) == []
+
+
+def test_with_one_they_are_sorted_and_the_padding_counts() -> None:
+    parts = cut(rows_of(3, 9, 1, 40, 2, 17), 4, 40)
+    assert lengths(parts) == [[40], [17], [9, 3], [1, 2]]
+    assert lengths(cut(rows_of(3, 9, 1, 40, 2, 17), 4, 8)) == [[40], [17], [9], [3], [1], [2]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_row_is_in_one_part_and_no_part_is_too_large(seed: int) -> None:
+    draw = random.Random(seed)
+    rows = rows_of(*(draw.randint(1, 99) for _ in range(draw.randint(1, 40))))
+    max_rows, max_tokens = draw.randint(1, 9), draw.randint(1, 300)
+    parts = cut(rows, max_rows, max_tokens)
+    assert sorted(row.source for part in parts for row in part) == sorted(r.source for r in rows)
+    for part in parts:
+        assert len(part) <= max_rows
+        assert len(part) == 1 or len(part) * max(map(padded, part)) <= max_tokens
+
+
+def test_rows_that_are_not_of_tokens_are_cut_by_rows() -> None:
+    rows = [object()] * 5
+    assert [len(part) for part in cut(rows, 2, 4096)] == [2, 2, 1]
+
+
+def test_padding_is_counted_as_it_is_done() -> None:
+    assert batches.MULTIPLE == pack.MULTIPLE
+
+
+def test_a_run_by_tokens_learns_the_same_from_the_same_steps(tmp_path: Path) -> None:
+    plain = play(tmp_path / "a", batch_size=4, gradient_accumulation=1)
+    # 4 rows of up to 9 tokens: the long ones apart, in parts of 1 and 2 rows
+    by_tokens = play(tmp_path / "b", batch_size=4, gradient_accumulation=1, tokens_per_batch=16)
+    # the same gradients, summed in another order
+    assert by_tokens.losses == pytest.approx(plain.losses, rel=1e-4)
+    assert by_tokens.losses != plain.losses
+    ours, theirs = by_tokens.result, plain.result
+    assert ours is not None
+    assert theirs is not None
+    assert ours.metrics["num_tokens"] == theirs.metrics["num_tokens"]
+    assert ours.metrics["eval_loss"] == pytest.approx(theirs.metrics["eval_loss"], rel=1e-4)
+
+
+def test_a_run_by_tokens_resumes_to_the_bit(tmp_path: Path) -> None:
+    whole = play(tmp_path / "a", model=Toy(0.3), tokens_per_batch=16)
+    play(tmp_path / "b", model=Toy(0.3), tokens_per_batch=16, on_event=crash_after(5))
+    rest = play(tmp_path / "b", model=Toy(0.3), tokens_per_batch=16, resume=True)
+    assert rest.losses == whole.losses[5:]
+    assert same(rest.weights, whole.weights)
+
+
+def test_a_resumed_run_by_other_tokens_is_another_run(tmp_path: Path) -> None:
+    play(tmp_path, on_event=crash_after(1))
+    error = play(tmp_path, resume=True, tokens_per_batch=16).error
+    assert "train.tokens_per_batch: null -> 16" in str(error)
+
+
+def test_an_evaluation_keeps_to_the_limit_too(tmp_path: Path) -> None:
+    shapes: list[tuple[int, int]] = []
+
+    class Measuring(Toy):
+        def forward(self, ids):
+            if not self.training:
+                shapes.append(tuple(ids.shape))
+            return super().forward(ids)
+
+    play(tmp_path, model=Measuring(), eval_rows=make_rows(14), tokens_per_batch=16, max_steps=1)
+    assert {rows for rows, _ in shapes} == {1, 2}
+    assert all(rows == 1 or width <= 8 for rows, width in shapes)
