@@ -95,7 +95,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grads = [torch.zeros_like(tensor) for tensor in trainable]
         for start in range(0, len(targets), chunk_rows):
             part = slice(start, start + chunk_rows)
-            # a graph of its own, gone at once: hooks that count or offload what is kept do not apply
+            # a graph of its own, gone at once: hooks that count or offload do not apply to it
             with torch.set_grad_enabled(wants_grad), saved_tensors_hooks(_same, _same):
                 rows = hidden[part].detach().requires_grad_(wants_grad)
                 logits = head(rows)

@@ -22,15 +22,17 @@ def padded(row: Any) -> int:
 def cut(rows: Sequence[Any], max_rows: int, max_tokens: int | None = None) -> list[Sequence[Any]]:
     """Return rows in micro-batches of at most so many rows and tokens, padding included.
 
-    Without `max_tokens` they keep their order. With it they are sorted, the longest first: rows of
-    a length lie together, and where memory does not suffice, that shows at once. One row alone may
-    have more tokens.
+    They keep their order unless that has too many tokens. Then they are sorted, the longest first:
+    rows of a length lie together, and where memory does not suffice, that shows at once. One row
+    alone may have more tokens.
     """
-    if max_tokens is None:
-        return [rows[start : start + max_rows] for start in range(0, len(rows), max_rows)]
+    parts = [rows[start : start + max_rows] for start in range(0, len(rows), max_rows)]
+    if max_tokens is None or all(
+        len(part) * max(map(padded, part)) <= max_tokens for part in parts
+    ):
+        return parts
     ordered = sorted(rows, key=padded, reverse=True)
-    parts: list[Sequence[Any]] = []
-    start = 0
+    parts, start = [], 0
     while start < len(ordered):
         fit = max(max_tokens // padded(ordered[start]), 1)
         parts.append(ordered[start : start + min(fit, max_rows)])

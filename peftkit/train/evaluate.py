@@ -36,7 +36,10 @@ class Evaluator:
         stop: StopRequest,
     ) -> None:
         self.model, self.task = model, task
-        self.batch_size, self._max_tokens = config.batch_size, config.tokens_per_batch
+        self.batch_size, self._max_tokens = (
+            config.batch_size,
+            config.tokens_at_once(ranks.device.type),
+        )
         self.rows = rows[ranks.rank :: ranks.world_size]
         self.ranks, self.stop = ranks, stop
 

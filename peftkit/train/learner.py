@@ -108,7 +108,7 @@ class Learner:
         )
         self.blocks = Blocks(model)
         self.ways = self.blocks.ways(config.gradient_checkpointing, on_gpu)
-        self._asked = config.batch_size, config.tokens_per_batch
+        self._asked = config.batch_size, config.tokens_at_once(ranks.device.type)
         self.state = State(*self._asked, self.ways[0])
 
     def take(self, state: State) -> None:

@@ -127,7 +127,7 @@ class Saver:
         self.weights.load(folder)
         load_optimizer_state(learner.optimizer, learner.parameters, tensors, saved["optimizer"])
         if not exact:
-            state = state.unplanned(self.config)
+            state = state.unplanned(self.config, learner.ranks.device.type)
         learner.take(state)
         saved_ranks = 1 + max(int(name.split(".")[0]) for name in generators)
         own = f"{ranks.rank % saved_ranks}."

@@ -70,7 +70,7 @@ def _plan(learner: Learner, by_length: Sequence[Any], short: Saved | None, say: 
         return  # the first step will say so
     counted = ((short, padded(by_length[len(by_length) // 2])), (long, padded(longest)))
     costs = [(way, max(s.needed(way) / tokens for s, tokens in counted)) for way in learner.ways]
-    asked = Plan(learner.ways[0], config.batch_size, config.tokens_per_batch)
+    asked = Plan(learner.ways[0], config.batch_size, config.tokens_at_once(device.type))
     plan = choose(costs, available, padded(longest), asked.rows, asked.tokens)
     if plan is None:
         raise _too_little(learner, longest, costs, available)

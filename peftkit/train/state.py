@@ -50,9 +50,9 @@ class State:
     loss_scale: float = 1.0
     good_steps: int = 0
 
-    def unplanned(self, config: TrainConfig) -> State:
+    def unplanned(self, config: TrainConfig, device_type: str) -> State:
         """Return a copy of which memory and compiling are to be decided anew, by this config."""
-        fresh = State(config.batch_size, config.tokens_per_batch)
+        fresh = State(config.batch_size, config.tokens_at_once(device_type))
         names = ("micro_batch", "micro_tokens", "activations", "planned", "compiled")
         return replace(self, **{name: getattr(fresh, name) for name in names})
 

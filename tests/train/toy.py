@@ -132,6 +132,7 @@ def config_of(folder: Path, **changes: Any) -> TrainConfig:
         "weight_decay": 0.1,
         "save_every": 1,
         "eval_every": 3,
+        "tokens_per_batch": None,
     }
     return TrainConfig(**{**settings, **changes})
 
