@@ -56,6 +56,7 @@ def run(keys: Sequence[Key], skipped: Sequence[str], jobs: int) -> dict[Key, law
         found |= cells
         seconds = time.monotonic() - begun
         print(f"{number}/{len(rows)} rows, {len(found)} cells, {seconds:.0f} s", file=sys.stderr)
+        print(*_failures(cells), sep="", end="", file=sys.stderr)
     return found
 
 
@@ -104,9 +105,13 @@ def legend(found: dict[Key, laws.Outcome], skipped: Sequence[str]) -> Iterator[s
     ):
         prefix = "pass " if meanings is grid.NOTES else "n/a:"
         yield from (f"{prefix}{code}: {meanings[code]}" for code in sorted(codes))
+    yield from (line.rstrip() for line in _failures(found))
+
+
+def _failures(found: dict[Key, laws.Outcome]) -> Iterator[str]:
     for key, outcome in found.items():
         for failure in outcome.failures:
-            yield f"FAIL {' '.join(key)}: {' '.join(failure.split())}"
+            yield f"FAIL {' '.join(key)}: {' '.join(failure.split())}\n"
 
 
 def chosen(words: str, known: Sequence[str], what: str) -> list[str]:

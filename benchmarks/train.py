@@ -24,9 +24,10 @@ from benchmarks.orders import make_rows
 from benchmarks.report import Spread, disagreement, heading, table, write_json
 from benchmarks.workers import WorkerFailed, work
 
-LOSS_TOLERANCE = 0.05
-"""Mean difference of the losses over the mean loss: bf16 in another order of operations, adapters
-in bf16 on the peers' side and float32 on ours, and another draw of the initial A."""
+LOSS_TOLERANCE = 0.08
+"""Mean difference of the losses over the mean loss: another draw of the initial A, adapters in bf16
+on the peers' side and float32 on ours, and the peers' rounding of the update to bf16 beside the
+base's output, for which they lag behind a float32 run in the first steps (docs/performance.md)."""
 
 BY_BLOCK = {
     "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "1",

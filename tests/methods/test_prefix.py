@@ -11,7 +11,7 @@ from peftkit.adapter import attach
 from peftkit.errors import TargetError
 from peftkit.formats.peft import load_adapter
 from peftkit.methods.prefix import Prefix, PrefixTuning
-from peftkit.train.memory import Recompute
+from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES
 from tests.methods.test_virtual import IDS, build, logits, of_peft
 
@@ -116,5 +116,5 @@ def test_the_decoder_of_a_speech_model_takes_a_prefix() -> None:
     # its decoder hands no cache to its blocks unless it is to be used
     assert torch.equal(model(**inputs, use_cache=False).logits, after)
     assert model(**inputs, use_cache=False).past_key_values is None
-    Recompute(model).enable()
+    Blocks(model).keep("recompute")
     torch.testing.assert_close(model.train()(**inputs).logits, after, atol=1e-5, rtol=0)

@@ -24,7 +24,7 @@ from peftkit.methods.protocol import Method
 from peftkit.quant import quantize_model
 from peftkit.tasks.isolation import check_packing
 from peftkit.tasks.loss import cross_entropy_sum, target_rows
-from peftkit.train.memory import Recompute
+from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES, PAD
 
 pytestmark = pytest.mark.filterwarnings(
@@ -151,7 +151,7 @@ def test_gradient_checkpointing_changes_nothing(name, family) -> None:
     found = []
     for recompute in (False, True):
         if recompute:
-            Recompute(model).enable()
+            Blocks(model).keep("recompute")
         torch.manual_seed(1)
         model.train()
         out = model(**inputs_of(model))

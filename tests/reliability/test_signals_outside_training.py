@@ -14,6 +14,7 @@ from peftkit import recipe
 from peftkit.errors import BaseError
 from peftkit.events import Event, Progress, Saved, Stage, Table
 from peftkit.formats.folder import open_adapter
+from peftkit.formats.peft import AdapterFolder
 from peftkit.recipe import Recipe
 from peftkit.train.signals import Interrupted, stopping_at_once
 from tests.cli.conftest import start
@@ -99,13 +100,14 @@ def test_an_error_without_a_signal_stays_what_it_is() -> None:
 def test_a_signal_while_the_adapter_is_written_waits_until_it_is(
     number: signal.Signals, asked: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = recipe.save_adapter
+    save = AdapterFolder.save
 
-    def interrupted_save(*args: object) -> Path:
-        kill_self(number)
-        return save(*args)  # type: ignore[arg-type]
+    def interrupted_save(adapter: AdapterFolder, folder: Path) -> None:
+        if folder == tmp_path / "run":  # not a checkpoint
+            kill_self(number)
+        save(adapter, folder)
 
-    monkeypatch.setattr(recipe, "save_adapter", interrupted_save)
+    monkeypatch.setattr(AdapterFolder, "save", interrupted_save)
     with pytest.raises(Interrupted, match="the adapter is in") as caught:
         recipe.run(asked)
     assert caught.value.exit_code == 128 + number

@@ -207,7 +207,12 @@ def train(folder: Path, masking: Tokenizer, **options: Any) -> tuple[list[float]
             crash_after(crash)(event)
 
     settings = TrainConfig(
-        output_dir=folder / "run", max_steps=6, batch_size=4, eval_every=2, save_every=1
+        output_dir=folder / "run",
+        max_steps=6,
+        batch_size=4,
+        tokens_per_batch=None,
+        eval_every=2,
+        save_every=1,
     )
     with suppress(Crash):
         fit(model, task, rows, rows[:3], settings, resume=resume, on_event=listen)
