@@ -18,7 +18,10 @@ from peftkit.formats.folder import Opened
 from peftkit.generation import complete
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.protocol import BATCH_SIZE, Task, TaskConfig
-from peftkit.tasks.sequence_classification import SequenceClassificationConfig
+from peftkit.tasks.sequence_classification import (
+    SequenceClassification,
+    SequenceClassificationConfig,
+)
 
 MARGIN = 1.25
 """Completions may be this much longer than the longest reference before they are cut."""
@@ -99,6 +102,7 @@ def predict(opened: Opened, texts: Sequence[str | tuple[str, str]]) -> list[dict
         )
     config = DataConfig(train="", max_length=None)
     task = opened.task.on(opened.base.model, opened.base.processor, config)
+    assert isinstance(task, SequenceClassification)
     found = []
     for start in range(0, len(texts), BATCH_SIZE):
         for row in task.predict(opened.base.model, texts[start : start + BATCH_SIZE]).tolist():

@@ -28,6 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
 from peftkit.errors import DataError
+from peftkit.modes import evaluating
 from peftkit.tasks.length import num_virtual
 
 MAX_NEW_TOKENS = 256
@@ -212,22 +213,18 @@ def _room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_toke
 @contextmanager
 def _sampling(model: PreTrainedModel, seed: int | None) -> Iterator[None]:
     """Put a model into eval mode with seeded generators; on leaving, all is as before."""
-    modes = [(module, module.training) for module in model.modules()]
     own = model.generation_config
     device = model.device
     cuda = [device] if device.type == "cuda" else []
     try:
-        model.eval()
         # An empty one: what a config does not set, transformers fills in from the model's own.
         model.generation_config = GenerationConfig()
-        with torch.random.fork_rng(devices=cuda, enabled=seed is not None):
+        with evaluating(model), torch.random.fork_rng(devices=cuda, enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed)
             yield
     finally:
         model.generation_config = own
-        for module, training in modes:
-            module.training = training
 
 
 class _Pieces(BaseStreamer):

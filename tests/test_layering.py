@@ -27,6 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "heads",
         "layouts",
         "locate",
+        "modes",
         "patterns",
         "purpose",
         "tensor_header",

@@ -25,6 +25,7 @@ from peftkit.errors import DataError
 from peftkit.kernels import svd
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import Start
+from peftkit.modes import evaluating
 from peftkit.targets import Site
 
 Forward = Callable[[nn.Module, Mapping[str, Any]], object]
@@ -132,13 +133,8 @@ def eva_starts(
         path: min(round(rank * method.eva_rho), *linear_shape(model.get_submodule(path)))
         for path, rank in ranks.items()
     }
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            read = _read(model, ranks, most, batches, forward)
-    finally:
-        model.train(training)
+    with evaluating(model):
+        read = _read(model, ranks, most, batches, forward)
     if lacking := [path for path in ranks if len(read[path].scaled) < most[path]]:
         raise DataError(
             f"init 'eva' finds too few tokens for the rank of {lacking[0]}",

@@ -26,9 +26,9 @@ from peftkit.methods.virtual import (
     VirtualMethod,
     VirtualTokens,
     arguments,
-    evaluating,
     num_past,
 )
+from peftkit.modes import evaluating
 from peftkit.targets import Site
 
 Pair = tuple[Tensor, Tensor]

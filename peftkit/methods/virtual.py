@@ -14,8 +14,7 @@ from __future__ import annotations
 import inspect
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -290,16 +289,3 @@ def num_positions(stack: nn.Module) -> int | None:
             unused = getattr(module, "offset", 0 if padding is None else padding + 1)
             return module.num_embeddings - int(unused)
     return None
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout and gradients off, and every module back to what it was."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True

@@ -26,10 +26,10 @@ from peftkit.tasks.isolation import Isolation, check_causal, check_packing, isol
 from peftkit.tasks.length import exact_length
 from peftkit.tasks.loss import accepted, unwrapped
 from peftkit.tasks.protocol import Task, TaskConfig, mean_loss
+from peftkit.tasks.rows import named
 from peftkit.train.metrics import perplexity
 
 PROGRESS_EVERY = 500
-MAX_NAMED = 5
 
 
 @dataclass(slots=True)
@@ -236,8 +236,8 @@ class CausalLM(Task):
             ("rows read", f"{counts.read:,}"),
             ("rows kept", f"{len(rows):,}"),
             (f"cut at {self.max_length:,} tokens", f"{counts.truncated:,}"),
-            ("dropped: nothing to learn", _named(counts.masked)),
-            ("dropped: the answer lies beyond the cut", _named(counts.cut_away)),
+            ("dropped: nothing to learn", named(counts.masked)),
+            ("dropped: the answer lies beyond the cut", named(counts.cut_away)),
             ("tokens", f"{tokens:,}"),
             ("learnt tokens", f"{targets:,}"),
         ]
@@ -251,10 +251,10 @@ class CausalLM(Task):
             return
         found = []
         if counts.masked:
-            found.append(f"Nothing to learn (no answer): {_named(counts.masked)}")
+            found.append(f"Nothing to learn (no answer): {named(counts.masked)}")
         if counts.cut_away:
             found.append(
-                f"The answer lies beyond {self.max_length} tokens: {_named(counts.cut_away)}"
+                f"The answer lies beyond {self.max_length} tokens: {named(counts.cut_away)}"
             )
         if not rows:
             asked = f"Cannot learn from {where}: no row has a token to learn."
@@ -289,11 +289,3 @@ class CausalLMConfig(TaskConfig):
         on_event: Listener = ignore,
     ) -> CausalLM:
         return CausalLM(model, processor, data, style=style, on_event=on_event)
-
-
-def _named(sources: Sequence[str]) -> str:
-    """Return "3 (a.jsonl:1, a.jsonl:5, a.jsonl:9)", at most MAX_NAMED of them."""
-    if not sources:
-        return "0"
-    more = ", ..." if len(sources) > MAX_NAMED else ""
-    return f"{len(sources):,} ({', '.join(sources[:MAX_NAMED])}{more})"

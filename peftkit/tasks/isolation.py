@@ -10,8 +10,7 @@ Shapes: B rows, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from peftkit.errors import BaseError, DataError
+from peftkit.modes import evaluating
 from peftkit.tasks.loss import accepted, unwrapped
 
 Isolation = Literal["positions", "mask"]
@@ -43,7 +43,7 @@ def check_causal(model: nn.Module) -> None:
     if bare.config.is_encoder_decoder:
         raise BaseError(asked, found="It is an encoder-decoder.", fix="Choose another base.")
     ids, changed = _probe_ids(bare, [(9, 8)])
-    with _evaluating(model):
+    with evaluating(model):
         both = _logits(model, torch.cat([ids, changed]).flip(1), {})[:, :8]
     before, after = both
     if not bool(before.isfinite().all()):
@@ -69,7 +69,7 @@ def check_packing(model: nn.Module) -> Isolation:
     for mode in (first, "mask"):
         if mode == "mask" and not _mask_can_be_tried(bare):
             continue
-        with _evaluating(model):
+        with evaluating(model):
             if _isolates(model, mode):
                 return mode
     raise DataError(
@@ -184,16 +184,3 @@ def _rms_difference(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) 
     if others is not None:
         tensors = [a - b for a, b in zip(tensors, others, strict=True)]
     return torch.cat([tensor.flatten() for tensor in tensors]).square().mean().sqrt().item()
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, and every module back to what it was."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
@@ -24,7 +24,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from peftkit.data.encode import Style
 from peftkit.data.format import Text, parse
 from peftkit.data.frame import Frame
 from peftkit.data.load import DataConfig, read_records
@@ -245,6 +244,7 @@ class MaskedLMConfig(TaskConfig):
 
     task_type: ClassVar[None] = None
     auto_class: ClassVar[str] = "AutoModelForMaskedLM"
+    task: ClassVar[Callable[..., Task]] = MaskedLM
     data_fields: ClassVar[frozenset[str]] = frozenset({"format", "max_length", "max_dropped"})
 
     type: Literal["masked_lm"] = "masked_lm"
@@ -265,14 +265,3 @@ class MaskedLMConfig(TaskConfig):
                 fix="Give shares whose sum is at most 1.",
             )
         return self
-
-    def on(
-        self,
-        model: nn.Module,
-        processor: Any,
-        data: DataConfig,
-        *,
-        style: Style | None = None,
-        on_event: Listener = ignore,
-    ) -> MaskedLM:
-        return MaskedLM(model, processor, self, data, on_event=on_event)

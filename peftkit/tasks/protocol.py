@@ -11,7 +11,7 @@ class, head, processor, saving, opening, evaluating and checking follow from the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from peftkit.data.encode import Style
 from peftkit.data.load import DataConfig
 from peftkit.events import Listener, Progress, ignore
 from peftkit.purpose import Processor, Purpose
+from peftkit.train.batches import num_tokens
 
 BATCH_SIZE = 8
 
@@ -87,6 +88,9 @@ class TaskConfig(Config, ABC):
     data_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields of DataConfig, beside train and eval, that this task reads; others are refused."""
 
+    task: ClassVar[Callable[..., Task]]
+    """The task that it makes: of the model, the processor, this config and the data."""
+
     type: str
 
     def resolve(self, data: DataConfig) -> TaskConfig:
@@ -102,7 +106,6 @@ class TaskConfig(Config, ABC):
         """What the base is loaded for. A task with a head of classes says it here, resolved."""
         return Purpose(self.type, self.auto_class, self.processor)
 
-    @abstractmethod
     def on(
         self,
         model: nn.Module,
@@ -121,6 +124,7 @@ class TaskConfig(Config, ABC):
         Raises:
             PeftkitError: The model or the settings do not suit the task.
         """
+        return self.task(model, processor, self, data, on_event=on_event)
 
 
 @torch.no_grad()
@@ -140,7 +144,7 @@ def batches(
 ) -> Any:
     """Yield rows, shortest first, as batches where the model is; emits progress under a text."""
     device = next(model.parameters()).device
-    order = sorted(rows, key=lambda row: len(getattr(row, "input_ids", ())))  # little padding
+    order = sorted(rows, key=num_tokens)  # little padding
     for start in range(0, len(order), BATCH_SIZE):
         on_event(Progress(text, start, len(order)))
         batch = task.collate(order[start : start + BATCH_SIZE])

@@ -8,7 +8,7 @@ Shapes: B rows, S tokens of the longest source, T of the longest target, n of al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -17,7 +17,6 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from peftkit.data.encode import Style
 from peftkit.data.load import DataConfig, read_records
 from peftkit.data.pairs import PairEncoder, PairRow, read_pairs
 from peftkit.errors import BaseError, ConfigError
@@ -189,6 +188,7 @@ class Seq2SeqConfig(TaskConfig):
 
     task_type: ClassVar[str] = "SEQ_2_SEQ_LM"
     auto_class: ClassVar[str] = "AutoModelForSeq2SeqLM"
+    task: ClassVar[Callable[..., Task]] = Seq2Seq
     data_fields: ClassVar[frozenset[str]] = frozenset({"format", "max_length", "max_dropped"})
 
     type: Literal["seq2seq"] = "seq2seq"
@@ -214,17 +214,6 @@ class Seq2SeqConfig(TaskConfig):
     def fields(self) -> tuple[str, str] | None:
         """The two named fields."""
         return None if self.source is None or self.target is None else (self.source, self.target)
-
-    def on(
-        self,
-        model: nn.Module,
-        processor: Any,
-        data: DataConfig,
-        *,
-        style: Style | None = None,
-        on_event: Listener = ignore,
-    ) -> Seq2Seq:
-        return Seq2Seq(model, processor, self, data, on_event=on_event)
 
 
 def _padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ Shapes: B rows, L labels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -14,7 +14,6 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.data.encode import Style
 from peftkit.data.load import DataConfig, Record, read_records
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, Progress, Stage, Table, ignore
@@ -232,6 +231,7 @@ class SequenceClassificationConfig(TaskConfig):
 
     task_type: ClassVar[str] = "SEQ_CLS"
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
+    task: ClassVar[Callable[..., Task]] = SequenceClassification
     command: ClassVar[str] = "peftkit predict {folder} --text TEXT"
     data_fields: ClassVar[frozenset[str]] = frozenset({"max_length"})
 
@@ -280,17 +280,6 @@ class SequenceClassificationConfig(TaskConfig):
             labels = (NUMBER,) if self.problem == "regression" else self.labels
             head = ClassHead(labels, PROBLEM_TYPES[self.problem], self.fresh_head)
         return Purpose(self.type, self.auto_class, self.processor, head)
-
-    def on(
-        self,
-        model: nn.Module,
-        processor: Any,
-        data: DataConfig,
-        *,
-        style: Style | None = None,
-        on_event: Listener = ignore,
-    ) -> SequenceClassification:
-        return SequenceClassification(model, processor, self, data, on_event=on_event)
 
 
 def _problem(settings: Any, num_labels: int) -> Problem:

@@ -8,7 +8,7 @@ Shapes: B rows, T tokens, n tagged words of the batch, L tags.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +17,6 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.data.encode import Style
 from peftkit.data.load import DataConfig, Record, read_records
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, Progress, Stage, Table, ignore
@@ -214,6 +213,7 @@ class TokenClassificationConfig(TaskConfig):
 
     task_type: ClassVar[str] = "TOKEN_CLS"
     auto_class: ClassVar[str] = "AutoModelForTokenClassification"
+    task: ClassVar[Callable[..., Task]] = TokenClassification
     data_fields: ClassVar[frozenset[str]] = frozenset({"max_length"})
 
     type: Literal["token_classification"] = "token_classification"
@@ -243,14 +243,3 @@ class TokenClassificationConfig(TaskConfig):
     def purpose(self) -> Purpose:
         head = ClassHead(self.labels, None, self.fresh_head)
         return Purpose(self.type, self.auto_class, self.processor, head)
-
-    def on(
-        self,
-        model: nn.Module,
-        processor: Any,
-        data: DataConfig,
-        *,
-        style: Style | None = None,
-        on_event: Listener = ignore,
-    ) -> TokenClassification:
-        return TokenClassification(model, processor, self, data, on_event=on_event)

@@ -17,6 +17,7 @@ from peftkit.audit import audit
 from peftkit.errors import PeftkitError, RunError
 from peftkit.events import EvalDone, Event, Listener, Notice, RunDone, RunStarted, StepDone
 from peftkit.files import write_json
+from peftkit.modes import modes_kept
 from peftkit.train import rng
 from peftkit.train.config import TrainConfig
 from peftkit.train.evaluate import Evaluator
@@ -101,19 +102,17 @@ class Run:
     @contextmanager
     def prepared(self) -> Iterator[None]:
         """Put the model into training mode, and leave it as it was; record events meanwhile."""
-        modes = {module: module.training for module in self.model.modules()}
         blocks, wish = self.learner.blocks, self.config.gradient_checkpointing
         trackers = self._record() if self.ranks.is_main else None
         try:
             if wish != "auto":
                 blocks.keep(self.learner.state.activations)
-            self.model.train()
-            with self.learner.task.training(self.model):
-                yield
+            with modes_kept(self.model):
+                self.model.train()
+                with self.learner.task.training(self.model):
+                    yield
         finally:
             blocks.restore()
-            for module, training in modes.items():
-                module.training = training
             if trackers is not None:
                 trackers.finish()
 
