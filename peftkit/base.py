@@ -17,7 +17,7 @@ from peftkit.events import Listener, Stage, ignore
 from peftkit.fingerprint import fingerprint
 from peftkit.heads import head_of_classes, owners
 from peftkit.kernels.packed import keep_copies
-from peftkit.locate import locate
+from peftkit.locate import Location, locate
 from peftkit.purpose import CAUSAL_LM, Purpose
 from peftkit.quant import adopt_bitsandbytes, quantize_model
 
@@ -112,11 +112,7 @@ def load_base(
     location, revision = pretrained.reachable(location, revision)
     on_event(Stage(f"Loading the base {location.name}"))
     pretrained.check_config(location, revision, purpose)
-    tokenizer = images = None
-    if purpose.processor == "tokenizer":
-        tokenizer = pretrained.load_tokenizer(location, revision, on_event)
-    else:
-        images = pretrained.load_image_processor(location, revision)
+    tokenizer, images = _processors(location, revision, purpose, on_event)
     loaded, fresh = pretrained.load_model(location, revision, purpose, wanted, on_event)
     loaded.requires_grad_(False).eval()
     if purpose.head is not None and tokenizer is not None:
@@ -182,6 +178,15 @@ def fast_dtype(device: torch.device) -> torch.dtype:
     flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
     has_bf16 = flags & {"avx512_bf16", "amx_bf16", "bf16"}  # without them it is slower than fp32
     return torch.bfloat16 if has_bf16 and device.type == "cpu" else torch.float32
+
+
+def _processors(
+    location: Location, revision: str | None, purpose: Purpose, on_event: Listener
+) -> tuple[Any, Any]:
+    """Return the tokenizer and the image processor; None for the one that is not needed."""
+    if purpose.processor == "tokenizer":
+        return pretrained.load_tokenizer(location, revision, on_event), None
+    return None, pretrained.load_image_processor(location, revision)
 
 
 def _say_padding(config: Any, tokenizer: Any) -> None:

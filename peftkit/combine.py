@@ -90,29 +90,17 @@ def combine(
     provenance = joined(sources, on_event)
     check_layers(sources, settings)
     blended = _blend_all(sources, settings, on_event)
-    updates = {path: layer.update for path, layer in blended.items()}
-    lost = sum(layer.lost for layer in blended.values())
-    total = sum(layer.total for layer in blended.values())
-    combined = Combined(out, updates, math.sqrt(lost / total) if total else 0.0)
+    combined = _combined(out, blended)
     with new_adapter_folder(out, force=force, sources=folders) as staged:
         save_low_rank(
-            updates,
+            combined.updates,
             staged,
             provenance,
             others=endings_to_avoid(sources),
             transposed=any(source.file.fields.get("fan_in_fan_out") for source in sources),
         )
         write_card(_card(out.name, sources, settings, combined, provenance), staged)
-    if settings.rule not in EXACT:
-        kept = 1 - combined.error**2
-        on_event(
-            Notice(
-                f"Rank {combined.rank} keeps {kept:.2%} of the combined update "
-                f"(relative error {combined.error:.2g})."
-            )
-        )
-    if all(svd.is_zero(update.a, update.b) for update in updates.values()):
-        on_event(Notice("The combined update is zero: this adapter leaves its base unchanged."))
+    _report(combined, settings, on_event)
     on_event(Saved("adapter", out))
     return combined
 
@@ -168,6 +156,25 @@ def _blend_all(
             blended[path] = blend(path, layers, settings)
         on_event(Progress("Combining layers", done, len(paths)))
     return blended
+
+
+def _combined(out: Path, blended: Mapping[str, Blended]) -> Combined:
+    updates = {path: layer.update for path, layer in blended.items()}
+    lost = sum(layer.lost for layer in blended.values())
+    total = sum(layer.total for layer in blended.values())
+    return Combined(out, updates, math.sqrt(lost / total) if total else 0.0)
+
+
+def _report(done: Combined, settings: Settings, on_event: Listener) -> None:
+    if settings.rule not in EXACT:
+        on_event(
+            Notice(
+                f"Rank {done.rank} keeps {1 - done.error**2:.2%} of the combined update "
+                f"(relative error {done.error:.2g})."
+            )
+        )
+    if all(svd.is_zero(update.a, update.b) for update in done.updates.values()):
+        on_event(Notice("The combined update is zero: this adapter leaves its base unchanged."))
 
 
 def _card(

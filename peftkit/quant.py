@@ -30,11 +30,11 @@ from peftkit.events import Listener, Progress, ignore
 from peftkit.kernels.packed import (
     NESTED_BLOCK,
     Form,
-    PackedLinear,
     Packing,
     pack_4bit,
     pack_absmax,
     pack_int8,
+    packed_linear,
 )
 
 KINDS = ("nf4", "fp4", "int8")
@@ -125,7 +125,7 @@ class QuantizedLinear(nn.Module):
             return functional.linear(x, packing.kept, self.bias)
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else packing.dtype
-        return PackedLinear.apply(x, self.bias, packing.form, dtype, self.packed, *packing.scales)
+        return packed_linear(x, self.bias, self.packed, packing, dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"

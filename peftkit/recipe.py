@@ -276,8 +276,8 @@ def _measured(ready: Prepared, result: Result, on_event: Listener) -> Result:
     found = ready.task.metrics(ready.base.model, ready.eval, on_event=on_event)
     rows = tuple((name, f"{value:.4g}") for name, value in found.items())
     on_event(Table("The eval rows", ("metric", "value"), rows))
-    metrics = {name: value for name, value in result.metrics.items() if name != "eval_perplexity"}
-    return replace(result, metrics=metrics | {f"eval_{name}": v for name, v in found.items()})
+    measured = {f"eval_{name}": value for name, value in found.items()}
+    return replace(result, metrics={**result.metrics, **measured})
 
 
 def _write_papers(recipe: Recipe, ready: Prepared, result: Result, on_event: Listener) -> None:

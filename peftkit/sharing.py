@@ -125,18 +125,11 @@ def export_adapter(
         if to == "gguf":
             from peftkit.formats.gguf import export_gguf
 
-            notes = export_gguf(source, out, base=base, dtype=_GGUF_DTYPES[dtype], force=force)
-            for note in notes:
+            for note in export_gguf(source, out, base=base, dtype=_GGUF_DTYPES[dtype], force=force):
                 on_event(Notice(note))
         else:
             with new_adapter_folder(out, force=force, sources=[source]) as folder:
-                if serving:
-                    check_serving(source, max_rank=max_rank)
-                    write_serving(*read_low_rank(source), folder, dtype=DTYPES[dtype])
-                elif to == "mlx":
-                    write_mlx(*read_low_rank(source), folder, dtype=DTYPES[dtype])
-                else:
-                    _copy(source, folder, DTYPES[dtype])
+                _write(source, folder, to, DTYPES[dtype], max_rank if serving else None)
     on_event(Saved(f"{to} adapter", out))
     return Exported(out, _commands(file, out, to, base), errors)
 
@@ -150,6 +143,19 @@ def _reduced(source: Path, folder: Path, rank: int) -> tuple[Path, Mapping[str, 
     fields = read_json(folder / CONFIG) | {"target_modules": own_targets(file, modules)}
     files.write_json(fields, folder / CONFIG)
     return folder, errors
+
+
+def _write(
+    source: Path, folder: Path, to: Format, dtype: torch.dtype, served_rank: int | None
+) -> None:
+    """Write a folder of PEFT or MLX; with `served_rank`, for a server of ranks up to that."""
+    if served_rank is not None:
+        check_serving(source, max_rank=served_rank)
+        write_serving(*read_low_rank(source), folder, dtype=dtype)
+    elif to == "mlx":
+        write_mlx(*read_low_rank(source), folder, dtype=dtype)
+    else:
+        _copy(source, folder, dtype)
 
 
 def _copy(source: Path, folder: Path, dtype: torch.dtype) -> None:

@@ -15,20 +15,40 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from importlib.metadata import version
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
 from peftkit.errors import PeftkitError
 from peftkit_cli import about, combining, exchange, inspect, share, talk, train
 
+
+class CommandsByPurpose(typer.core.TyperGroup):
+    """Lists the commands under the headings they were registered with, as plain text.
+
+    Rich help would cost as much time again as all the rest of `--help`.
+    """
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write one section of names and short helps for each heading."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        room = formatter.width - 6 - max(len(name) for name in self.commands)
+        for name, command in self.commands.items():
+            short = command.get_short_help_str(room)
+            panels.setdefault(command.rich_help_panel, []).append((name, short))
+        for panel, rows in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(rows)
+
+
 app = typer.Typer(
     name="peftkit",
+    cls=CommandsByPurpose,
     help="Parameter-efficient fine-tuning of transformers.",
     epilog="Start with: peftkit recipes ls",
     add_completion=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 TRAIN, TALK, LOOK = "Train", "Talk and share", "Look"
@@ -53,6 +73,8 @@ app.command(rich_help_panel=LOOK)(about.schema)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         typer.echo(f"peftkit {version('peftkit')}")
         raise typer.Exit
 

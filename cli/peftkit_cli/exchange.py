@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -100,14 +101,19 @@ def export(
         )
     typer.echo(done.path)
     if done.errors:
-        worst = max(done.errors, key=lambda path: done.errors[path])
-        mean = sum(done.errors.values()) / len(done.errors)
-        note(
-            f"Rank {rank}: {len(done.errors)} layers reduced; relative error of their updates "
-            f"{mean:.2%} in the mean, {done.errors[worst]:.2%} at most ({worst})."
-        )
+        note(f"Rank {rank}: {_lost(done.errors)}")
     for program, command in done.commands.items():
         note(f"{program}: {command}")
+
+
+def _lost(errors: Mapping[str, float]) -> str:
+    """Say what a lower rank cost, of the relative error of each layer's update."""
+    worst, largest = max(errors.items(), key=lambda error: error[1])
+    mean = sum(errors.values()) / len(errors)
+    return (
+        f"{len(errors)} layers reduced; relative error of their updates "
+        f"{mean:.2%} in the mean, {largest:.2%} at most ({worst})."
+    )
 
 
 def import_(

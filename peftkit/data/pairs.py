@@ -37,6 +37,11 @@ class PairRow:
     target: str
     source: str
 
+    @property
+    def num_decoder_tokens(self) -> int:
+        """How many tokens the decoder reads: its start instead of the last label."""
+        return len(self.labels)
+
 
 def read_pairs(
     records: Sequence[Record], name: Any, fields: tuple[str, str] | None, where: str

@@ -10,7 +10,7 @@ Shapes: E experts, r rank, R = r times the roles that are adapted in a stack.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from peftkit.formats.peft import (
     CONFIG,
     PREFIX,
     TENSORS,
+    AdapterFile,
     Provenance,
     load_adapter,
     named_tensors,
@@ -46,6 +47,7 @@ _RENAMED = {"block_sparse_moe": "mlp"}
 
 _Part = tuple[str, int, str]  # path of the experts in the model, the expert, its role
 _Pairs = dict[_Part, dict[str, Tensor]]
+_Scales = dict[_Part, tuple[int, float]]  # rank and scaling
 
 
 def per_expert(names: Iterable[str]) -> bool:
@@ -63,73 +65,22 @@ def stack_experts(source: Path, scratch: Path, model: nn.Module) -> Path:
             differ in rank or scale: all of them are listed.
     """
     file = read_adapter(source)
-    method = file.method
-    beside = method.train_fully or method.token_rows
-    if (
-        not isinstance(method, LoRA)
-        or isinstance(method, DoRA)
-        or method.init in _SUBTRACTED
-        or beside
-    ):
-        raise AdapterError(
-            f"cannot stack the experts of {source}",
-            found=f"its method is {method.type}, or its start is subtracted from the base, or "
-            "other weights are trained beside it",
-            fix="Merge it with the versions that it was made with.",
-        )
-    linears = {path for path, module in model.named_modules() if is_linear(module)}
+    method = _plain_lora(file)
     places = [p for p in find_places(model) if p.parameter not in (None, "weight")]
-    known = {place.path for place in places}
-    pairs: _Pairs = {}
-    scales: dict[_Part, tuple[int, float]] = {}
-    others: dict[str, Tensor] = {}
-    for name, tensor in named_tensors(source).items():
-        found = _NAME.fullmatch(name)
-        path = ".".join(_RENAMED.get(s, s) for s in found[1].split(".")) if found else ""
-        if not found or path not in known or found[3] not in FFN_LEAVES:
-            others[name] = tensor
-            continue
-        part = (path, int(found[2]), f"expert_{FFN_LEAVES[found[3]]}")
-        if found[4] in pairs.setdefault(part, {}):
-            raise AdapterError(f"{source} holds a tensor twice", found=name)
-        pairs[part][found[4]] = tensor
-        scales[part] = method.scale_of(Site(f"{found[1]}.{found[2]}.{found[3]}", ()))
-    problems: list[str] = []
-    state: dict[str, Tensor] = {}
-    ranks: dict[str, int] = {}
-    scalings: dict[str, float] = {}
-    for path in dict.fromkeys(part[0] for part in pairs):
-        stacks = [place for place in places if place.path == path]
-        adapted = [s for s in stacks if any(p[0] == path and p[2] in s.roles for p in pairs)]
-        strays = {p[2] for p in pairs if p[0] == path} - {r for s in stacks for r in s.roles}
-        problems += [f"unexpected: {path} has no role {role}" for role in sorted(strays)]
-        for index, place in enumerate(adapted):
-            wrong, rank, scaling = _check(place, pairs, scales)
-            problems += wrong
-            if wrong:
-                continue
-            roles = [r for r in place.roles if (path, 0, r) in pairs]
-            a, b = _stacked(place, roles, pairs)
-            inner = f"{path}." + "base_layer." * (len(adapted) - 1 - index)
-            state |= {f"{inner}lora_A.weight": a, f"{inner}lora_B.weight": b}
-            stack = f"{path}.{place.parameter}"
-            ranks[stack], scalings[stack] = rank * len(roles), scaling
-    if problems:
-        raise AdapterError(
-            f"cannot stack the experts of {source}",
-            found=_some(problems),
-            fix="Every expert of a layer needs one, all of the same rank and scale.",
-        )
+    pairs, scales, others = _sorted(source, method, {place.path for place in places})
+    state, stacked = _stacks(source, places, pairs, scales)
     if not state:
         return source
     rest = {name.rpartition(".lora_")[0] for name in others}
-    for path in rest & linears:
-        ranks[path], scalings[path] = method.scale_of(Site(path, ()))
+    linears = {path for path, module in model.named_modules() if is_linear(module)}
+    whole = stacked | {path: method.scale_of(Site(path, ())) for path in rest & linears}
+    ranks = {path: rank for path, (rank, _) in whole.items()}
+    scalings = {path: scaling for path, (_, scaling) in whole.items()}
     fields = {key: value for key, value in file.fields.items() if key not in _REPLACED}
     fields |= peft_scales(ranks, scalings, rslora=False)
     fields |= {
         "target_modules": sorted(rest),
-        "target_parameters": [stack for stack in ranks if stack not in linears],
+        "target_parameters": list(stacked),
         "peft_version": ".".join(map(str, (*EXPERTS_SINCE, 0))),
         "lora_dropout": 0.0,  # of training, and there is none on stacks
     }
@@ -147,9 +98,82 @@ _REPLACED = (
 )
 
 
-def _check(
-    place: Place, pairs: _Pairs, scales: Mapping[_Part, tuple[int, float]]
-) -> tuple[list[str], int, float]:
+def _plain_lora(file: AdapterFile) -> LoRA:
+    """Return the adapter's method; refuse what is more than pairs of A and B."""
+    method = file.method
+    beside = method.train_fully or method.token_rows
+    if (
+        not isinstance(method, LoRA)
+        or isinstance(method, DoRA)
+        or method.init in _SUBTRACTED
+        or beside
+    ):
+        raise AdapterError(
+            f"cannot stack the experts of {file.folder}",
+            found=f"its method is {method.type}, or its start is subtracted from the base, or "
+            "other weights are trained beside it",
+            fix="Merge it with the versions that it was made with.",
+        )
+    return method
+
+
+def _sorted(
+    source: Path, method: LoRA, known: Container[str]
+) -> tuple[_Pairs, _Scales, dict[str, Tensor]]:
+    """Return the pairs of single experts, their scales, and all other tensors.
+
+    Args:
+        known: Paths of what the model stacks.
+    """
+    pairs: _Pairs = {}
+    scales: _Scales = {}
+    others: dict[str, Tensor] = {}
+    for name, tensor in named_tensors(source).items():
+        found = _NAME.fullmatch(name)
+        path = ".".join(_RENAMED.get(s, s) for s in found[1].split(".")) if found else ""
+        if not found or path not in known or found[3] not in FFN_LEAVES:
+            others[name] = tensor
+            continue
+        part = (path, int(found[2]), f"expert_{FFN_LEAVES[found[3]]}")
+        if found[4] in pairs.setdefault(part, {}):
+            raise AdapterError(f"{source} holds a tensor twice", found=name)
+        pairs[part][found[4]] = tensor
+        scales[part] = method.scale_of(Site(f"{found[1]}.{found[2]}.{found[3]}", ()))
+    return pairs, scales, others
+
+
+def _stacks(
+    source: Path, places: Sequence[Place], pairs: _Pairs, scales: _Scales
+) -> tuple[dict[str, Tensor], dict[str, tuple[int, float]]]:
+    """Return the tensors of the stacks; and for each stack its rank and scaling."""
+    problems: list[str] = []
+    state: dict[str, Tensor] = {}
+    stacked: dict[str, tuple[int, float]] = {}
+    for path in dict.fromkeys(part[0] for part in pairs):
+        stacks = [place for place in places if place.path == path]
+        adapted = [s for s in stacks if any(p[0] == path and p[2] in s.roles for p in pairs)]
+        strays = {p[2] for p in pairs if p[0] == path} - {r for s in stacks for r in s.roles}
+        problems += [f"unexpected: {path} has no role {role}" for role in sorted(strays)]
+        for index, place in enumerate(adapted):
+            wrong, rank, scaling = _check(place, pairs, scales)
+            problems += wrong
+            if wrong:
+                continue
+            roles = [r for r in place.roles if (path, 0, r) in pairs]
+            a, b = _stacked(place, roles, pairs)
+            inner = f"{path}." + "base_layer." * (len(adapted) - 1 - index)
+            state |= {f"{inner}lora_A.weight": a, f"{inner}lora_B.weight": b}
+            stacked[f"{path}.{place.parameter}"] = rank * len(roles), scaling
+    if problems:
+        raise AdapterError(
+            f"cannot stack the experts of {source}",
+            found=_some(problems),
+            fix="Every expert of a layer needs one, all of the same rank and scale.",
+        )
+    return state, stacked
+
+
+def _check(place: Place, pairs: _Pairs, scales: _Scales) -> tuple[list[str], int, float]:
     """Return what is wrong with the pairs of one stack; their rank and scaling."""
     num_experts, num_in, num_out = stacked_shape(place.module, str(place.parameter))
     num_out = num_out // len(place.roles)

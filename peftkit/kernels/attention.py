@@ -30,7 +30,13 @@ def reference_attention(
 
 
 def grouped_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    position_bias: Tensor | None = None,
 ) -> Tensor:
     """Return the same as `reference_attention`.
 
@@ -38,13 +44,16 @@ def grouped_attention(
         query: (B, H, L, D). key, value: (B, K, S, D).
         mask: Additive or boolean (True: seen), (B or 1, 1 or H, L, S), or None.
         is_causal: Query i sees keys up to i; then `mask` is None.
+        position_bias: Added to the scores too, of the mask's shape (T5's).
     """
     (batch, heads, length, size), (_, kv_heads, keys, _) = query.shape, key.shape
     pairs, groups = batch * kv_heads, heads // kv_heads
     rows = (query * scale).reshape(pairs, groups * length, size)
     scores = torch.bmm(rows, key.reshape(pairs, keys, size).transpose(1, 2))  # (B K, G L, S)
-    bias = _causal(length, keys, query) if is_causal else _additive(mask, query.dtype)
-    if bias is not None:
+    hidden = _causal(length, keys, query) if is_causal else _additive(mask, query.dtype)
+    terms = [term for term in (position_bias, hidden) if term is not None]
+    if terms:
+        bias = terms[0] if len(terms) == 1 else terms[0] + terms[1]
         scores = (scores.view(batch, heads, length, keys) + bias).view(scores.shape)
     probs = functional.softmax(scores, dim=-1)
     out = torch.bmm(probs, value.reshape(pairs, keys, value.shape[-1]))

@@ -24,10 +24,12 @@ Head = Callable[[Tensor], Tensor]
 """(C, H) hidden rows to (C, V) logits, with all that the model does to them."""
 
 CHUNK_BYTES = {"cpu": 64 << 20}
-"""Memory that a chunk's logits may take, by device: a CPU gains by what stays near its caches."""
+"""Memory that a chunk's logits may take, by device."""
 OTHER_CHUNK_BYTES = 512 << 20
 BYTES_A_LOGIT = 8
-"""The logits and their gradient in 16 bits, and the float32 copy."""
+"""The logits and their gradient in 16 bits, and the float32 copy where it is made of all rows."""
+WIDE_BYTES = {"cpu": 4 << 20}
+"""Float32 rows made at a time: on a CPU what stays in its caches, elsewhere all of a chunk."""
 MIN_ROWS = 256
 """Fewer rows to a chunk would leave the head's matrix product idle."""
 
@@ -68,14 +70,20 @@ def loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits: (C, V), of any float dtype, which is also the gradient's.
         targets: (C,) int64.
     """
-    wide = logits.to(torch.float32, copy=True)
-    index = targets[:, None]
-    largest = wide.amax(1, keepdim=True)
-    chosen = wide.gather(1, index) - largest
-    total = wide.sub_(largest).exp_().sum(1, keepdim=True)
-    loss = (total.log() - chosen).sum()
-    wide.div_(total).scatter_add_(1, index, wide.new_full(index.shape, -1.0))
-    return loss, wide.to(logits.dtype)
+    held = WIDE_BYTES.get(logits.device.type)
+    rows = max(1, held // (4 * logits.shape[1])) if held else len(logits)
+    loss = logits.new_zeros((), dtype=torch.float32)
+    gradient = torch.empty_like(logits)
+    for start in range(0, len(logits), rows):
+        part = slice(start, start + rows)
+        wide = logits[part].to(torch.float32, copy=True)
+        index = targets[part, None]
+        largest = wide.amax(1, keepdim=True)
+        chosen = wide.gather(1, index) - largest
+        total = wide.sub_(largest).exp_().sum(1, keepdim=True)
+        loss += (total.log() - chosen).sum()
+        gradient[part] = wide.div_(total).scatter_add_(1, index, wide.new_full(index.shape, -1.0))
+    return loss, gradient
 
 
 def _same(tensor: Tensor) -> Tensor:

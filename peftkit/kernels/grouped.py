@@ -1,12 +1,14 @@
-"""Several adapted layers that read one input, as two matrix products.
+"""Several adapted layers that read one input, without a product of their own for the updates.
 
-With the frozen weights and the scaled B side by side, one product gives base and update of the
-whole group, and one gives back the gradient of the input and of the hidden rows:
+With a layer's frozen weight and its scaled B side by side, one product gives base and update, and
+one gives back the gradient of the input and of the hidden rows:
 
-    Y = [X | X A^T] [W | s B]^T        [dX' | G] = dY [W | s B]
-    dX = dX' + G A        dA = G^T X        dB = s dY^T (X A^T)
+    y = [X | X A^T] [W | s B]^T        [dX' | G] = sum over layers of dy [W | s B]
+    dX = dX' + G A        dA = G^T X        dB = s dy^T (X A^T)
 
-W stacks the group's weights, A their A, and s B is block-diagonal. Neither B A nor dW is formed.
+The layers' weights are stacked, their A too, and s B is block-diagonal. Each layer's output is an
+array of its own: parts of a common one would come back from autograd one by one, each filled up
+with zeros to the size of all. Neither B A nor dW is formed.
 
 Shapes: M rows of input, R columns of A and B (the ranks' sum, rounded up), in; out of all members.
 """
@@ -32,7 +34,7 @@ class Member(NamedTuple):
 
 
 class GroupedLinear(torch.autograd.Function):
-    """Y = X W^T + X A^T (s B)^T + b, with gradients of X, A and B."""
+    """y = X W^T + X A^T (s B)^T + b of each member, with gradients of X, A and B."""
 
     @staticmethod
     def forward(
@@ -44,8 +46,8 @@ class GroupedLinear(torch.autograd.Function):
         bias: Tensor | None,
         members: tuple[Member, ...],
         *masters: Tensor,
-    ) -> Tensor:
-        """Return (M, out).
+    ) -> tuple[Tensor, ...]:
+        """Return (M, num_out) of each member.
 
         Args:
             x: (M, in). dropped: The input of A where that is another one, after dropout.
@@ -58,32 +60,36 @@ class GroupedLinear(torch.autograd.Function):
         both[:, size:] = torch.mm(x if dropped is None else dropped, lora_a.t())
         ctx.save_for_backward(both, dropped, weight, lora_a)
         ctx.members, ctx.dtypes = members, [master.dtype for master in masters]
-        return functional.linear(both, weight, bias)
+        sizes = [member.num_out for member in members]
+        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+        return tuple(
+            functional.linear(both, part, own)
+            for part, own in zip(weight.split(sizes), biases, strict=True)
+        )
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, dropped, and each A and B."""
         both, dropped, weight, lora_a = ctx.saved_tensors
         size = lora_a.shape[1]
-        grad_x = grad_dropped = None
-        if ctx.needs_input_grad[0]:
-            grad_both = torch.mm(grad, weight)
-            grad_x, hidden_grad = grad_both[:, :size], grad_both[:, size:]
-            if dropped is None:
-                grad_x = torch.addmm(grad_x, hidden_grad, lora_a)
-            else:
-                grad_dropped = torch.mm(hidden_grad, lora_a)
-        else:  # the lowest adapter: nothing below it learns
-            hidden_grad = torch.mm(grad, weight[:, size:])
+        lowest = not ctx.needs_input_grad[0]  # nothing below this group learns
+        parts = (weight[:, size:] if lowest else weight).split([m.num_out for m in ctx.members])
+        back = torch.mm(grads[0], parts[0])
+        for grad, part in zip(grads[1:], parts[1:], strict=True):
+            back.addmm_(grad, part)
+        grad_x, hidden_grad = (None, back) if lowest else (back[:, :size], back[:, size:])
+        grad_dropped = None
+        if grad_x is not None and dropped is None:
+            grad_x = torch.addmm(grad_x, hidden_grad, lora_a)
+        elif grad_x is not None:
+            grad_dropped = torch.mm(hidden_grad, lora_a)
         grad_a = torch.mm(hidden_grad.t(), both[:, :size] if dropped is None else dropped)
-        grads_a, grads_b, out, hidden = [], [], 0, size
-        for member in ctx.members:
-            part = grad[:, out : out + member.num_out].t()
-            grads_b.append(
-                member.scaling * torch.mm(part, both[:, hidden : hidden + member.num_hidden])
-            )
-            grads_a.append(grad_a[hidden - size : hidden - size + member.num_hidden])
-            out, hidden = out + member.num_out, hidden + member.num_hidden
+        grads_a, grads_b, hidden = [], [], size
+        for member, grad in zip(ctx.members, grads, strict=True):
+            own = slice(hidden, hidden + member.num_hidden)
+            grads_b.append(member.scaling * torch.mm(grad.t(), both[:, own]))
+            grads_a.append(grad_a[own.start - size : own.stop - size])
+            hidden = own.stop
         cast = [g.to(d) for g, d in zip((*grads_a, *grads_b), ctx.dtypes, strict=True)]
         return grad_x, grad_dropped, None, None, None, None, *cast
 

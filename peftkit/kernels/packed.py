@@ -12,7 +12,8 @@ Shapes: n values, padded to whole blocks; `...` is any leading shape.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,6 +82,53 @@ def unpack(packed: Tensor, scales: tuple[Tensor, ...], form: Form, dtype: torch.
     return values.view(-1)[: math.prod(form.shape)].view(form.shape)
 
 
+@torch.library.custom_op("peftkit::times_packed", mutates_args=())
+def times_packed(
+    x: Tensor, packed: Tensor, scales: Sequence[Tensor], kind: str, shape: Sequence[int], block: int
+) -> Tensor:
+    """Return x W, (..., in), of a packed W (out, in).
+
+    An operator, so that torch.compile does not see W: it would make one of this W and that of the
+    forward pass, and hold it in between.
+    """
+    form = Form(kind, torch.Size(shape), block)
+    return x @ unpack(packed, tuple(scales), form, x.dtype)
+
+
+@times_packed.register_fake
+def _like_product(
+    x: Tensor, packed: Tensor, scales: Sequence[Tensor], kind: str, shape: Sequence[int], block: int
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], shape[-1])
+
+
+_again = False  # no threading.local: torch.compile would not notice that it changes
+
+
+@contextmanager
+def computed_again() -> Iterator[None]:
+    """Have what runs here save weights unpacked, as it runs anew right before its backward pass.
+
+    Of the first run nothing is saved, so that only one run's weights are held. Saved as they are
+    packed, they would be unpacked a third time.
+    """
+    global _again
+    before, _again = _again, True
+    try:
+        yield
+    finally:
+        _again = before
+
+
+def packed_linear(
+    x: Tensor, bias: Tensor | None, packed: Tensor, packing: Packing, dtype: torch.dtype
+) -> Tensor:
+    """Return x W^T + b, (..., out), of a packed W (out, in) that is unpacked to `dtype`."""
+    if _again:
+        return functional.linear(x, unpack(packed, packing.scales, packing.form, dtype), bias)
+    return PackedLinear.apply(x, bias, packing.form, dtype, packed, *packing.scales)
+
+
 class PackedLinear(torch.autograd.Function):
     """y = x W^T + b of a packed W: saved packed, unpacked again for dx = dy W."""
 
@@ -108,7 +156,7 @@ class PackedLinear(torch.autograd.Function):
         packed, *scales = ctx.saved_tensors
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ unpack(packed, tuple(scales), ctx.form, grad.dtype)
+            grad_x = times_packed(grad, packed, scales, *ctx.form)
         if ctx.needs_input_grad[1]:
             grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
         return grad_x, grad_bias, None, None, None, *(None for _ in scales)

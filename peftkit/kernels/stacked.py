@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+# the default in bf16 is "_grouped_mm", which torch.compile lets nobody override: its graph breaks
 _GROUPED_MM = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 _ALIGNED = 8
 """grouped_mm on GPUs takes matrices whose rows are multiples of 16 bytes."""

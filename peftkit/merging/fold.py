@@ -42,8 +42,9 @@ class Tally:
         self.num_weights += 1
         self.weight += _squares(before)
         self.update += _squares(exact - before)
-        self.rounding += _squares(stored.float() - exact)
-        self.num_changed += int(torch.count_nonzero(stored.float() - before))
+        kept = stored.float()
+        self.rounding += _squares(kept - exact)
+        self.num_changed += int(torch.count_nonzero(kept != before))
 
     @property
     def relative_update(self) -> float:

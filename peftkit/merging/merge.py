@@ -118,7 +118,7 @@ def merge(
         plan = source and plan_stream(
             file, source, skeleton(name, revision=revision, purpose=purpose), stored, tally
         )
-        reference = None
+        reference = effect = agreed = None
         if plan:
             if verify:
                 # float32 shows every difference; but a GPU has no memory to spare for it
@@ -128,17 +128,10 @@ def merge(
         else:
             # quantised weights as they were trained over; others in float32, to round only once
             how = {} if from_quantized else {"quantize": "none", "dtype": "fp32", "device": "cpu"}
-            whole = load(**how)
-            check_kind(whole, from_quantized)
-            kept = stored or (whole.base.model.dtype if from_quantized else usual_dtype(source))
-            if whole.base.device.type == "cpu":
-                whole.base.model.float()  # also what comes out of quantised weights
-            if verify:
-                reference = _reference(whole, prompts)
-            write_whole(whole, folder, kept, tally, on_event)
-            del whole  # before the result is loaded
+            kept = stored or (None if from_quantized else usual_dtype(source))
+            asked = prompts if verify else None
+            reference = _whole(load(**how), folder, kept, from_quantized, asked, tally, on_event)
         tally.check()
-        effect = agreed = None
         if reference is not None:
             on_event(Stage("Comparing the merged model with base and adapter"))
             effect = agreement(reference.adapted, reference.bare)
@@ -149,6 +142,29 @@ def merge(
     on_event(_table(merged))
     on_event(Saved("merged model", out))
     return merged
+
+
+def _whole(
+    opened: Opened,
+    folder: Path,
+    dtype: torch.dtype | None,
+    from_quantized: bool,
+    prompts: Sequence[str] | None,
+    tally: Tally,
+    on_event: Listener,
+) -> _Reference | None:
+    """Merge a model in memory; return what it computed before, on prompts if there are any.
+
+    Args:
+        dtype: Of all weights written; None: the one that the model computes in.
+    """
+    check_kind(opened, from_quantized)
+    kept = dtype or opened.base.model.dtype
+    if opened.base.device.type == "cpu":
+        opened.base.model.float()  # also what comes out of quantised weights
+    reference = None if prompts is None else _reference(opened, prompts)
+    write_whole(opened, folder, kept, tally, on_event)
+    return reference
 
 
 def _reference(opened: Opened, prompts: Sequence[str]) -> _Reference:

@@ -22,6 +22,7 @@ from peftkit.merging.fold import Tally, TensorFold, shared_parameters
 from peftkit.methods.bitfit import BitFit
 from peftkit.methods.table import method_from_peft
 from peftkit.tensor_header import DTYPE_NAMES, Entry
+from peftkit.train.memory import keep_freed_memory
 
 FLOATS = {
     DTYPE_NAMES[dtype]: dtype
@@ -145,8 +146,9 @@ def _change(
     def change(weight: Tensor) -> Tensor:
         before = (weight.t() if transposed else weight).float()
         exact = fold(before)
-        tally.add(before, exact, exact.to(stored))
-        return exact.t() if transposed else exact
+        kept = exact.to(stored)
+        tally.add(before, exact, kept)
+        return kept.t() if transposed else kept
 
     return change
 
@@ -158,6 +160,8 @@ def write_streamed(
     dtype: torch.dtype | None,
     on_event: Listener,
 ) -> None:
+    """Write the merged model's folder, one tensor at a time."""
+    keep_freed_memory()
     rewrite_shards(
         shards,
         folder,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -156,9 +156,8 @@ class LoRAExperts(AdapterModule):
             name: stack.over(getattr(self.base, name), flipped=self.flipped)
             for name, stack in self.parts().items()
         }
-        run = cast(_Forward, type(self.base))
-        try:
-            return run.forward(_Lens(self.base, adapted), *args, **kwargs)
+        try:  # the class as it is: through a cast torch.compile loses sight of its function
+            return type(self.base).forward(_Lens(self.base, adapted), *args, **kwargs)
         except NoProductError as error:
             raise TargetError(
                 f"lora cannot sit on the experts of {self.site.path}",
@@ -202,10 +201,6 @@ class LoRAExperts(AdapterModule):
         stack = self.parts()[name]
         a, b = stack.lora_A.float().to(weight.device), stack.full_b().float().to(weight.device)
         return torch.baddbmm(weight, b, a, alpha=stack.scaling)
-
-
-class _Forward(Protocol):
-    def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class _Lens:

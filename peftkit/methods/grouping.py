@@ -109,16 +109,10 @@ class Group:
         flat = x.reshape(-1, x.shape[-1])
         dropped = None if isinstance(self.dropout, nn.Identity) else self.dropout(flat)
         masters = [m.lora_A for m in self.members] + [m.full_b() for m in self.members]
-        out = GroupedLinear.apply(
+        outputs = GroupedLinear.apply(
             flat, dropped, self.weight, self.lora_a, self.bias, self.sizes, *masters
         )
-        parts, begin = {}, 0
-        for number, size in enumerate(self.sizes):
-            # one view each: those of a split may not be changed in place, as some models do
-            part = out[:, begin : begin + size.num_out]
-            parts[number] = part.view(*x.shape[:-1], size.num_out)
-            begin += size.num_out
-        return parts
+        return {n: out.view(*x.shape[:-1], out.shape[-1]) for n, out in enumerate(outputs)}
 
     def forget(self) -> None:
         """Let go of what a pass that did not come to its end has left."""

@@ -6,7 +6,6 @@ Shapes: B rows, T tokens, n learnt tokens of the batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, ClassVar, Literal
@@ -20,13 +19,12 @@ from peftkit.data.load import DataConfig, read_records
 from peftkit.data.pack import IGNORE, Row, collate, pack
 from peftkit.errors import DataError
 from peftkit.events import Listener, Notice, Progress, Stage, Table, ignore
-from peftkit.tasks.cpu_attention import cpu_attention
 from peftkit.tasks.head import head_of, token_loss
 from peftkit.tasks.isolation import Isolation, check_causal, check_packing, isolating_mask
 from peftkit.tasks.length import exact_length
-from peftkit.tasks.loss import accepted, unwrapped
+from peftkit.tasks.loss import accepted
 from peftkit.tasks.protocol import Task, TaskConfig, mean_loss
-from peftkit.tasks.rows import named
+from peftkit.tasks.rows import check_dropped, named
 from peftkit.train.metrics import perplexity
 
 PROGRESS_EVERY = 500
@@ -40,10 +38,6 @@ class _Counts:
     truncated: int = 0
     masked: list[str] = field(default_factory=list)
     cut_away: list[str] = field(default_factory=list)
-
-    @property
-    def dropped(self) -> list[str]:
-        return self.masked + self.cut_away
 
 
 class CausalLM(Task):
@@ -59,6 +53,8 @@ class CausalLM(Task):
         DataError: Packing was asked for and the model does not isolate documents; a chat template
             or a length that cannot be.
     """
+
+    predicts_tokens: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -128,7 +124,12 @@ class CausalLM(Task):
             if row is not None:
                 rows.append(row)
         self._report(where, parsed.format, parsed.unused, rows, counts)
-        self._check_dropped(where, rows, counts)
+        why = {
+            "Nothing to learn (no answer)": counts.masked,
+            f"The answer lies beyond {self.max_length} tokens": counts.cut_away,
+        }
+        fix = "Raise data.max_length" if counts.cut_away else "Give these rows an answer"
+        check_dropped(where, counts.read, why, self.config, fix)
         if self._encoder.num_off_prompt > off_prompt:
             self._on_event(
                 Notice(
@@ -139,10 +140,6 @@ class CausalLM(Task):
                 )
             )
         return rows
-
-    def training(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Return a context in which the model's attention is the one that trains fastest."""
-        return cpu_attention(unwrapped(model))
 
     def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return a batch, padded on the right (see `peftkit.data.pack.collate`)."""
@@ -244,27 +241,6 @@ class CausalLM(Task):
         if unused:
             lines.append(("fields not used", ", ".join(unused)))
         self._on_event(Table(f"Data: {where}", ("what", "how many"), tuple(lines)))
-
-    def _check_dropped(self, where: str, rows: Sequence[Row], counts: _Counts) -> None:
-        share = len(counts.dropped) / counts.read
-        if rows and share <= self.config.max_dropped:
-            return
-        found = []
-        if counts.masked:
-            found.append(f"Nothing to learn (no answer): {named(counts.masked)}")
-        if counts.cut_away:
-            found.append(
-                f"The answer lies beyond {self.max_length} tokens: {named(counts.cut_away)}"
-            )
-        if not rows:
-            asked = f"Cannot learn from {where}: no row has a token to learn."
-        else:
-            asked = (
-                f"Cannot use {where}: {len(counts.dropped)} of {counts.read} rows have nothing to "
-                f"learn, more than data.max_dropped ({self.config.max_dropped:.0%}) allows."
-            )
-        fix = "Raise data.max_length" if counts.cut_away else "Give these rows an answer"
-        raise DataError(asked, found="\n".join(found), fix=f"{fix}, or remove them.")
 
 
 class CausalLMConfig(TaskConfig):

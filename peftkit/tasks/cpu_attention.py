@@ -58,16 +58,18 @@ def _attend(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     asked = {name for name, value in more.items() if value is not None} - PLAIN
     trains = torch.is_grad_enabled() and query.requires_grad
     if not trains or dropout or asked or not is_short(query, key):
+        more["position_bias"] = position_bias
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **more
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = causal and attention_mask is None and query.shape[2] > 1
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = grouped_attention(query, key, value, attention_mask, causal, scale)
+    out = grouped_attention(query, key, value, attention_mask, causal, scale, position_bias)
     return out.transpose(1, 2).contiguous(), None

@@ -15,7 +15,6 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
@@ -29,7 +28,6 @@ from peftkit.data.frame import Frame
 from peftkit.data.load import DataConfig, read_records
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, Stage, Table, ignore
-from peftkit.tasks.cpu_attention import cpu_attention
 from peftkit.tasks.head import head_of, token_loss
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import accepted, target_logits, unwrapped
@@ -66,6 +64,8 @@ class MaskedLM(Task):
         BaseError: The tokenizer has no mask token.
         DataError: A length that cannot be.
     """
+
+    predicts_tokens: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class MaskedLM(Task):
         if parsed.unused:
             lines.append(("fields not used", ", ".join(parsed.unused)))
         self._on_event(Table(f"Data: {where}", ("what", "how many"), tuple(lines)))
-        check_dropped(where, len(parsed.examples), dropped, self.data)
+        check_dropped(where, len(parsed.examples), {"No words": dropped}, self.data)
         return rows
 
     def collate(self, rows: Sequence[MaskedRow]) -> dict[str, Tensor]:
@@ -168,10 +168,6 @@ class MaskedLM(Task):
         """Return the cross entropy summed over the chosen tokens, in fp32."""
         inputs = self._inputs(model, batch)
         return token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
-
-    def training(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Return a context in which the model's attention is the one that trains fastest."""
-        return cpu_attention(unwrapped(model))
 
     def spans(self, row: MaskedRow) -> list[tuple[str, str]]:
         """Return a row's text in pieces, "learnt" before those that evaluation hides."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +23,8 @@ from peftkit.data.encode import Style
 from peftkit.data.load import DataConfig
 from peftkit.events import Listener, Progress, ignore
 from peftkit.purpose import Processor, Purpose
+from peftkit.tasks.cpu_attention import cpu_attention
+from peftkit.tasks.loss import unwrapped
 from peftkit.train.batches import num_tokens
 
 BATCH_SIZE = 8
@@ -31,8 +33,12 @@ BATCH_SIZE = 8
 class Task(ABC):
     """What is learnt, on one model; training needs of it what `peftkit.train.learner.Task` says.
 
-    A row says its `source` ("train.jsonl:7"), and its `input_ids` if it is made of tokens.
+    A row says its `source` ("train.jsonl:7"), its `input_ids` if it is made of tokens, and its
+    `num_decoder_tokens` if those are an encoder's.
     """
+
+    predicts_tokens: ClassVar[bool] = False
+    """Whether the loss is that of each token of a text, so that its exp is a perplexity."""
 
     @property
     def style(self) -> Style | None:
@@ -60,8 +66,8 @@ class Task(ABC):
         """Return the loss summed over the targets of a batch, in fp32."""
 
     def training(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Return a context in which a model is trained."""
-        return nullcontext()
+        """Return a context in which the model's attention is the one that trains fastest."""
+        return cpu_attention(unwrapped(model))
 
     @abstractmethod
     def spans(self, row: Any) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from peftkit.data.load import DataConfig
 from peftkit.errors import DataError
@@ -10,20 +10,34 @@ from peftkit.errors import DataError
 MAX_NAMED = 5
 
 
-def check_dropped(where: str, num_read: int, dropped: Sequence[str], config: DataConfig) -> None:
+def check_dropped(
+    where: str,
+    num_read: int,
+    dropped: Mapping[str, Sequence[str]],
+    config: DataConfig,
+    fix: str = "Mend these rows",
+) -> None:
     """Refuse a file too many of whose rows have nothing to learn.
+
+    Args:
+        dropped: Why rows were dropped, and the sources of these.
+        fix: What may be done instead of removing them.
 
     Raises:
         DataError: None is left, or a larger share than `data.max_dropped` was dropped.
     """
-    if len(dropped) < num_read and len(dropped) <= config.max_dropped * num_read:
+    num_dropped = sum(map(len, dropped.values()))
+    if num_dropped == num_read:
+        asked = f"Cannot learn from {where}: no row has a token to learn."
+    elif num_dropped / num_read > config.max_dropped:
+        asked = (
+            f"Cannot use {where}: {num_dropped} of {num_read} rows have nothing to learn, more "
+            f"than data.max_dropped ({config.max_dropped:.0%}) allows."
+        )
+    else:
         return
-    raise DataError(
-        f"Cannot use {where}: {len(dropped)} of {num_read} rows have nothing to learn, more than "
-        f"data.max_dropped ({config.max_dropped:.0%}) allows.",
-        found=f"Empty rows: {named(dropped)}",
-        fix="Mend or remove these rows.",
-    )
+    found = [f"{why}: {named(sources)}" for why, sources in dropped.items() if sources]
+    raise DataError(asked, found="\n".join(found), fix=f"{fix}, or remove them.")
 
 
 def named(sources: Sequence[str]) -> str:

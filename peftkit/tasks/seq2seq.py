@@ -9,7 +9,7 @@ Shapes: B rows, S tokens of the longest source, T of the longest target, n of al
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -21,7 +21,6 @@ from peftkit.data.load import DataConfig, read_records
 from peftkit.data.pairs import PairEncoder, PairRow, read_pairs
 from peftkit.errors import BaseError, ConfigError
 from peftkit.events import Listener, Progress, Stage, Table, ignore
-from peftkit.tasks.cpu_attention import cpu_attention
 from peftkit.tasks.head import head_of, token_loss
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import accepted, unwrapped
@@ -41,6 +40,8 @@ class Seq2Seq(Task):
         BaseError: The model has no encoder, or does not say what its decoder starts with.
         DataError: A length that cannot be.
     """
+
+    predicts_tokens: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -85,7 +86,8 @@ class Seq2Seq(Task):
         if unused:
             lines.append(("fields not used", ", ".join(unused)))
         self._on_event(Table(f"Data: {where}", ("what", "how many"), tuple(lines)))
-        check_dropped(where, len(pairs), dropped, self.data)
+        why = {"Source or target is empty": dropped}
+        check_dropped(where, len(pairs), why, self.data)
         return rows
 
     def collate(self, rows: Sequence[PairRow]) -> dict[str, Tensor]:
@@ -116,10 +118,6 @@ class Seq2Seq(Task):
         names = ("input_ids", "attention_mask", "decoder_input_ids")
         inputs = accepted(model, {name: batch[name] for name in names} | {"use_cache": False})
         return token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
-
-    def training(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Return a context in which the model's attention is the one that trains fastest."""
-        return cpu_attention(unwrapped(model))
 
     def spans(self, row: PairRow) -> list[tuple[str, str]]:
         """Return a row's two texts as the model gets them."""

@@ -10,13 +10,19 @@ MULTIPLE = 8
 
 
 def num_tokens(row: Any) -> int:
-    """Return a row's length in tokens, 0 if it does not say."""
-    return len(getattr(row, "input_ids", ()))
+    """Return a row's length in tokens, the decoder's beside the encoder's; 0 if it does not say."""
+    return sum(_lengths(row))
 
 
-def padded(row: Any) -> int:
-    """Return how many tokens a row takes in a batch of its own; one that says none takes one."""
-    return max(-(-num_tokens(row) // MULTIPLE) * MULTIPLE, 1)
+def padded(*rows: Any) -> int:
+    """Return how many tokens each of the rows takes in one batch; at least one."""
+    longest = map(max, zip(*map(_lengths, rows), strict=True))
+    return max(sum(-(-length // MULTIPLE) * MULTIPLE for length in longest), 1)
+
+
+def _lengths(row: Any) -> tuple[int, int]:
+    """Return how many tokens the model reads of a row, and how many a decoder of its own does."""
+    return len(getattr(row, "input_ids", ())), getattr(row, "num_decoder_tokens", 0)
 
 
 def cut(rows: Sequence[Any], max_rows: int, max_tokens: int | None = None) -> list[Sequence[Any]]:
@@ -27,14 +33,13 @@ def cut(rows: Sequence[Any], max_rows: int, max_tokens: int | None = None) -> li
     alone may have more tokens.
     """
     parts = [rows[start : start + max_rows] for start in range(0, len(rows), max_rows)]
-    if max_tokens is None or all(
-        len(part) * max(map(padded, part)) <= max_tokens for part in parts
-    ):
+    if max_tokens is None or all(len(part) * padded(*part) <= max_tokens for part in parts):
         return parts
-    ordered = sorted(rows, key=padded, reverse=True)
-    parts, start = [], 0
-    while start < len(ordered):
-        fit = max(max_tokens // padded(ordered[start]), 1)
-        parts.append(ordered[start : start + min(fit, max_rows)])
-        start += len(parts[-1])
-    return parts
+    fitting: list[Sequence[Any]] = [[]]
+    for row in sorted(rows, key=padded, reverse=True):
+        part = [*fitting[-1], row]
+        if len(part) == 1 or (len(part) <= max_rows and len(part) * padded(*part) <= max_tokens):
+            fitting[-1] = part
+        else:
+            fitting.append([row])
+    return fitting

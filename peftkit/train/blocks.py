@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from peftkit.errors import PeftkitError
+from peftkit.kernels.packed import computed_again
 from peftkit.train.offload import Offload
 
 Activations = Literal["keep", "recompute", "offload"]
@@ -142,7 +143,7 @@ class Blocks:
                 module._gradient_checkpointing_func = function
 
     def _recomputed(self, run: Callable[..., Any], *args: Any) -> Any:
-        return checkpoint(self._inner(run), *args, use_reentrant=False)
+        return checkpoint(computed_again()(self._inner(run)), *args, use_reentrant=False)
 
     def _offloaded(self, run: Callable[..., Any], *args: Any) -> Any:
         return self._offload(self._inner(run), *args)

@@ -44,7 +44,7 @@ class Evaluator:
         self.ranks, self.stop = ranks, stop
 
     def run(self) -> dict[str, float] | None:
-        """Return loss and perplexity, or None if some process was asked to stop meanwhile."""
+        """Return what `figures` does, or None if some process was asked to stop meanwhile."""
         before = rng.capture(self.ranks.device)
         self.model.eval()
         try:
@@ -60,7 +60,12 @@ class Evaluator:
             return None
         if summed[1] == 0:
             raise DataError("the eval rows have nothing to measure: all their labels are masked")
-        loss = summed[0] / summed[1]
+        return self.figures(summed[0] / summed[1])
+
+    def figures(self, loss: float) -> dict[str, float]:
+        """Return a mean loss, and its perplexity where the task has one."""
+        if not self.task.predicts_tokens:
+            return {"loss": loss}
         return {"loss": loss, "perplexity": perplexity(loss)}
 
     def _sums(self) -> tuple[Tensor, int]:

@@ -36,9 +36,14 @@ OUT_OF_MEMORY = "memory ran out"
 class Task(Protocol):
     """What is learnt: how rows become batches, and batches a loss.
 
-    A row may say its `source` ("train.jsonl:7") and its `input_ids`. Several rows have together
-    as many targets as they have one by one, and a summed loss that is the sum of theirs.
+    A row may say its `source` ("train.jsonl:7"), its `input_ids` and, where an encoder reads these,
+    its `num_decoder_tokens`. Several rows have together as many targets as they have one by one,
+    and a summed loss that is the sum of theirs.
     """
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """Whether the exp of the mean loss is a perplexity."""
 
     def training(self, model: nn.Module) -> AbstractContextManager[object]:
         """Return a context in which a model is trained: where the task speeds it up, for one."""

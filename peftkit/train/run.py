@@ -24,7 +24,7 @@ from peftkit.train.evaluate import Evaluator
 from peftkit.train.identity import identity_of
 from peftkit.train.learner import Learner, NonFinite, StepFacts, Task
 from peftkit.train.memory import keep_freed_memory
-from peftkit.train.metrics import MetricsFile, Trackers, peak_bytes, perplexity, start_trackers
+from peftkit.train.metrics import MetricsFile, Trackers, peak_bytes, start_trackers
 from peftkit.train.model import device_name
 from peftkit.train.optim import learning_rate
 from peftkit.train.order import Order
@@ -46,7 +46,7 @@ class Result:
         step: Optimizer steps, those before a resume included.
         seconds: Likewise.
         metrics: loss (of the last step), num_tokens, tokens_per_second, peak_bytes; with eval rows
-            eval_loss, eval_perplexity, best_eval_loss.
+            eval_loss, best_eval_loss and, of a task that predicts tokens, eval_perplexity.
         checkpoint: The last one; the model has its weights.
         best_step: The step with the lowest eval loss.
         best_checkpoint: Its checkpoint.
@@ -285,8 +285,8 @@ class Run:
             "peak_bytes": float(peak_bytes(self.ranks.device)),
         }
         if state.eval_loss is not None:
-            metrics["eval_loss"] = state.eval_loss
-            metrics["eval_perplexity"] = perplexity(state.eval_loss)
+            figures = self.evaluator.figures(state.eval_loss)
+            metrics |= {f"eval_{name}": value for name, value in figures.items()}
         if state.best_loss is not None:
             metrics["best_eval_loss"] = state.best_loss
         seconds = time.perf_counter() - self._began

@@ -72,6 +72,8 @@ def test_train_says_what_to_do_next(peftkit: Run, classifier, tmp_path) -> None:
     done = peftkit("train", write_recipe(tmp_path, classifier / "base"))
     assert done.code == 0, done.err
     assert "Next: peftkit predict runs/demo --text TEXT" in done.err
+    assert "eval at step 2: loss " in done.err
+    assert "perplexity" not in done.err
     card = (tmp_path / "runs" / "demo" / "README.md").read_text()
     assert "AutoModelForSequenceClassification" in card
     assert "num_labels=3" in card

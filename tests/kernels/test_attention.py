@@ -28,10 +28,11 @@ def masks(kind: str, batch: int, length: int) -> tuple[Tensor | None, bool]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
 @pytest.mark.parametrize("kind", ["causal", "full", "bool", "float"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_output_and_gradients_are_torchs_own(
-    shape: tuple[int, ...], kind: str, dtype: torch.dtype
+    shape: tuple[int, ...], kind: str, biased: bool, dtype: torch.dtype
 ) -> None:
     batch, heads, kv_heads, length, size = shape
     mask, is_causal = masks(kind, batch, length)
@@ -44,8 +45,15 @@ def test_output_and_gradients_are_torchs_own(
     ]
     wide = [t.detach().float().requires_grad_() for t in inputs]
     wide_mask = mask.float() if mask is not None and mask.dtype != torch.bool else mask
-    expected = reference_attention(*wide, wide_mask, is_causal, size**-0.5)
-    found = grouped_attention(*inputs, mask, is_causal, size**-0.5)
+    bias = torch.randn(1, heads, length, length).to(dtype) if biased else None
+    all_hidden = wide_mask
+    if bias is not None:  # torch knows one mask only
+        seen = masks("bool", batch, length)[0] if mask is not None else None
+        seen = torch.ones(length, length, dtype=torch.bool).tril() if is_causal else seen
+        all_hidden = bias.float() if seen is None else bias.float().where(seen, -torch.inf)
+    causal = is_causal and bias is None
+    expected = reference_attention(*wide, all_hidden, causal, size**-0.5)
+    found = grouped_attention(*inputs, mask, is_causal, size**-0.5, bias)
     direction = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, wide, direction)
     grads = torch.autograd.grad(found, inputs, direction.to(dtype))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from peftkit.kernels import cross_entropy
 from peftkit.kernels.cross_entropy import chunked_cross_entropy, reference_cross_entropy
 
 
@@ -23,9 +24,11 @@ class SoftCapped(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("chunk", [1, 7, 41, 1000])
 @pytest.mark.parametrize("num_rows", [0, 1, 41])
+@pytest.mark.parametrize("wide_rows", [3, 41])
 def test_loss_and_gradients_are_those_of_the_whole(
-    num_rows: int, chunk: int, dtype: torch.dtype
+    num_rows: int, chunk: int, wide_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cross_entropy, "WIDE_BYTES", {"cpu": 4 * 341 * wide_rows})
     torch.manual_seed(0)
     head = SoftCapped(9, 341).to(dtype)
     hidden = torch.randn(num_rows, 9).to(dtype).requires_grad_()

@@ -64,6 +64,35 @@ def test_gradients_are_those_of_the_weight_with_its_update(implementation: str) 
     torch.testing.assert_close(stack.lora_B.grad, b.grad, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch.compile's own
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [("qwen3_moe", "grouped_mm"), ("mixtral", "batched_mm"), ("gpt_oss", "grouped_mm")],
+)
+def test_a_compiled_block_with_adapted_experts_is_one_graph(
+    family: str, implementation: str
+) -> None:
+    torch.manual_seed(0)
+    model = ARCHITECTURES[family]().train()
+    del model.model.layers[1:]
+    model.set_experts_implementation(implementation)
+    adapter = attach(model, EXPERTS)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.normal_(std=0.1)
+    ids, found = torch.arange(36).view(3, 12), []
+    for compiled in (False, True):
+        if compiled:
+            torch.compiler.reset()
+            model.model.layers[0].compile(backend="aot_eager", fullgraph=True)
+        model.zero_grad(set_to_none=True)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append([parameter.grad for parameter in adapter.parameters()])
+    for eager, fast in zip(*found, strict=True):
+        torch.testing.assert_close(fast, eager, atol=1e-5, rtol=1e-4)  # sums in another order
+    torch.compiler.reset()
+
+
 class _Largest(TorchDispatchMode):
     """Counts new tensors of some sizes."""
 

@@ -88,7 +88,7 @@ def test_gradients_are_those_of_finite_differences(with_bias: bool, dropped: boo
     members = (Member(3, 2, 0.5), Member(4, 2, 2.0))
     mask = (torch.rand(5, 7) > 0.3).double() * 1.5 if dropped else None
 
-    def compute(x: torch.Tensor, *masters: torch.Tensor) -> torch.Tensor:
+    def compute(x: torch.Tensor, *masters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         scaled = torch.block_diag(0.5 * masters[2].detach(), 2.0 * masters[3].detach())
         weight = torch.cat([base, scaled], dim=1)
         stacked = torch.cat([m.detach() for m in masters[:2]])
@@ -100,7 +100,7 @@ def test_gradients_are_those_of_finite_differences(with_bias: bool, dropped: boo
     if mask is None:
         weight = torch.cat([base, torch.block_diag(0.5 * b[0], 2.0 * b[1])], dim=1)
         expected = grouped_linear_reference(x, weight, torch.cat(a), bias)
-        torch.testing.assert_close(compute(x, *a, *b), expected)
+        torch.testing.assert_close(torch.cat(compute(x, *a, *b), dim=1), expected)
 
 
 def test_layers_of_one_input_are_one_group_and_others_are_alone() -> None:

@@ -296,7 +296,8 @@ def test_a_recipe_trains_saves_and_is_measured(
     opened = open_adapter(tmp_path / "run")
     assert opened.task == settings.task
     found = evaluate(opened.base, where, task=opened.task)
-    assert found["loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-4)
+    for name in ("loss", "perplexity"):
+        assert found[name] == pytest.approx(result.metrics[f"eval_{name}"], rel=1e-4)
     fields = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
     assert fields["task_type"] is None
 

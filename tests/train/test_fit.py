@@ -98,6 +98,18 @@ def test_the_eval_loss_is_the_mean_over_all_targets(tmp_path: Path) -> None:
     assert evals[-1].metrics["perplexity"] == pytest.approx(np.exp(loss), rel=1e-6)
 
 
+@pytest.mark.parametrize("tokens", [True, False])
+def test_only_a_loss_of_tokens_has_a_perplexity(tokens: bool, tmp_path: Path) -> None:
+    task = ToyTask()
+    task.predicts_tokens = tokens
+    run = play(tmp_path, task=task, max_steps=3)
+    (done,) = [event for event in run.events if isinstance(event, EvalDone)]
+    assert done.metrics.keys() == ({"loss", "perplexity"} if tokens else {"loss"})
+    assert run.result is not None
+    assert ("eval_perplexity" in run.result.metrics) is tokens
+    assert run.result.metrics["eval_loss"] == done.metrics["loss"]
+
+
 def test_evaluating_does_not_disturb_training(tmp_path: Path) -> None:
     often = play(tmp_path / "a", model=Toy(dropout=0.3), eval_every=1)
     never = play(tmp_path / "b", model=Toy(dropout=0.3), eval_rows=[], eval_every=None)

@@ -72,6 +72,8 @@ class Toy(nn.Module):
 class ToyTask:
     """Right-padded batches, summed cross-entropy."""
 
+    predicts_tokens = True
+
     def training(self, model: nn.Module) -> AbstractContextManager[object]:
         return nullcontext()
 

@@ -1,0 +1,151 @@
+"""Packed weights in a model's blocks: how often they are unpacked, and what of them is held."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from peftkit.adapter import attach
+from peftkit.kernels import packed
+from peftkit.kernels.packed import computed_again, keep_copies, packed_tensors
+from peftkit.methods.lora import LoRA
+from peftkit.quant import quantize_model
+from peftkit.train import blocks as blocks_module
+from peftkit.train.blocks import Activations, Blocks
+from tests.families import FAMILIES
+from tests.train.toy import same
+
+IDS = torch.arange(36).remainder(23).view(3, 12) + 3
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float32}
+
+
+def quantized(kind: str = "nf4", dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = FAMILIES["llama"]().to(dtype).train()
+    model.config.use_cache = False
+    quantize_model(model, kind)
+    adapter = attach(model, LoRA(rank=3))
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.1)
+    return model
+
+
+def loss(model: nn.Module) -> Tensor:
+    return model(input_ids=IDS, labels=IDS).loss
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss(model).backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+class Unpacked:
+    """Counts how often each packed tensor is unpacked, and how many are held at most."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.times: Counter[int] = Counter()
+        self.most, self._made = 0, []
+        unpack = packed.unpack
+
+        def counted(data: Tensor, *args: Any) -> Tensor:
+            made = unpack(data, *args)
+            self.times[data.data_ptr()] += 1
+            self._made.append(StorageWeakRef(made.untyped_storage()))
+            self.most = max(self.most, self.held)
+            return made
+
+        monkeypatch.setattr(packed, "unpack", counted)
+
+    @property
+    def held(self) -> int:
+        return sum(not made.expired() for made in self._made)
+
+
+@pytest.mark.parametrize("precision", FLOATS)
+@pytest.mark.parametrize(
+    ("way", "times", "most"), [("keep", 2, 1), ("recompute", 2, 7), ("offload", 3, 1)]
+)
+def test_what_is_recomputed_unpacks_twice_and_holds_one_block(
+    way: Activations, times: int, most: int, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under: AbstractContextManager[Any] = nullcontext()
+    if precision == "autocast":
+        under = torch.autocast("cpu", dtype=torch.bfloat16)
+    model = quantized(dtype=FLOATS[precision])
+    with under:
+        gradients(model)  # the first pass finds out which layers read one input
+        wanted = gradients(model)
+        Blocks(model).keep(way)
+        unpacked = Unpacked(monkeypatch)
+        result = loss(model)
+        assert unpacked.held == 0
+        model.zero_grad(set_to_none=True)
+        result.backward()
+    of_last = [data.data_ptr() for _, data, _ in packed_tensors(model.model.layers[1])]
+    assert [unpacked.times[data] for data in of_last] == [times] * 7
+    assert unpacked.most == most
+    assert unpacked.held == 0
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert same(found, wanted)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch.compile's own
+def test_compiled_code_is_not_the_same_for_what_is_recomputed() -> None:
+    torch.compiler.reset()
+    layer = nn.Sequential(nn.Linear(64, 32))
+    quantize_model(layer, "nf4")
+    layer.compile(backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 64, requires_grad=True)
+    for under, wanted in ((nullcontext(), []), (computed_again(), [(32, 64)]), (nullcontext(), [])):
+        saved: list[Tensor] = []
+        with under, saved_tensors_hooks(saved.append, lambda _: None):
+            layer(x)
+        assert [tuple(s.shape) for s in saved if s.shape == (32, 64)] == wanted
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch.compile's own
+@pytest.mark.parametrize(
+    ("kind", "copies", "way"),
+    [
+        ("nf4", False, "keep"),
+        ("nf4", True, "keep"),
+        ("int8", False, "keep"),
+        ("nf4", False, "recompute"),
+    ],
+)
+def test_compiled_blocks_are_one_graph_and_save_no_unpacked_weight(
+    kind: str, copies: bool, way: Activations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks_module, "BACKEND", "aot_eager")
+    torch.compiler.reset()
+    counters.clear()
+    model = quantized(kind)
+    del model.model.layers[1:]
+    assert bool(keep_copies(model, 1 << 30 if copies else 0)) == copies
+    wanted, blocks = gradients(model), Blocks(model)
+    blocks.keep(way)
+    blocks.compile()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-5)
+    saved: list[Tensor] = []
+    with saved_tensors_hooks(saved.append, lambda _: None):
+        loss(model)
+    assert saved
+    if not copies:
+        shapes = {tuple(packing.form.shape) for _, _, packing in packed_tensors(model)}
+        shapes |= {shape[::-1] for shape in shapes}
+        assert not [x for x in saved if x.is_floating_point() and tuple(x.shape) in shapes]
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    torch.compiler.reset()

@@ -1,0 +1,61 @@
+"""Models train the same with the CPU attention as with torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from peftkit.adapter import attach
+from peftkit.methods.lora import LoRA
+from peftkit.tasks import cpu_attention as module
+from tests.families import ARCHITECTURES
+
+IDS = torch.arange(36).remainder(23).view(3, 12) + 3
+MASK = torch.ones(3, 12, dtype=torch.long)
+MASK[1, 7:] = MASK[2, 10:] = 0
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Count the calls that the grouped attention takes."""
+    calls: list[bool] = []
+    whole = module.grouped_attention
+
+    def counting(*args: Tensor) -> Tensor:
+        calls.append(True)
+        return whole(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "grouped_attention", counting)
+        yield calls
+
+
+def trained(model: nn.Module, mask: Tensor) -> tuple[Tensor, list[Tensor]]:
+    loss = model(input_ids=IDS, labels=IDS, attention_mask=mask).loss
+    learning = [p for p in model.parameters() if p.requires_grad]
+    return loss.detach(), list(torch.autograd.grad(loss, learning))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "bert", "t5", "bart", "qwen3_moe"])
+def test_loss_and_gradients_are_those_of_torchs_attention(
+    family: str, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = ARCHITECTURES[family]()
+    model.eval()  # dropout would go to torch's attention; gradients are asked for all the same
+    for parameter in attach(model, LoRA(rank=2, alpha=4)).parameters():
+        nn.init.normal_(parameter, std=0.1)
+    mask = MASK if padded else torch.ones_like(MASK)
+    want, wanted = trained(model, mask)
+    with counted(monkeypatch) as calls, module.cpu_attention(model) as used:
+        loss, grads = trained(model, mask)
+    assert used
+    assert calls
+    torch.testing.assert_close(loss, want)
+    for a, b in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
