@@ -195,7 +195,12 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--against", default="trl,peft", help=", ".join(PEERS))
+    parser.add_argument(
+        "--against",
+        default="trl,peft",
+        type=lambda text: [name for name in text.split(",") if name],
+        help=f'of {", ".join(PEERS)}; "" for ours alone',
+    )
     parser.add_argument("--peers", default=sys.executable, help="python with trl and peft")
     parser.add_argument("--unsloth", help="python with unsloth")
     parser.add_argument(
@@ -218,7 +223,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the measurements here")
     args = parser.parse_args(words)
-    unknown = [name for name in args.against.split(",") if name not in PEERS]
+    unknown = [name for name in args.against if name not in PEERS]
     if unknown:
         parser.error(f"--against {','.join(unknown)}: known are {', '.join(PEERS)}")
     if "unsloth" in args.against and not args.unsloth:
@@ -244,7 +249,7 @@ def main(words: Sequence[str] | None = None) -> int:
             "rows": rows,
         }
         sides: dict[str, Any] = {"ours": ("ours", sys.executable, {"train": args.train})}
-        for side in args.against.split(","):
+        for side in args.against:
             worker, changes = PEERS[side]
             python = args.unsloth if worker == "unsloth" else args.peers
             sides[side] = (worker, python, changes)

@@ -34,6 +34,7 @@ class CommandsByPurpose(typer.core.TyperGroup):
         """Write one section of names and short helps for each heading."""
         panels: dict[str, list[tuple[str, str]]] = {}
         room = formatter.width - 6 - max(len(name) for name in self.commands)
+        command: Any
         for name, command in self.commands.items():
             short = command.get_short_help_str(room)
             panels.setdefault(command.rich_help_panel, []).append((name, short))

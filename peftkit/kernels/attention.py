@@ -51,10 +51,9 @@ def grouped_attention(
     rows = (query * scale).reshape(pairs, groups * length, size)
     scores = torch.bmm(rows, key.reshape(pairs, keys, size).transpose(1, 2))  # (B K, G L, S)
     hidden = _causal(length, keys, query) if is_causal else _additive(mask, query.dtype)
-    terms = [term for term in (position_bias, hidden) if term is not None]
-    if terms:
-        bias = terms[0] if len(terms) == 1 else terms[0] + terms[1]
-        scores = (scores.view(batch, heads, length, keys) + bias).view(scores.shape)
+    for term in (position_bias, hidden):
+        if term is not None:  # in place: these are the largest arrays of a layer
+            scores.view(batch, heads, length, keys).add_(term)
     probs = functional.softmax(scores, dim=-1)
     out = torch.bmm(probs, value.reshape(pairs, keys, value.shape[-1]))
     return out.view(batch, heads, length, value.shape[-1])

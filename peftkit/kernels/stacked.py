@@ -20,6 +20,8 @@ from torch.nn import functional
 _GROUPED_MM = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 _ALIGNED = 8
 """grouped_mm on GPUs takes matrices whose rows are multiples of 16 bytes."""
+DENSE_COLUMNS = 256
+"""On a CPU, updates of up to so many hidden columns in all are computed by dense products."""
 
 
 class NoProductError(Exception):
@@ -114,7 +116,25 @@ class AdaptedStack:
         func: Any, plain: list[Any], kwargs: dict[str, Any], stack: AdaptedStack, x: Tensor
     ) -> Tensor:
         out = cast(Tensor, func(*plain, **kwargs))
+        if x.device.type == "cpu" and stack.a.shape[:-1].numel() <= DENSE_COLUMNS:
+            return out + _dense_update(x, stack.a, stack.b, kwargs["offs"])
         missing = -stack.a.shape[-2] % _ALIGNED
         a = functional.pad(stack.a, (0, 0, 0, missing))
         b = functional.pad(stack.b, (0, missing))
         return out + func(func(x, a.mT, **kwargs), b.mT, **kwargs)
+
+
+def _dense_update(x: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Return B_e A_e x for rows that lie sorted by expert, (S, out).
+
+    All experts' hidden columns are computed and those of the row's own kept. A CPU's grouped_mm is
+    a loop instead, whose skinny products have other sizes in each step: oneDNN makes a kernel for
+    each size, which takes longer than the product.
+
+    Args:
+        x: (S, in). a: (E, R, in). b: (E, out, R). ends: (E,), where each expert's rows end.
+    """
+    hidden = x @ a.flatten(0, 1).t()  # (S, E R)
+    expert = torch.searchsorted(ends, torch.arange(len(x), dtype=ends.dtype), right=True)
+    own = torch.arange(len(a)).repeat_interleave(a.shape[1]) == expert[:, None]
+    return hidden.where(own, 0) @ b.mT.flatten(0, 1)

@@ -15,9 +15,13 @@ def num_tokens(row: Any) -> int:
 
 
 def padded(*rows: Any) -> int:
-    """Return how many tokens each of the rows takes in one batch; at least one."""
+    """Return how many tokens each of the rows takes in one batch, at least one.
+
+    Of an encoder and a decoder that half counts which reads more: it is what a matrix product has
+    as its rows.
+    """
     longest = map(max, zip(*map(_lengths, rows), strict=True))
-    return max(sum(-(-length // MULTIPLE) * MULTIPLE for length in longest), 1)
+    return max(-(-max(longest) // MULTIPLE) * MULTIPLE, 1)
 
 
 def _lengths(row: Any) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, TargetError
 from peftkit.formats.peft import load_adapter, save_adapter
+from peftkit.kernels import stacked
 from peftkit.kernels.stacked import AdaptedStack, NoProductError
 from peftkit.merging.fold import merge_into
 from peftkit.methods.dora import DoRA
@@ -44,8 +45,12 @@ def test_every_implementation_computes_base_and_update(family: str, implementati
     torch.testing.assert_close(logits(model), trained, atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("dense_columns", [0, stacked.DENSE_COLUMNS])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_gradients_are_those_of_the_weight_with_its_update(implementation: str) -> None:
+def test_gradients_are_those_of_the_weight_with_its_update(
+    implementation: str, dense_columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacked, "DENSE_COLUMNS", dense_columns)
     model = ARCHITECTURES["mixtral"]().eval()
     model.set_experts_implementation(implementation)
     layer = attach(model, EXPERTS).modules["model.layers.0.mlp.experts"]

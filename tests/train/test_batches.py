@@ -45,15 +45,14 @@ def test_every_row_is_in_one_part_and_no_part_is_too_large(seed: int) -> None:
         assert len(part) == 1 or len(part) * max(map(padded, part)) <= max_tokens
 
 
-def test_what_a_decoder_reads_counts_beside_what_its_encoder_reads() -> None:
-    asks, tells = (PairRow((0,) * s, (0,) * t, "", "") for s, t in ((24, 8), (8, 24)))
-    assert [num_tokens(asks), padded(asks), padded(tells)] == [32, 32, 32]
-    assert padded(asks, tells) == 48  # each side is padded to its own longest
+def test_the_half_of_a_model_that_reads_more_is_what_a_batch_is_cut_by() -> None:
+    asks, tells = (PairRow((0,) * s, (0,) * t, "", "") for s, t in ((24, 8), (8, 30)))
+    assert [num_tokens(asks), num_tokens(tells)] == [32, 38]
+    assert [padded(asks), padded(tells), padded(asks, tells)] == [24, 32, 32]
     rows = [asks, tells, asks, tells]
-    assert [len(part) for part in cut(rows, 4, 4 * 48)] == [4]
-    assert [len(part) for part in cut(rows, 4, 4 * 48 - 1)] == [3, 1]
-    assert [len(part) for part in cut(rows, 4, 3 * 24)] == [1, 1, 1, 1]
-    assert [len(part) for part in cut([asks] * 4, 4, 2 * 32)] == [2, 2]
+    assert [len(part) for part in cut(rows, 4, 4 * 32)] == [4]
+    assert [len(part) for part in cut(rows, 4, 4 * 32 - 1)] == [3, 1]
+    assert [len(part) for part in cut([asks] * 4, 4, 2 * 24)] == [2, 2]
 
 
 def test_rows_that_are_not_of_tokens_are_cut_by_rows() -> None:
