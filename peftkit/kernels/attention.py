@@ -37,19 +37,23 @@ def grouped_attention(
     is_causal: bool,
     scale: float,
     position_bias: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Return the same as `reference_attention`.
+    """Return the same as `reference_attention`, of which two things more can be asked.
 
     Args:
         query: (B, H, L, D). key, value: (B, K, S, D).
         mask: Additive or boolean (True: seen), (B or 1, 1 or H, L, S), or None.
         is_causal: Query i sees keys up to i; then `mask` is None.
-        position_bias: Added to the scores too, of the mask's shape (T5's).
+        position_bias: Added to the scores too, of the mask's shape (T5).
+        softcap: Scores before mask and bias become cap * tanh(scores / cap) (Gemma 2).
     """
     (batch, heads, length, size), (_, kv_heads, keys, _) = query.shape, key.shape
     pairs, groups = batch * kv_heads, heads // kv_heads
     rows = (query * scale).reshape(pairs, groups * length, size)
     scores = torch.bmm(rows, key.reshape(pairs, keys, size).transpose(1, 2))  # (B K, G L, S)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     hidden = _causal(length, keys, query) if is_causal else _additive(mask, query.dtype)
     for term in (position_bias, hidden):
         if term is not None:  # in place: these are the largest arrays of a layer
@@ -73,4 +77,5 @@ def _causal(length: int, keys: int, like: Tensor) -> Tensor:
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
+    # not infinite: a row of padding may see nothing at all, within a window
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)

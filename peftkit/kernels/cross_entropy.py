@@ -27,7 +27,7 @@ CHUNK_BYTES = {"cpu": 64 << 20}
 """Memory that a chunk's logits may take, by device."""
 OTHER_CHUNK_BYTES = 512 << 20
 BYTES_A_LOGIT = 8
-"""The logits and their gradient in 16 bits, and the float32 copy where it is made of all rows."""
+"""The logits in 16 bits, and what the head and the float32 copy take while they are made."""
 WIDE_BYTES = {"cpu": 4 << 20}
 """Float32 rows made at a time: on a CPU what stays in its caches, elsewhere all of a chunk."""
 MIN_ROWS = 256
@@ -63,8 +63,11 @@ def chunked_cross_entropy(
 
 
 @torch.no_grad()
-def loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of -log softmax(logits)[target], float32, and its gradient (C, V).
+def loss_and_gradient(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of -log softmax(logits)[target], float32; logits become its gradient.
+
+    In their place: a second array as large, made and freed in each step with another number of
+    rows, leaves holes in the memory that nothing fills.
 
     Args:
         logits: (C, V), of any float dtype, which is also the gradient's.
@@ -73,7 +76,6 @@ def loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     held = WIDE_BYTES.get(logits.device.type)
     rows = max(1, held // (4 * logits.shape[1])) if held else len(logits)
     loss = logits.new_zeros((), dtype=torch.float32)
-    gradient = torch.empty_like(logits)
     for start in range(0, len(logits), rows):
         part = slice(start, start + rows)
         wide = logits[part].to(torch.float32, copy=True)
@@ -82,8 +84,8 @@ def loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         chosen = wide.gather(1, index) - largest
         total = wide.sub_(largest).exp_().sum(1, keepdim=True)
         loss += (total.log() - chosen).sum()
-        gradient[part] = wide.div_(total).scatter_add_(1, index, wide.new_full(index.shape, -1.0))
-    return loss, gradient
+        logits[part] = wide.div_(total).scatter_add_(1, index, wide.new_full(index.shape, -1.0))
+    return loss
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -107,8 +109,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             with torch.set_grad_enabled(wants_grad), saved_tensors_hooks(_same, _same):
                 rows = hidden[part].detach().requires_grad_(wants_grad)
                 logits = head(rows)
-            chunk_loss, grad_logits = loss_and_gradient(logits.detach(), targets[part])
-            loss += chunk_loss
+            grad_logits = logits.detach()
+            loss += loss_and_gradient(grad_logits, targets[part])
             if grad_hidden is not None:
                 row_grad, *own = torch.autograd.grad(logits, [rows, *trainable], grad_logits)
                 grad_hidden[part] = row_grad

@@ -15,7 +15,10 @@ from transformers.masking_utils import sdpa_mask
 from peftkit.kernels.attention import grouped_attention, is_short
 
 NAME = "peftkit_grouped"
-PLAIN = {"position_ids", "use_cache", "output_router_logits", "output_attentions"}
+PLAIN = {
+    *("position_ids", "use_cache", "output_router_logits", "output_attentions"),
+    "sliding_window",  # which the mask has in it, as for SDPA
+}
 """Arguments that do not change what attention computes; others are left to transformers."""
 
 
@@ -24,8 +27,8 @@ def cpu_attention(model: Any) -> Iterator[bool]:
     """Train with the grouped attention where that is exact and faster; say whether it is in use.
 
     It is where the model is on a CPU and dispatches its attention to torch's SDPA. Each call that
-    asks for more than plain attention (windows, caps, sinks, dropout), or whose rows are long, goes
-    to SDPA as before.
+    asks for more than it knows (sinks, dropout), or whose rows are long, goes to SDPA as before.
+    A model that caps its scores, which SDPA cannot, takes it in place of its eager attention.
     """
     if not _applies(model):
         yield False
@@ -44,9 +47,13 @@ def _applies(model: Any) -> bool:
     parameter = next(model.parameters(), None)
     if parameter is None or parameter.device.type != "cpu":
         return False
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
+    implementation = getattr(config, "_attn_implementation", None)
+    capped = getattr(config, "attn_logit_softcapping", None) and not config.attention_dropout
+    if implementation != "sdpa" and not (implementation == "eager" and capped):
+        return False
     can = getattr(type(model), "_can_set_attn_implementation", None)
-    return getattr(config, "_attn_implementation", None) == "sdpa" and bool(can and can())
+    return bool(can and can())
 
 
 def _attend(
@@ -59,17 +66,21 @@ def _attend(
     scaling: float | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    softcap: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     asked = {name for name, value in more.items() if value is not None} - PLAIN
     trains = torch.is_grad_enabled() and query.requires_grad
-    if not trains or dropout or asked or not is_short(query, key):
-        more["position_bias"] = position_bias
+    slow = not trains or dropout or not is_short(query, key)
+    if asked or (slow and softcap is None):
+        more.update(position_bias=position_bias, softcap=softcap)
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **more
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = causal and attention_mask is None and query.shape[2] > 1
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = grouped_attention(query, key, value, attention_mask, causal, scale, position_bias)
+    out = grouped_attention(
+        query, key, value, attention_mask, causal, scale, position_bias, softcap
+    )
     return out.transpose(1, 2).contiguous(), None

@@ -93,6 +93,11 @@ def token_loss(
     )
 
 
+def loss_path(head: Head | None) -> str:
+    """Say what `token_loss` does with such a head."""
+    return "label rows alone, in chunks" if head else "label rows, all logits at once"
+
+
 @torch.no_grad()
 def _is_the_models_own(model: Any, head: Head) -> bool:
     seen: list[Tensor] = []

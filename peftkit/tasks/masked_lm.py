@@ -28,7 +28,7 @@ from peftkit.data.frame import Frame
 from peftkit.data.load import DataConfig, read_records
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, Stage, Table, ignore
-from peftkit.tasks.head import head_of, token_loss
+from peftkit.tasks.head import head_of, loss_path, token_loss
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import accepted, target_logits, unwrapped
 from peftkit.tasks.protocol import Task, TaskConfig, batches
@@ -163,6 +163,11 @@ class MaskedLM(Task):
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         """Return how many tokens are to be guessed."""
         return batch["targets"].numel()
+
+    @property
+    def loss_path(self) -> str:
+        """Whether logits are made chunk by chunk (see `peftkit.tasks.head`)."""
+        return loss_path(self._head)
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross entropy summed over the chosen tokens, in fp32."""

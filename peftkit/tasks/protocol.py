@@ -41,6 +41,11 @@ class Task(ABC):
     """Whether the loss is that of each token of a text, so that its exp is a perplexity."""
 
     @property
+    def loss_path(self) -> str:
+        """How the loss is computed, for the header of a run; "" where there is but one way."""
+        return ""
+
+    @property
     def style(self) -> Style | None:
         """How generation prompts what learnt it; None where nothing is generated from a prompt."""
         return None

@@ -45,6 +45,10 @@ class Task(Protocol):
     def predicts_tokens(self) -> bool:
         """Whether the exp of the mean loss is a perplexity."""
 
+    @property
+    def loss_path(self) -> str:
+        """How the loss is computed, in words, or ""."""
+
     def training(self, model: nn.Module) -> AbstractContextManager[object]:
         """Return a context in which a model is trained: where the task speeds it up, for one."""
 

@@ -12,8 +12,12 @@ PREFIX = "peftkit_"
 """Of the attention functions that are ours."""
 
 
-def paths(model: nn.Module, blocks: Blocks) -> str:
-    """Return "attention: grouped; LoRA: 60 groups of 210 layers; blocks: compiled"."""
+def paths(model: nn.Module, blocks: Blocks, loss: str = "") -> str:
+    """Return "attention: grouped; LoRA: 120 groups of 210 layers; blocks: compiled".
+
+    Args:
+        loss: How the task computes it, or "".
+    """
     parts = []
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if attention is not None:
@@ -28,6 +32,8 @@ def paths(model: nn.Module, blocks: Blocks) -> str:
             "offload": ", recomputed, inputs offloaded",
         }
         parts.append(f"blocks: {how}{ways[blocks.activations]}")
+    if loss:
+        parts.append(f"loss: {loss}")
     return "; ".join(parts)
 
 

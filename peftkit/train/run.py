@@ -23,7 +23,7 @@ from peftkit.train.config import TrainConfig
 from peftkit.train.evaluate import Evaluator
 from peftkit.train.identity import identity_of
 from peftkit.train.learner import Learner, NonFinite, StepFacts, Task
-from peftkit.train.memory import keep_freed_memory
+from peftkit.train.memory import give_back_holes, keep_freed_memory
 from peftkit.train.metrics import MetricsFile, Trackers, peak_bytes, start_trackers
 from peftkit.train.model import device_name
 from peftkit.train.optim import learning_rate
@@ -36,6 +36,8 @@ from peftkit.train.signals import Interrupted, StopRequest
 from peftkit.train.weights import Weights
 
 DIAGNOSIS = "diagnosis.json"
+GIVE_BACK_EVERY = 8
+"""Steps on a CPU after which memory that lies in holes is given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,7 @@ class Run:
         self._began = time.perf_counter() - state.seconds
         self._resumed = (state.step, state.seconds)
         settle(self.learner, self.rows, self.num_steps, self.say)
+        self._give_back()
         self.say(self._started())
         if resume is not None:
             self._after_step()  # a run that was stopped during an evaluation owes it still
@@ -160,6 +163,10 @@ class Run:
             self._step()
             self._after_step()
         return self._result()
+
+    def _give_back(self) -> None:
+        if self.ranks.device.type == "cpu":
+            give_back_holes()
 
     def _step(self) -> None:
         state, ranks = self.learner.state, self.ranks
@@ -172,6 +179,8 @@ class Run:
             raise self._broken(error) from None
         seconds = time.perf_counter() - began
         state.step += 1
+        if state.step % GIVE_BACK_EVERY == 0:
+            self._give_back()
         state.loss = facts.loss
         state.num_tokens += facts.num_tokens
         state.step_seconds += seconds
@@ -256,7 +265,7 @@ class Run:
             num_trainable=sum(p.numel() for p in self.learner.parameters.values()),
             num_parameters=audit(self.model).num_parameters,
             device=device_name(self.ranks.device, self.ranks.world_size),
-            paths=paths(self.model, self.learner.blocks),
+            paths=paths(self.model, self.learner.blocks, self.learner.task.loss_path),
         )
 
     def _done(self, facts: StepFacts, rate: float, seconds: float) -> StepDone:

@@ -62,3 +62,18 @@ def test_output_and_gradients_are_torchs_own(
     torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
     for a, b in zip(grads, wanted, strict=True):
         torch.testing.assert_close(a.float(), b, atol=tolerance, rtol=tolerance)
+
+
+def test_capped_scores_are_those_of_the_formula() -> None:
+    inputs = [torch.randn(2, n, 9, 8, requires_grad=True) for n in (4, 2, 2)]
+    query, key, value = inputs
+    scores = query @ key.repeat_interleave(2, dim=1).mT / 8**0.5
+    capped = 0.7 * torch.tanh(scores / 0.7)
+    hidden = torch.full((9, 9), -torch.inf).triu(1)
+    expected = (capped + hidden).softmax(-1) @ value.repeat_interleave(2, dim=1)
+    found = grouped_attention(query, key, value, None, True, 8**-0.5, softcap=0.7)
+    torch.testing.assert_close(found, expected)
+    direction = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, inputs, direction)
+    for a, b in zip(torch.autograd.grad(found, inputs, direction), wanted, strict=True):
+        torch.testing.assert_close(a, b)

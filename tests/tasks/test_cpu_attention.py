@@ -15,6 +15,7 @@ from peftkit.tasks import cpu_attention as module
 from tests.families import ARCHITECTURES
 
 IDS = torch.arange(36).remainder(23).view(3, 12) + 3
+FAMILIES = ["llama", "gpt2", "gpt_neox", "gemma2", "bert", "t5", "bart", "qwen3_moe", "mistral_swa"]
 MASK = torch.ones(3, 12, dtype=torch.long)
 MASK[1, 7:] = MASK[2, 10:] = 0
 
@@ -41,7 +42,7 @@ def trained(model: nn.Module, mask: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "bert", "t5", "bart", "qwen3_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_are_those_of_torchs_attention(
     family: str, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,8 @@ from peftkit.kernels import cross_entropy
 from peftkit.methods.lora import LoRA
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.head import head_of
+from peftkit.train.blocks import Blocks
+from peftkit.train.paths import paths
 from tests.families import ARCHITECTURES, tiny_tokenizer
 
 FAMILIES = ["llama", "gpt2", "gemma2", "cohere", "granite", "gptj", "gpt_neox", "mixtral", "opt"]
@@ -34,12 +36,15 @@ def test_chunked_loss_and_gradients_are_those_of_the_whole(
     results = []
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 0})
     monkeypatch.setattr(cross_entropy, "MIN_ROWS", 3)
+    said = []
     for head in (None, task._head):
         task._head = head
+        said.append(paths(model, Blocks(model), task.loss_path).partition("loss: ")[2])
         loss = task.loss_sum(model, batch)
         results.append((loss, torch.autograd.grad(loss, list(adapter.parameters()))))
     (whole, wanted), (chunked, found) = results
     assert head_of(model) is not None
+    assert said == ["label rows, all logits at once", "label rows alone, in chunks"]
     torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-5)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # another order of sums

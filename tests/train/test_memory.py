@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import PeftkitError, RunError
+from peftkit.events import StepDone
+from peftkit.train import run as run_module
 from peftkit.train.blocks import Blocks
 from peftkit.train.memory import is_out_of_memory
 from tests.train.toy import (
@@ -311,3 +313,19 @@ def test_rows_without_a_length_do_not_hide_the_error(tmp_path: Path) -> None:
     run = play(tmp_path, task=Pairs(0), rows=pairs)
     assert isinstance(run.error, RunError)
     assert "does not fit into memory" in str(run.error)
+
+
+def test_memory_in_holes_is_given_back_after_the_plan_and_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    steps: list[int] = []
+    monkeypatch.setattr(run_module, "GIVE_BACK_EVERY", 3)
+    monkeypatch.setattr(run_module, "give_back_holes", lambda: given.append(len(steps)))
+    played = play(
+        tmp_path,
+        on_event=lambda event: steps.append(1) if isinstance(event, StepDone) else None,
+        max_steps=7,
+    )
+    assert played.error is None
+    assert given == [0, 2, 5]  # a step is told of after it

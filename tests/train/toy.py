@@ -73,6 +73,7 @@ class ToyTask:
     """Right-padded batches, summed cross-entropy."""
 
     predicts_tokens = True
+    loss_path = ""
 
     def training(self, model: nn.Module) -> AbstractContextManager[object]:
         return nullcontext()
