@@ -87,7 +87,7 @@ def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path, name: str) -> 
         (" \n\n", "a.jsonl.", "It is empty."),
         ("<!DOCTYPE html>\n<html>404", "a.jsonl.", "It is an HTML page."),
         ("version https://git-lfs.github.com/spec/v1\noid x", "a.jsonl.", "git-lfs pointer"),
-        (gzip.compress(ROW.encode()), "a.jsonl.", "compressed with gzip"),
+        (gzip.compress(ROW.encode(), mtime=0), "a.jsonl.", "compressed with gzip"),
         (b"PK\x03\x04rest", "a.jsonl.", "zip archive"),
         (b"PAR1rest", "a.jsonl.", "Parquet"),
         (b"\x80\x04\x95rest", "a.jsonl.", "pickle"),
