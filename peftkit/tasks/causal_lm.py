@@ -19,11 +19,11 @@ from peftkit.data.load import DataConfig, read_records
 from peftkit.data.pack import IGNORE, Row, collate, pack
 from peftkit.errors import DataError
 from peftkit.events import Listener, Notice, Progress, Stage, Table, ignore
-from peftkit.tasks.head import head_of, loss_path, token_loss
+from peftkit.tasks.head import TokenTask, head_of, token_loss
 from peftkit.tasks.isolation import Isolation, check_causal, check_packing, isolating_mask
 from peftkit.tasks.length import exact_length
 from peftkit.tasks.loss import accepted
-from peftkit.tasks.protocol import Task, TaskConfig, mean_loss
+from peftkit.tasks.protocol import TaskConfig, mean_loss
 from peftkit.tasks.rows import check_dropped, named
 from peftkit.train.metrics import perplexity
 
@@ -40,7 +40,7 @@ class _Counts:
     cut_away: list[str] = field(default_factory=list)
 
 
-class CausalLM(Task):
+class CausalLM(TokenTask):
     """The task: rows from files, batches from rows, a loss from batches.
 
     Args:
@@ -53,8 +53,6 @@ class CausalLM(Task):
         DataError: Packing was asked for and the model does not isolate documents; a chat template
             or a length that cannot be.
     """
-
-    predicts_tokens: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -148,11 +146,6 @@ class CausalLM(Task):
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         """Return how many tokens a batch teaches; it never waits for the GPU."""
         return batch["targets"].numel()
-
-    @property
-    def loss_path(self) -> str:
-        """Whether logits are made chunk by chunk (see `peftkit.tasks.head`)."""
-        return loss_path(self._head)
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross entropy summed over the learnt tokens of a batch, in fp32."""

@@ -9,7 +9,7 @@ Shapes: C rows, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from peftkit.anatomy import bare as without_adapter
 from peftkit.anatomy import is_linear, linear_shape
 from peftkit.kernels.cross_entropy import chunked_cross_entropy
 from peftkit.tasks.loss import accepted, cross_entropy_sum, find_head, target_rows, unwrapped
+from peftkit.tasks.protocol import Task
 
 TOLERANCE = 2e-3
 """Of the largest logit: the same rows in a product of another shape."""
@@ -50,6 +51,18 @@ class Head:
     def trainable(self) -> list[Tensor]:
         """Tensors of the head that get gradients."""
         return [p for p in self.module.parameters() if p.requires_grad]
+
+
+class TokenTask(Task):
+    """A task whose loss is that of each token of a text."""
+
+    predicts_tokens: ClassVar[bool] = True
+    _head: Head | None
+
+    @property
+    def loss_path(self) -> str:
+        """Whether logits are made chunk by chunk."""
+        return "label rows alone, in chunks" if self._head else "label rows, all logits at once"
 
 
 def head_of(model: nn.Module) -> Head | None:
@@ -91,11 +104,6 @@ def token_loss(
         trainable=head.trainable,
         vocab_size=head.vocab_size,
     )
-
-
-def loss_path(head: Head | None) -> str:
-    """Say what `token_loss` does with such a head."""
-    return "label rows alone, in chunks" if head else "label rows, all logits at once"
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from peftkit.data.frame import Frame
 from peftkit.data.load import DataConfig, read_records
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, Stage, Table, ignore
-from peftkit.tasks.head import head_of, loss_path, token_loss
+from peftkit.tasks.head import TokenTask, head_of, token_loss
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import accepted, target_logits, unwrapped
 from peftkit.tasks.protocol import Task, TaskConfig, batches
@@ -53,7 +53,7 @@ class MaskedRow:
     source: str
 
 
-class MaskedLM(Task):
+class MaskedLM(TokenTask):
     """Rows from texts, batches with hidden tokens, a loss over these.
 
     Args:
@@ -64,8 +64,6 @@ class MaskedLM(Task):
         BaseError: The tokenizer has no mask token.
         DataError: A length that cannot be.
     """
-
-    predicts_tokens: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -163,11 +161,6 @@ class MaskedLM(Task):
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         """Return how many tokens are to be guessed."""
         return batch["targets"].numel()
-
-    @property
-    def loss_path(self) -> str:
-        """Whether logits are made chunk by chunk (see `peftkit.tasks.head`)."""
-        return loss_path(self._head)
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross entropy summed over the chosen tokens, in fp32."""

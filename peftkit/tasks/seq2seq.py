@@ -21,7 +21,7 @@ from peftkit.data.load import DataConfig, read_records
 from peftkit.data.pairs import PairEncoder, PairRow, read_pairs
 from peftkit.errors import BaseError, ConfigError
 from peftkit.events import Listener, Progress, Stage, Table, ignore
-from peftkit.tasks.head import head_of, loss_path, token_loss
+from peftkit.tasks.head import TokenTask, head_of, token_loss
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import accepted, unwrapped
 from peftkit.tasks.protocol import BATCH_SIZE, Task, TaskConfig, mean_loss
@@ -33,15 +33,13 @@ UNLIMITED = 999_999
 """Tokens of a source where nobody limits it: T5 counts distances, not positions."""
 
 
-class Seq2Seq(Task):
+class Seq2Seq(TokenTask):
     """Rows from pairs of texts, batches for encoder and decoder, a loss over the targets.
 
     Raises:
         BaseError: The model has no encoder, or does not say what its decoder starts with.
         DataError: A length that cannot be.
     """
-
-    predicts_tokens: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -112,11 +110,6 @@ class Seq2Seq(Task):
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         """Return how many tokens the targets have."""
         return batch["targets"].numel()
-
-    @property
-    def loss_path(self) -> str:
-        """Whether logits are made chunk by chunk (see `peftkit.tasks.head`)."""
-        return loss_path(self._head)
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross entropy summed over the tokens of the targets, in fp32."""
