@@ -98,7 +98,7 @@ def _model(job: dict[str, Any], device: torch.device) -> tuple[Any, Any]:
 class _GivenMasks(MaskedLM):
     """Masked language modelling whose rows say what is hidden, so that both sides hide the same."""
 
-    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+    def padded(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         size = max(len(row.input_ids) for row in rows)
         names = ("input_ids", "attention_mask", "labels")
         filled = dict(zip(names, (self.tokenizer.pad_token_id, 0, IGNORE), strict=True))

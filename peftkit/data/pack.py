@@ -72,11 +72,11 @@ def pack(rows: Sequence[Row], max_length: int) -> list[Row]:
 def collate(rows: Sequence[Row], pad_id: int, limit: int | None = None) -> dict[str, Tensor]:
     """Return a batch, padded on the right.
 
-    input_ids and labels (B, T); position_ids (B, T), restarting at each document and at the
-    padding; target_index (n,), where in the flattened (B * T) hidden states the next token is a
-    learnt one; targets (n,), those tokens. The last two are made here, on the CPU, so that the loss
-    never waits for the GPU to count labels. Which token pads does not matter: labels are masked by
-    position, and no real token attends to the right.
+    input_ids and labels (B, T); attention_mask (B, T), 1 where a token is; position_ids (B, T),
+    restarting at each document and at the padding; target_index (n,), where in the flattened
+    (B * T) hidden states the next token is a learnt one; targets (n,), those tokens. The last two
+    are made here, on the CPU, so that the loss never waits for the GPU to count labels. Which token
+    pads does not matter: labels are masked by position, and no real token attends to the right.
 
     Args:
         limit: T is rounded up to this at most: as many positions as the model has.
@@ -87,16 +87,18 @@ def collate(rows: Sequence[Row], pad_id: int, limit: int | None = None) -> dict[
     shape = (len(rows), width)
     input_ids = torch.full(shape, pad_id)
     labels = torch.full(shape, IGNORE)
-    position_ids = torch.zeros(shape, dtype=torch.long)
+    position_ids, attention_mask = torch.zeros(2, *shape, dtype=torch.long)
     for number, row in enumerate(rows):
         length = len(row.input_ids)
         input_ids[number, :length] = torch.tensor(row.input_ids)
         labels[number, :length] = torch.tensor(row.labels)
+        attention_mask[number, :length] = 1
         pieces = [*row.lengths, width - length]
         position_ids[number] = torch.cat([torch.arange(piece) for piece in pieces])
     learnt = labels[:, 1:] != IGNORE  # (B, T - 1): does position t predict a learnt token?
     return {
         "input_ids": input_ids,
+        "attention_mask": attention_mask,
         "position_ids": position_ids,
         "labels": labels,
         "target_index": torch.nn.functional.pad(learnt, (0, 1)).flatten().nonzero().flatten(),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional
 
 Head = Callable[[Tensor], Tensor]
@@ -76,10 +76,11 @@ def loss_and_gradient(logits: Tensor, targets: Tensor) -> Tensor:
     held = WIDE_BYTES.get(logits.device.type)
     rows = max(1, held // (4 * logits.shape[1])) if held else len(logits)
     loss = logits.new_zeros((), dtype=torch.float32)
+    scratch = torch.empty_like(logits[:rows], dtype=torch.float32)  # one, whose pages are there
     for start in range(0, len(logits), rows):
         part = slice(start, start + rows)
-        wide = logits[part].to(torch.float32, copy=True)
         index = targets[part, None]
+        wide = scratch[: len(index)].copy_(logits[part])
         largest = wide.amax(1, keepdim=True)
         chosen = wide.gather(1, index) - largest
         total = wide.sub_(largest).exp_().sum(1, keepdim=True)
@@ -109,10 +110,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             with torch.set_grad_enabled(wants_grad), saved_tensors_hooks(_same, _same):
                 rows = hidden[part].detach().requires_grad_(wants_grad)
                 logits = head(rows)
+            # before logits change: through a changed view autograd goes by zeros of the size of all
+            edge = [get_gradient_edge(logits)] if wants_grad else []
             grad_logits = logits.detach()
             loss += loss_and_gradient(grad_logits, targets[part])
             if grad_hidden is not None:
-                row_grad, *own = torch.autograd.grad(logits, [rows, *trainable], grad_logits)
+                row_grad, *own = torch.autograd.grad(edge, [rows, *trainable], grad_logits)
                 grad_hidden[part] = row_grad
                 for total, grad in zip(grads, own, strict=True):
                     total += grad

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-ALIGNMENT = 32
+ALIGNMENT = 16
 """R is a multiple of this: matrix products like their dimensions even."""
 
 

@@ -55,5 +55,14 @@ def starts_for(
         return with_ranks(method, sites, {s.path: begun.scale_of(s)[0] for s in sites}), None
     task, rows = data()
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
-    batches = (task.collate([rows[index]]) for index in order)  # of one row: without padding
+    batches = (_without_padding(task.collate([rows[index]])) for index in order)
     return eva_starts(model, method, batches, forward=task.loss_sum)
+
+
+def _without_padding(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a batch of one row without what rounds its length."""
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return dict(batch)
+    length = int(mask.sum())
+    return {name: x[:, :length] if x.shape == mask.shape else x for name, x in batch.items()}

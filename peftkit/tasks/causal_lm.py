@@ -19,10 +19,9 @@ from peftkit.data.load import DataConfig, read_records
 from peftkit.data.pack import IGNORE, Row, collate, pack
 from peftkit.errors import DataError
 from peftkit.events import Listener, Notice, Progress, Stage, Table, ignore
-from peftkit.tasks.head import TokenTask, head_of, token_loss
+from peftkit.tasks.head import TokenTask, head_of
 from peftkit.tasks.isolation import Isolation, check_causal, check_packing, isolating_mask
 from peftkit.tasks.length import exact_length
-from peftkit.tasks.loss import accepted
 from peftkit.tasks.protocol import TaskConfig, mean_loss
 from peftkit.tasks.rows import check_dropped, named
 from peftkit.train.metrics import perplexity
@@ -139,24 +138,21 @@ class CausalLM(TokenTask):
             )
         return rows
 
-    def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+    def padded(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return a batch, padded on the right (see `peftkit.data.pack.collate`)."""
         return collate(rows, self._pad_id, self.max_length)
 
-    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
-        """Return how many tokens a batch teaches; it never waits for the GPU."""
-        return batch["targets"].numel()
+    def inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the tokens alone, unless documents share a row.
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the cross entropy summed over the learnt tokens of a batch, in fp32."""
-        inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False}
+        A causal model needs no mask of padding, and without positions it looks for no documents.
+        """
+        inputs: dict[str, Any] = {"input_ids": batch["input_ids"]}
         if self.isolation is not None:
-            # only here: unpacked, a causal model needs neither, and looks no further without them
             inputs["position_ids"] = batch["position_ids"]
         if self.isolation == "mask":
             inputs["attention_mask"] = isolating_mask(model, batch["position_ids"])
-        inputs = accepted(model, inputs)
-        return token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
+        return inputs
 
     def spans(self, row: Row) -> list[tuple[str, str]]:
         """Return a row's text in pieces, each with "learnt" or "" before it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from peftkit.kernels.attention import grouped_attention, is_short
+from peftkit.kernels.grid import Grid, into_grid, out_of_grid
 
 NAME = "peftkit_grouped"
 PLAIN = {
@@ -34,13 +35,50 @@ def cpu_attention(model: Any) -> Iterator[bool]:
         yield False
         return
     AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, _mask)
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     try:
         yield True
     finally:
+        in_grid(None)
         model.set_attn_implementation(before)
+
+
+_grid: Grid | None = None
+
+
+def in_grid(grid: Grid | None) -> None:
+    """Say how the documents of the next forward pass, and its backward pass, lie in one row.
+
+    It is no context: blocks that are recomputed ask again in the backward pass.
+
+    Args:
+        grid: None: not in one row; each row is a document.
+    """
+    global _grid
+    _grid = grid
+
+
+def _mask(
+    *, mask_function: Callable[..., Tensor], attention_mask: Tensor | None, **more: Any
+) -> Tensor | None:
+    """Return what attention may see, as transformers' own function does.
+
+    In a grid (R, 1, T, T): its function of any two tokens, asked for those of each document.
+    """
+    if _grid is None:
+        mask: Tensor | None = sdpa_mask(
+            mask_function=mask_function, attention_mask=attention_mask, **more
+        )
+        return mask
+    if attention_mask is not None or more.get("use_vmap"):
+        raise RuntimeError("documents in one row have no mask but their own")
+    tokens = _grid.tokens[:, None]  # (R, 1, T)
+    seen = mask_function(0, 0, tokens[..., :, None], tokens[..., None, :])
+    seen = seen & (tokens < len(_grid.places) - 1)[..., None, :]
+    itself = torch.eye(tokens.shape[-1], dtype=torch.bool)
+    return seen | itself  # padding has to see something
 
 
 def _applies(model: Any) -> bool:
@@ -69,18 +107,24 @@ def _attend(
     softcap: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
+    if (grid := _grid) is not None:
+        query, key, value = (into_grid(x, grid) for x in (query, key, value))
+        if attention_mask is None or attention_mask.shape[0] != len(query):
+            raise RuntimeError("documents in one row have a mask of their grid")
     asked = {name for name, value in more.items() if value is not None} - PLAIN
     trains = torch.is_grad_enabled() and query.requires_grad
     slow = not trains or dropout or not is_short(query, key)
     if asked or (slow and softcap is None):
         more.update(position_bias=position_bias, softcap=softcap)
-        return sdpa_attention_forward(
+        out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **more
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = causal and attention_mask is None and query.shape[2] > 1
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = grouped_attention(
-        query, key, value, attention_mask, causal, scale, position_bias, softcap
-    )
-    return out.transpose(1, 2).contiguous(), None
+    else:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = causal and attention_mask is None and query.shape[2] > 1
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        out = grouped_attention(
+            query, key, value, attention_mask, causal, scale, position_bias, softcap
+        )
+        out = out.transpose(1, 2).contiguous()
+    return out if grid is None else out_of_grid(out, grid), None

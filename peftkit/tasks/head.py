@@ -8,7 +8,9 @@ Shapes: C rows, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -17,8 +19,11 @@ from torch import Tensor, nn
 from peftkit.anatomy import bare as without_adapter
 from peftkit.anatomy import is_linear, linear_shape
 from peftkit.kernels.cross_entropy import chunked_cross_entropy
+from peftkit.tasks.cpu_attention import cpu_attention, in_grid
 from peftkit.tasks.loss import accepted, cross_entropy_sum, find_head, target_rows, unwrapped
 from peftkit.tasks.protocol import Task
+from peftkit.tasks.unpadding import can_unpad, grid_in, is_better, num_positions, unpadded
+from peftkit.train.batches import num_tokens
 
 TOLERANCE = 2e-3
 """Of the largest logit: the same rows in a product of another shape."""
@@ -37,7 +42,8 @@ class Head:
         self.module, self.scale, self.cap = module, scale, cap
 
     def __call__(self, rows: Tensor) -> Tensor:
-        logits: Tensor = self.module(rows[None])[0]
+        # not [0], whose gradient would be a second array of all logits, filled with zeros first
+        logits: Tensor = self.module(rows[None]).flatten(0, 1)
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
@@ -58,11 +64,61 @@ class TokenTask(Task):
 
     predicts_tokens: ClassVar[bool] = True
     _head: Head | None
+    _in_one_row = False
 
     @property
-    def loss_path(self) -> str:
-        """Whether logits are made chunk by chunk."""
-        return "label rows alone, in chunks" if self._head else "label rows, all logits at once"
+    def paths(self) -> dict[str, str]:
+        """Whether logits are made chunk by chunk, and whether rows are padded."""
+        loss = "label rows alone, in chunks" if self._head else "label rows, all logits at once"
+        return {"loss": loss, "rows": "without padding" if self._in_one_row else "padded"}
+
+    @contextmanager
+    def training(self, model: nn.Module) -> Iterator[None]:
+        """Besides, have documents in one row, without padding, where the model can."""
+        with cpu_attention(unwrapped(model)) as in_use:
+            self._in_one_row = in_use and can_unpad(model)
+            try:
+                yield
+            finally:
+                self._in_one_row = False
+
+    def num_positions(self, rows: Sequence[Any]) -> int:
+        """Return how many positions rows take that go through the model at once."""
+        padded = super().num_positions(rows)
+        if not self._in_one_row:
+            return padded
+        lengths = [n for row in rows for n in getattr(row, "lengths", (num_tokens(row),))]
+        return min(padded, num_positions(lengths))
+
+    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Return rows as a batch: padded, or in one row if that is faster."""
+        batch = self.padded(rows)
+        return unpadded(batch) if self._in_one_row and is_better(batch) else batch
+
+    @abstractmethod
+    def padded(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Return rows as a batch, padded on the right.
+
+        It has target_index (n,), places in the flattened tokens; targets (n,), the tokens to be
+        said there; and else what `unpadded` takes and `inputs` reads.
+        """
+
+    @abstractmethod
+    def inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return what the model is called with for a padded batch, as far as it takes that."""
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the cross entropy summed over the learnt tokens of a batch, in fp32."""
+        grid = grid_in(batch)
+        in_grid(grid)
+        names = ("input_ids", "position_ids")
+        inputs = {name: batch[name] for name in names} if grid else self.inputs(model, batch)
+        inputs = accepted(model, {**inputs, "use_cache": False})
+        return token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        """Return how many tokens a batch teaches; it never waits for the GPU."""
+        return batch["targets"].numel()
 
 
 def head_of(model: nn.Module) -> Head | None:

@@ -28,7 +28,7 @@ from peftkit.data.frame import Frame
 from peftkit.data.load import DataConfig, read_records
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, Stage, Table, ignore
-from peftkit.tasks.head import TokenTask, head_of, token_loss
+from peftkit.tasks.head import TokenTask, head_of
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import accepted, target_logits, unwrapped
 from peftkit.tasks.protocol import Task, TaskConfig, batches
@@ -135,7 +135,7 @@ class MaskedLM(TokenTask):
         check_dropped(where, len(parsed.examples), {"No words": dropped}, self.data)
         return rows
 
-    def collate(self, rows: Sequence[MaskedRow]) -> dict[str, Tensor]:
+    def padded(self, rows: Sequence[MaskedRow]) -> dict[str, Tensor]:
         """Return a batch with tokens hidden, padded on the right.
 
         input_ids and attention_mask (B, T); target_index (n,), the chosen places in the flattened
@@ -158,15 +158,6 @@ class MaskedLM(TokenTask):
             "targets": torch.cat(targets),
         }
 
-    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
-        """Return how many tokens are to be guessed."""
-        return batch["targets"].numel()
-
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the cross entropy summed over the chosen tokens, in fp32."""
-        inputs = self._inputs(model, batch)
-        return token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
-
     def spans(self, row: MaskedRow) -> list[tuple[str, str]]:
         """Return a row's text in pieces, "learnt" before those that evaluation hides."""
         _, chosen = self._hidden(row, fixed=True)
@@ -185,7 +176,7 @@ class MaskedLM(TokenTask):
         loss, num_right, num_tokens = 0.0, 0, 0
         for batch in batches(self, model, rows, "Filling the masks", on_event):
             targets = batch["targets"]
-            logits = target_logits(model, self._inputs(model, batch), batch["target_index"])
+            logits = target_logits(model, self.inputs(model, batch), batch["target_index"])
             loss += float(nn.functional.cross_entropy(logits.float(), targets, reduction="sum"))
             num_right += int((logits.argmax(-1) == targets).sum())
             num_tokens += len(targets)
@@ -197,9 +188,9 @@ class MaskedLM(TokenTask):
             "num_tokens": num_tokens,
         }
 
-    def _inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        names = ("input_ids", "attention_mask")
-        return accepted(model, {name: batch[name] for name in names})
+    def inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the tokens, and which of them are padding."""
+        return accepted(model, {name: batch[name] for name in ("input_ids", "attention_mask")})
 
     def _rows(self, ids: Sequence[int], source: str) -> list[MaskedRow]:
         """Return the rows of a text; one without any token that may be hidden is left out."""

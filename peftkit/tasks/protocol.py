@@ -25,7 +25,7 @@ from peftkit.events import Listener, Progress, ignore
 from peftkit.purpose import Processor, Purpose
 from peftkit.tasks.cpu_attention import cpu_attention
 from peftkit.tasks.loss import unwrapped
-from peftkit.train.batches import num_tokens
+from peftkit.train.batches import num_tokens, padded
 
 BATCH_SIZE = 8
 
@@ -41,9 +41,9 @@ class Task(ABC):
     """Whether the loss is that of each token of a text, so that its exp is a perplexity."""
 
     @property
-    def loss_path(self) -> str:
-        """How the loss is computed, for the header of a run; "" where there is but one way."""
-        return ""
+    def paths(self) -> Mapping[str, str]:
+        """How what is computed, for the header of a run, where there is more than one way."""
+        return {}
 
     @property
     def style(self) -> Style | None:
@@ -61,6 +61,10 @@ class Task(ABC):
     @abstractmethod
     def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         """Return rows as a batch, on the CPU."""
+
+    def num_positions(self, rows: Sequence[Any]) -> int:
+        """Return how many tokens the model has to read of rows collated, padding included."""
+        return len(rows) * padded(*rows)
 
     @abstractmethod
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:

@@ -21,9 +21,9 @@ from peftkit.data.load import DataConfig, read_records
 from peftkit.data.pairs import PairEncoder, PairRow, read_pairs
 from peftkit.errors import BaseError, ConfigError
 from peftkit.events import Listener, Progress, Stage, Table, ignore
-from peftkit.tasks.head import TokenTask, head_of, token_loss
+from peftkit.tasks.head import TokenTask, head_of
 from peftkit.tasks.length import longest
-from peftkit.tasks.loss import accepted, unwrapped
+from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.protocol import BATCH_SIZE, Task, TaskConfig, mean_loss
 from peftkit.tasks.rouge import rouge_l
 from peftkit.tasks.rows import check_dropped, named
@@ -88,7 +88,7 @@ class Seq2Seq(TokenTask):
         check_dropped(where, len(pairs), why, self.data)
         return rows
 
-    def collate(self, rows: Sequence[PairRow]) -> dict[str, Tensor]:
+    def padded(self, rows: Sequence[PairRow]) -> dict[str, Tensor]:
         """Return a batch, padded on the right.
 
         input_ids and attention_mask (B, S); decoder_input_ids (B, T); target_index (n,), where in
@@ -107,15 +107,10 @@ class Seq2Seq(TokenTask):
             "targets": torch.tensor([token for row in rows for token in row.labels]),
         }
 
-    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
-        """Return how many tokens the targets have."""
-        return batch["targets"].numel()
-
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the cross entropy summed over the tokens of the targets, in fp32."""
+    def inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the tokens of both halves, and which of the source are padding."""
         names = ("input_ids", "attention_mask", "decoder_input_ids")
-        inputs = accepted(model, {name: batch[name] for name in names} | {"use_cache": False})
-        return token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
+        return {name: batch[name] for name in names}
 
     def spans(self, row: PairRow) -> list[tuple[str, str]]:
         """Return a row's two texts as the model gets them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 MULTIPLE = 8
@@ -29,20 +29,28 @@ def _lengths(row: Any) -> tuple[int, int]:
     return len(getattr(row, "input_ids", ())), getattr(row, "num_decoder_tokens", 0)
 
 
-def cut(rows: Sequence[Any], max_rows: int, max_tokens: int | None = None) -> list[Sequence[Any]]:
+def cut(
+    rows: Sequence[Any],
+    num_positions: Callable[[Sequence[Any]], int],
+    max_rows: int,
+    max_tokens: int | None = None,
+) -> list[Sequence[Any]]:
     """Return rows in micro-batches of at most so many rows and tokens, padding included.
 
     They keep their order unless that has too many tokens. Then they are sorted, the longest first:
     rows of a length lie together, and where memory does not suffice, that shows at once. One row
     alone may have more tokens.
+
+    Args:
+        num_positions: Tokens of rows that go through the model at once, padding included.
     """
     parts = [rows[start : start + max_rows] for start in range(0, len(rows), max_rows)]
-    if max_tokens is None or all(len(part) * padded(*part) <= max_tokens for part in parts):
+    if max_tokens is None or all(num_positions(part) <= max_tokens for part in parts):
         return parts
     fitting: list[Sequence[Any]] = [[]]
-    for row in sorted(rows, key=padded, reverse=True):
+    for row in sorted(rows, key=lambda row: num_positions([row]), reverse=True):
         part = [*fitting[-1], row]
-        if len(part) == 1 or (len(part) <= max_rows and len(part) * padded(*part) <= max_tokens):
+        if len(part) == 1 or (len(part) <= max_rows and num_positions(part) <= max_tokens):
             fitting[-1] = part
         else:
             fitting.append([row])

@@ -70,7 +70,7 @@ class Evaluator:
 
     def _sums(self) -> tuple[Tensor, int]:
         loss_sum, targets = torch.zeros((), device=self.ranks.device), 0
-        pending = cut(self.rows, self.batch_size, self._max_tokens)
+        pending = self._cut(self.rows)
         while pending and not self.stop.signum:
             rows = pending.pop(0)
             result = self._try(rows)
@@ -82,11 +82,14 @@ class Evaluator:
                     )
                 self.batch_size = len(rows) // 2
                 left = [row for part in (rows, *pending) for row in part]
-                pending = cut(left, self.batch_size, self._max_tokens)
+                pending = self._cut(left)
                 continue
             loss_sum += result[0]
             targets += result[1]
         return loss_sum, targets
+
+    def _cut(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
+        return cut(rows, self.task.num_positions, self.batch_size, self._max_tokens)
 
     def _try(self, rows: Sequence[Any]) -> tuple[Tensor, int] | None:
         """Return the summed loss and the targets of rows; None if memory ran out."""

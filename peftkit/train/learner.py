@@ -46,14 +46,17 @@ class Task(Protocol):
         """Whether the exp of the mean loss is a perplexity."""
 
     @property
-    def loss_path(self) -> str:
-        """How the loss is computed, in words, or ""."""
+    def paths(self) -> Mapping[str, str]:
+        """How what is computed, in words, where there is more than one way."""
 
     def training(self, model: nn.Module) -> AbstractContextManager[object]:
         """Return a context in which a model is trained: where the task speeds it up, for one."""
 
     def collate(self, rows: Sequence[Any]) -> Mapping[str, Tensor]:
         """Return rows as a batch, on the CPU."""
+
+    def num_positions(self, rows: Sequence[Any]) -> int:
+        """Return how many tokens the model has to read of rows collated, padding included."""
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         """Return how many tokens of a batch are learnt."""
@@ -227,18 +230,20 @@ class Learner:
             return self.task.loss_sum(self.model, moved)
 
     def _collated(self, rows: Sequence[Any]) -> list[Mapping[str, Tensor]]:
-        return [self.task.collate(part) for part in self._micro_batches(rows)]
+        return [self.task.collate(part) for part in self.micro_batches(rows)]
 
-    def _micro_batches(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
-        return cut(rows, self.state.micro_batch, self.state.micro_tokens)
+    def micro_batches(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
+        """Return rows in parts that go through the model at once."""
+        state = self.state
+        return cut(rows, self.task.num_positions, state.micro_batch, state.micro_tokens)
 
     def _use_less_memory(self, rows: Sequence[Any]) -> None:
         """Halve what goes through at once; below one row, keep less of it, else raise RunError."""
         state = self.state
-        size = max(map(len, self._micro_batches(rows)))
+        size = max(map(len, self.micro_batches(rows)))
         later = self.ways[self.ways.index(state.activations) + 1 :]
         if size > 1:
-            while max(map(len, self._micro_batches(rows))) >= size:
+            while max(map(len, self.micro_batches(rows))) >= size:
                 if state.micro_tokens is None:
                     state.micro_batch //= 2
                 else:
@@ -311,7 +316,7 @@ class Learner:
             return diagnose(
                 self.model,
                 self.loss,
-                self._micro_batches(rows),
+                self.micro_batches(rows),
                 step=self.state.step + 1,
                 loss=facts.loss,
                 grad_norm=facts.grad_norm,

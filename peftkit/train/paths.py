@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -12,11 +13,11 @@ PREFIX = "peftkit_"
 """Of the attention functions that are ours."""
 
 
-def paths(model: nn.Module, blocks: Blocks, loss: str = "") -> str:
+def paths(model: nn.Module, blocks: Blocks, of_task: Mapping[str, str]) -> str:
     """Return "attention: grouped; LoRA: 120 groups of 210 layers; blocks: compiled".
 
     Args:
-        loss: How the task computes it, or "".
+        of_task: How the task computes what.
     """
     parts = []
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
@@ -32,9 +33,7 @@ def paths(model: nn.Module, blocks: Blocks, loss: str = "") -> str:
             "offload": ", recomputed, inputs offloaded",
         }
         parts.append(f"blocks: {how}{ways[blocks.activations]}")
-    if loss:
-        parts.append(f"loss: {loss}")
-    return "; ".join(parts)
+    return "; ".join([*parts, *(f"{what}: {how}" for what, how in of_task.items())])
 
 
 def _layers(model: nn.Module) -> str:

@@ -265,7 +265,7 @@ class Run:
             num_trainable=sum(p.numel() for p in self.learner.parameters.values()),
             num_parameters=audit(self.model).num_parameters,
             device=device_name(self.ranks.device, self.ranks.world_size),
-            paths=paths(self.model, self.learner.blocks, self.learner.task.loss_path),
+            paths=paths(self.model, self.learner.blocks, self.learner.task.paths),
         )
 
     def _done(self, facts: StepFacts, rate: float, seconds: float) -> StepDone:

@@ -18,7 +18,7 @@ from peftkit.errors import RunError
 from peftkit.events import Event, Notice, Stage
 from peftkit.kernels.packed import free_bytes
 from peftkit.train import rng
-from peftkit.train.batches import cut, num_tokens, padded
+from peftkit.train.batches import num_tokens
 from peftkit.train.blocks import Activations
 from peftkit.train.compiled import cpp_compiler, is_compile_error, is_worth_it, told
 from peftkit.train.learner import Learner
@@ -68,10 +68,12 @@ def _plan(learner: Learner, by_length: Sequence[Any], short: Saved | None, say: 
     available = _available(learner)  # now that all is in use which is, whatever is kept
     if short is None or long is None:
         return  # the first step will say so
-    counted = ((short, padded(by_length[len(by_length) // 2])), (long, padded(longest)))
+    positions = learner.task.num_positions([longest])
+    middle = learner.task.num_positions([by_length[len(by_length) // 2]])
+    counted = ((short, middle), (long, positions))
     costs = [(way, max(s.needed(way) / tokens for s, tokens in counted)) for way in learner.ways]
     asked = Plan(learner.ways[0], config.batch_size, config.tokens_at_once(device.type))
-    plan = choose(costs, available, padded(longest), asked.rows, asked.tokens)
+    plan = choose(costs, available, positions, asked.rows, asked.tokens)
     if plan is None:
         raise _too_little(learner, longest, costs, available)
     state.micro_batch, state.micro_tokens = plan.rows, plan.tokens
@@ -178,14 +180,14 @@ def _compile(learner: Learner, rows: Sequence[Any], num_steps: int, say: Say) ->
 
 def _try_to_compile(learner: Learner, rows: Sequence[Any]) -> str:
     """Run a forward and a backward pass with compiled blocks; return why that does not work."""
-    blocks, state, device = learner.blocks, learner.state, learner.ranks.device
+    blocks, device = learner.blocks, learner.ranks.device
     if not blocks.blocks:
         return f"{type(learner.model).__name__} has no blocks that transformers marks as such."
     if device.type == "cpu" and cpp_compiler() is None:
         return "There is no C++ compiler here (CXX, c++, g++, clang++)."
     try:
         blocks.compile()
-        first = cut(rows, state.micro_batch, state.micro_tokens)[0]
+        first = learner.micro_batches(rows)[0]
         with untouched(learner.model, device):
             learner.loss(first).backward()
     except Exception as error:

@@ -78,6 +78,9 @@ def write(folder: Path, texts: list[str]) -> str:
 
 
 def unpadded(batch: Mapping[str, Tensor]) -> list[list[int]]:
+    if "grid_tokens" in batch:  # all in one row, whose last token pads the grid
+        ids, places = batch["input_ids"][0], batch["grid_tokens"]
+        return [ids[row[row < len(ids) - 1]].tolist() for row in places]
     pairs = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
     return [ids[mask].tolist() for ids, mask in pairs]
 
@@ -234,7 +237,7 @@ class Crowded(MaskedLM):
     seen: list[list[int]]
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        if len(batch["input_ids"]) > 2 and model.training:
+        if len(unpadded(batch)) > 2 and model.training:
             raise torch.OutOfMemoryError("no room")
         self.seen += unpadded(batch) if model.training else []
         return super().loss_sum(model, batch)

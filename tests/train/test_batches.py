@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from peftkit.data import pack
 from peftkit.data.pairs import PairRow
 from peftkit.train import batches
-from peftkit.train.batches import cut, num_tokens, padded
+from peftkit.train.batches import num_tokens, padded
 from tests.train.toy import Row, Toy, crash_after, make_rows, play, same
 
 
@@ -18,7 +20,11 @@ def rows_of(*lengths: int) -> list[Row]:
     return [Row((0,) * n, (0,) * n, f"{index}") for index, n in enumerate(lengths)]
 
 
-def lengths(parts: list[list[Row]]) -> list[list[int]]:
+def cut(rows: Sequence[Any], max_rows: int, max_tokens: int | None = None) -> list[Sequence[Any]]:
+    return batches.cut(rows, lambda part: len(part) * padded(*part), max_rows, max_tokens)
+
+
+def lengths(parts: list[Sequence[Row]]) -> list[list[int]]:
     return [[len(row.input_ids) for row in part] for part in parts]
 
 

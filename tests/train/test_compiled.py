@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from peftkit.adapter import attach
+from peftkit.data.load import DataConfig
 from peftkit.errors import RunError
 from peftkit.events import RunStarted
 from peftkit.methods.lora import LoRA
+from peftkit.tasks import head
+from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.cpu_attention import cpu_attention
 from peftkit.train import blocks as blocks_module
 from peftkit.train import compiled, settle
@@ -22,6 +25,7 @@ from peftkit.train.blocks import Activations, Blocks
 from peftkit.train.compiled import is_worth_it
 from peftkit.train.config import TrainConfig
 from tests.families import ARCHITECTURES, FAMILIES
+from tests.tasks.test_unpadding import a_row
 from tests.train.test_plan import CausalTask, Deep
 from tests.train.toy import Played, Row, crash_after, learner_of, make_rows, play, same
 
@@ -83,6 +87,32 @@ def test_blocks_are_traced_in_one_piece_with_their_grouped_layers(
     assert not counters["graph_break"]
     blocks.restore()
     assert not any(block._compiled_call_impl for block in blocks.blocks)
+
+
+def test_documents_in_one_row_are_one_graph_whatever_their_lengths(
+    backend: pytest.MonkeyPatch, tokenizer: Any
+) -> None:
+    model = adapted("llama")
+    task = CausalLM(model, tokenizer, DataConfig(train="", max_length=64))
+    batches = [[a_row(n) for n in lengths] for lengths in ((39, 20, 30), (52, 35, 20), (17,) * 7)]
+
+    def learnt() -> dict[str, Tensor]:
+        model.zero_grad(set_to_none=True)
+        with task.training(model):
+            for rows in batches:
+                batch = task.collate(rows)
+                assert "grid_tokens" in batch
+                task.loss_sum(model, batch).backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    wanted = learnt()
+    blocks = Blocks(model)
+    blocks.compile()
+    backend.setattr(head, "can_unpad", lambda model: True)  # a run asks before it compiles
+    assert_close(learnt(), wanted)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+    blocks.restore()
 
 
 @pytest.mark.parametrize("way", ["recompute", "offload"])

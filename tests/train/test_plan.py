@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from peftkit.errors import RunError
 from peftkit.train import settle
-from peftkit.train.batches import cut
 from peftkit.train.blocks import Activations, Blocks
 from peftkit.train.plan import Plan, Saved, choose, saved_by, used_bytes
 from tests.train.toy import (
@@ -277,7 +276,7 @@ def test_what_is_planned_for_a_transformer_covers_what_its_batches_save(monkeypa
     model.train()
     settle.settle(learner, rows, 1, lambda event: None)
     assert learner.state.micro_tokens is not None
-    parts = cut(rows, learner.state.micro_batch, learner.state.micro_tokens)
+    parts = learner.micro_batches(rows)
     assert 1 < len(parts) < len(rows)
     for part in parts:
         saved = saved_by(lambda: learner.loss(part), learner.blocks.blocks)  # noqa: B023

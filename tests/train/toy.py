@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peftkit.events import Event, Notice, Saved, StepDone
+from peftkit.train.batches import padded
 from peftkit.train.config import TrainConfig
 from peftkit.train.learner import Learner
 from peftkit.train.loop import fit
@@ -73,7 +74,10 @@ class ToyTask:
     """Right-padded batches, summed cross-entropy."""
 
     predicts_tokens = True
-    loss_path = ""
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        return {}
 
     def training(self, model: nn.Module) -> AbstractContextManager[object]:
         return nullcontext()
@@ -85,6 +89,9 @@ class ToyTask:
             "input_ids": torch.tensor([[*r.input_ids] + [0] * n for r, n in padded]),
             "labels": torch.tensor([[*r.labels] + [-100] * n for r, n in padded]),
         }
+
+    def num_positions(self, rows: Sequence[Row]) -> int:
+        return len(rows) * padded(*rows)
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         return int((batch["labels"] != -100).sum())

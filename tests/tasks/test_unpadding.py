@@ -1,0 +1,192 @@
+"""Documents in one row teach what they teach in rows of their own, in every model that can."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from peftkit.adapter import attach
+from peftkit.data.load import DataConfig
+from peftkit.data.pack import Row
+from peftkit.errors import PeftkitError
+from peftkit.kernels.grid import grid_of, into_grid, out_of_grid
+from peftkit.methods.lora import LoRA
+from peftkit.methods.prefix import PrefixTuning
+from peftkit.methods.prompt import PromptTuning
+from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.cpu_attention import cpu_attention
+from peftkit.tasks.head import TokenTask
+from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
+from peftkit.tasks.unpadding import can_unpad, num_positions
+from peftkit.train.batches import cut
+from peftkit.train.blocks import Blocks
+from tests.families import ARCHITECTURES, VOCAB
+from tests.further import FURTHER
+
+Tokenizer = PreTrainedTokenizerFast
+MODELS = {**ARCHITECTURES, **FURTHER}
+CAN = {
+    *("llama", "qwen3", "gemma2", "gemma3_text", "mistral_swa", "olmo2", "phi3"),
+    *("gpt2", "gpt_neox", "mixtral", "qwen3_moe"),
+}
+"""Known to be able to; others may be, and are held to the same."""
+CANNOT = ["minimax", "jamba", "lfm2", "qwen3_next", "mamba", "mpt"]
+"""A state, a convolution or distances go over the bounds of documents."""
+
+
+def a_row(*lengths: int) -> Row:
+    ids = [3 + (7 * n + 5 * sum(lengths)) % (VOCAB - 3) for n in range(sum(lengths))]
+    firsts = {sum(lengths[:n]) for n in range(len(lengths))}
+    labels = [-100 if n in firsts or n % 3 == 1 else token for n, token in enumerate(ids)]
+    return Row(tuple(ids), tuple(labels), lengths, f"row of {lengths}")
+
+
+ROWS = [a_row(9), a_row(25), a_row(4), a_row(17)]
+PACKED = [a_row(9, 11), a_row(25), a_row(4, 2, 3)]
+
+
+def task_on(model: nn.Module, tokenizer: Any, packing: bool = False) -> CausalLM:
+    return CausalLM(model, tokenizer, DataConfig(train="", max_length=32, packing=packing))
+
+
+def learnt(task: TokenTask, model: nn.Module, batch: Any) -> tuple[Tensor, list[Tensor | None]]:
+    loss = task.loss_sum(model, batch)
+    own = [p for p in model.parameters() if p.requires_grad]
+    return loss.detach(), list(torch.autograd.grad(loss, own, allow_unused=True))
+
+
+def assert_same(task: TokenTask, model: nn.Module, rows: Sequence[Row]) -> None:
+    with task.training(model):
+        batch = task.collate(rows)
+        assert "grid_tokens" in batch
+        loss, grads = learnt(task, model, batch)
+    want, wanted = learnt(task, model, task.collate(rows))  # outside of training: padded
+    torch.testing.assert_close(loss, want, rtol=1e-4, atol=1e-4)
+    for a, b in zip(grads, wanted, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-3 * float(b.abs().max()) + 1e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_row_is_the_same_where_it_is_possible(name: str, tokenizer: Tokenizer) -> None:
+    model = MODELS[name]().eval()
+    if not any(kind in type(model).__name__ for kind in ("CausalLM", "LMHead")):
+        pytest.skip("is no causal language model")
+    try:
+        task = task_on(model, tokenizer)
+    except PeftkitError:
+        pytest.skip("is no causal language model either")
+    with task.training(model):
+        possible = task.paths["rows"] == "without padding"
+    assert possible or name not in CAN
+    assert not possible or name not in CANNOT
+    if possible:
+        assert_same(task, model, ROWS)
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert", "distilbert"])
+def test_of_an_encoder_too(name: str, tokenizer: Tokenizer) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.mask_token = "<unk>"
+    model: Any = ARCHITECTURES[name]().eval()
+    task = MaskedLM(model, own, MaskedLMConfig(), DataConfig(train="", max_length=64))
+    rows = [MaskedRow(row.input_ids, tuple(range(len(row.input_ids))), "") for row in ROWS]
+    assert_same(task, model, rows)
+
+
+def test_what_counts_positions_its_own_way_is_padded(tokenizer: Tokenizer) -> None:
+    model = ARCHITECTURES["roberta"]().eval()  # its first position is not the first
+    with cpu_attention(model):
+        assert not can_unpad(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mistral_swa", "qwen3_moe"])
+def test_documents_that_share_rows_are_apart_too(name: str, tokenizer: Tokenizer) -> None:
+    model = ARCHITECTURES[name]().eval()
+    assert_same(task_on(model, tokenizer, packing=True), model, PACKED)
+
+
+@pytest.mark.parametrize("way", ["keep", "recompute"])
+def test_recomputed_blocks_find_their_documents(way: Any, tokenizer: Tokenizer) -> None:
+    model = ARCHITECTURES["llama"]().eval()
+    adapter = attach(model, LoRA(rank=2))
+    for parameter in adapter.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    model.train()
+    blocks = Blocks(model)
+    blocks.keep(way)
+    assert_same(task_on(model, tokenizer), model, ROWS)
+    blocks.restore()
+
+
+@pytest.mark.parametrize(
+    "method", [PromptTuning(num_virtual_tokens=3), PrefixTuning(num_virtual_tokens=3)]
+)
+def test_virtual_tokens_before_every_row_need_rows(method: Any) -> None:
+    model = ARCHITECTURES["llama"]().eval()
+    attach(model, method)
+    with cpu_attention(model):
+        assert not can_unpad(model)
+
+
+def test_asking_leaves_the_model_and_the_generator_as_they_were(tokenizer: Tokenizer) -> None:
+    model: Any = ARCHITECTURES["gpt2"]().train()  # with dropout
+    task = task_on(model, tokenizer)
+    before, modes = torch.get_rng_state(), [m.training for m in model.modules()]
+    implementation = model.config._attn_implementation
+    with task.training(model):
+        assert task.paths["rows"] == "without padding"
+    assert task.paths["rows"] == "padded"
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [m.training for m in model.modules()] == modes
+    assert model.config._attn_implementation == implementation
+    assert "grid_tokens" not in task.collate(ROWS)
+
+
+def test_rows_of_one_length_stay_rows(tokenizer: Tokenizer) -> None:
+    model = ARCHITECTURES["llama"]()
+    task = task_on(model, tokenizer)
+    with task.training(model):
+        assert "grid_tokens" not in task.collate([a_row(16), a_row(16)])
+        assert "grid_tokens" not in task.collate([a_row(30)])
+        assert "grid_tokens" in task.collate([a_row(16), a_row(30), a_row(5)])
+        assert "grid_tokens" in task.collate([a_row(100, 100, 100)])  # attention alone is less
+
+
+def test_micro_batches_count_tokens_and_some_of_the_padding(tokenizer: Tokenizer) -> None:
+    model = ARCHITECTURES["llama"]()
+    task = task_on(model, tokenizer)
+    padded = cut(ROWS, task.num_positions, 8, 48)
+    with task.training(model):
+        in_one_row = cut(ROWS, task.num_positions, 8, 48)
+        assert task.num_positions(ROWS) < 4 * 25
+    assert len(in_one_row) < len(padded)
+    assert num_positions([7, 7]) == 14
+    assert num_positions([100, 10]) == 110 + (100**2 - 10**2) // 1000
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, 9, 3], [8, 8], [7, 1, 1, 16]])
+def test_into_the_grid_and_out_of_it(lengths: list[int]) -> None:
+    used = sum(lengths)
+    total = used + 3
+    grid = grid_of(torch.tensor(lengths), total)
+    x = torch.randn(1, 2, total, 4, dtype=torch.float64, requires_grad=True)
+    inside = into_grid(x, grid)
+    assert inside.shape[:2] == (len(lengths), 2)
+    start = 0
+    for row, length in zip(inside, lengths, strict=True):
+        assert torch.equal(row[:, :length], x[0, :, start : start + length])
+        start += length
+    back = out_of_grid(inside.transpose(1, 2), grid)
+    assert torch.equal(back[:, :used], x.transpose(1, 2)[:, :used])
+    weight = torch.randn_like(back)
+    weight[:, used:] = 0  # nothing is learnt of padding
+    (grad,) = torch.autograd.grad(back, x, weight)
+    assert torch.equal(grad, weight.transpose(1, 2))
