@@ -111,9 +111,8 @@ class TokenTask(Task):
         """Return the cross entropy summed over the learnt tokens of a batch, in fp32."""
         grid = grid_in(batch)
         in_grid(grid)
-        names = ("input_ids", "position_ids")
-        inputs = {name: batch[name] for name in names} if grid else self.inputs(model, batch)
-        inputs = accepted(model, {**inputs, "use_cache": False})
+        one_row = {name: batch[name] for name in ("input_ids", "position_ids") if grid}
+        inputs = accepted(model, {**(one_row or self.inputs(model, batch)), "use_cache": False})
         return token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:

@@ -23,13 +23,17 @@ from peftkit.tasks.loss import accepted, unwrapped
 
 Isolation = Literal["positions", "mask"]
 
-# Packed rows are compared as a part of what an open door would change. What another document
-# changes is computed by the same kernels on the same shapes: nothing is left but a mixture of
-# experts' grouping. Packed against alone differ in shapes, and so in rounding.
-_LEAK = {torch.float32: 1e-3, torch.float64: 1e-3}
-_ALONE = {torch.float32: 1e-2, torch.float64: 1e-2}
-_LEAK_16_BIT, _ALONE_16_BIT = 2e-2, 0.15
 _MAX_WINDOW = 1024
+
+
+def tolerances(dtype: torch.dtype) -> tuple[float, float]:
+    """Return how much another document may change, and how much being alone may.
+
+    Both as a part of what an open door between documents would change. What another document
+    changes is computed by the same kernels on the same shapes: nothing is left but a mixture of
+    experts' grouping. Together against alone differ in shapes, and so in rounding.
+    """
+    return (1e-3, 1e-2) if dtype in (torch.float32, torch.float64) else (2e-2, 0.15)
 
 
 def check_causal(model: nn.Module) -> None:
@@ -146,10 +150,11 @@ def _isolates(model: nn.Module, mode: Isolation) -> bool:
     open_door = _rms_difference(joined, joined_changed)
     rounding = 8 * torch.finfo(bare.dtype).eps * _rms_difference(alone, None)
     scale = max(open_door, rounding)
+    leak, apart = tolerances(bare.dtype)
     # written so that NaN is no success
     return (
-        _rms_difference(here, other) <= _LEAK.get(bare.dtype, _LEAK_16_BIT) * scale
-        and _rms_difference(here, alone) <= _ALONE.get(bare.dtype, _ALONE_16_BIT) * scale
+        _rms_difference(here, other) <= leak * scale
+        and _rms_difference(here, alone) <= apart * scale
     )
 
 

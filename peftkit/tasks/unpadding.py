@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from peftkit.kernels.grid import Grid, grid_of, width_of
 from peftkit.modes import evaluating
 from peftkit.tasks.cpu_attention import in_grid
+from peftkit.tasks.isolation import tolerances
 from peftkit.tasks.length import num_virtual
 from peftkit.tasks.loss import accepted, unwrapped
 
@@ -34,10 +35,6 @@ PADDED = ("attention_mask", "labels", "token_type_ids")
 
 LENGTHS = (9, 11, 2)
 """Of the documents that a model is asked with."""
-
-TOLERANCE = {torch.float32: 1e-2, torch.float64: 1e-2}
-TOLERANCE_16_BIT = 0.15
-"""Of what it would change if a document saw the one before."""
 
 
 def num_positions(lengths: Sequence[int]) -> int:
@@ -116,8 +113,7 @@ def grid_in(batch: Mapping[str, Tensor]) -> Grid | None:
 def can_unpad(model: nn.Module) -> bool:
     """Tell whether documents in one row are to this model what they are alone.
 
-    Runs it on a few tokens, without gradients, in training mode too: attention with dropout, for
-    one, is not known for documents in one row. It must be within `cpu_attention`.
+    Runs it on a few tokens, without gradients. It must be within `cpu_attention`.
     """
     bare = unwrapped(model)
     takes = accepted(model, {"position_ids": None})
@@ -135,21 +131,19 @@ def can_unpad(model: nn.Module) -> bool:
         "target_index": torch.arange(0),
     }
     rows = [unpadded({"input_ids": tokens, **batch}) for tokens in (ids, other)]
-    with evaluating(model), torch.random.fork_rng(devices=[]):
+    with evaluating(model):
         alone = _logits(model, {"input_ids": ids[:, inside]})
         together = _logits(model, {"input_ids": ids})[inside]
         try:
             here, there = (_logits(model, row)[inside] for row in rows)
-            model.train()
-            _logits(model, rows[0])
         except Exception:  # a model's own way of saying that it takes no such row
             return False
         finally:
             in_grid(None)
     scale = max(_rms(together - alone), 8 * torch.finfo(bare.dtype).eps * _rms(alone))
-    most = TOLERANCE.get(bare.dtype, TOLERANCE_16_BIT) * scale
+    leak, apart = tolerances(bare.dtype)
     # written so that NaN is no success
-    return _rms(here - alone) <= most and _rms(here - there) <= most
+    return _rms(here - there) <= leak * scale and _rms(here - alone) <= apart * scale
 
 
 def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
