@@ -78,7 +78,9 @@ def cells(figures: Any) -> list[str]:
     if figures is None:
         return ["-", "", ""]
     if "failed" in figures:
-        return [figures["failed"].splitlines()[0][:40], "", ""]
+        lines = figures["failed"].splitlines()  # the end of a traceback, or a sentence
+        told = next((line for line in lines if "Error: " in line), lines[0])
+        return [told.rpartition("Error: ")[2], "", ""]
     return [
         f"{figures['tokens_per_second']:.0f}",
         f"{1e3 * figures['step_seconds']:.0f} ms",
