@@ -26,14 +26,32 @@ Isolation = Literal["positions", "mask"]
 _MAX_WINDOW = 1024
 
 
-def tolerances(dtype: torch.dtype) -> tuple[float, float]:
-    """Return how much another document may change, and how much being alone may.
+def are_apart(
+    here: Sequence[Tensor],
+    other: Sequence[Tensor],
+    alone: Sequence[Tensor],
+    open_door: float,
+    dtype: torch.dtype,
+) -> bool:
+    """Tell whether documents that stand together say what they say alone.
 
-    Both as a part of what an open door between documents would change. What another document
-    changes is computed by the same kernels on the same shapes: nothing is left but a mixture of
-    experts' grouping. Together against alone differ in shapes, and so in rounding.
+    What another document changes is computed by the same kernels on the same shapes: nothing is
+    left but a mixture of experts' grouping. Together against alone differ in shapes, and so in
+    rounding.
+
+    Args:
+        here, other, alone: Logits of documents: together; where another document is another one;
+            each by itself.
+        open_door: By how much they change where nothing keeps them apart (root mean square).
+        dtype: Of the model.
     """
-    return (1e-3, 1e-2) if dtype in (torch.float32, torch.float64) else (2e-2, 0.15)
+    narrow = dtype not in (torch.float32, torch.float64)
+    leak, apart = (2e-2, 0.15) if narrow else (1e-3, 1e-2)
+    scale = max(open_door, 8 * torch.finfo(dtype).eps * rms_difference(alone, None))
+    # written so that NaN is no success
+    return (
+        rms_difference(here, other) <= leak * scale and rms_difference(here, alone) <= apart * scale
+    )
 
 
 def check_causal(model: nn.Module) -> None:
@@ -48,14 +66,14 @@ def check_causal(model: nn.Module) -> None:
         raise BaseError(asked, found="It is an encoder-decoder.", fix="Choose another base.")
     ids, changed = _probe_ids(bare, [(9, 8)])
     with evaluating(model):
-        both = _logits(model, torch.cat([ids, changed]).flip(1), {})[:, :8]
+        both = logits_of(model, torch.cat([ids, changed]).flip(1), {})[:, :8]
     before, after = both
     if not bool(before.isfinite().all()):
         found = "Its logits are not finite numbers."
         raise BaseError(
             asked, found=found, fix="Its weights are damaged, or base.dtype is too narrow."
         )
-    if not _rms_difference([before], [after]) <= 2e-2 * _rms_difference([before], None):
+    if not rms_difference([before], [after]) <= 2e-2 * rms_difference([before], None):
         found = "What it says of a token changes with the tokens after it."
         raise BaseError(asked, found=found, fix="Choose a base that was made for generation.")
 
@@ -138,24 +156,16 @@ def _isolates(model: nn.Module, mode: Isolation) -> bool:
     if mode == "mask":
         packed["attention_mask"] = isolating_mask(model, packed["position_ids"])
     try:
-        here, other = _seconds(_logits(model, ids, packed), splits)
+        here, other = _seconds(logits_of(model, ids, packed), splits)
     except Exception:  # a model's own way of saying that it takes no such mask
         if mode == "mask":
             return False
         raise
     documents = [ids[row, first:] for row, (first, _) in enumerate(splits)]
-    padded = _logits(model, pad_sequence(documents, batch_first=True), {})
+    padded = logits_of(model, pad_sequence(documents, batch_first=True), {})
     alone = [padded[row, : len(document)] for row, document in enumerate(documents)]
-    joined, joined_changed = _seconds(_logits(model, ids, {}), splits)
-    open_door = _rms_difference(joined, joined_changed)
-    rounding = 8 * torch.finfo(bare.dtype).eps * _rms_difference(alone, None)
-    scale = max(open_door, rounding)
-    leak, apart = tolerances(bare.dtype)
-    # written so that NaN is no success
-    return (
-        _rms_difference(here, other) <= leak * scale
-        and _rms_difference(here, alone) <= apart * scale
-    )
+    joined, joined_changed = _seconds(logits_of(model, ids, {}), splits)
+    return are_apart(here, other, alone, rms_difference(joined, joined_changed), bare.dtype)
 
 
 def _probe_ids(model: Any, splits: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
@@ -171,7 +181,8 @@ def _probe_ids(model: Any, splits: Sequence[tuple[int, int]]) -> tuple[Tensor, T
     return ids, changed
 
 
-def _logits(model: nn.Module, ids: Tensor, extra: Mapping[str, Any]) -> Tensor:
+def logits_of(model: nn.Module, ids: Tensor, extra: Mapping[str, Any]) -> Tensor:
+    """Return the logits (B, T, V) of tokens (B, T) in float32, given what else the model takes."""
     inputs = accepted(model, {"input_ids": ids, "use_cache": False, **extra})
     logits: Tensor = model(**inputs).logits
     return logits.float()
@@ -185,7 +196,8 @@ def _seconds(
     return found[: len(splits)], found[len(splits) :]
 
 
-def _rms_difference(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) -> float:
+def rms_difference(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) -> float:
+    """Return the root mean square of all differences; of the tensors themselves without others."""
     if others is not None:
         tensors = [a - b for a, b in zip(tensors, others, strict=True)]
     return torch.cat([tensor.flatten() for tensor in tensors]).square().mean().sqrt().item()

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from peftkit.kernels.grid import Grid, grid_of, width_of
 from peftkit.modes import evaluating
 from peftkit.tasks.cpu_attention import in_grid
-from peftkit.tasks.isolation import tolerances
+from peftkit.tasks.isolation import are_apart, logits_of, rms_difference
 from peftkit.tasks.length import num_virtual
 from peftkit.tasks.loss import accepted, unwrapped
 
@@ -49,7 +49,7 @@ def num_positions(lengths: Sequence[int]) -> int:
 def is_better(batch: Mapping[str, Tensor]) -> bool:
     """Tell whether a padded batch is computed faster in one row."""
     mask = batch["attention_mask"]
-    lengths = _lengths(batch)
+    lengths = _lengths(_positions(batch)).tolist()
     in_one_row = _rounded(sum(lengths)) + len(lengths) * width_of(max(lengths)) ** 2 / CELLS
     return in_one_row < mask.numel() + mask.numel() * mask.shape[1] / CELLS
 
@@ -65,11 +65,9 @@ def _positions(batch: Mapping[str, Tensor]) -> Tensor:
     return batch.get("position_ids", in_row)[mask.bool()]
 
 
-def _lengths(batch: Mapping[str, Tensor]) -> list[int]:
-    positions = _positions(batch)
+def _lengths(positions: Tensor) -> Tensor:
     begins = (positions == 0).nonzero().flatten()
-    lengths: list[int] = begins.diff(append=begins.new_tensor([len(positions)])).tolist()
-    return lengths
+    return begins.diff(append=begins.new_tensor([len(positions)]))
 
 
 def unpadded(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -86,9 +84,10 @@ def unpadded(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     mask = batch["attention_mask"]
     real = mask.flatten().nonzero().flatten()
+    positions = _positions(batch)
     total = _rounded(len(real))
     extra = total - len(real)
-    grid = grid_of(torch.tensor(_lengths(batch)), total)
+    grid = grid_of(_lengths(positions), total)
     ids = batch["input_ids"].flatten()[real]
     fill = int(ids[0])  # a padding token may be all zeros, of which some norms have no gradient
     number = torch.zeros(mask.numel(), dtype=torch.long)
@@ -96,7 +95,7 @@ def unpadded(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         **{name: tensor for name, tensor in batch.items() if name not in PADDED},
         "input_ids": pad(ids, (0, extra), value=fill)[None],
-        "position_ids": pad(_positions(batch), (0, extra))[None],
+        "position_ids": pad(positions, (0, extra))[None],
         "grid_tokens": grid.tokens,
         "grid_places": grid.places,
         "target_index": number[batch["target_index"]],
@@ -140,19 +139,11 @@ def can_unpad(model: nn.Module) -> bool:
             return False
         finally:
             in_grid(None)
-    scale = max(_rms(together - alone), 8 * torch.finfo(bare.dtype).eps * _rms(alone))
-    leak, apart = tolerances(bare.dtype)
-    # written so that NaN is no success
-    return _rms(here - there) <= leak * scale and _rms(here - alone) <= apart * scale
+    open_door = rms_difference([together], [alone])
+    return are_apart([here], [there], [alone], open_door, bare.dtype)
 
 
 def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     in_grid(grid_in(batch))
-    names = ("input_ids", "position_ids")
-    inputs = {name: batch[name] for name in names if name in batch}
-    logits: Tensor = model(**accepted(model, {**inputs, "use_cache": False})).logits
-    return logits[0].float()
-
-
-def _rms(x: Tensor) -> float:
-    return float(x.square().mean().sqrt())
+    extra = {name: batch[name] for name in ("position_ids",) if name in batch}
+    return logits_of(model, batch["input_ids"], extra)[0]

@@ -131,11 +131,12 @@ class Blocks:
             self._mark([(False, before) for _, before in self._before])
         else:
             self._mark([(True, function)] * len(self._marked))
+        itself = self.compiled and self.activations == "keep"  # else what is computed twice is
         for block in self.blocks:
             block._compiled_call_impl = None
-            if self.compiled and self.activations == "keep":
+            if itself:
                 block.compile(backend=BACKEND, dynamic=True)
-        if self.compiled and self.activations == "keep":
+        if itself:
             self._learn_alike()
 
     def _learn_alike(self) -> None:
