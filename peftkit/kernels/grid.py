@@ -1,13 +1,16 @@
-"""Documents that stand one after the other in a row, moved into a grid for attention and back.
+"""Documents whose tokens stand one after the other, moved into a grid for attention and back.
 
-Whatever works on each token for itself can have them in one row, without padding; attention wants
-them apart. In the grid each has a row of its own, as wide as the longest, and the padding between.
+Whatever works on each token for itself can have them in one row, or in rows cut anywhere, without
+padding, and what several documents begin with once; attention wants them apart. In the grid each
+has a row of its own, as wide as the longest, with all of its tokens and padding after them.
 
-Shapes: N tokens of the row, R documents, T places of each, H heads, D head size.
+Shapes: N = B * L tokens in B rows, R documents, T places of each, S tokens of several documents, H
+heads, D head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,15 +21,23 @@ MULTIPLE = 8
 
 
 class Grid(NamedTuple):
-    """Which token stands where. The row's last token is no document's: it pads the grid.
+    """Which token stands where. The last token is no document's: it pads the grid.
 
     Attributes:
         tokens: (R, T) numbers of tokens, N - 1 where padding is; each row ends with padding.
-        places: (N,) places in the flattened grid; of tokens of no document, one with padding.
+        places: (B, L) places in the flattened grid, of a token of several documents the first; of
+            tokens of no document, one with padding.
+        owners: (R, T) as tokens, but N - 1 at all other places of a token.
+        shared: (S,) the tokens of several documents, and padding, so that S is never below two: for
+            one size of 0 or 1 torch.compile would make a graph of its own.
+        copies: (S, R) all places of these, and as many with padding as there are too few.
     """
 
     tokens: Tensor
     places: Tensor
+    owners: Tensor
+    shared: Tensor
+    copies: Tensor
 
 
 def width_of(longest: int) -> int:
@@ -34,61 +45,106 @@ def width_of(longest: int) -> int:
     return (longest // MULTIPLE + 1) * MULTIPLE
 
 
-def grid_of(lengths: Tensor, total: int) -> Grid:
-    """Return the grid of documents of these lengths (R,), in a row of so many tokens, or more."""
-    used, num_rows = int(lengths.sum()), len(lengths)
-    assert used < total, "the row has no token that pads the grid"
-    width = width_of(int(lengths.max()))
-    place = torch.arange(num_rows * width).view(num_rows, width)
-    real = place % width < lengths[:, None]
+def grid_of(documents: Sequence[Sequence[int]], shape: tuple[int, int]) -> Grid:
+    """Return the grid of documents.
+
+    Args:
+        documents: Numbers of their tokens; all of 0 ... are somebody's.
+        shape: (B, L); more tokens than they are.
+    """
+    num_rows, width = len(documents), width_of(max(map(len, documents)))
+    total = shape[0] * shape[1]
+    pad = total - 1
+    tokens = torch.full((num_rows, width), pad)
     places = torch.full((total,), width - 1)
-    places[:used] = place[real]
-    tokens = torch.full_like(place, total - 1)
-    tokens[real] = torch.arange(used)
-    return Grid(tokens, places)
+    for number in reversed(range(num_rows)):  # so that the first has the last word
+        document = torch.tensor(documents[number])
+        tokens[number, : len(document)] = document
+        places[document] = number * width + torch.arange(len(document))
+    assert int(places[pad]) == width - 1, "the row has no token that pads the grid"
+    place = torch.arange(num_rows * width).view(num_rows, width)
+    owners = tokens.where(places[tokens] == place, pad)
+    found, counts = tokens[tokens != pad].unique(return_counts=True)
+    shared = torch.cat([found[counts > 1], torch.tensor([pad, pad])])
+    copies = torch.full((len(shared), num_rows), width - 1)
+    which = torch.full((total,), -1)
+    which[shared[:-2]] = torch.arange(len(shared) - 2)
+    row, column = (which[tokens] >= 0).nonzero(as_tuple=True)
+    copies[which[tokens[row, column]], row] = place[row, column]
+    return Grid(tokens, places.view(shape), owners, shared, copies)
 
 
 def into_grid(x: Tensor, grid: Grid) -> Tensor:
-    """Return queries, keys or values (1, H, N, D) as (R, H, T, D)."""
-    rows = x[0].transpose(0, 1).contiguous()  # (N, H, D), as linear layers make them
-    moved: Tensor = _Moved.apply(rows, grid.tokens.flatten(), grid.places)
-    return moved.unflatten(0, grid.tokens.shape).transpose(1, 2)
+    """Return queries, keys or values (B, H, L, D) as (R, H, T, D)."""
+    rows = x.transpose(1, 2).contiguous()  # as linear layers make them
+    moved: Tensor = _IntoGrid.apply(rows, *grid)
+    return moved.transpose(1, 2)
 
 
 def out_of_grid(x: Tensor, grid: Grid) -> Tensor:
-    """Return what attention makes of them, (R, T, H, D), as (1, N, H, D)."""
-    moved: Tensor = _Moved.apply(x.flatten(0, 1), grid.places, grid.tokens.flatten())
-    return moved[None]
+    """Return what attention makes of them, (R, T, H, D), as (B, L, H, D)."""
+    moved: Tensor = _OutOfGrid.apply(x, grid.places, grid.owners)
+    return moved
 
 
 @torch.library.custom_op("peftkit::gathered", mutates_args=())
 def gathered(x: Tensor, index: Tensor) -> Tensor:
-    """Return x[index] along the first dimension.
+    """Return x[index], (*index, ...): of x (A, B, ...) rows that are numbered from 0 to A * B.
 
     An operator, so that torch.compile does not make it part of a loop over single numbers: whole
     rows are copied in a fraction of the time.
     """
-    return x.index_select(0, index)
+    return x.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)
 
 
 @gathered.register_fake
 def _like_gathered(x: Tensor, index: Tensor) -> Tensor:
-    return x.new_empty(index.shape[0], *x.shape[1:])
+    return x.new_empty(*index.shape, *x.shape[2:])
 
 
-class _Moved(torch.autograd.Function):
-    """x[index] along the first dimension, whose gradient is gathered too.
+@torch.library.custom_op("peftkit::collected", mutates_args=())
+def collected(x: Tensor, places: Tensor, shared: Tensor, copies: Tensor) -> Tensor:
+    """Return for each token (B, L, ...) the sum of what stands at its places in x (R, T, ...).
 
-    Only padding is there twice, and nothing is learnt of it: its gradient is zero, and need not be
-    summed, which is what makes the backward pass of `index_select` slow.
+    Most have one place, so that they are gathered, which takes a fraction of adding rows to rows.
+    What stands at padding is zero.
     """
+    flat = x.flatten(0, 1)
+    out = flat.index_select(0, places.flatten())
+    if len(shared) > 2:
+        sums = flat.index_select(0, copies.flatten()).unflatten(0, copies.shape).sum(1)
+        out.index_copy_(0, shared, sums)
+    return out.unflatten(0, places.shape)
+
+
+@collected.register_fake
+def _like_collected(x: Tensor, places: Tensor, shared: Tensor, copies: Tensor) -> Tensor:
+    return x.new_empty(*places.shape, *x.shape[2:])
+
+
+class _IntoGrid(torch.autograd.Function):
+    """To all places of each token; nothing is learnt of padding."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return gathered(x, index)
+    def forward(ctx: Any, x: Tensor, *grid: Tensor) -> Tensor:
+        tokens, places, _, shared, copies = grid
+        ctx.save_for_backward(places, shared, copies)
+        return gathered(x, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return collected(grads[0].contiguous(), *ctx.saved_tensors), *[None] * len(Grid._fields)
+
+
+class _OutOfGrid(torch.autograd.Function):
+    """From the first place of each token; what attention makes at the others is the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor, owners: Tensor) -> Tensor:
+        ctx.save_for_backward(owners)
+        return gathered(x, places)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (back,) = ctx.saved_tensors
-        return gathered(grads[0].contiguous(), back), None, None
+        (owners,) = ctx.saved_tensors
+        return gathered(grads[0].contiguous(), owners), None, None

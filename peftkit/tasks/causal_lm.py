@@ -53,6 +53,8 @@ class CausalLM(TokenTask):
             or a length that cannot be.
     """
 
+    is_causal: ClassVar[bool] = True
+
     def __init__(
         self,
         model: nn.Module,

@@ -41,23 +41,30 @@ def cpu_attention(model: Any) -> Iterator[bool]:
     try:
         yield True
     finally:
-        in_grid(None)
+        in_grid()
         model.set_attn_implementation(before)
 
 
-_grid: Grid | None = None
+_grids: tuple[Grid, ...] = ()
 
 
-def in_grid(grid: Grid | None) -> None:
-    """Say how the documents of the next forward pass, and its backward pass, lie in one row.
+def in_grid(*grids: Grid) -> None:
+    """Say how the documents of the next forward pass, and its backward pass, lie in rows.
 
     It is no context: blocks that are recomputed ask again in the backward pass.
 
     Args:
-        grid: None: not in one row; each row is a document.
+        grids: None: each row is a document. Two: an encoder's and a decoder's, whose rows are not
+            of one length.
     """
-    global _grid
-    _grid = grid
+    global _grids
+    _grids = grids
+
+
+def _grid_with(length: int) -> Grid:
+    """Return the grid whose tokens are in rows of this length."""
+    first, *others = _grids
+    return next((grid for grid in others if grid.places.shape[1] == length), first)
 
 
 def _mask(
@@ -65,20 +72,23 @@ def _mask(
 ) -> Tensor | None:
     """Return what attention may see, as transformers' own function does.
 
-    In a grid (R, 1, T, T): its function of any two tokens, asked for those of each document.
+    In a grid (R, 1, T, T): its function of any two tokens, asked for those of the longest document,
+    which has the first ones of the first row and stands there as it would alone.
     """
-    if _grid is None:
+    if not _grids:
         mask: Tensor | None = sdpa_mask(
             mask_function=mask_function, attention_mask=attention_mask, **more
         )
         return mask
     if attention_mask is not None or more.get("use_vmap"):
         raise RuntimeError("documents in one row have no mask but their own")
-    tokens = _grid.tokens[:, None]  # (R, 1, T)
-    seen = mask_function(0, 0, tokens[..., :, None], tokens[..., None, :])
-    seen = seen & (tokens < len(_grid.places) - 1)[..., None, :]
-    itself = torch.eye(tokens.shape[-1], dtype=torch.bool)
-    return seen | itself  # padding has to see something
+    queries, keys = _grid_with(more["q_length"]), _grid_with(more["kv_length"])
+    row, column = queries.tokens.amin(0)[:, None], keys.tokens.amin(0)
+    real = (keys.tokens < keys.places.numel() - 1)[:, None, None]
+    seen = (mask_function(0, 0, row, column) & real).expand(-1, -1, len(row), -1)
+    if queries is not keys:
+        return seen
+    return seen | torch.eye(len(row), dtype=torch.bool)  # padding has to see something
 
 
 def _applies(model: Any) -> bool:
@@ -107,8 +117,11 @@ def _attend(
     softcap: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    if (grid := _grid) is not None:
-        query, key, value = (into_grid(x, grid) for x in (query, key, value))
+    if _grids:
+        grid, keys = _grid_with(query.shape[2]), _grid_with(key.shape[2])
+        query, key, value = into_grid(query, grid), into_grid(key, keys), into_grid(value, keys)
+        if position_bias is not None:  # of distances: each document's is the longest one's
+            position_bias = position_bias[..., : query.shape[2], : key.shape[2]]
         if attention_mask is None or attention_mask.shape[0] != len(query):
             raise RuntimeError("documents in one row have a mask of their grid")
     asked = {name for name, value in more.items() if value is not None} - PLAIN
@@ -127,4 +140,4 @@ def _attend(
             query, key, value, attention_mask, causal, scale, position_bias, softcap
         )
         out = out.transpose(1, 2).contiguous()
-    return out if grid is None else out_of_grid(out, grid), None
+    return out_of_grid(out, grid) if _grids else out, None

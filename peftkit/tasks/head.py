@@ -22,8 +22,7 @@ from peftkit.kernels.cross_entropy import chunked_cross_entropy
 from peftkit.tasks.cpu_attention import cpu_attention, in_grid
 from peftkit.tasks.loss import accepted, cross_entropy_sum, find_head, target_rows, unwrapped
 from peftkit.tasks.protocol import Task
-from peftkit.tasks.unpadding import can_unpad, grid_in, is_better, num_positions, unpadded
-from peftkit.train.batches import num_tokens
+from peftkit.tasks.unpadding import can_unpad, faster, grids_in, num_positions, unpadded
 
 TOLERANCE = 2e-3
 """Of the largest logit: the same rows in a product of another shape."""
@@ -63,6 +62,8 @@ class TokenTask(Task):
     """A task whose loss is that of each token of a text."""
 
     predicts_tokens: ClassVar[bool] = True
+    is_causal: ClassVar[bool] = False
+    """Whether what is computed of a token depends on none after it."""
     _head: Head | None
     _in_one_row = False
 
@@ -70,13 +71,16 @@ class TokenTask(Task):
     def paths(self) -> dict[str, str]:
         """Whether logits are made chunk by chunk, and whether rows are padded."""
         loss = "label rows alone, in chunks" if self._head else "label rows, all logits at once"
-        return {"loss": loss, "rows": "without padding" if self._in_one_row else "padded"}
+        rows = "padded"
+        if self._in_one_row:
+            rows = "without padding" + ", common beginnings once" * self.is_causal
+        return {"loss": loss, "rows": rows}
 
     @contextmanager
     def training(self, model: nn.Module) -> Iterator[None]:
         """Besides, have documents in one row, without padding, where the model can."""
         with cpu_attention(unwrapped(model)) as in_use:
-            self._in_one_row = in_use and can_unpad(model)
+            self._in_one_row = in_use and can_unpad(model, share=self.is_causal)
             try:
                 yield
             finally:
@@ -87,13 +91,14 @@ class TokenTask(Task):
         padded = super().num_positions(rows)
         if not self._in_one_row:
             return padded
-        lengths = [n for row in rows for n in getattr(row, "lengths", (num_tokens(row),))]
+        alone = super().num_positions
+        lengths = [n for row in rows for n in getattr(row, "lengths", (alone([row]),))]
         return min(padded, num_positions(lengths))
 
     def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         """Return rows as a batch: padded, or in one row if that is faster."""
         batch = self.padded(rows)
-        return unpadded(batch) if self._in_one_row and is_better(batch) else batch
+        return faster(batch, unpadded(batch, share=self.is_causal)) if self._in_one_row else batch
 
     @abstractmethod
     def padded(self, rows: Sequence[Any]) -> dict[str, Tensor]:
@@ -109,10 +114,10 @@ class TokenTask(Task):
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross entropy summed over the learnt tokens of a batch, in fp32."""
-        grid = grid_in(batch)
-        in_grid(grid)
-        one_row = {name: batch[name] for name in ("input_ids", "position_ids") if grid}
-        inputs = accepted(model, {**(one_row or self.inputs(model, batch)), "use_cache": False})
+        grids = grids_in(batch)
+        in_grid(*grids)
+        given = batch if grids else self.inputs(model, batch)
+        inputs = accepted(model, {**given, "use_cache": False})
         return token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:

@@ -91,9 +91,9 @@ class Seq2Seq(TokenTask):
     def padded(self, rows: Sequence[PairRow]) -> dict[str, Tensor]:
         """Return a batch, padded on the right.
 
-        input_ids and attention_mask (B, S); decoder_input_ids (B, T); target_index (n,), where in
-        the flattened (B * T) decoder states a token is learnt; targets (n,), those tokens. The
-        decoder needs no mask: no token attends to the padding on its right.
+        input_ids and attention_mask (B, S); decoder_input_ids and decoder_attention_mask (B, T);
+        target_index (n,), where in the flattened (B * T) decoder states a token is learnt; targets
+        (n,), those tokens.
         """
         pad = int(self.tokenizer.pad_token_id)
         input_ids, attention_mask = _padded([row.input_ids for row in rows], pad)
@@ -103,12 +103,16 @@ class Seq2Seq(TokenTask):
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "decoder_input_ids": decoder_input_ids,
+            "decoder_attention_mask": learnt,
             "target_index": learnt.flatten().nonzero().flatten(),
             "targets": torch.tensor([token for row in rows for token in row.labels]),
         }
 
     def inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the tokens of both halves, and which of the source are padding."""
+        """Return the tokens of both halves, and which of the source are padding.
+
+        The decoder needs no mask: no token attends to the padding on its right.
+        """
         names = ("input_ids", "attention_mask", "decoder_input_ids")
         return {name: batch[name] for name in names}
 

@@ -1,9 +1,14 @@
 """Batches without padding: all documents one after the other, in one row.
 
 Padding costs all layers as much as tokens do; in a row it is but the few tokens that round its
-length. Attention takes the documents apart (`peftkit.kernels.grid`). A model may mix tokens
-elsewhere too (convolutions, states), or count positions its own way: so it is asked, on a few
-tokens, before it is trained like this.
+length. And what several documents begin with, a system prompt or the same question, is the same to
+a causal model: it is there once, and learns from all of them. Attention takes the documents apart
+(`peftkit.kernels.grid`). A model may mix tokens elsewhere too (convolutions, states), or count
+positions its own way: so it is asked, on a few tokens, before it is trained like this.
+
+An encoder-decoder has its sources in rows and its targets in others. They are not one row each, for
+T5 makes a bias for all pairs of a row's places; no shorter than the longest document, for that
+bias is the document's.
 
 Shapes: B rows, T tokens of the longest, N tokens of the one row, R documents.
 """
@@ -11,29 +16,34 @@ Shapes: B rows, T tokens of the longest, N tokens of the one row, R documents.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from peftkit.kernels.grid import Grid, grid_of, width_of
 from peftkit.modes import evaluating
 from peftkit.tasks.cpu_attention import in_grid
 from peftkit.tasks.isolation import are_apart, logits_of, rms_difference
 from peftkit.tasks.length import num_virtual
-from peftkit.tasks.loss import accepted, unwrapped
+from peftkit.tasks.loss import unwrapped
 
-MULTIPLE = 16
+ALIGNMENT = 16
 """N is one of this: few different shapes, for each of which oneDNN compiles and keeps kernels."""
 
 CELLS = 1000
 """Pairs of a query and a key that take as long as a token in all other layers."""
 
-PADDED = ("attention_mask", "labels", "token_type_ids")
+PADDED = ("attention_mask", "labels", "token_type_ids", "decoder_attention_mask")
 """What a batch has no longer once it is in one row."""
 
-LENGTHS = (9, 11, 2)
+HALVES = ("", "decoder_")
+"""How the names of a batch begin that are of a decoder beside an encoder; of all others."""
+
+GRID = "grid_"
+"""How the names of a batch begin, after that, that are fields of its `Grid`."""
+
+LENGTHS = (11, 9, 2)
 """Of the documents that a model is asked with."""
 
 
@@ -46,104 +56,144 @@ def num_positions(lengths: Sequence[int]) -> int:
     return sum(lengths) + cells // CELLS
 
 
-def is_better(batch: Mapping[str, Tensor]) -> bool:
-    """Tell whether a padded batch is computed faster in one row."""
-    mask = batch["attention_mask"]
-    lengths = _lengths(_positions(batch)).tolist()
-    in_one_row = _rounded(sum(lengths)) + len(lengths) * width_of(max(lengths)) ** 2 / CELLS
-    return in_one_row < mask.numel() + mask.numel() * mask.shape[1] / CELLS
+def faster(padded: dict[str, Tensor], one_row: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the one of two batches that is computed faster, both of the same rows."""
+
+    def tokens(batch: Mapping[str, Tensor], grids: str) -> float:
+        found = 0.0
+        for half in HALVES:
+            if (ids := batch.get(half + "input_ids")) is not None:
+                cells = batch[half + grids]
+                found += ids.numel() + cells.numel() * cells.shape[1] / CELLS
+        return found
+
+    return one_row if tokens(one_row, GRID + "tokens") < tokens(padded, "input_ids") else padded
 
 
-def _rounded(num_tokens: int) -> int:
-    return (num_tokens // MULTIPLE + 1) * MULTIPLE  # one of them at least is padding
-
-
-def _positions(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return each token's place in its document, padding left out, of one row after the other."""
-    mask = batch["attention_mask"]
-    in_row = torch.arange(mask.shape[1]).expand_as(mask)
-    return batch.get("position_ids", in_row)[mask.bool()]
-
-
-def _lengths(positions: Tensor) -> Tensor:
-    begins = (positions == 0).nonzero().flatten()
-    return begins.diff(append=begins.new_tensor([len(positions)]))
-
-
-def unpadded(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def unpadded(batch: Mapping[str, Tensor], *, share: bool) -> dict[str, Tensor]:
     """Return a padded batch in one row.
 
     Args:
         batch: input_ids and attention_mask (B, T), 1 where a token is; position_ids (B, T), if
-            there are any, which begin anew at each document of a row; target_index, places in the
-            flattened (B * T) tokens; and what else there is.
+            there are any, which begin anew at each document of a row; the same with "decoder_"
+            before, if it is for an encoder and a decoder; target_index, places in the flattened
+            (B * T) tokens, of the decoder if there is one; and what else there is.
+        share: Have what several documents begin with once. The model has to be causal.
 
     Returns:
-        input_ids and position_ids (1, N); grid_tokens and grid_places, see `Grid`; target_index,
-        places among the N; and what else there is.
+        input_ids and position_ids (1, N), or with a decoder's any number of rows; the fields of
+        `Grid`; target_index, places among the flattened tokens; and what else there is.
     """
-    mask = batch["attention_mask"]
-    real = mask.flatten().nonzero().flatten()
-    positions = _positions(batch)
-    total = _rounded(len(real))
-    extra = total - len(real)
-    grid = grid_of(_lengths(positions), total)
-    ids = batch["input_ids"].flatten()[real]
-    fill = int(ids[0])  # a padding token may be all zeros, of which some norms have no gradient
-    number = torch.zeros(mask.numel(), dtype=torch.long)
-    number[real] = torch.arange(len(real))
-    return {
-        **{name: tensor for name, tensor in batch.items() if name not in PADDED},
-        "input_ids": pad(ids, (0, extra), value=fill)[None],
-        "position_ids": pad(positions, (0, extra))[None],
-        "grid_tokens": grid.tokens,
-        "grid_places": grid.places,
-        "target_index": number[batch["target_index"]],
-    }
+    made = {name: tensor for name, tensor in batch.items() if name not in PADDED}
+    both = all(half + "input_ids" in batch for half in HALVES)
+    for half in HALVES[: 1 + both]:
+        mask = batch[half + "attention_mask"]
+        real = mask.flatten().nonzero().flatten()
+        ids = batch[half + "input_ids"].flatten()[real]
+        in_row = torch.arange(mask.shape[1]).expand_as(mask)
+        positions = batch.get(half + "position_ids", in_row).flatten()[real]
+        begins = (positions == 0).nonzero().flatten()
+        lengths: list[int] = begins.diff(append=begins.new_tensor([len(ids)])).tolist()
+        numbers = _numbered([document.tolist() for document in ids.split(lengths)], share=share)
+        number = torch.tensor([n for document in numbers for n in document])
+        used = int(number.max()) + 1
+        most = used // width_of(max(lengths)) if both else 1
+        shape = _shape(used, most, other=made["input_ids"].shape[1] if half else 0)
+        for name, values, fill in (("input_ids", ids, int(ids[0])), ("position_ids", positions, 0)):
+            # filled with no token that pads: of all zeros some norms have no gradient
+            made[half + name] = values.new_full(shape, fill)
+            made[half + name].view(-1)[number] = values
+        for name, tensor in grid_of(numbers, shape)._asdict().items():
+            made[half + GRID + name] = tensor
+        if half == HALVES[both]:
+            in_batch = torch.zeros(mask.numel(), dtype=torch.long)
+            in_batch[real] = number
+            made["target_index"] = in_batch[batch["target_index"]]
+    return made
 
 
-def grid_in(batch: Mapping[str, Tensor]) -> Grid | None:
-    """Return the grid of a batch that is in one row."""
-    if "grid_tokens" not in batch:
-        return None
-    return Grid(batch["grid_tokens"], batch["grid_places"])
+def _shape(used: int, most: int, other: int) -> tuple[int, int]:
+    """Return rows for so many tokens, and at least one of padding: at most so many, at least one.
+
+    Args:
+        other: Length of the other half's rows, by which attention tells one from the other.
+    """
+    count = 1 << max(most.bit_length() - 1, 0)
+    step = max(1, ALIGNMENT // count)
+    length = -(-(used + 1) // (count * step)) * step
+    return count, length + step * (length == other)
 
 
-def can_unpad(model: nn.Module) -> bool:
+def _numbered(documents: Sequence[Sequence[int]], *, share: bool) -> list[list[int]]:
+    """Return the number in the row of each document's tokens; the longest has the first ones.
+
+    A causal model computes of a token what depends on its document up to there. So beginnings are
+    numbered: the one that ends here, by the one that ends a token before and by this token.
+    """
+    number: dict[tuple[int, int], int] = {}
+    numbers: list[list[int]] = [[] for _ in documents]
+    for which in sorted(range(len(documents)), key=lambda row: -len(documents[row])):
+        before = -1 if share else -1 - which
+        for token in documents[which]:
+            before = number.setdefault((before, token), len(number))
+            numbers[which].append(before)
+    return numbers
+
+
+def grids_in(batch: Mapping[str, Tensor]) -> tuple[Grid, ...]:
+    """Return the grids of a batch that is in one row: an encoder's, a decoder's; else none."""
+    return tuple(
+        Grid(*(batch[half + GRID + name] for name in Grid._fields))
+        for half in HALVES
+        if half + GRID + "tokens" in batch
+    )
+
+
+def can_unpad(model: nn.Module, *, share: bool) -> bool:
     """Tell whether documents in one row are to this model what they are alone.
 
     Runs it on a few tokens, without gradients. It must be within `cpu_attention`.
+
+    Args:
+        share: As `unpadded` will be told.
     """
     bare = unwrapped(model)
-    takes = accepted(model, {"position_ids": None})
-    if bare.config.is_encoder_decoder or num_virtual(model) or not takes:
+    if num_virtual(model):
         return False
+    halves = HALVES if bare.config.is_encoder_decoder else HALVES[:1]
     vocab = bare.config.get_text_config().vocab_size
-    ids = torch.arange(3, 3 + sum(LENGTHS)).mul(7).remainder(vocab)[None]
-    first, second = LENGTHS[:2]
-    inside = slice(first, first + second)  # the document that is looked at
-    other = ids.clone()
-    other[:, :first] = other[:, :first].add(vocab // 2).remainder(vocab)
-    batch = {
-        "attention_mask": torch.ones_like(ids),
-        "position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None],
-        "target_index": torch.arange(0),
-    }
-    rows = [unpadded({"input_ids": tokens, **batch}) for tokens in (ids, other)]
+    documents = torch.arange(3, 3 + sum(LENGTHS)).mul(7).remainder(vocab).split(LENGTHS)
+    seen, common = documents[1], len(documents[1]) // 2 if share else 0
+    seen[:common] = documents[0][:common]
+    others = [document.clone() for document in documents]
+    for document in (others[0], others[2]):
+        document[common:] = document[common:].add(vocab // 2).remainder(vocab)
+
+    def said(inputs: Mapping[str, Tensor]) -> Tensor:
+        in_grid(*grids_in(inputs))
+        return logits_of(model, inputs["input_ids"], inputs).flatten(0, 1)
+
+    def said_in_one_row(documents: Sequence[Tensor]) -> Tensor:
+        ids = pad_sequence(list(documents), batch_first=True)
+        mask = pad_sequence([torch.ones_like(document) for document in documents], batch_first=True)
+        batch = {"target_index": torch.arange(ids.shape[1], ids.shape[1] + len(seen))}
+        for half in halves:
+            batch |= {half + "input_ids": ids, half + "attention_mask": mask}
+        row = unpadded(batch, share=share)
+        return said(row)[row["target_index"]]
+
+    def said_as_they_are(ids: Tensor) -> Tensor:
+        return said({half + "input_ids": ids[None] for half in halves})
+
+    first = len(documents[0])
     with evaluating(model):
-        alone = _logits(model, {"input_ids": ids[:, inside]})
-        together = _logits(model, {"input_ids": ids})[inside]
+        alone = said_as_they_are(seen)
+        together = said_as_they_are(torch.cat(documents))[first : first + len(seen)]
         try:
-            here, there = (_logits(model, row)[inside] for row in rows)
+            here, there = said_in_one_row(documents), said_in_one_row(others)
         except Exception:  # a model's own way of saying that it takes no such row
             return False
         finally:
-            in_grid(None)
+            in_grid()
     open_door = rms_difference([together], [alone])
     return are_apart([here], [there], [alone], open_door, bare.dtype)
-
-
-def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    in_grid(grid_in(batch))
-    extra = {name: batch[name] for name in ("position_ids",) if name in batch}
-    return logits_of(model, batch["input_ids"], extra)[0]

@@ -233,8 +233,8 @@ def test_a_recipe_trains_saves_and_is_measured(tmp_path: Path, tokenizer: Tokeni
     opened = open_adapter(tmp_path / "run")
     assert opened.task == settings.task
     found = evaluate(opened.base, where, task=opened.task)
-    for name in ("loss", "perplexity"):
-        assert found[name] == pytest.approx(result.metrics[f"eval_{name}"], rel=1e-4)
+    for name in ("loss", "perplexity"):  # of rows that are padded here, and were not there
+        assert found[name] == pytest.approx(result.metrics[f"eval_{name}"], rel=1e-3)
     assert {"exact_match", "rouge_l"} < found.keys()
     fields = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
     assert fields["task_type"] == "SEQ_2_SEQ_LM"

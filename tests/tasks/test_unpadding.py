@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from peftkit.adapter import attach
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
+from peftkit.data.pairs import PairRow
 from peftkit.errors import PeftkitError
 from peftkit.kernels.grid import grid_of, into_grid, out_of_grid
 from peftkit.methods.lora import LoRA
@@ -23,6 +25,7 @@ from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.cpu_attention import cpu_attention
 from peftkit.tasks.head import TokenTask
 from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
+from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
 from peftkit.tasks.unpadding import can_unpad, num_positions
 from peftkit.train.batches import cut
 from peftkit.train.blocks import Blocks
@@ -47,8 +50,22 @@ def a_row(*lengths: int) -> Row:
     return Row(tuple(ids), tuple(labels), lengths, f"row of {lengths}")
 
 
+def beginning(row: Row, other: Row, length: int) -> Row:
+    """Return a row that begins as another one does."""
+    ids = (*other.input_ids[:length], *row.input_ids[length:])
+    return replace(
+        row, input_ids=ids, labels=tuple(i if n % 3 else -100 for n, i in enumerate(ids))
+    )
+
+
 ROWS = [a_row(9), a_row(25), a_row(4), a_row(17)]
 PACKED = [a_row(9, 11), a_row(25), a_row(4, 2, 3)]
+FIRST = a_row(9)
+SHARING = [
+    *(FIRST, beginning(a_row(25), FIRST, 6), beginning(a_row(17), FIRST, 6), a_row(4), FIRST),
+    *(beginning(a_row(20), a_row(4), 4), beginning(a_row(25), FIRST, 2)),
+]
+"""Five begin with two tokens, four with six; one is there twice, one is how another begins."""
 
 
 def task_on(model: nn.Module, tokenizer: Any, packing: bool = False) -> CausalLM:
@@ -61,10 +78,23 @@ def learnt(task: TokenTask, model: nn.Module, batch: Any) -> tuple[Tensor, list[
     return loss.detach(), list(torch.autograd.grad(loss, own, allow_unused=True))
 
 
+def num_distinct(rows: Sequence[Row]) -> int:
+    """Return how many beginnings the rows' documents have."""
+    begun = set()
+    for row in rows:
+        start = 0
+        for length in row.lengths:
+            begun |= {row.input_ids[start : start + n + 1] for n in range(length)}
+            start += length
+    return len(begun)
+
+
 def assert_same(task: TokenTask, model: nn.Module, rows: Sequence[Row]) -> None:
     with task.training(model):
         batch = task.collate(rows)
         assert "grid_tokens" in batch
+        if task.is_causal:
+            assert batch["input_ids"].numel() == (num_distinct(rows) // 16 + 1) * 16
         loss, grads = learnt(task, model, batch)
     want, wanted = learnt(task, model, task.collate(rows))  # outside of training: padded
     torch.testing.assert_close(loss, want, rtol=1e-4, atol=1e-4)
@@ -84,11 +114,12 @@ def test_one_row_is_the_same_where_it_is_possible(name: str, tokenizer: Tokenize
     except PeftkitError:
         pytest.skip("is no causal language model either")
     with task.training(model):
-        possible = task.paths["rows"] == "without padding"
+        possible = task.paths["rows"] != "padded"
     assert possible or name not in CAN
     assert not possible or name not in CANNOT
     if possible:
         assert_same(task, model, ROWS)
+        assert_same(task, model, SHARING)
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert", "distilbert"])
@@ -101,16 +132,62 @@ def test_of_an_encoder_too(name: str, tokenizer: Tokenizer) -> None:
     assert_same(task, model, rows)
 
 
+def a_pair(source: int, target: int) -> PairRow:
+    ids = a_row(source + target).input_ids
+    return PairRow(ids[:source], ids[source:], "", f"{source} and {target}")
+
+
+def pairs_on(name: str, tokenizer: Tokenizer) -> tuple[nn.Module, Seq2Seq]:
+    model: Any = MODELS[name]().eval()
+    return model, Seq2Seq(model, tokenizer, Seq2SeqConfig(), DataConfig(train=""))
+
+
+@pytest.mark.parametrize("name", ["t5", "t5_gated", "mt5", "umt5"])
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [(9, 3), (25, 7), (4, 12), (17, 1)],
+        [(9, 9), (25, 25), (4, 4), (17, 17)],  # halves alike, in all lengths
+        [(30, 3), (30, 3), (2, 3), (1, 3)],
+        [(3, 40), (5, 2), (7, 9)],
+    ],
+)
+def test_of_an_encoder_and_its_decoder(name: str, pairs: Any, tokenizer: Tokenizer) -> None:
+    model, task = pairs_on(name, tokenizer)
+    assert_same(task, model, [a_pair(*lengths) for lengths in pairs])
+
+
+def test_pairs_take_many_rows_and_little_padding(tokenizer: Tokenizer) -> None:
+    model, task = pairs_on("t5", tokenizer)
+    rows = [a_pair(9 + n, 30 - n) for n in range(20)]
+    with task.training(model):
+        batch = task.collate(rows)
+    for half, tokens in (("", sum(range(9, 29))), ("decoder_", sum(range(11, 31)))):
+        shape = batch[half + "input_ids"].shape
+        assert shape[0] > 1
+        assert shape[1] >= batch[half + "grid_tokens"].shape[1]
+        assert tokens < shape.numel() <= tokens + 32
+        assert shape.numel() % 16 == 0
+
+
+def test_absolute_positions_of_a_decoder_are_padded(tokenizer: Tokenizer) -> None:
+    model, task = pairs_on("bart", tokenizer)
+    with task.training(model):
+        assert task.paths["rows"] == "padded"
+
+
 def test_what_counts_positions_its_own_way_is_padded(tokenizer: Tokenizer) -> None:
     model = ARCHITECTURES["roberta"]().eval()  # its first position is not the first
     with cpu_attention(model):
-        assert not can_unpad(model)
+        assert not can_unpad(model, share=True)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mistral_swa", "qwen3_moe"])
 def test_documents_that_share_rows_are_apart_too(name: str, tokenizer: Tokenizer) -> None:
     model = ARCHITECTURES[name]().eval()
-    assert_same(task_on(model, tokenizer, packing=True), model, PACKED)
+    task = task_on(model, tokenizer, packing=True)
+    assert_same(task, model, PACKED)
+    assert_same(task, model, [beginning(a_row(9, 11), FIRST, 5), *PACKED, *SHARING])
 
 
 @pytest.mark.parametrize("way", ["keep", "recompute"])
@@ -123,6 +200,7 @@ def test_recomputed_blocks_find_their_documents(way: Any, tokenizer: Tokenizer) 
     blocks = Blocks(model)
     blocks.keep(way)
     assert_same(task_on(model, tokenizer), model, ROWS)
+    assert_same(task_on(model, tokenizer), model, SHARING)
     blocks.restore()
 
 
@@ -133,7 +211,7 @@ def test_virtual_tokens_before_every_row_need_rows(method: Any) -> None:
     model = ARCHITECTURES["llama"]().eval()
     attach(model, method)
     with cpu_attention(model):
-        assert not can_unpad(model)
+        assert not can_unpad(model, share=True)
 
 
 def test_asking_leaves_the_model_and_the_generator_as_they_were(tokenizer: Tokenizer) -> None:
@@ -142,7 +220,7 @@ def test_asking_leaves_the_model_and_the_generator_as_they_were(tokenizer: Token
     before, modes = torch.get_rng_state(), [m.training for m in model.modules()]
     implementation = model.config._attn_implementation
     with task.training(model):
-        assert task.paths["rows"] == "without padding"
+        assert task.paths["rows"].startswith("without padding")
     assert task.paths["rows"] == "padded"
     assert torch.equal(torch.get_rng_state(), before)
     assert [m.training for m in model.modules()] == modes
@@ -176,12 +254,13 @@ def test_micro_batches_count_tokens_and_some_of_the_padding(tokenizer: Tokenizer
 def test_into_the_grid_and_out_of_it(lengths: list[int]) -> None:
     used = sum(lengths)
     total = used + 3
-    grid = grid_of(torch.tensor(lengths), total)
+    documents = torch.arange(used).split(sorted(lengths, reverse=True))
+    grid = grid_of([document.tolist() for document in documents], (1, total))
     x = torch.randn(1, 2, total, 4, dtype=torch.float64, requires_grad=True)
     inside = into_grid(x, grid)
     assert inside.shape[:2] == (len(lengths), 2)
     start = 0
-    for row, length in zip(inside, lengths, strict=True):
+    for row, length in zip(inside, map(len, documents), strict=True):
         assert torch.equal(row[:, :length], x[0, :, start : start + length])
         start += length
     back = out_of_grid(inside.transpose(1, 2), grid)
@@ -190,3 +269,37 @@ def test_into_the_grid_and_out_of_it(lengths: list[int]) -> None:
     weight[:, used:] = 0  # nothing is learnt of padding
     (grad,) = torch.autograd.grad(back, x, weight)
     assert torch.equal(grad, weight.transpose(1, 2))
+
+
+def test_of_tokens_of_several_documents_all_places_are_heard() -> None:
+    documents = [[0, 1, 2, 3, 4], [0, 1, 5], [0, 1, 2, 6]]
+    grid = grid_of(documents, (2, 5))
+    x = torch.randn(2, 2, 5, 4, dtype=torch.float64, requires_grad=True)
+    tokens = x.detach().transpose(0, 1).flatten(1, 2)  # (H, N, D)
+    inside = into_grid(x, grid)
+    weight = torch.zeros_like(inside)
+    want = torch.zeros_like(tokens)
+    for row, document in enumerate(documents):
+        assert torch.equal(inside[row, :, : len(document)], tokens[:, document])
+        weight[row, :, : len(document)] = torch.randn(2, len(document), 4)
+        want[:, document] += weight[row, :, : len(document)]
+    (grad,) = torch.autograd.grad(inside, x, weight)
+    torch.testing.assert_close(grad.transpose(0, 1).flatten(1, 2), want)
+
+
+def test_of_tokens_of_several_documents_one_place_speaks() -> None:
+    documents = [[0, 1, 2, 3, 4], [0, 1, 5], [0, 1, 2, 6]]
+    grid = grid_of(documents, (2, 5))
+    x = torch.randn(3, 8, 2, 4, dtype=torch.float64, requires_grad=True)
+    out = out_of_grid(x, grid)
+    where = [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 2), (2, 3)]
+    assert out.shape == (2, 5, 2, 4)
+    for token, place in enumerate(where):
+        assert torch.equal(out.flatten(0, 1)[token], x[place])
+    weight = torch.randn_like(out)
+    weight.flatten(0, 1)[7:] = 0  # nothing is learnt of padding
+    (grad,) = torch.autograd.grad(out, x, weight)
+    want = torch.zeros_like(x)
+    for token, place in enumerate(where):
+        want[place] = weight.flatten(0, 1)[token]
+    assert torch.equal(grad, want)
