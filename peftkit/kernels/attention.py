@@ -54,11 +54,12 @@ def grouped_attention(
     scores = torch.bmm(rows, key.reshape(pairs, keys, size).transpose(1, 2))  # (B K, G L, S)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.view(batch, heads, length, keys)
     hidden = _causal(length, keys, query) if is_causal else _additive(mask, query.dtype)
     for term in (position_bias, hidden):
-        if term is not None:  # in place: these are the largest arrays of a layer
-            scores.view(batch, heads, length, keys).add_(term)
-    probs = functional.softmax(scores, dim=-1)
+        if term is not None:  # not in place: of a view that changes, autograd copies the gradient
+            scores = scores + term.contiguous()  # heads last, as T5 has them: six times the time
+    probs = functional.softmax(scores, dim=-1).view(pairs, groups * length, keys)
     out = torch.bmm(probs, value.reshape(pairs, keys, value.shape[-1]))
     return out.view(batch, heads, length, value.shape[-1])
 

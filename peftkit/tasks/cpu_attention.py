@@ -80,9 +80,11 @@ def _mask(
             mask_function=mask_function, attention_mask=attention_mask, **more
         )
         return mask
+    queries, keys = _grid_with(more["q_length"]), _grid_with(more["kv_length"])
     if attention_mask is not None or more.get("use_vmap"):
         raise RuntimeError("documents in one row have no mask but their own")
-    queries, keys = _grid_with(more["q_length"]), _grid_with(more["kv_length"])
+    if (more["batch_size"], more["q_length"]) != queries.places.shape:
+        raise RuntimeError("these are other rows than in_grid was told")
     row, column = queries.tokens.amin(0)[:, None], keys.tokens.amin(0)
     real = (keys.tokens < keys.places.numel() - 1)[:, None, None]
     seen = (mask_function(0, 0, row, column) & real).expand(-1, -1, len(row), -1)

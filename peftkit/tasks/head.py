@@ -118,7 +118,10 @@ class TokenTask(Task):
         in_grid(*grids)
         given = batch if grids else self.inputs(model, batch)
         inputs = accepted(model, {**given, "use_cache": False})
-        return token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
+        loss = token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
+        if not loss.requires_grad:  # there is no backward pass that asks again
+            in_grid()
+        return loss
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         """Return how many tokens a batch teaches; it never waits for the GPU."""

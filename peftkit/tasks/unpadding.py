@@ -16,6 +16,7 @@ Shapes: B rows, T tokens of the longest, N tokens of the one row, R documents.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,31 +86,53 @@ def unpadded(batch: Mapping[str, Tensor], *, share: bool) -> dict[str, Tensor]:
         `Grid`; target_index, places among the flattened tokens; and what else there is.
     """
     made = {name: tensor for name, tensor in batch.items() if name not in PADDED}
-    both = all(half + "input_ids" in batch for half in HALVES)
-    for half in HALVES[: 1 + both]:
+    halves = [half for half in HALVES if half + "input_ids" in batch]
+    number, length = torch.empty(0), 0
+    for half in halves:
         mask = batch[half + "attention_mask"]
-        real = mask.flatten().nonzero().flatten()
-        ids = batch[half + "input_ids"].flatten()[real]
-        in_row = torch.arange(mask.shape[1]).expand_as(mask)
-        positions = batch.get(half + "position_ids", in_row).flatten()[real]
-        begins = (positions == 0).nonzero().flatten()
-        lengths: list[int] = begins.diff(append=begins.new_tensor([len(ids)])).tolist()
-        numbers = _numbered([document.tolist() for document in ids.split(lengths)], share=share)
-        number = torch.tensor([n for document in numbers for n in document])
-        used = int(number.max()) + 1
-        most = used // width_of(max(lengths)) if both else 1
-        shape = _shape(used, most, other=made["input_ids"].shape[1] if half else 0)
-        for name, values, fill in (("input_ids", ids, int(ids[0])), ("position_ids", positions, 0)):
-            # filled with no token that pads: of all zeros some norms have no gradient
-            made[half + name] = values.new_full(shape, fill)
-            made[half + name].view(-1)[number] = values
-        for name, tensor in grid_of(numbers, shape)._asdict().items():
-            made[half + GRID + name] = tensor
-        if half == HALVES[both]:
-            in_batch = torch.zeros(mask.numel(), dtype=torch.long)
-            in_batch[real] = number
-            made["target_index"] = in_batch[batch["target_index"]]
-    return made
+        positions = batch.get(half + "position_ids", torch.arange(mask.shape[1]).expand_as(mask))
+        taken = _Tokens(batch[half + "input_ids"], positions, mask)
+        row, number = _in_rows(taken, share=share, cut=len(halves) > 1, other=length)
+        made |= {half + name: tensor for name, tensor in row.items()}
+        length = row["input_ids"].shape[1]
+    return made | {"target_index": number[batch["target_index"]]}  # of the last half
+
+
+class _Tokens(NamedTuple):
+    """Padded tokens, (B, T) each."""
+
+    ids: Tensor
+    positions: Tensor
+    mask: Tensor
+
+
+def _in_rows(
+    padded: _Tokens, *, share: bool, cut: bool, other: int
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return tokens in one row and their grid, and the new number of each old one (B * T).
+
+    Args:
+        cut: Into several rows, of another length than `other`.
+    """
+    real = padded.mask.flatten().nonzero().flatten()
+    ids, positions = padded.ids.flatten()[real], padded.positions.flatten()[real]
+    begins = (positions == 0).nonzero().flatten()
+    lengths: list[int] = begins.diff(append=begins.new_tensor([len(ids)])).tolist()
+    numbers = _numbered([document.tolist() for document in ids.split(lengths)], share=share)
+    number = torch.tensor([n for document in numbers for n in document])
+    used = int(number.max()) + 1
+    shape = _shape(used, used // width_of(max(lengths)) if cut else 1, other)
+    made = {  # filled with no token that pads: of all zeros some norms have no gradient
+        "input_ids": ids.new_full(shape, int(ids[0])),
+        "position_ids": positions.new_zeros(shape),
+    }
+    made["input_ids"].view(-1)[number] = ids
+    made["position_ids"].view(-1)[number] = positions
+    grid = grid_of(numbers, shape)._asdict()
+    made |= {GRID + name: tensor for name, tensor in grid.items()}
+    now = torch.zeros(padded.mask.numel(), dtype=torch.long)
+    now[real] = number
+    return made, now
 
 
 def _shape(used: int, most: int, other: int) -> tuple[int, int]:

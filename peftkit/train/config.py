@@ -10,7 +10,7 @@ from pydantic import Field
 
 from peftkit.config import Config
 
-CPU_TOKENS = 1024
+CPU_TOKENS = 1280
 """Matrix products of so many rows keep a few cores busy; more only take more memory."""
 
 
@@ -30,7 +30,7 @@ class TrainConfig(Config):
     tokens_per_batch: Literal["auto"] | Annotated[int, Field(ge=1)] | None = "auto"
     """Tokens that go through the model at once, padding included, in at most batch_size rows: a
     step's rows are sorted by length and cut where they have more. A single row may. null: any
-    number. auto: 1,024 on a CPU, which is no faster with more; null on a GPU. Which rows
+    number. auto: 1,280 on a CPU, which is no faster with more; null on a GPU. Which rows
     a step learns from does not depend on it."""
     learning_rate: float = Field(default=2e-4, gt=0)
     """Peak learning rate."""

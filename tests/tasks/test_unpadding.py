@@ -170,6 +170,26 @@ def test_pairs_take_many_rows_and_little_padding(tokenizer: Tokenizer) -> None:
         assert shape.numel() % 16 == 0
 
 
+def test_answers_are_not_looked_for_in_the_rows_of_the_loss(tokenizer: Tokenizer) -> None:
+    model, task = pairs_on("t5", tokenizer)
+    rows = [a_pair(9 + 5 * n, 30 - 7 * n) for n in range(4)]
+    alone = task.metrics(model, rows)
+    with task.training(model):
+        assert "grid_tokens" in task.collate(rows)
+        assert task.metrics(model, rows) == pytest.approx(alone, rel=1e-4)
+
+
+def test_dropout_of_attention_keeps_to_the_documents(tokenizer: Tokenizer) -> None:
+    model, task = pairs_on("t5", tokenizer)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 1e-7  # attention takes another way, and loses nothing
+    model.train()
+    assert_same(task, model, [a_pair(9, 3), a_pair(25, 7), a_pair(4, 12)])
+
+
 def test_absolute_positions_of_a_decoder_are_padded(tokenizer: Tokenizer) -> None:
     model, task = pairs_on("bart", tokenizer)
     with task.training(model):
