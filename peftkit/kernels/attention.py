@@ -1,9 +1,12 @@
 """Attention for training on a CPU, where torch's flash backward is slower than plain products.
 
 Softmax(s Q K^T + M) V written out, the query heads of a group as rows of one product with the keys
-they share, so that nothing is repeated. It keeps the probabilities for the backward pass, which is
-why it is for short rows alone. In bfloat16 the scores are rounded before the softmax, as in
-transformers' own eager attention; the softmax itself is computed in float32.
+they share, so that nothing is repeated. In bfloat16 the scores are rounded before the softmax, as
+in transformers' own eager attention; the softmax itself is computed in float32.
+
+Of short rows the probabilities are kept for the backward pass. Long rows go some queries at a time,
+each with the keys up to the last that one of them sees, which is half of them where attention is
+causal; the backward pass computes their probabilities again.
 
 Shapes: B batch, H query heads, K key-value heads (H = G K), L queries, S keys, D head size.
 """
@@ -11,13 +14,18 @@ Shapes: B batch, H query heads, K key-value heads (H = G K), L queries, S keys, 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-MAX_BYTES = 16 << 20
-"""Probabilities of one layer may take this much; longer rows are better left to torch."""
+MAX_BYTES = 4 << 20
+"""Probabilities of one layer may take this much; those of longer rows are computed twice."""
+
+MIN_QUERIES, MAX_PARTS = 128, 16
+"""A long row goes so many queries at a time, or more where there were more parts of it."""
 
 
 def reference_attention(
@@ -68,6 +76,125 @@ def is_short(query: Tensor, key: Tensor) -> bool:
     """Tell whether the probabilities of these fit into MAX_BYTES."""
     batch, heads, length, _ = query.shape
     return batch * heads * length * key.shape[2] * query.element_size() <= MAX_BYTES
+
+
+@torch.library.custom_op("peftkit::blocked_attention", mutates_args=())
+def blocked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
+    """Return the same as `reference_attention`, (B, L, H, D), and keep nothing but its inputs."""
+    batch, heads, length, size = query.shape
+    out = query.new_empty(batch, length, heads, size)
+    keys, values = key.flatten(0, 1), value.flatten(0, 1)  # (B K, S, D)
+    for part, seen, hidden in _parts(query, key, mask, is_causal):
+        _, probs = _probabilities(query[:, :, part], keys[:, seen], hidden, scale)
+        said = torch.bmm(probs, values[:, seen])
+        out[:, part] = said.view(batch, heads, -1, size).transpose(1, 2)
+    return out
+
+
+@torch.library.custom_op("peftkit::blocked_attention_backward", mutates_args=())
+def blocked_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, given that of the result (B, L, H, D)."""
+    batch, heads, _, size = query.shape
+    grad_query = torch.empty_like(query)
+    keys, values = key.flatten(0, 1), value.flatten(0, 1)
+    # summed over all parts: in float32
+    grad_keys, grad_values = (torch.zeros_like(x, dtype=torch.float32) for x in (keys, values))
+    for part, seen, hidden in _parts(query, key, mask, is_causal):
+        rows, probs = _probabilities(query[:, :, part], keys[:, seen], hidden, scale)
+        grad_out = grad[:, part].transpose(1, 2).reshape(rows.shape)
+        grad_values[:, seen] += torch.bmm(probs.transpose(1, 2), grad_out)
+        grad_probs = torch.bmm(grad_out, values[:, seen].transpose(1, 2))
+        grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
+        grad_query[:, :, part] = (torch.bmm(grad_scores, keys[:, seen]) * scale).view(
+            batch, heads, -1, size
+        )
+        grad_keys[:, seen] += torch.bmm(grad_scores.transpose(1, 2), rows)
+    return (
+        grad_query,
+        grad_keys.view(key.shape).to(key.dtype),
+        grad_values.view(value.shape).to(value.dtype),
+    )
+
+
+def _parts(
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool
+) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Yield some queries, the keys that any of them sees, and what is added to their scores."""
+    length, keys = query.shape[2], key.shape[2]
+    if mask is not None:
+        mask = mask.expand(-1, -1, length, keys)
+    at_once = max(MIN_QUERIES, -(-length // MAX_PARTS))
+    for start in range(0, length, at_once):
+        part = slice(start, min(start + at_once, length))
+        if is_causal:
+            seen = slice(0, part.stop)
+            hidden = _causal(part.stop, part.stop, query)[part]
+        elif mask is None:
+            seen, hidden = slice(0, keys), None
+        else:
+            seen = slice(0, keys)
+            if mask.dtype == torch.bool:
+                columns = mask[..., part, :].flatten(0, -2).any(0).nonzero()
+                if len(columns):
+                    seen = slice(int(columns[0]), int(columns[-1]) + 1)
+            hidden = _additive(mask[..., part, seen], query.dtype)
+        yield part, seen, hidden
+
+
+def _probabilities(
+    query: Tensor, keys: Tensor, hidden: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the rows of products (B K, G n, D) that n queries (B, H, n, D) are, and softmax."""
+    batch, heads, length, size = query.shape
+    rows = (query * scale).reshape(len(keys), -1, size)
+    scores = torch.bmm(rows, keys.transpose(1, 2))
+    if hidden is not None:
+        scores.view(batch, heads, length, -1).add_(hidden)
+    return rows, functional.softmax(scores, dim=-1)
+
+
+@blocked_attention.register_fake
+def _like_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
+    batch, heads, length, size = query.shape
+    return query.new_empty(batch, length, heads, size)
+
+
+@blocked_attention_backward.register_fake
+def _like_gradients(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.is_causal, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    found = blocked_attention_backward(grad, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
+    return (*found, None, None, None)
+
+
+blocked_attention.register_autograd(_gradients, setup_context=_save)
 
 
 def _causal(length: int, keys: int, like: Tensor) -> Tensor:

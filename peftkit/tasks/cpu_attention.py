@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from peftkit.kernels.attention import grouped_attention, is_short
+from peftkit.kernels.attention import blocked_attention, grouped_attention, is_short
 from peftkit.kernels.grid import Grid, into_grid, out_of_grid
 
 NAME = "peftkit_grouped"
@@ -128,7 +128,8 @@ def _attend(
             raise RuntimeError("documents in one row have a mask of their grid")
     asked = {name for name, value in more.items() if value is not None} - PLAIN
     trains = torch.is_grad_enabled() and query.requires_grad
-    slow = not trains or dropout or not is_short(query, key)
+    short = is_short(query, key)
+    slow = not trains or dropout or (position_bias is not None and not short)
     if asked or (slow and softcap is None):
         more.update(position_bias=position_bias, softcap=softcap)
         out, _ = sdpa_attention_forward(
@@ -138,8 +139,11 @@ def _attend(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = causal and attention_mask is None and query.shape[2] > 1
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out = grouped_attention(
-            query, key, value, attention_mask, causal, scale, position_bias, softcap
-        )
-        out = out.transpose(1, 2).contiguous()
+        if softcap is None and not short:
+            out = blocked_attention(query, key, value, attention_mask, causal, scale)
+        else:
+            out = grouped_attention(
+                query, key, value, attention_mask, causal, scale, position_bias, softcap
+            )
+            out = out.transpose(1, 2).contiguous()
     return out_of_grid(out, grid) if _grids else out, None
