@@ -124,6 +124,18 @@ def tokens_of_steps(rows: Sequence[Mapping[str, Any]], batch_size: int, *names: 
     return [sum(sizes[start : start + batch_size]) for start in range(0, len(sizes), batch_size)]
 
 
+def num_beginnings(rows: Sequence[Mapping[str, Any]], batch_size: int) -> int:
+    """Return how many tokens batches have, what rows of a batch begin with in common counted once.
+
+    So many a causal model has to read.
+    """
+    found = 0
+    for start in range(0, len(rows), batch_size):
+        texts = [tuple(row["input_ids"]) for row in rows[start : start + batch_size]]
+        found += len({text[: n + 1] for text in texts for n in range(len(text))})
+    return found
+
+
 def summary(
     runs: Runs, step_tokens: Sequence[int], bad: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
@@ -269,9 +281,10 @@ def tell(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]], runs: Runs
     print(heading({side: results[0].get("versions", {}) for side, results in runs.items()}))
     print(
         f"{args.model}, {args.dtype}, quantize {args.quantize}, LoRA r{args.rank} on all linears, "
-        f"{len(rows)} rows of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all, "
-        f"batch {args.batch_size}; medians of {args.repeats} runs in turn; losses may differ by "
-        f"{LOSS_TOLERANCE:.0%}\n"
+        f"{len(rows)} rows of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all "
+        f"({num_beginnings(rows, args.batch_size)} with what rows of a batch begin with counted "
+        f"once), batch {args.batch_size}; medians of {args.repeats} runs in turn; losses may "
+        f"differ by {LOSS_TOLERANCE:.0%}\n"
     )
     print(show(figures))
     for notice in runs["ours"][0].get("notices", ()):

@@ -24,6 +24,9 @@ from torch.nn import functional
 MAX_BYTES = 4 << 20
 """Probabilities of one layer may take this much; those of longer rows are computed twice."""
 
+MAX_BIASED_BYTES = 16 << 20
+"""As much where there is a bias of positions: longer rows are left to torch, which is slower."""
+
 MIN_QUERIES, MAX_PARTS = 128, 16
 """A long row goes so many queries at a time, or more where there were more parts of it."""
 
@@ -72,10 +75,11 @@ def grouped_attention(
     return out.view(batch, heads, length, value.shape[-1])
 
 
-def is_short(query: Tensor, key: Tensor) -> bool:
-    """Tell whether the probabilities of these fit into MAX_BYTES."""
+def is_short(query: Tensor, key: Tensor, *, biased: bool) -> bool:
+    """Tell whether the probabilities of these are few enough to be kept."""
     batch, heads, length, _ = query.shape
-    return batch * heads * length * key.shape[2] * query.element_size() <= MAX_BYTES
+    needed = batch * heads * length * key.shape[2] * query.element_size()
+    return needed <= (MAX_BIASED_BYTES if biased else MAX_BYTES)
 
 
 @torch.library.custom_op("peftkit::blocked_attention", mutates_args=())

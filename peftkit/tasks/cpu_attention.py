@@ -25,11 +25,11 @@ PLAIN = {
 
 @contextmanager
 def cpu_attention(model: Any) -> Iterator[bool]:
-    """Train with the grouped attention where that is exact and faster; say whether it is in use.
+    """Train with our own attention where that is exact and faster; say whether it is in use.
 
     It is where the model is on a CPU and dispatches its attention to torch's SDPA. Each call that
-    asks for more than it knows (sinks, dropout), or whose rows are long, goes to SDPA as before.
-    A model that caps its scores, which SDPA cannot, takes it in place of its eager attention.
+    asks for more than it knows (sinks, dropout, a bias on long rows) goes to SDPA as before. A
+    model that caps its scores, which SDPA cannot, takes it in place of its eager attention.
     """
     if not _applies(model):
         yield False
@@ -128,8 +128,9 @@ def _attend(
             raise RuntimeError("documents in one row have a mask of their grid")
     asked = {name for name, value in more.items() if value is not None} - PLAIN
     trains = torch.is_grad_enabled() and query.requires_grad
-    short = is_short(query, key)
-    slow = not trains or dropout or (position_bias is not None and not short)
+    biased = position_bias is not None
+    short = is_short(query, key, biased=biased)
+    slow = not trains or dropout or (biased and not short)
     if asked or (slow and softcap is None):
         more.update(position_bias=position_bias, softcap=softcap)
         out, _ = sdpa_attention_forward(

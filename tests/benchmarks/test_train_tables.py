@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from benchmarks.report import Spread, disagreement, table
-from benchmarks.train import arguments, problems, summary, tell, tokens_of_steps
+from benchmarks.train import (
+    arguments,
+    num_beginnings,
+    problems,
+    summary,
+    tell,
+    tokens_of_steps,
+)
 from benchmarks.workers import WorkerFailed, work
 
 ROWS = [{"input_ids": [1] * 50}, {"input_ids": [1] * 150}]
@@ -75,6 +82,13 @@ def test_the_later_half_counts_the_tokens_of_its_own_steps() -> None:
     assert figures["ours"]["steady"] == 150
     assert figures["ours"]["tokens_per_second"] == 50
     assert tokens_of_steps(ROWS, 8) == [200]
+
+
+def test_what_rows_begin_with_counts_once_in_a_batch() -> None:
+    rows = [{"input_ids": ids} for ids in ([1, 2, 3], [1, 2, 4, 3], [2, 3], [1, 2, 3])]
+    assert num_beginnings(rows, 1) == 3 + 4 + 2 + 3
+    assert num_beginnings(rows, 2) == (3 + 2) + (2 + 3)
+    assert num_beginnings(rows, 4) == 3 + 2 + 2
 
 
 def test_no_speed_is_told_of_anyone_when_ours_failed() -> None:
