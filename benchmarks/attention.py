@@ -1,6 +1,8 @@
-"""Grouped attention beside torch's own on this CPU: milliseconds forward, and forward and backward.
+"""Our attention beside torch's own on this CPU: milliseconds of a layer, forward and both ways.
 
-python -m benchmarks.attention
+    python -m benchmarks.attention
+
+On one thread, and of its processor time: that says more than a clock where processors are shared.
 """
 
 from __future__ import annotations
@@ -12,13 +14,21 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from peftkit.kernels.attention import grouped_attention, reference_attention
+from benchmarks.report import heading, table
+from peftkit.kernels.attention import blocked_attention, grouped_attention, reference_attention
+from peftkit.train.memory import keep_freed_memory
 
-SHAPES = ((8, 128), (4, 256), (2, 512), (1, 1024))
-"""Rows and length, 9 heads over 3 of keys, head size 64: SmolLM2's."""
+SHAPES = ((8, 128), (4, 256), (2, 512), (1, 1024), (1, 2048), (1, 4096))
+"""Rows and length; 9 heads of 64 over 3 of keys, as SmolLM2's, bf16, causal."""
+
+WAYS: dict[str, Callable[..., Tensor]] = {
+    "torch's": reference_attention,
+    "probabilities kept": grouped_attention,
+    "computed again": lambda *given: blocked_attention(*given).transpose(1, 2),
+}
 
 
-def milliseconds(work: Callable[[], object], repeats: int = 9) -> float:
+def milliseconds(work: Callable[[], object], repeats: int = 7) -> float:
     """Return the median processor time of a call, after one that is not counted."""
     work()
     times = []
@@ -29,30 +39,30 @@ def milliseconds(work: Callable[[], object], repeats: int = 9) -> float:
     return 1e3 * median(times)
 
 
+def measure(batch: int, length: int) -> list[str]:
+    """Return a line of the table."""
+    inputs = [
+        torch.randn(batch, length, heads, 64).bfloat16().transpose(1, 2).requires_grad_()
+        for heads in (9, 3, 3)
+    ]
+    grad = torch.randn(batch, 9, length, 64).bfloat16()
+    figures = []
+    for attend in WAYS.values():
+
+        def forward(attend: Callable[..., Tensor] = attend) -> Tensor:
+            return attend(*inputs, None, True, 0.125)
+
+        figures += [milliseconds(forward), milliseconds(lambda: forward().backward(grad))]
+    return [f"{batch} x {length:,}", *(f"{figure:.1f}" for figure in figures)]
+
+
 def main() -> None:
-    """Print the table, on one thread: processor time says little about several."""
+    """Print the table."""
     torch.set_num_threads(1)
-    print("rows x length   torch fwd  fwd+bwd   grouped fwd  fwd+bwd")
-    for batch, length in SHAPES:
-        q, k, v = (
-            torch.randn(batch, length, heads, 64).bfloat16().transpose(1, 2).requires_grad_()
-            for heads in (9, 3, 3)
-        )
-        grad = torch.randn(batch, 9, length, 64).bfloat16()
-
-        def run(
-            attend: Callable[..., Tensor],
-            q: Tensor = q,
-            k: Tensor = k,
-            v: Tensor = v,
-        ) -> Tensor:
-            return attend(q, k, v, None, True, 0.125)
-
-        figures = []
-        for attend in (reference_attention, grouped_attention):
-            figures.append(milliseconds(lambda attend=attend: run(attend)))
-            figures.append(milliseconds(lambda attend=attend, g=grad: run(attend).backward(g)))
-        print(f"{batch:4} x {length:<8}", *(f"{figure:10.2f}" for figure in figures))
+    keep_freed_memory()
+    columns = ["rows x length", *(f"{way}{both}" for way in WAYS for both in ("", ", both ways"))]
+    print(heading({}))
+    print(table(columns, [measure(*shape) for shape in SHAPES]))
 
 
 if __name__ == "__main__":
