@@ -14,7 +14,7 @@ Shapes: B batch, H query heads, K key-value heads (H = G K), L queries, S keys, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,17 +60,10 @@ def grouped_attention(
         softcap: Scores before mask and bias become cap * tanh(scores / cap) (Gemma 2).
     """
     (batch, heads, length, size), (_, kv_heads, keys, _) = query.shape, key.shape
-    pairs, groups = batch * kv_heads, heads // kv_heads
-    rows = (query * scale).reshape(pairs, groups * length, size)
-    scores = torch.bmm(rows, key.reshape(pairs, keys, size).transpose(1, 2))  # (B K, G L, S)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.view(batch, heads, length, keys)
-    hidden = _causal(length, keys, query) if is_causal else _additive(mask, query.dtype)
-    for term in (position_bias, hidden):
-        if term is not None:  # not in place: of a view that changes, autograd copies the gradient
-            scores = scores + term.contiguous()  # heads last, as T5 has them: six times the time
-    probs = functional.softmax(scores, dim=-1).view(pairs, groups * length, keys)
+    pairs = batch * kv_heads
+    hidden = _causal(0, length, keys, query) if is_causal else _additive(mask, query.dtype)
+    terms = (position_bias, hidden)
+    _, probs = _probabilities(query, key.reshape(pairs, keys, size), terms, scale, softcap)
     out = torch.bmm(probs, value.reshape(pairs, keys, value.shape[-1]))
     return out.view(batch, heads, length, value.shape[-1])
 
@@ -91,7 +84,7 @@ def blocked_attention(
     out = query.new_empty(batch, length, heads, size)
     keys, values = key.flatten(0, 1), value.flatten(0, 1)  # (B K, S, D)
     for part, seen, hidden in _parts(query, key, mask, is_causal):
-        _, probs = _probabilities(query[:, :, part], keys[:, seen], hidden, scale)
+        _, probs = _probabilities(query[:, :, part], keys[:, seen], (hidden,), scale)
         said = torch.bmm(probs, values[:, seen])
         out[:, part] = said.view(batch, heads, -1, size).transpose(1, 2)
     return out
@@ -114,7 +107,7 @@ def blocked_attention_backward(
     # summed over all parts: in float32
     grad_keys, grad_values = (torch.zeros_like(x, dtype=torch.float32) for x in (keys, values))
     for part, seen, hidden in _parts(query, key, mask, is_causal):
-        rows, probs = _probabilities(query[:, :, part], keys[:, seen], hidden, scale)
+        rows, probs = _probabilities(query[:, :, part], keys[:, seen], (hidden,), scale)
         grad_out = grad[:, part].transpose(1, 2).reshape(rows.shape)
         grad_values[:, seen] += torch.bmm(probs.transpose(1, 2), grad_out)
         grad_probs = torch.bmm(grad_out, values[:, seen].transpose(1, 2))
@@ -141,8 +134,8 @@ def _parts(
     for start in range(0, length, at_once):
         part = slice(start, min(start + at_once, length))
         if is_causal:
-            seen = slice(0, part.stop)
-            hidden = _causal(part.stop, part.stop, query)[part]
+            seen = slice(0, min(part.stop, keys))
+            hidden = _causal(part.start, part.stop, seen.stop, query)
         elif mask is None:
             seen, hidden = slice(0, keys), None
         else:
@@ -156,34 +149,43 @@ def _parts(
 
 
 def _probabilities(
-    query: Tensor, keys: Tensor, hidden: Tensor | None, scale: float
+    query: Tensor,
+    keys: Tensor,
+    terms: Sequence[Tensor | None],
+    scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows of products (B K, G n, D) that n queries (B, H, n, D) are, and softmax."""
+    """Return the rows of products that n queries (B, H, n, D) are, and their probabilities.
+
+    Args:
+        keys: (B K, S, D).
+        terms: What is added to the scores, each broadcast to (B, H, n, S).
+
+    Returns:
+        (B K, G n, D) and (B K, G n, S).
+    """
     batch, heads, length, size = query.shape
-    rows = (query * scale).reshape(len(keys), -1, size)
+    rows = (query * scale).reshape(len(keys), heads * batch // len(keys) * length, size)
     scores = torch.bmm(rows, keys.transpose(1, 2))
-    if hidden is not None:
-        scores.view(batch, heads, length, -1).add_(hidden)
-    return rows, functional.softmax(scores, dim=-1)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.view(batch, heads, length, keys.shape[1])
+    for term in terms:
+        if term is not None:  # not in place: of a view that changes, autograd copies the gradient
+            scores = scores + term.contiguous()  # heads last, as T5 has them: six times the time
+    probs = functional.softmax(scores, dim=-1)
+    return rows, probs.view(len(keys), rows.shape[1], keys.shape[1])
 
 
 @blocked_attention.register_fake
-def _like_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
-) -> Tensor:
+def _like_attention(query: Tensor, *_: object) -> Tensor:
     batch, heads, length, size = query.shape
     return query.new_empty(batch, length, heads, size)
 
 
 @blocked_attention_backward.register_fake
 def _like_gradients(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
+    _grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), key.new_empty(key.shape), value.new_empty(value.shape)
 
@@ -201,9 +203,10 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 blocked_attention.register_autograd(_gradients, setup_context=_save)
 
 
-def _causal(length: int, keys: int, like: Tensor) -> Tensor:
-    hidden = torch.full((length, keys), -math.inf, dtype=like.dtype, device=like.device)
-    return hidden.triu_(1)
+def _causal(start: int, stop: int, keys: int, like: Tensor) -> Tensor:
+    """Return what hides from queries start ... stop the keys after each: (stop - start, keys)."""
+    hidden = torch.full((stop - start, keys), -math.inf, dtype=like.dtype, device=like.device)
+    return hidden.triu_(1 + start)
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -16,7 +16,6 @@ Shapes: B rows, T tokens of the longest, N tokens of the one row, R documents.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,35 +86,27 @@ def unpadded(batch: Mapping[str, Tensor], *, share: bool) -> dict[str, Tensor]:
     """
     made = {name: tensor for name, tensor in batch.items() if name not in PADDED}
     halves = [half for half in HALVES if half + "input_ids" in batch]
-    number, length = torch.empty(0), 0
+    length = 0
     for half in halves:
         mask = batch[half + "attention_mask"]
         positions = batch.get(half + "position_ids", torch.arange(mask.shape[1]).expand_as(mask))
-        taken = _Tokens(batch[half + "input_ids"], positions, mask)
-        row, number = _in_rows(taken, share=share, cut=len(halves) > 1, other=length)
+        ids, cut = batch[half + "input_ids"], len(halves) > 1
+        row, number = _in_rows(ids, positions, mask, share=share, cut=cut, other=length)
         made |= {half + name: tensor for name, tensor in row.items()}
         length = row["input_ids"].shape[1]
     return made | {"target_index": number[batch["target_index"]]}  # of the last half
 
 
-class _Tokens(NamedTuple):
-    """Padded tokens, (B, T) each."""
-
-    ids: Tensor
-    positions: Tensor
-    mask: Tensor
-
-
 def _in_rows(
-    padded: _Tokens, *, share: bool, cut: bool, other: int
+    ids: Tensor, positions: Tensor, mask: Tensor, *, share: bool, cut: bool, other: int
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return tokens in one row and their grid, and the new number of each old one (B * T).
 
     Args:
         cut: Into several rows, of another length than `other`.
     """
-    real = padded.mask.flatten().nonzero().flatten()
-    ids, positions = padded.ids.flatten()[real], padded.positions.flatten()[real]
+    real = mask.flatten().nonzero().flatten()
+    ids, positions = ids.flatten()[real], positions.flatten()[real]
     begins = (positions == 0).nonzero().flatten()
     lengths: list[int] = begins.diff(append=begins.new_tensor([len(ids)])).tolist()
     numbers = _numbered([document.tolist() for document in ids.split(lengths)], share=share)
@@ -130,7 +121,7 @@ def _in_rows(
     made["position_ids"].view(-1)[number] = positions
     grid = grid_of(numbers, shape)._asdict()
     made |= {GRID + name: tensor for name, tensor in grid.items()}
-    now = torch.zeros(padded.mask.numel(), dtype=torch.long)
+    now = torch.zeros(mask.numel(), dtype=torch.long)
     now[real] = number
     return made, now
 
