@@ -61,7 +61,9 @@ def grouped_attention(
     """
     (batch, heads, length, size), (_, kv_heads, keys, _) = query.shape, key.shape
     pairs = batch * kv_heads
-    hidden = _causal(0, length, keys, query) if is_causal else _additive(mask, query.dtype)
+    hidden = None if mask is None else additive(mask, query.dtype)
+    if is_causal:
+        hidden = _causal(0, length, keys, query)
     terms = (position_bias, hidden)
     _, probs = _probabilities(query, key.reshape(pairs, keys, size), terms, scale, softcap)
     out = torch.bmm(probs, value.reshape(pairs, keys, value.shape[-1]))
@@ -73,6 +75,14 @@ def is_short(query: Tensor, key: Tensor, *, biased: bool) -> bool:
     batch, heads, length, _ = query.shape
     needed = batch * heads * length * key.shape[2] * query.element_size()
     return needed <= (MAX_BIASED_BYTES if biased else MAX_BYTES)
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask as what is added to scores; one that is that already, as it is."""
+    if mask.dtype != torch.bool:
+        return mask
+    # not infinite: a row of padding may see nothing at all, within a window
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 @torch.library.custom_op("peftkit::blocked_attention", mutates_args=())
@@ -140,11 +150,10 @@ def _parts(
             seen, hidden = slice(0, keys), None
         else:
             seen = slice(0, keys)
-            if mask.dtype == torch.bool:
-                columns = mask[..., part, :].flatten(0, -2).any(0).nonzero()
-                if len(columns):
-                    seen = slice(int(columns[0]), int(columns[-1]) + 1)
-            hidden = _additive(mask[..., part, seen], query.dtype)
+            columns = _seen(mask[..., part, :]).flatten(0, -2).any(0).nonzero()
+            if len(columns):
+                seen = slice(int(columns[0]), int(columns[-1]) + 1)
+            hidden = additive(mask[..., part, seen], query.dtype)
         yield part, seen, hidden
 
 
@@ -209,8 +218,5 @@ def _causal(start: int, stop: int, keys: int, like: Tensor) -> Tensor:
     return hidden.triu_(1 + start)
 
 
-def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    # not infinite: a row of padding may see nothing at all, within a window
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+def _seen(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2

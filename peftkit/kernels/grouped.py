@@ -26,11 +26,20 @@ ALIGNMENT = 16
 
 
 class Member(NamedTuple):
-    """The part of one layer in a group: rows of W, columns of the hidden rows, alpha / r."""
+    """The part of one layer in a group: rows of W, columns of the hidden rows."""
 
     num_out: int
     num_hidden: int
-    scaling: float
+
+
+@torch.library.custom_op("peftkit::hide", mutates_args=("both",))
+def hide(both: Tensor, dropped: Tensor | None, lora_a: Tensor) -> None:
+    """Set the last R columns of [X | ...] to X A^T, or to that of X after dropout.
+
+    An operator, for torch.compile would copy all of X to write these few columns.
+    """
+    x, hidden = both.split([lora_a.shape[1], len(lora_a)], 1)
+    hidden.copy_(torch.mm(x if dropped is None else dropped, lora_a.t()))
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -43,6 +52,7 @@ class GroupedLinear(torch.autograd.Function):
         dropped: Tensor | None,
         weight: Tensor,
         lora_a: Tensor,
+        scales: Tensor,
         bias: Tensor | None,
         members: tuple[Member, ...],
         *masters: Tensor,
@@ -52,13 +62,13 @@ class GroupedLinear(torch.autograd.Function):
         Args:
             x: (M, in). dropped: The input of A where that is another one, after dropout.
             weight: (out, in + R), [W | s B]. lora_a: (R, in). bias: (out,) or None.
+            scales: (R,), s of each hidden column: a tensor, for torch.compile would make new code
+                for another number.
             masters: A of each member, then B of each: what the gradients go to; not read.
         """
-        rows, size = x.shape
-        both = x.new_empty(rows, weight.shape[1])
-        both[:, :size] = x
-        both[:, size:] = torch.mm(x if dropped is None else dropped, lora_a.t())
-        ctx.save_for_backward(both, dropped, weight, lora_a)
+        both = torch.cat([x, x.new_empty(len(x), len(lora_a))], 1)  # a compiled block makes x in it
+        hide(both, dropped, lora_a)
+        ctx.save_for_backward(both, dropped, weight, lora_a, scales)
         ctx.members, ctx.dtypes = members, [master.dtype for master in masters]
         sizes = [member.num_out for member in members]
         biases = [None] * len(sizes) if bias is None else bias.split(sizes)
@@ -70,7 +80,7 @@ class GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, dropped, and each A and B."""
-        both, dropped, weight, lora_a = ctx.saved_tensors
+        both, dropped, weight, lora_a, scales = ctx.saved_tensors
         size = lora_a.shape[1]
         lowest = not ctx.needs_input_grad[0]  # nothing below this group learns
         parts = (weight[:, size:] if lowest else weight).split([m.num_out for m in ctx.members])
@@ -84,14 +94,15 @@ class GroupedLinear(torch.autograd.Function):
         elif grad_x is not None:
             grad_dropped = torch.mm(hidden_grad, lora_a)
         grad_a = torch.mm(hidden_grad.t(), both[:, :size] if dropped is None else dropped)
-        grads_a, grads_b, hidden = [], [], size
+        grads_a, grads_b, hidden = [], [], both[:, size:]
+        start = 0
         for member, grad in zip(ctx.members, grads, strict=True):
-            own = slice(hidden, hidden + member.num_hidden)
-            grads_b.append(member.scaling * torch.mm(grad.t(), both[:, own]))
-            grads_a.append(grad_a[own.start - size : own.stop - size])
-            hidden = own.stop
+            own = slice(start, start + member.num_hidden)
+            grads_a.append(grad_a[own])
+            grads_b.append(torch.mm(grad.t(), hidden[:, own]) * scales[own])
+            start = own.stop
         cast = [g.to(d) for g, d in zip((*grads_a, *grads_b), ctx.dtypes, strict=True)]
-        return grad_x, grad_dropped, None, None, None, None, *cast
+        return grad_x, grad_dropped, None, None, None, None, None, *cast
 
 
 def grouped_linear_reference(

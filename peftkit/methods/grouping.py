@@ -39,18 +39,21 @@ class Group:
     def __init__(self, members: list[LoRALinear]) -> None:
         self.members = members
         self.broken = False
-        self.sizes = tuple(Member(m.out_features, m.lora_A.shape[0], m.scaling) for m in members)
+        self.sizes = tuple(Member(m.out_features, m.lora_A.shape[0]) for m in members)
         weights = [weight for m in members if (weight := frozen_weight(m.base)) is not None]
         num_in, like = members[0].in_features, weights[0]
         hidden = sum(size.num_hidden for size in self.sizes)
         padded = -(-hidden // ALIGNMENT) * ALIGNMENT
         self.weight = like.new_zeros(sum(w.shape[0] for w in weights), num_in + padded)
         self.lora_a = like.new_zeros(padded, num_in)
+        self.scales = torch.zeros(padded, device=like.device)
         self.bias = self._joined_bias()
         self._input: Tensor | None = None
         self._parts: dict[int, Tensor] = {}
-        start = 0
-        for member, weight in zip(members, weights, strict=True):
+        start = column = 0
+        for member, weight, size in zip(members, weights, self.sizes, strict=True):
+            self.scales[column : column + size.num_hidden] = member.scaling
+            column += size.num_hidden
             view = self.weight[start : start + weight.shape[0], :num_in]
             view.copy_(weight)
             set_frozen_weight(member.base, view)
@@ -82,7 +85,7 @@ class Group:
         for member, size in zip(self.members, self.sizes, strict=True):
             lora_a[column : column + size.num_hidden].copy_(member.full_a())
             block = weight[row : row + size.num_out, num_in + column :]
-            block[:, : size.num_hidden].copy_(size.scaling * member.full_b())
+            block[:, : size.num_hidden].copy_(member.scaling * member.full_b())
             row, column = row + size.num_out, column + size.num_hidden
 
     def takes(self, x: Tensor) -> bool:
@@ -110,7 +113,7 @@ class Group:
         dropped = None if isinstance(self.dropout, nn.Identity) else self.dropout(flat)
         masters = [m.lora_A for m in self.members] + [m.full_b() for m in self.members]
         outputs = GroupedLinear.apply(
-            flat, dropped, self.weight, self.lora_a, self.bias, self.sizes, *masters
+            flat, dropped, self.weight, self.lora_a, self.scales, self.bias, self.sizes, *masters
         )
         return {n: out.view(*x.shape[:-1], out.shape[-1]) for n, out in enumerate(outputs)}
 

@@ -12,7 +12,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from peftkit.kernels.attention import blocked_attention, grouped_attention, is_short
+from peftkit.kernels.attention import (
+    MAX_BYTES,
+    additive,
+    blocked_attention,
+    grouped_attention,
+    is_short,
+)
 from peftkit.kernels.grid import Grid, into_grid, out_of_grid
 
 NAME = "peftkit_grouped"
@@ -67,19 +73,25 @@ def _grid_with(length: int) -> Grid:
     return next((grid for grid in others if grid.places.shape[1] == length), first)
 
 
-def _mask(
-    *, mask_function: Callable[..., Tensor], attention_mask: Tensor | None, **more: Any
-) -> Tensor | None:
-    """Return what attention may see, as transformers' own function does.
+def _mask(*, dtype: torch.dtype = torch.float32, **asked: Any) -> Tensor | None:
+    """Return what attention may see, as transformers' own function does; in a grid, of the grid.
 
-    In a grid (R, 1, T, T): its function of any two tokens, asked for those of the longest document,
-    which has the first ones of the first row and stands there as it would alone.
+    Made additive once for all layers, unless large: they would take twice as long to read it.
     """
-    if not _grids:
-        mask: Tensor | None = sdpa_mask(
-            mask_function=mask_function, attention_mask=attention_mask, **more
-        )
-        return mask
+    seen = _seen_in_grid(**asked) if _grids else sdpa_mask(**asked)
+    if seen is None or seen.numel() * dtype.itemsize > MAX_BYTES:
+        return seen
+    return additive(seen, dtype)
+
+
+def _seen_in_grid(
+    *, mask_function: Callable[..., Tensor], attention_mask: Tensor | None, **more: Any
+) -> Tensor:
+    """Return what attention may see (R, 1, T, T).
+
+    The model's function of any two tokens is asked for those of the longest document, which has
+    the first ones of the first row and stands there as it would alone.
+    """
     queries, keys = _grid_with(more["q_length"]), _grid_with(more["kv_length"])
     if attention_mask is not None or more.get("use_vmap"):
         raise RuntimeError("documents in one row have no mask but their own")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from peftkit.errors import BaseError, DataError
+from peftkit.kernels.attention import additive
 from peftkit.modes import evaluating
 from peftkit.tasks.loss import accepted, unwrapped
 
@@ -112,19 +113,14 @@ def isolating_mask(model: nn.Module, position_ids: Tensor) -> Tensor | dict[str,
     document = (position_ids == 0).cumsum(1)
     place = torch.arange(position_ids.shape[1], device=position_ids.device)
     distance = place[:, None] - place[None, :]  # (T, T), query minus key
-    seen = (document[:, :, None] == document[:, None, :]) & (distance >= 0)
+    seen = ((document[:, :, None] == document[:, None, :]) & (distance >= 0))[:, None]
     window = _window(bare)
     if window is None:
-        return _additive(seen, bare.dtype)
+        return additive(seen, bare.dtype)
     return {
-        "full_attention": _additive(seen, bare.dtype),
-        "sliding_attention": _additive(seen & (distance < window), bare.dtype),
+        "full_attention": additive(seen, bare.dtype),
+        "sliding_attention": additive(seen & (distance < window), bare.dtype),
     }
-
-
-def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    return mask.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
 
 
 def _window(model: Any) -> int | None:

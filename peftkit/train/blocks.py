@@ -106,8 +106,15 @@ class Blocks:
         self.compiled = wanted
         if wanted:
             from torch._dynamo import config  # slow to import, and only needed here
+            from torch.fx.experimental import _config as symbols
 
-            self._while_compiled.enter_context(config.patch(recompile_limit=MAX_FORMS))
+            # numbers of a config are the same in all blocks; to find that it needs them as they
+            # are, the compiler would trace each block twice
+            patch = config.patch(recompile_limit=MAX_FORMS, specialize_float=True)
+            self._while_compiled.enter_context(patch)
+            # sizes that are equal in the first batch, by chance, are not taken to be the same
+            apart = symbols.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+            self._while_compiled.enter_context(apart)
             self._while_compiled.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message=OF_THE_COMPILER)
             self._call = torch.compile(_call, backend=BACKEND, dynamic=True)

@@ -36,7 +36,7 @@ from peftkit.train.signals import Interrupted, StopRequest
 from peftkit.train.weights import Weights
 
 DIAGNOSIS = "diagnosis.json"
-GIVE_BACK_EVERY = 8
+GIVE_BACK_EVERY = 16
 """Steps on a CPU after which memory that lies in holes is given back."""
 
 

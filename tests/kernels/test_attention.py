@@ -14,6 +14,7 @@ from peftkit.kernels.attention import (
     reference_attention,
 )
 from peftkit.kernels.grid import collected, gathered, grid_of
+from peftkit.kernels.grouped import hide
 
 SHAPES = [(1, 1, 1, 1, 8), (2, 4, 2, 9, 16), (3, 6, 2, 41, 8), (2, 9, 3, 33, 64), (1, 5, 1, 17, 24)]
 """Batch, heads, kv heads, length, head size."""
@@ -129,6 +130,9 @@ def test_operators_keep_what_torch_asks_of_them() -> None:
     torch.library.opcheck(blocked_attention, (query, key, value, mask, False, 0.3))
     plain = [x.detach() for x in (torch.randn(1, 9, 4, 8), query, key, value)]
     torch.library.opcheck(blocked_attention_backward, (*plain, None, True, 0.3))
+    x, lora_a = torch.randn(9, 8), torch.randn(4, 8)
+    torch.library.opcheck(hide, (torch.randn(9, 12), None, lora_a))
+    torch.library.opcheck(hide, (torch.randn(9, 12), x, lora_a))
     grid = grid_of([[0, 1, 2, 3], [0, 1, 4]], (2, 4))
     torch.library.opcheck(gathered, (torch.randn(2, 4, 3), grid.tokens))
     torch.library.opcheck(

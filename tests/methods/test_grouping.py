@@ -85,16 +85,16 @@ def test_gradients_are_those_of_finite_differences(with_bias: bool, dropped: boo
     b = [torch.randn(n, 2, dtype=torch.float64, requires_grad=True) for n in (3, 4)]
     base = torch.randn(7, 7, dtype=torch.float64)
     bias = torch.randn(7, dtype=torch.float64) if with_bias else None
-    members = (Member(3, 2, 0.5), Member(4, 2, 2.0))
+    members = (Member(3, 2), Member(4, 2))
+    scales = torch.tensor([0.5, 0.5, 2.0, 2.0], dtype=torch.float64)
     mask = (torch.rand(5, 7) > 0.3).double() * 1.5 if dropped else None
 
     def compute(x: torch.Tensor, *masters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         scaled = torch.block_diag(0.5 * masters[2].detach(), 2.0 * masters[3].detach())
         weight = torch.cat([base, scaled], dim=1)
         stacked = torch.cat([m.detach() for m in masters[:2]])
-        return GroupedLinear.apply(
-            x, None if mask is None else x * mask, weight, stacked, bias, members, *masters
-        )
+        given = None if mask is None else x * mask
+        return GroupedLinear.apply(x, given, weight, stacked, scales, bias, members, *masters)
 
     assert torch.autograd.gradcheck(compute, (x, *a, *b))
     if mask is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from peftkit.adapter import attach
 from peftkit.data.load import DataConfig
 from peftkit.errors import RunError
 from peftkit.events import RunStarted
+from peftkit.kernels import grouped
 from peftkit.methods.lora import LoRA
 from peftkit.tasks import head
 from peftkit.tasks.causal_lm import CausalLM
@@ -111,6 +113,28 @@ def test_documents_in_one_row_are_one_graph_whatever_their_lengths(
     backend.setattr(head, "can_unpad", lambda model, share: True)  # a run asks before it compiles
     assert_close(learnt(), wanted)
     assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+    blocks.restore()
+
+
+def test_scales_of_layers_and_sizes_that_are_equal_by_chance_make_no_graph_more(
+    backend: pytest.MonkeyPatch, tokenizer: Any
+) -> None:
+    torch.manual_seed(0)
+    model = ARCHITECTURES["llama"]().train()
+    method = LoRA(rank=4, alpha_pattern={f"layers.0.mlp.{n}_proj": 7 for n in ("up", "down")})
+    attach(model, method)
+    task = CausalLM(model, tokenizer, DataConfig(train="", max_length=64))
+    same = grouped.ALIGNMENT - 2  # tokens in common are padded by two, ranks up to ALIGNMENT
+    backend.setattr(head, "can_unpad", lambda model, share: True)
+    blocks = Blocks(model)
+    blocks.compile()
+    with task.training(model):
+        for common in (same, same + 3):
+            rows = [replace(a_row(n), input_ids=(*range(3, 3 + n),)) for n in (common, common + 9)]
+            batch = task.collate(rows)
+            assert len(batch["grid_shared"]) == common + 2
+            task.loss_sum(model, batch).backward()
     assert counters["stats"]["unique_graphs"] == 1
     blocks.restore()
 
