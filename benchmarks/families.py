@@ -12,6 +12,7 @@ the tolerance of benchmarks.train: no speed is told then.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import tempfile
@@ -80,7 +81,7 @@ def make_job(family: str, args: argparse.Namespace) -> dict[str, Any]:
 def measure(family: str, args: argparse.Namespace, folder: Path) -> tuple[Runs, dict[str, Any]]:
     """Run a family's sides in turn; return the runs, and each side's figures."""
     job = make_job(family, args)
-    sides: dict[str, Any] = {"ours": ("ours", sys.executable, {})}
+    sides: dict[str, Any] = {"ours": ("ours", sys.executable, {"train": args.train})}
     for side in ("peft", "peft-fp32"):
         worker, changes = PEERS[side]
         sides[side] = (worker, args.peers, changes)
@@ -124,6 +125,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--train", type=json.loads, default={}, help='of our train section: {"compile": true}'
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the measurements here")
     parser.set_defaults(sizes={})

@@ -78,11 +78,14 @@ def is_short(query: Tensor, key: Tensor, *, biased: bool) -> bool:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as what is added to scores; one that is that already, as it is."""
-    if mask.dtype != torch.bool:
+    """Return a mask as what is added to scores of this dtype; it may be that already."""
+    if mask.dtype == dtype:
         return mask
     # not infinite: a row of padding may see nothing at all, within a window
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+    least = torch.finfo(dtype).min
+    if mask.dtype != torch.bool:
+        return mask.clamp(min=least).to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, least)
 
 
 @torch.library.custom_op("peftkit::blocked_attention", mutates_args=())

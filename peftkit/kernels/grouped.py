@@ -32,8 +32,8 @@ class Member(NamedTuple):
     num_hidden: int
 
 
-@torch.library.custom_op("peftkit::hide", mutates_args=("both",))
-def hide(both: Tensor, dropped: Tensor | None, lora_a: Tensor) -> None:
+@torch.library.custom_op("peftkit::fill_hidden", mutates_args=("both",))
+def fill_hidden(both: Tensor, dropped: Tensor | None, lora_a: Tensor) -> None:
     """Set the last R columns of [X | ...] to X A^T, or to that of X after dropout.
 
     An operator, for torch.compile would copy all of X to write these few columns.
@@ -67,7 +67,7 @@ class GroupedLinear(torch.autograd.Function):
             masters: A of each member, then B of each: what the gradients go to; not read.
         """
         both = torch.cat([x, x.new_empty(len(x), len(lora_a))], 1)  # a compiled block makes x in it
-        hide(both, dropped, lora_a)
+        fill_hidden(both, dropped, lora_a)
         ctx.save_for_backward(both, dropped, weight, lora_a, scales)
         ctx.members, ctx.dtypes = members, [master.dtype for master in masters]
         sizes = [member.num_out for member in members]

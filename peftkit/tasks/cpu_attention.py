@@ -81,7 +81,8 @@ def _mask(*, dtype: torch.dtype = torch.float32, **asked: Any) -> Tensor | None:
     seen = _seen_in_grid(**asked) if _grids else sdpa_mask(**asked)
     if seen is None or seen.numel() * dtype.itemsize > MAX_BYTES:
         return seen
-    return additive(seen, dtype)
+    # under autocast scores are of another dtype
+    return seen if torch.is_autocast_enabled(seen.device.type) else additive(seen, dtype)
 
 
 def _seen_in_grid(

@@ -16,7 +16,7 @@ import torch
 
 from peftkit.train.config import TrainConfig
 
-WORTH = {"cpu": 2e13, "cuda": 4e16}
+WORTH = {"cpu": 1.2e13, "cuda": 4e16}
 """Tokens of the whole run times parameters of the model, from which on compiling is repaid."""
 
 COMPILERS = ("c++", "g++", "clang++")

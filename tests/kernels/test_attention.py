@@ -14,7 +14,7 @@ from peftkit.kernels.attention import (
     reference_attention,
 )
 from peftkit.kernels.grid import collected, gathered, grid_of
-from peftkit.kernels.grouped import hide
+from peftkit.kernels.grouped import fill_hidden
 
 SHAPES = [(1, 1, 1, 1, 8), (2, 4, 2, 9, 16), (3, 6, 2, 41, 8), (2, 9, 3, 33, 64), (1, 5, 1, 17, 24)]
 """Batch, heads, kv heads, length, head size."""
@@ -51,8 +51,6 @@ def test_output_and_gradients_are_torchs_own(
     biased = way == "biased"
     batch, heads, kv_heads, length, size = shape
     mask, is_causal = masks(kind, batch, length)
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(dtype)
     sizes = ((heads, length), (kv_heads, length), (kv_heads, length))
     # as models make them: (B, L, H, D) transposed
     inputs = [
@@ -131,8 +129,8 @@ def test_operators_keep_what_torch_asks_of_them() -> None:
     plain = [x.detach() for x in (torch.randn(1, 9, 4, 8), query, key, value)]
     torch.library.opcheck(blocked_attention_backward, (*plain, None, True, 0.3))
     x, lora_a = torch.randn(9, 8), torch.randn(4, 8)
-    torch.library.opcheck(hide, (torch.randn(9, 12), None, lora_a))
-    torch.library.opcheck(hide, (torch.randn(9, 12), x, lora_a))
+    torch.library.opcheck(fill_hidden, (torch.randn(9, 12), None, lora_a))
+    torch.library.opcheck(fill_hidden, (torch.randn(9, 12), x, lora_a))
     grid = grid_of([[0, 1, 2, 3], [0, 1, 4]], (2, 4))
     torch.library.opcheck(gathered, (torch.randn(2, 4, 3), grid.tokens))
     torch.library.opcheck(

@@ -159,8 +159,8 @@ def test_compiled_and_recomputed_gradients_are_those_of_neither(
 @pytest.mark.parametrize(
     ("wish", "device", "work", "wanted"),
     [
-        ("auto", "cpu", 1.9e13, False),
-        ("auto", "cpu", 2e13, True),
+        ("auto", "cpu", 1.1e13, False),
+        ("auto", "cpu", 1.2e13, True),
         ("auto", "cuda", 3.9e16, False),
         ("auto", "cuda", 4e16, True),
         ("auto", "mps", 1e30, False),
