@@ -65,6 +65,15 @@ class Blocks:
         self._call: Callable[..., Any] = _call
         self._while_compiled = ExitStack()
 
+    @property
+    def num_kinds(self) -> int:
+        """How many different blocks there are: each is compiled by itself."""
+        kinds = {
+            tuple((name, type(module)) for name, module in block.named_modules())
+            for block in self.blocks
+        }
+        return max(len(kinds), 1)
+
     def ways(self, wish: bool | Literal["auto"], on_gpu: bool) -> tuple[Activations, ...]:
         """Return what may be kept, the fastest first.
 

@@ -1,10 +1,10 @@
 """Whether to compile a model's blocks, and the pass that does it.
 
-Compiling takes tens of seconds, whatever the run. It is repaid by what each token saves, which
-grows with the model: so it is done where tokens times parameters come to at least WORTH. The blocks
-are compiled on the first rows of the data, with sizes left open: the code does not depend on the
-step that a run begins or resumes at. Evaluations run as they are written: code for them would have
-to be compiled besides.
+Compiling takes ten to twenty seconds for each kind of block, whatever the run. It is repaid by what
+each token saves, which grows with the model: so it is done where tokens times parameters come to at
+least WORTH for each kind (most decoders have one, T5 four). The blocks are compiled on the first
+rows of the data, with sizes left open: the code does not depend on the step that a run begins or
+resumes at. Evaluations run as they are written: code for them would have to be compiled besides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from peftkit.train.config import TrainConfig
 
 WORTH = {"cpu": 1.2e13, "cuda": 4e16}
-"""Tokens of the whole run times parameters of the model, from which on compiling is repaid."""
+"""Tokens of the whole run times parameters of the model, over the kinds of its blocks."""
 
 COMPILERS = ("c++", "g++", "clang++")
 
@@ -26,7 +26,7 @@ def is_worth_it(config: TrainConfig, work: float, device: torch.device) -> bool:
     """Tell whether to try: as the config says, or as the run's length does.
 
     Args:
-        work: Tokens of the whole run times parameters of the model.
+        work: Tokens of the whole run times parameters of the model, over the kinds of its blocks.
     """
     if config.compile != "auto":
         return config.compile

@@ -160,7 +160,8 @@ def _too_little(
 def _compile(learner: Learner, rows: Sequence[Any], num_steps: int, say: Say) -> None:
     state, config, device = learner.state, learner.config, learner.ranks.device
     if state.compiled is None:
-        state.compiled = is_worth_it(config, work_of(learner, rows, num_steps), device)
+        work = work_of(learner, rows, num_steps) / learner.blocks.num_kinds
+        state.compiled = is_worth_it(config, work, device)
     if not state.compiled:
         return
     say(Stage("Compiling the model's blocks"))

@@ -172,6 +172,13 @@ def test_long_runs_are_compiled(wish: Any, device: str, work: float, wanted: boo
     assert is_worth_it(TrainConfig(compile=wish), work, torch.device(device)) == wanted
 
 
+@pytest.mark.parametrize(
+    ("family", "kinds"), [("llama", 1), ("gpt2", 1), ("bert", 1), ("bart", 2), ("t5", 4)]
+)
+def test_blocks_that_are_built_alike_are_of_one_kind(family: str, kinds: int) -> None:
+    assert Blocks(adapted(family)).num_kinds == kinds
+
+
 def test_the_work_of_a_run_is_its_tokens_times_the_parameters() -> None:
     rows, learner = make_rows(14), learner_of(Deep(), CausalTask(), batch_size=4)
     parameters = sum(p.numel() for p in learner.model.parameters())
