@@ -62,8 +62,8 @@ class GroupedLinear(torch.autograd.Function):
         Args:
             x: (M, in). dropped: The input of A where that is another one, after dropout.
             weight: (out, in + R), [W | s B]. lora_a: (R, in). bias: (out,) or None.
-            scales: (R,), s of each hidden column: a tensor, for torch.compile would make new code
-                for another number.
+            scales: s of each hidden column that is a member's: a tensor, for torch.compile would
+                make new code for another number.
             masters: A of each member, then B of each: what the gradients go to; not read.
         """
         both = torch.cat([x, x.new_empty(len(x), len(lora_a))], 1)  # a compiled block makes x in it

@@ -46,14 +46,13 @@ class Group:
         padded = -(-hidden // ALIGNMENT) * ALIGNMENT
         self.weight = like.new_zeros(sum(w.shape[0] for w in weights), num_in + padded)
         self.lora_a = like.new_zeros(padded, num_in)
-        self.scales = torch.zeros(padded, device=like.device)
+        scales = [m.scaling for m in members for _ in range(m.lora_A.shape[0])]
+        self.scales = torch.tensor(scales, device=like.device)
         self.bias = self._joined_bias()
         self._input: Tensor | None = None
         self._parts: dict[int, Tensor] = {}
-        start = column = 0
-        for member, weight, size in zip(members, weights, self.sizes, strict=True):
-            self.scales[column : column + size.num_hidden] = member.scaling
-            column += size.num_hidden
+        start = 0
+        for member, weight in zip(members, weights, strict=True):
             view = self.weight[start : start + weight.shape[0], :num_in]
             view.copy_(weight)
             set_frozen_weight(member.base, view)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from peftkit.train.blocks import Activations, Blocks
 from peftkit.train.compiled import is_worth_it
 from peftkit.train.config import TrainConfig
 from tests.families import ARCHITECTURES, FAMILIES
-from tests.tasks.test_unpadding import a_row
+from tests.tasks.test_unpadding import a_row, beginning
 from tests.train.test_plan import CausalTask, Deep
 from tests.train.toy import Played, Row, crash_after, learner_of, make_rows, play, same
 
@@ -131,8 +130,8 @@ def test_scales_of_layers_and_sizes_that_are_equal_by_chance_make_no_graph_more(
     blocks.compile()
     with task.training(model):
         for common in (same, same + 3):
-            rows = [replace(a_row(n), input_ids=(*range(3, 3 + n),)) for n in (common, common + 9)]
-            batch = task.collate(rows)
+            first, longer = a_row(common), a_row(common + 9)
+            batch = task.collate([first, beginning(longer, first, common)])
             assert len(batch["grid_shared"]) == common + 2
             task.loss_sum(model, batch).backward()
     assert counters["stats"]["unique_graphs"] == 1
