@@ -181,10 +181,11 @@ def _probabilities(
     scores = torch.bmm(rows, keys.transpose(1, 2))
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.view(batch, heads, length, keys.shape[1])
+    # no view, as autograd sees it: of a view that changes it would copy the gradient
+    scores = torch.ops.aten._unsafe_view(scores, (batch, heads, length, keys.shape[1]))
     for term in terms:
-        if term is not None:  # not in place: of a view that changes, autograd copies the gradient
-            scores = scores + term.contiguous()  # heads last, as T5 has them: six times the time
+        if term is not None:
+            scores.add_(term.contiguous())  # heads last, as T5 has them: six times the time
     probs = functional.softmax(scores, dim=-1)
     return rows, probs.view(len(keys), rows.shape[1], keys.shape[1])
 

@@ -16,6 +16,7 @@ Shapes: B rows, T tokens of the longest, N tokens of the one row, R documents.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,54 +86,76 @@ def unpadded(batch: Mapping[str, Tensor], *, share: bool) -> dict[str, Tensor]:
         `Grid`; target_index, places among the flattened tokens; and what else there is.
     """
     made = {name: tensor for name, tensor in batch.items() if name not in PADDED}
-    halves = [half for half in HALVES if half + "input_ids" in batch]
+    halves = {half: _half(batch, half, share) for half in HALVES if half + "input_ids" in batch}
+    # as many rows of each: models read of one half how many there are of the other
+    count = 1 if len(halves) == 1 else min(half.most_rows for half in halves.values())
     length = 0
-    for half in halves:
-        mask = batch[half + "attention_mask"]
-        positions = batch.get(half + "position_ids", torch.arange(mask.shape[1]).expand_as(mask))
-        ids, cut = batch[half + "input_ids"], len(halves) > 1
-        row, number = _in_rows(ids, positions, mask, share=share, cut=cut, other=length)
-        made |= {half + name: tensor for name, tensor in row.items()}
+    for name, half in halves.items():
+        row, number = _in_rows(half, *_shape(half.num_tokens, count, other=length))
+        made |= {name + of: tensor for of, tensor in row.items()}
         length = row["input_ids"].shape[1]
     return made | {"target_index": number[batch["target_index"]]}  # of the last half
 
 
-def _in_rows(
-    ids: Tensor, positions: Tensor, mask: Tensor, *, share: bool, cut: bool, other: int
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Return tokens in one row and their grid, and the new number of each old one (B * T).
+class _Half(NamedTuple):
+    """What an encoder or a decoder reads.
 
-    Args:
-        cut: Into several rows, of another length than `other`.
+    Attributes:
+        ids, positions: (D,) of all documents, one after the other.
+        numbers: Of each document's tokens, those that stand in the rows.
+        old: (D,) where the tokens stood among the padded ones. num_padded: How many these were.
     """
+
+    ids: Tensor
+    positions: Tensor
+    numbers: list[list[int]]
+    old: Tensor
+    num_padded: int
+
+    @property
+    def num_tokens(self) -> int:
+        return max(map(max, self.numbers)) + 1
+
+    @property
+    def most_rows(self) -> int:
+        """How many rows, none shorter than the longest document, they fill; a power of two."""
+        most = self.num_tokens // width_of(max(map(len, self.numbers)))
+        return 1 << max(most.bit_length() - 1, 0)
+
+
+def _half(batch: Mapping[str, Tensor], name: str, share: bool) -> _Half:
+    mask = batch[name + "attention_mask"]
+    positions = batch.get(name + "position_ids", torch.arange(mask.shape[1]).expand_as(mask))
     real = mask.flatten().nonzero().flatten()
-    ids, positions = ids.flatten()[real], positions.flatten()[real]
+    ids, positions = batch[name + "input_ids"].flatten()[real], positions.flatten()[real]
     begins = (positions == 0).nonzero().flatten()
     lengths: list[int] = begins.diff(append=begins.new_tensor([len(ids)])).tolist()
     numbers = _numbered([document.tolist() for document in ids.split(lengths)], share=share)
-    number = torch.tensor([n for document in numbers for n in document])
-    used = int(number.max()) + 1
-    shape = _shape(used, used // width_of(max(lengths)) if cut else 1, other)
+    return _Half(ids, positions, numbers, real, mask.numel())
+
+
+def _in_rows(half: _Half, *shape: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Return tokens in rows and their grid, and the new number of each padded one."""
+    number = torch.tensor([n for document in half.numbers for n in document])
     made = {  # filled with no token that pads: of all zeros some norms have no gradient
-        "input_ids": ids.new_full(shape, int(ids[0])),
-        "position_ids": positions.new_zeros(shape),
+        "input_ids": half.ids.new_full(shape, int(half.ids[0])),
+        "position_ids": half.positions.new_zeros(shape),
     }
-    made["input_ids"].view(-1)[number] = ids
-    made["position_ids"].view(-1)[number] = positions
-    grid = grid_of(numbers, shape)._asdict()
+    made["input_ids"].view(-1)[number] = half.ids
+    made["position_ids"].view(-1)[number] = half.positions
+    grid = grid_of(half.numbers, (shape[0], shape[1]))._asdict()
     made |= {GRID + name: tensor for name, tensor in grid.items()}
-    now = torch.zeros(mask.numel(), dtype=torch.long)
-    now[real] = number
+    now = torch.zeros(half.num_padded, dtype=torch.long)
+    now[half.old] = number
     return made, now
 
 
-def _shape(used: int, most: int, other: int) -> tuple[int, int]:
-    """Return rows for so many tokens, and at least one of padding: at most so many, at least one.
+def _shape(used: int, count: int, *, other: int) -> tuple[int, int]:
+    """Return so many rows for so many tokens, and at least one of padding.
 
     Args:
         other: Length of the other half's rows, by which attention tells one from the other.
     """
-    count = 1 << max(most.bit_length() - 1, 0)
     step = max(1, ALIGNMENT // count)
     length = -(-(used + 1) // (count * step)) * step
     return count, length + step * (length == other)

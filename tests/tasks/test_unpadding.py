@@ -150,6 +150,8 @@ def pairs_on(name: str, tokenizer: Tokenizer) -> tuple[nn.Module, Seq2Seq]:
         [(9, 9), (25, 25), (4, 4), (17, 17)],  # halves alike, in all lengths
         [(30, 3), (30, 3), (2, 3), (1, 3)],
         [(3, 40), (5, 2), (7, 9)],
+        [(30, 40), (30, 2), (30, 2), (30, 3)],  # one half would fill two rows, the other one
+        [(40, 30), (2, 30), (2, 30), (3, 30)],
     ],
 )
 def test_of_an_encoder_and_its_decoder(name: str, pairs: Any, tokenizer: Tokenizer) -> None:
