@@ -29,6 +29,7 @@ import pytest  # noqa: E402 - the environment comes first
 import torch  # noqa: E402
 from transformers import PreTrainedModel, PreTrainedTokenizerFast  # noqa: E402
 
+from peftkit.kernels import cross_entropy  # noqa: E402
 from tests.families import FAMILIES, tiny_tokenizer  # noqa: E402
 
 torch.set_num_threads(1)
@@ -37,6 +38,12 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+def use_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the loss of a few rows in several chunks."""
+    for name, value in (("CHUNK_BYTES", {"cpu": 0}), ("MIN_ROWS", 3), ("ALIGNMENT", 2)):
+        monkeypatch.setattr(cross_entropy, name, value)
 
 
 @pytest.fixture

@@ -23,15 +23,17 @@ from torch.nn import functional
 Head = Callable[[Tensor], Tensor]
 """(C, H) hidden rows to (C, V) logits, with all that the model does to them."""
 
-CHUNK_BYTES = {"cpu": 64 << 20}
+CHUNK_BYTES = {"cpu": 96 << 20}
 """Memory that a chunk's logits may take, by device."""
 OTHER_CHUNK_BYTES = 512 << 20
 BYTES_A_LOGIT = 8
 """The logits in 16 bits, and what the head and the float32 copy take while they are made."""
 WIDE_BYTES = {"cpu": 4 << 20}
 """Float32 rows made at a time: on a CPU what stays in its caches, elsewhere all of a chunk."""
-MIN_ROWS = 256
+MIN_ROWS = 384
 """Fewer rows to a chunk would leave the head's matrix product idle."""
+ALIGNMENT = 16
+"""C is one of this: of some odd sizes the product takes twice as long, and keeps code for each."""
 
 
 def reference_cross_entropy(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
@@ -55,10 +57,13 @@ def chunked_cross_entropy(
         targets: (n,) int64.
         head: Applied to a chunk of rows at a time.
         trainable: Tensors inside `head` that get gradients.
-        chunk_rows: C; by default what fits into CHUNK_BYTES of a vocabulary of `vocab_size`.
+        chunk_rows: The largest C, rounded up; by default what fits into CHUNK_BYTES of a vocabulary
+            of `vocab_size`. Chunks are about equal.
     """
     held = CHUNK_BYTES.get(hidden.device.type, OTHER_CHUNK_BYTES)
-    rows = chunk_rows or max(MIN_ROWS, held // (BYTES_A_LOGIT * max(vocab_size, 1)))
+    most = chunk_rows or max(MIN_ROWS, held // (BYTES_A_LOGIT * max(vocab_size, 1)))
+    count = max(1, -(-len(targets) // most))
+    rows = max(1, -(-len(targets) // (count * ALIGNMENT))) * ALIGNMENT
     return _ChunkedCrossEntropy.apply(hidden, targets, head, rows, *trainable)
 
 
@@ -105,18 +110,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_grad else None
         grads = [torch.zeros_like(tensor) for tensor in trainable]
         for start in range(0, len(targets), chunk_rows):
-            part = slice(start, start + chunk_rows)
+            part = slice(start, min(start + chunk_rows, len(targets)))
+            num = part.stop - start
             # a graph of its own, gone at once: hooks that count or offload do not apply to it
             with torch.set_grad_enabled(wants_grad), saved_tensors_hooks(_same, _same):
-                rows = hidden[part].detach().requires_grad_(wants_grad)
-                logits = head(rows)
+                rows = functional.pad(hidden[part].detach(), (0, 0, 0, -num % ALIGNMENT))
+                logits = head(rows.requires_grad_(wants_grad))
             # before logits change: through a changed view autograd goes by zeros of the size of all
             edge = [get_gradient_edge(logits)] if wants_grad else []
             grad_logits = logits.detach()
-            loss += loss_and_gradient(grad_logits, targets[part])
+            loss += loss_and_gradient(grad_logits[:num], targets[part])
+            grad_logits[num:] = 0
             if grad_hidden is not None:
                 row_grad, *own = torch.autograd.grad(edge, [rows, *trainable], grad_logits)
-                grad_hidden[part] = row_grad
+                grad_hidden[part] = row_grad[:num]
                 for total, grad in zip(grads, own, strict=True):
                     total += grad
         ctx.save_for_backward(*([grad_hidden, *grads] if grad_hidden is not None else []))

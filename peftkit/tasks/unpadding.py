@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from peftkit.kernels.grid import Grid, grid_of, width_of
+from peftkit.kernels.grid import Grid, grid_of, one_of_few, width_of
 from peftkit.modes import evaluating
 from peftkit.tasks.cpu_attention import in_grid
 from peftkit.tasks.isolation import are_apart, logits_of, rms_difference
 from peftkit.tasks.length import num_virtual
 from peftkit.tasks.loss import unwrapped
 
-ALIGNMENT = 16
-"""N is one of this: few different shapes, for each of which oneDNN compiles and keeps kernels."""
+ALIGNMENT, SIZES = 16, 16
+"""N is one of this, and one of so many sizes from a power of two to the next."""
 
 CELLS = 1000
 """Pairs of a query and a key that take as long as a token in all other layers."""
@@ -156,9 +156,11 @@ def _shape(used: int, count: int, *, other: int) -> tuple[int, int]:
     Args:
         other: Length of the other half's rows, by which attention tells one from the other.
     """
-    step = max(1, ALIGNMENT // count)
-    length = -(-(used + 1) // (count * step)) * step
-    return count, length + step * (length == other)
+    length, total = other, used
+    while length == other:
+        total = one_of_few(total + 1, ALIGNMENT, SIZES)
+        length = -(-total // count)
+    return count, length
 
 
 def _numbered(documents: Sequence[Sequence[int]], *, share: bool) -> list[list[int]]:

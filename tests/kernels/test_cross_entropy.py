@@ -25,9 +25,16 @@ class SoftCapped(nn.Module):
 @pytest.mark.parametrize("chunk", [1, 7, 41, 1000])
 @pytest.mark.parametrize("num_rows", [0, 1, 41])
 @pytest.mark.parametrize("wide_rows", [3, 41])
+@pytest.mark.parametrize("alignment", [1, 16])
 def test_loss_and_gradients_are_those_of_the_whole(
-    num_rows: int, chunk: int, wide_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    num_rows: int,
+    chunk: int,
+    wide_rows: int,
+    alignment: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(cross_entropy, "ALIGNMENT", alignment)
     monkeypatch.setattr(cross_entropy, "WIDE_BYTES", {"cpu": 4 * 341 * wide_rows})
     torch.manual_seed(0)
     head = SoftCapped(9, 341).to(dtype)
@@ -46,8 +53,19 @@ def test_loss_and_gradients_are_those_of_the_whole(
 
 
 def test_without_gradients_nothing_is_kept() -> None:
-    hidden, head = torch.randn(5, 9), nn.Linear(9, 11).requires_grad_(False)
+    hidden, head = torch.randn(40, 9), nn.Linear(9, 43).requires_grad_(False)
     with torch.no_grad():
-        loss = chunked_cross_entropy(hidden, torch.arange(5), head, chunk_rows=2)
+        loss = chunked_cross_entropy(hidden, torch.arange(40), head, chunk_rows=16)
     assert not loss.requires_grad
-    torch.testing.assert_close(loss, reference_cross_entropy(hidden, torch.arange(5), head))
+    torch.testing.assert_close(loss, reference_cross_entropy(hidden, torch.arange(40), head))
+
+
+def test_chunks_are_about_equal_and_of_few_sizes() -> None:
+    head, seen = nn.Linear(9, 11).requires_grad_(False), []
+    head.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    for num_rows in (33, 100, 101):
+        chunked_cross_entropy(torch.randn(num_rows, 9), torch.arange(num_rows) % 11, head)
+        chunked_cross_entropy(
+            torch.randn(num_rows, 9), torch.arange(num_rows) % 11, head, chunk_rows=50
+        )
+    assert seen == [48, 48, 112, 64, 48, 112, 48, 48, 16]

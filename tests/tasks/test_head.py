@@ -8,12 +8,12 @@ import torch
 from peftkit.adapter import attach
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
-from peftkit.kernels import cross_entropy
 from peftkit.methods.lora import LoRA
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.head import head_of
 from peftkit.train.blocks import Blocks
 from peftkit.train.paths import paths
+from tests.conftest import use_small_chunks
 from tests.families import ARCHITECTURES, tiny_tokenizer
 
 FAMILIES = ["llama", "gpt2", "gemma2", "cohere", "granite", "gptj", "gpt_neox", "mixtral", "opt"]
@@ -34,8 +34,7 @@ def test_chunked_loss_and_gradients_are_those_of_the_whole(
     rows = [Row(tuple(range(3, 3 + n)), (-100, -100, *range(5, 3 + n)), (n,), "") for n in (9, 14)]
     batch = task.collate(rows)
     results = []
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 0})
-    monkeypatch.setattr(cross_entropy, "MIN_ROWS", 3)
+    use_small_chunks(monkeypatch)
     said = []
     for head in (None, task._head):
         task._head = head

@@ -24,11 +24,11 @@ from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.evaluation import evaluate
 from peftkit.events import Event, Notice, StepDone, Table
 from peftkit.formats.folder import open_adapter
-from peftkit.kernels import cross_entropy
 from peftkit.methods.lora import LoRA
 from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
+from tests.conftest import use_small_chunks
 from tests.families import ARCHITECTURES, BOS, EOS, UNK
 from tests.train.toy import Crash, crash_after
 
@@ -91,8 +91,7 @@ def test_loss_and_gradients_are_the_definitions(
     name: str, chunked: bool, tmp_path: Path, masking: Tokenizer, monkeypatch: Any
 ) -> None:
     if chunked:
-        monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 0})
-        monkeypatch.setattr(cross_entropy, "MIN_ROWS", 3)
+        use_small_chunks(monkeypatch)
     model = ARCHITECTURES[name]().eval()
     task = task_on(model, masking)
     batch = task.collate(task.load(write(tmp_path, TEXTS)))

@@ -22,13 +22,13 @@ from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.evaluation import evaluate
 from peftkit.events import Event, Table
 from peftkit.formats.folder import open_adapter
-from peftkit.kernels import cross_entropy
 from peftkit.methods.lora import LoRA
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.rouge import longest_common_subsequence, rouge_l
 from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
+from tests.conftest import use_small_chunks
 from tests.families import ARCHITECTURES, EOS, PAD
 
 Tokenizer = PreTrainedTokenizerFast
@@ -77,8 +77,7 @@ def test_loss_and_gradients_are_the_models_own(
     name: str, chunked: bool, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: Any
 ) -> None:
     if chunked:
-        monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 0})
-        monkeypatch.setattr(cross_entropy, "MIN_ROWS", 3)
+        use_small_chunks(monkeypatch)
     model = build(name)
     task = task_on(model, tokenizer)
     rows = task.load(write(tmp_path / "a.jsonl", ROWS))

@@ -17,7 +17,7 @@ from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.data.pairs import PairRow
 from peftkit.errors import PeftkitError
-from peftkit.kernels.grid import grid_of, into_grid, out_of_grid
+from peftkit.kernels.grid import grid_of, into_grid, one_of_few, out_of_grid
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
@@ -325,3 +325,10 @@ def test_of_tokens_of_several_documents_one_place_speaks() -> None:
     for token, place in enumerate(where):
         want[place] = weight.flatten(0, 1)[token]
     assert torch.equal(grad, want)
+
+
+def test_sizes_are_few_and_little_is_lost() -> None:
+    sizes = [one_of_few(size, 8, 16) for size in range(1, 2049)]
+    assert all(0 <= found - size < max(8, size / 16) for size, found in enumerate(sizes, 1))
+    assert all(found % 8 == 0 for found in sizes)
+    assert len({size for size in sizes if 1024 < size <= 2048}) == 16
