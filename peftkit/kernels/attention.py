@@ -92,14 +92,12 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def blocked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> Tensor:
-    """Return the same as `reference_attention`, (B, L, H, D), and keep nothing but its inputs."""
-    batch, heads, length, size = query.shape
-    out = query.new_empty(batch, length, heads, size)
+    """Return the same as `reference_attention` and keep nothing but its inputs."""
+    out = _like_attention(query, key, value)
     keys, values = key.flatten(0, 1), value.flatten(0, 1)  # (B K, S, D)
     for part, seen, hidden in _parts(query, key, mask, is_causal):
         _, probs = _probabilities(query[:, :, part], keys[:, seen], (hidden,), scale)
-        said = torch.bmm(probs, values[:, seen])
-        out[:, part] = said.view(batch, heads, -1, size).transpose(1, 2)
+        out[:, :, part] = torch.bmm(probs, values[:, seen]).view(out[:, :, part].shape)
     return out
 
 
@@ -113,21 +111,19 @@ def blocked_attention_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, given that of the result (B, L, H, D)."""
-    batch, heads, _, size = query.shape
+    """Return the gradients of query, key and value, given that of the result."""
     grad_query = torch.empty_like(query)
     keys, values = key.flatten(0, 1), value.flatten(0, 1)
     # summed over all parts: in float32
     grad_keys, grad_values = (torch.zeros_like(x, dtype=torch.float32) for x in (keys, values))
     for part, seen, hidden in _parts(query, key, mask, is_causal):
         rows, probs = _probabilities(query[:, :, part], keys[:, seen], (hidden,), scale)
-        grad_out = grad[:, part].transpose(1, 2).reshape(rows.shape)
+        grad_out = grad[:, :, part].reshape(*rows.shape[:2], -1)
         grad_values[:, seen] += torch.bmm(probs.transpose(1, 2), grad_out)
         grad_probs = torch.bmm(grad_out, values[:, seen].transpose(1, 2))
         grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
-        grad_query[:, :, part] = (torch.bmm(grad_scores, keys[:, seen]) * scale).view(
-            batch, heads, -1, size
-        )
+        grad_rows = torch.bmm(grad_scores, keys[:, seen]) * scale
+        grad_query[:, :, part] = grad_rows.view(grad_query[:, :, part].shape)
         grad_keys[:, seen] += torch.bmm(grad_scores.transpose(1, 2), rows)
     return (
         grad_query,
@@ -177,7 +173,8 @@ def _probabilities(
         (B K, G n, D) and (B K, G n, S).
     """
     batch, heads, length, size = query.shape
-    rows = (query * scale).reshape(len(keys), heads * batch // len(keys) * length, size)
+    scaled = query if scale == 1 else query * scale
+    rows = scaled.reshape(len(keys), heads * batch // len(keys) * length, size)
     scores = torch.bmm(rows, keys.transpose(1, 2))
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -191,9 +188,8 @@ def _probabilities(
 
 
 @blocked_attention.register_fake
-def _like_attention(query: Tensor, *_: object) -> Tensor:
-    batch, heads, length, size = query.shape
-    return query.new_empty(batch, length, heads, size)
+def _like_attention(query: Tensor, _key: Tensor, value: Tensor, *_: object) -> Tensor:
+    return query.new_empty(*query.shape[:3], value.shape[3])
 
 
 @blocked_attention_backward.register_fake

@@ -92,48 +92,60 @@ def into_grid(x: Tensor, grid: Grid) -> Tensor:
     """Return queries, keys or values (B, H, L, D) as (R, H, T, D)."""
     rows = x.transpose(1, 2).contiguous()  # as linear layers make them
     moved: Tensor = _IntoGrid.apply(rows, *grid)
-    return moved.transpose(1, 2)
-
-
-def out_of_grid(x: Tensor, grid: Grid) -> Tensor:
-    """Return what attention makes of them, (R, T, H, D), as (B, L, H, D)."""
-    moved: Tensor = _OutOfGrid.apply(x, grid.places, grid.owners)
     return moved
 
 
-@torch.library.custom_op("peftkit::gathered", mutates_args=())
-def gathered(x: Tensor, index: Tensor) -> Tensor:
-    """Return x[index], (*index, ...): of x (A, B, ...) rows that are numbered from 0 to A * B.
+def out_of_grid(x: Tensor, grid: Grid) -> Tensor:
+    """Return what attention makes of them, (R, H, T, D), as (B, L, H, D)."""
+    moved: Tensor = _OutOfGrid.apply(x.contiguous(), grid.places, grid.owners)
+    return moved
+
+
+@torch.library.custom_op("peftkit::spread", mutates_args=())
+def spread(x: Tensor, tokens: Tensor) -> Tensor:
+    """Return for each place the heads of its token: of x (B, L, H, D) and (R, T), (R, H, T, D).
 
     An operator, so that torch.compile does not make it part of a loop over single numbers: whole
-    rows are copied in a fraction of the time.
+    heads are copied in a fraction of the time. They come out as products want them.
     """
-    return x.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)
+    heads = torch.arange(x.shape[2])[:, None]
+    index = tokens[:, None] * len(heads) + heads  # (R, H, T)
+    return x.flatten(0, 2).index_select(0, index.flatten()).unflatten(0, index.shape)
 
 
-@gathered.register_fake
-def _like_gathered(x: Tensor, index: Tensor) -> Tensor:
-    return x.new_empty(*index.shape, *x.shape[2:])
+@spread.register_fake
+def _like_spread(x: Tensor, tokens: Tensor) -> Tensor:
+    return x.new_empty(tokens.shape[0], x.shape[2], tokens.shape[1], x.shape[3])
 
 
 @torch.library.custom_op("peftkit::collected", mutates_args=())
-def collected(x: Tensor, places: Tensor, shared: Tensor, copies: Tensor) -> Tensor:
-    """Return for each token (B, L, ...) the sum of what stands at its places in x (R, T, ...).
+def collected(x: Tensor, places: Tensor, shared: Tensor | None, copies: Tensor | None) -> Tensor:
+    """Return for each token the heads at its places: of x (R, H, T, D) and (B, L), (B, L, H, D).
 
     Most have one place, so that they are gathered, which takes a fraction of adding rows to rows.
-    What stands at padding is zero.
+
+    Args:
+        shared, copies: As in `Grid`: of these tokens the sum over all places; what stands at
+            padding is zero. None: what stands at the first place.
     """
-    flat = x.flatten(0, 1)
-    out = flat.index_select(0, places.flatten())
-    if len(shared) > 2:
-        sums = flat.index_select(0, copies.flatten()).unflatten(0, copies.shape).sum(1)
-        out.index_copy_(0, shared, sums)
-    return out.unflatten(0, places.shape)
+    flat = x.flatten(0, 2)
+
+    def heads_at(places: Tensor) -> Tensor:
+        """Return (*places, H, D)."""
+        heads, width = x.shape[1:3]
+        first = places + places.div(width, rounding_mode="floor") * (heads - 1) * width
+        index = first[..., None] + torch.arange(0, heads * width, width)
+        return flat.index_select(0, index.flatten()).unflatten(0, index.shape)
+
+    out = heads_at(places)
+    if shared is not None and copies is not None and len(shared) > 2:
+        out.flatten(0, 1).index_copy_(0, shared, heads_at(copies).sum(1))
+    return out
 
 
 @collected.register_fake
-def _like_collected(x: Tensor, places: Tensor, shared: Tensor, copies: Tensor) -> Tensor:
-    return x.new_empty(*places.shape, *x.shape[2:])
+def _like_collected(x: Tensor, places: Tensor, *_: Tensor | None) -> Tensor:
+    return x.new_empty(*places.shape, x.shape[1], x.shape[3])
 
 
 class _IntoGrid(torch.autograd.Function):
@@ -143,7 +155,7 @@ class _IntoGrid(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *grid: Tensor) -> Tensor:
         tokens, places, _, shared, copies = grid
         ctx.save_for_backward(places, shared, copies)
-        return gathered(x, tokens)
+        return spread(x, tokens)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -156,9 +168,9 @@ class _OutOfGrid(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: Tensor, owners: Tensor) -> Tensor:
         ctx.save_for_backward(owners)
-        return gathered(x, places)
+        return collected(x, places, None, None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (owners,) = ctx.saved_tensors
-        return gathered(grads[0].contiguous(), owners), None, None
+        return spread(grads[0].contiguous(), owners), None, None

@@ -146,9 +146,10 @@ def _attend(
     slow = not trains or dropout or (biased and not short)
     if asked or (slow and softcap is None):
         more.update(position_bias=position_bias, softcap=softcap)
-        out, _ = sdpa_attention_forward(
+        found, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **more
         )
+        out = found.transpose(1, 2)
     else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = causal and attention_mask is None and query.shape[2] > 1
@@ -159,5 +160,4 @@ def _attend(
             out = grouped_attention(
                 query, key, value, attention_mask, causal, scale, position_bias, softcap
             )
-            out = out.transpose(1, 2).contiguous()
-    return out_of_grid(out, grid) if _grids else out, None
+    return out_of_grid(out, grid) if _grids else out.transpose(1, 2).contiguous(), None

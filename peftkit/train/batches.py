@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any
 
 MULTIPLE = 8
@@ -40,8 +39,7 @@ def cut(
 
     They keep their order unless that has too many tokens. Then they are sorted, the longest first:
     rows of a length lie together, and where memory does not suffice, that shows at once. One row
-    alone may have more tokens. Micro-batches are about as large as each other, where that makes no
-    more of them: a small one takes longer than its tokens are worth.
+    alone may have more tokens.
 
     Args:
         num_positions: Tokens of rows that go through the model at once, padding included.
@@ -49,26 +47,11 @@ def cut(
     parts = [rows[start : start + max_rows] for start in range(0, len(rows), max_rows)]
     if max_tokens is None or all(num_positions(part) <= max_tokens for part in parts):
         return parts
-
-    def fits(part: Sequence[Any]) -> bool:
-        return len(part) <= max_rows and (len(part) == 1 or num_positions(part) <= max_tokens)
-
-    sizes = sorted(((num_positions([row]), row) for row in rows), key=itemgetter(0), reverse=True)
-    full: list[list[Any]] = [[]]
-    for _, row in sizes:
-        if fits([*full[-1], row]):
-            full[-1].append(row)
+    fitting: list[Sequence[Any]] = [[]]
+    for row in sorted(rows, key=lambda row: num_positions([row]), reverse=True):
+        part = [*fitting[-1], row]
+        if len(part) == 1 or (len(part) <= max_rows and num_positions(part) <= max_tokens):
+            fitting[-1] = part
         else:
-            full.append([row])
-    even = _evenly(sizes, len(full))
-    return [*(even if all(map(fits, even)) else full)]
-
-
-def _evenly(sizes: Sequence[tuple[int, Any]], count: int) -> list[list[Any]]:
-    """Return rows in order in at most so many parts: each row in that which its middle is in."""
-    parts: list[list[Any]] = [[] for _ in range(count)]
-    before, whole = 0, sum(size for size, _ in sizes)
-    for size, row in sizes:
-        parts[(2 * before + size) * count // (2 * whole)].append(row)
-        before += size
-    return [part for part in parts if part]
+            fitting.append([row])
+    return fitting

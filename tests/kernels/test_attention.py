@@ -13,7 +13,7 @@ from peftkit.kernels.attention import (
     grouped_attention,
     reference_attention,
 )
-from peftkit.kernels.grid import collected, gathered, grid_of
+from peftkit.kernels.grid import collected, grid_of, spread
 from peftkit.kernels.grouped import fill_hidden
 
 SHAPES = [(1, 1, 1, 1, 8), (2, 4, 2, 9, 16), (3, 6, 2, 41, 8), (2, 9, 3, 33, 64), (1, 5, 1, 17, 24)]
@@ -67,7 +67,7 @@ def test_output_and_gradients_are_torchs_own(
     causal = is_causal and bias is None
     expected = reference_attention(*wide, all_hidden, causal, size**-0.5)
     if way.startswith("blocked"):
-        found = blocked_attention(*inputs, mask, is_causal, size**-0.5).transpose(1, 2)
+        found = blocked_attention(*inputs, mask, is_causal, size**-0.5)
     else:
         found = grouped_attention(*inputs, mask, is_causal, size**-0.5, bias)
     direction = torch.randn_like(expected)
@@ -100,11 +100,11 @@ def test_keys_of_another_row_may_be_fewer_or_more(
     keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "MIN_QUERIES", 7)
-    sizes = ((4, 17), (2, keys), (2, keys))
-    inputs = [torch.randn(2, heads, n, 8, requires_grad=True) for heads, n in sizes]
+    sizes = ((4, 17, 8), (2, keys, 8), (2, keys, 6))  # values may have a size of their own
+    inputs = [torch.randn(2, *size, requires_grad=True) for size in sizes]
     mask = torch.arange(keys) < torch.tensor([[keys], [2]])[:, None, None]
     expected = reference_attention(*inputs, mask, False, 0.3)
-    found = blocked_attention(*inputs, mask, False, 0.3).transpose(1, 2)
+    found = blocked_attention(*inputs, mask, False, 0.3)
     torch.testing.assert_close(found, expected)
     direction = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, inputs, direction)
@@ -126,13 +126,13 @@ def test_operators_keep_what_torch_asks_of_them() -> None:
     torch.library.opcheck(blocked_attention, (query, key, value, None, True, 0.3))
     mask = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
     torch.library.opcheck(blocked_attention, (query, key, value, mask, False, 0.3))
-    plain = [x.detach() for x in (torch.randn(1, 9, 4, 8), query, key, value)]
+    plain = [x.detach() for x in (torch.randn(1, 4, 9, 8), query, key, value)]
     torch.library.opcheck(blocked_attention_backward, (*plain, None, True, 0.3))
     x, lora_a = torch.randn(9, 8), torch.randn(4, 8)
     torch.library.opcheck(fill_hidden, (torch.randn(9, 12), None, lora_a))
     torch.library.opcheck(fill_hidden, (torch.randn(9, 12), x, lora_a))
     grid = grid_of([[0, 1, 2, 3], [0, 1, 4]], (2, 4))
-    torch.library.opcheck(gathered, (torch.randn(2, 4, 3), grid.tokens))
-    torch.library.opcheck(
-        collected, (torch.randn(*grid.tokens.shape, 3), grid.places, grid.shared, grid.copies)
-    )
+    torch.library.opcheck(spread, (torch.randn(2, 4, 3, 5), grid.tokens))
+    inside = torch.randn(len(grid.tokens), 3, grid.tokens.shape[1], 5)
+    torch.library.opcheck(collected, (inside, grid.places, grid.shared, grid.copies))
+    torch.library.opcheck(collected, (inside, grid.places, None, None))

@@ -285,7 +285,7 @@ def test_into_the_grid_and_out_of_it(lengths: list[int]) -> None:
     for row, length in zip(inside, map(len, documents), strict=True):
         assert torch.equal(row[:, :length], x[0, :, start : start + length])
         start += length
-    back = out_of_grid(inside.transpose(1, 2), grid)
+    back = out_of_grid(inside, grid)
     assert torch.equal(back[:, :used], x.transpose(1, 2)[:, :used])
     weight = torch.randn_like(back)
     weight[:, used:] = 0  # nothing is learnt of padding
@@ -312,18 +312,18 @@ def test_of_tokens_of_several_documents_all_places_are_heard() -> None:
 def test_of_tokens_of_several_documents_one_place_speaks() -> None:
     documents = [[0, 1, 2, 3, 4], [0, 1, 5], [0, 1, 2, 6]]
     grid = grid_of(documents, (2, 5))
-    x = torch.randn(3, 8, 2, 4, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(3, 2, 8, 4, dtype=torch.float64, requires_grad=True)
     out = out_of_grid(x, grid)
     where = [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 2), (2, 3)]
     assert out.shape == (2, 5, 2, 4)
     for token, place in enumerate(where):
-        assert torch.equal(out.flatten(0, 1)[token], x[place])
+        assert torch.equal(out.flatten(0, 1)[token], x[place[0], :, place[1]])
     weight = torch.randn_like(out)
     weight.flatten(0, 1)[7:] = 0  # nothing is learnt of padding
     (grad,) = torch.autograd.grad(out, x, weight)
     want = torch.zeros_like(x)
     for token, place in enumerate(where):
-        want[place] = weight.flatten(0, 1)[token]
+        want[place[0], :, place[1]] = weight.flatten(0, 1)[token]
     assert torch.equal(grad, want)
 
 
