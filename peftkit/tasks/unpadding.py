@@ -91,8 +91,8 @@ def unpadded(batch: Mapping[str, Tensor], *, share: bool) -> dict[str, Tensor]:
     count = 1 if len(halves) == 1 else min(half.most_rows for half in halves.values())
     length = 0
     for name, half in halves.items():
-        row, number = _in_rows(half, *_shape(half.num_tokens, count, other=length))
-        made |= {name + of: tensor for of, tensor in row.items()}
+        row, number = _in_rows(half, _shape(half.num_tokens, count, other=length))
+        made |= {name + field: tensor for field, tensor in row.items()}
         length = row["input_ids"].shape[1]
     return made | {"target_index": number[batch["target_index"]]}  # of the last half
 
@@ -124,6 +124,7 @@ class _Half(NamedTuple):
 
 
 def _half(batch: Mapping[str, Tensor], name: str, share: bool) -> _Half:
+    """Take what is read out of its padding, and number it."""
     mask = batch[name + "attention_mask"]
     positions = batch.get(name + "position_ids", torch.arange(mask.shape[1]).expand_as(mask))
     real = mask.flatten().nonzero().flatten()
@@ -134,7 +135,7 @@ def _half(batch: Mapping[str, Tensor], name: str, share: bool) -> _Half:
     return _Half(ids, positions, numbers, real, mask.numel())
 
 
-def _in_rows(half: _Half, *shape: int) -> tuple[dict[str, Tensor], Tensor]:
+def _in_rows(half: _Half, shape: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor]:
     """Return tokens in rows and their grid, and the new number of each padded one."""
     number = torch.tensor([n for document in half.numbers for n in document])
     made = {  # filled with no token that pads: of all zeros some norms have no gradient
@@ -143,7 +144,7 @@ def _in_rows(half: _Half, *shape: int) -> tuple[dict[str, Tensor], Tensor]:
     }
     made["input_ids"].view(-1)[number] = half.ids
     made["position_ids"].view(-1)[number] = half.positions
-    grid = grid_of(half.numbers, (shape[0], shape[1]))._asdict()
+    grid = grid_of(half.numbers, shape)._asdict()
     made |= {GRID + name: tensor for name, tensor in grid.items()}
     now = torch.zeros(half.num_padded, dtype=torch.long)
     now[half.old] = number
