@@ -27,9 +27,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from peftkit.adapter import attach
-from peftkit.bank import AdapterBank
-from peftkit.base import Base, load_base
-from peftkit.formats.peft import Provenance, save_adapter
+from peftkit.base.load import Base, load_base
+from peftkit.formats.peft.folder import Provenance, save_adapter
+from peftkit.inference.bank import AdapterBank
 from peftkit.methods.lora import LoRA
 
 TOLERANCES = {"fp32": 1e-4, "bf16": 0.05}

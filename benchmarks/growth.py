@@ -106,7 +106,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer points")
     parser.add_argument("--json", type=Path, help="write the measurements here")
     args = parser.parse_args(words)
-    from peftkit.locate import locate
+    from peftkit.base.locate import locate
 
     source = locate(args.model).source
     sides = ["ours", *filter(None, args.against.split(","))]

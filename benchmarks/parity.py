@@ -19,12 +19,12 @@ from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.orders import make_rows
 from peftkit.adapter import attach
-from peftkit.base import Base, load_base
+from peftkit.base.load import Base, load_base
+from peftkit.base.locate import locate
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.events import Event, StepDone
-from peftkit.formats.peft import save_adapter
-from peftkit.locate import locate
+from peftkit.formats.peft.folder import save_adapter
 from peftkit.methods.lora import LoRA
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.config import TrainConfig

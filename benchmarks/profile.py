@@ -114,7 +114,7 @@ def _training(
     listen: Callable[[Any], None],
 ) -> Callable[[], object]:
     from benchmarks.workers import ours, peft_loop
-    from peftkit.locate import locate
+    from peftkit.base.locate import locate
 
     names = ("dtype", "quantize", "rank", "batch_size", "train")
     job = {

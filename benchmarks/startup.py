@@ -27,8 +27,8 @@ from benchmarks.workers import work
 MAKE = """
 import sys, torch
 from peftkit.adapter import attach
-from peftkit.base import load_base
-from peftkit.formats.peft import Provenance, save_adapter
+from peftkit.base.load import load_base
+from peftkit.formats.peft.folder import Provenance, save_adapter
 from peftkit.methods.lora import LoRA
 base = load_base(sys.argv[1])
 adapter = attach(base.model, LoRA(rank=16, alpha=32))
@@ -39,7 +39,7 @@ save_adapter(adapter, sys.argv[2], Provenance())
 """
 OPEN = """
 import sys
-from peftkit.formats.folder import open_adapter
+from peftkit.formats.open_adapter import open_adapter
 open_adapter(sys.argv[2], sys.argv[1])
 """
 PEFT_OPEN = """
@@ -127,7 +127,7 @@ def first_step(job: dict[str, Any], side: str, python: str, folder: Path) -> Tak
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[Taken]]]:
     """Time everything in turn."""
-    from peftkit.locate import locate
+    from peftkit.base.locate import locate
 
     environ = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     source, adapter, out = locate(args.model).source, folder / "adapter", folder / "merged"

@@ -57,7 +57,7 @@ Runs = dict[str, list[dict[str, Any]]]
 
 def encode(model: str, data: str, num_rows: int, max_length: int) -> list[dict[str, list[int]]]:
     """Return token ids and labels of the first rows."""
-    from peftkit.base import load_base
+    from peftkit.base.load import load_base
     from peftkit.data.load import DataConfig
     from peftkit.tasks.causal_lm import CausalLM
 
@@ -246,7 +246,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     """Run all in turn and print the table."""
     args = arguments(words)
-    from peftkit.locate import locate
+    from peftkit.base.locate import locate
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

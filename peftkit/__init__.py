@@ -1,7 +1,10 @@
 """peftkit: parameter-efficient fine-tuning of transformers, by roles.
 
     from peftkit import CausalLM, DataConfig, LoRA, TrainConfig
-    from peftkit import attach, fit, load_base, save_adapter
+    from peftkit import attach
+    from peftkit import fit
+    from peftkit import load_base
+    from peftkit import save_adapter
 
     base = load_base("smollm2-135m", quantize="nf4")
     adapter = attach(base.model, LoRA(rank=16, targets=("q", "v")))
@@ -20,24 +23,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from peftkit.adapter import Adapter as Adapter
     from peftkit.adapter import attach as attach
-    from peftkit.bank import AdapterBank as AdapterBank
-    from peftkit.base import Base as Base
-    from peftkit.base import load_base as load_base
+    from peftkit.base.load import Base as Base
+    from peftkit.base.load import load_base as load_base
     from peftkit.data.load import DataConfig as DataConfig
     from peftkit.errors import PeftkitError as PeftkitError
-    from peftkit.evaluation import evaluate as evaluate
-    from peftkit.evaluation import predict as predict
-    from peftkit.formats.folder import open_adapter as open_adapter
-    from peftkit.formats.peft import (
+    from peftkit.formats.open_adapter import open_adapter as open_adapter
+    from peftkit.formats.peft.folder import (
         Provenance as Provenance,
     )
-    from peftkit.formats.peft import (
+    from peftkit.formats.peft.folder import (
         load_adapter as load_adapter,
     )
-    from peftkit.formats.peft import (
+    from peftkit.formats.peft.folder import (
         save_adapter as save_adapter,
     )
-    from peftkit.generation import generate as generate
+    from peftkit.inference.bank import AdapterBank as AdapterBank
+    from peftkit.inference.evaluate import evaluate as evaluate
+    from peftkit.inference.evaluate import predict as predict
+    from peftkit.inference.generate import generate as generate
     from peftkit.merging.fold import merge_into as merge_into
     from peftkit.merging.merge import merge as merge
     from peftkit.methods.dora import DoRA as DoRA
@@ -49,27 +52,27 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Adapter": "adapter",
-    "AdapterBank": "bank",
-    "Base": "base",
+    "AdapterBank": "inference.bank",
+    "Base": "base.load",
     "CausalLM": "tasks.causal_lm",
     "DataConfig": "data.load",
     "DoRA": "methods.dora",
     "LoRA": "methods.lora",
     "PeftkitError": "errors",
-    "Provenance": "formats.peft",
+    "Provenance": "formats.peft.folder",
     "Recipe": "recipe",
     "TrainConfig": "train.config",
     "attach": "adapter",
-    "evaluate": "evaluation",
+    "evaluate": "inference.evaluate",
     "fit": "train.loop",
-    "generate": "generation",
-    "load_adapter": "formats.peft",
-    "load_base": "base",
+    "generate": "inference.generate",
+    "load_adapter": "formats.peft.folder",
+    "load_base": "base.load",
     "merge": "merging.merge",
     "merge_into": "merging.fold",
-    "open_adapter": "formats.folder",
-    "predict": "evaluation",
-    "save_adapter": "formats.peft",
+    "open_adapter": "formats.open_adapter",
+    "predict": "inference.evaluate",
+    "save_adapter": "formats.peft.folder",
 }
 """Public name to the module that defines it."""
 

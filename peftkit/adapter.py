@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from peftkit.anatomy import bare
 from peftkit.errors import AdapterError, TargetError
+from peftkit.methods.modules_to_save import named_modules, whole
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, Start
 from peftkit.methods.token_rows import token_modules
-from peftkit.methods.tuned import named_modules, whole
-from peftkit.targets import Site
+from peftkit.model.places import bare
+from peftkit.model.targets import Site
 
 
 class Adapter:

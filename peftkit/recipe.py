@@ -11,26 +11,25 @@ from typing import Any, cast
 from pydantic import model_validator
 from torch import nn
 
-from peftkit import config
 from peftkit.adapter import Adapter, attach
-from peftkit.base import Base, BaseConfig, load_base
-from peftkit.config import Config
+from peftkit.base.load import Base, BaseConfig, load_base
+from peftkit.base.new_tokens import add_tokens, save_tokenizer, token_rows
+from peftkit.config import schema
+from peftkit.config.schema import Config
 from peftkit.data.load import DataConfig
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, Notice, Saved, Table, ignore
-from peftkit.files import write_text
-from peftkit.formats.card import CARD, Card, adapter_usage, write_card
-from peftkit.formats.peft import AdapterFolder, Provenance, read_adapter
+from peftkit.files.disk import write_text
+from peftkit.formats.card import CARD, Card, adapter_table, adapter_usage, training_card, write_card
+from peftkit.formats.peft.folder import AdapterFolder, Provenance, read_adapter
+from peftkit.methods.data_init import starts_for
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import Method, Start
-from peftkit.methods.starts import starts_for
 from peftkit.methods.table import AnyMethod
-from peftkit.new_tokens import add_tokens, save_tokenizer, token_rows
-from peftkit.papers import adapter_table, training_card
 from peftkit.tasks.causal_lm import CausalLMConfig
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.table import TASKS, AnyTask
-from peftkit.train.checkpoint import Checkpoints, prepare_output
+from peftkit.train.checkpoints.checkpoint import Checkpoints, prepare_output
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 from peftkit.train.metrics import require_trackers
@@ -121,7 +120,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         ConfigError: Every error at once, each with its file and line.
     """
-    return config.load(Recipe, Path(path), overrides)
+    return schema.load(Recipe, Path(path), overrides)
 
 
 def run(
@@ -284,7 +283,7 @@ def _write_papers(recipe: Recipe, ready: Prepared, result: Result, on_event: Lis
     """Write recipe.yaml and the model card; no failure of these costs the adapter, saved before."""
     folder = recipe.train.output_dir
     writers: dict[str, Callable[[], None]] = {
-        RECIPE: lambda: write_text(config.dump_yaml(recipe), folder / RECIPE),
+        RECIPE: lambda: write_text(schema.dump_yaml(recipe), folder / RECIPE),
         CARD: lambda: write_card(_card(recipe, ready, result), folder),
     }
     for name, write in writers.items():
@@ -321,6 +320,6 @@ def _card(recipe: Recipe, ready: Prepared, result: Result) -> Card:
         data=data,
         steps=result.step,
         metrics=result.metrics,
-        recipe=config.dump_yaml(recipe),
+        recipe=schema.dump_yaml(recipe),
         usage=usage,
     )

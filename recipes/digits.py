@@ -18,9 +18,9 @@ from sklearn.datasets import load_digits
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 from peftkit import recipe
-from peftkit.base import load_base
-from peftkit.evaluation import evaluate
-from peftkit.formats.folder import open_adapter
+from peftkit.base.load import load_base
+from peftkit.formats.open_adapter import open_adapter
+from peftkit.inference.evaluate import evaluate
 from peftkit.tasks.image_classification import ImageClassificationConfig
 from peftkit_cli.render import Renderer
 

@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 from peftkit import recipe
-from peftkit.base import load_base
-from peftkit.evaluation import Answer, answer
-from peftkit.formats.folder import open_adapter
-from peftkit.formats.peft import TENSORS
+from peftkit.base.load import load_base
+from peftkit.formats.open_adapter import open_adapter
+from peftkit.formats.peft.folder import TENSORS
+from peftkit.inference.evaluate import Answer, answer
 from peftkit_cli.render import Renderer
 
 HERE = Path(__file__).parent

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, model_validator
 
-from peftkit.config import Config, load
+from peftkit.config.schema import Config, load
 from peftkit.errors import ConfigError
 
 DATA = "data: {train: a.jsonl}\n"

@@ -18,32 +18,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    # Ground: no part of the house knows less.
-    ("errors", "events", "roles", "fingerprint", "kernels/"),
-    ("strict_json", "strict_yaml"),
-    (
-        "config_words",
-        "grammar",
-        "heads",
-        "layouts",
-        "locate",
-        "modes",
-        "patterns",
-        "purpose",
-        "tensor_header",
-    ),
-    ("config", "files", "anatomy"),
-    ("audit",),
-    # Parts that know nothing of each other.
-    ("quant", "targets", "sublayers", "data/", "train/"),
-    ("pretrained",),
-    # What is composed of parts.
-    ("base", "methods/", "tasks/", "banked"),
-    ("adapter", "new_tokens"),
+    ("errors", "events", "kernels/"),
+    ("config/", "files/"),
+    ("model/",),
+    ("quant/", "data/"),
+    ("train/", "base/"),
+    ("methods/", "tasks/"),
+    ("adapter",),
     ("formats/",),
-    # Whole stories.
-    ("generation", "combining/", "merging/", "papers"),
-    ("bank", "recipe", "evaluation", "sharing", "combine", "extract", "compare"),
+    ("inference/", "merging/"),
+    ("transform/", "recipe"),
     ("__init__",),
     ("cli/",),
 )
@@ -51,19 +35,17 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 
 DOORS: Mapping[str, tuple[str, ...]] = {
     "torch": ("",),
-    "bitsandbytes": ("quant", "train/optim"),
+    "bitsandbytes": ("quant/", "train/optim"),
     "numpy": ("train/rng",),  # comes with transformers; a checkpoint holds its generator's state
     "triton": ("kernels/",),
     "accelerate": ("train/",),
     "datasets": ("data/load",),
-    "transformers": ("base", "pretrained", "tasks/", "methods/prefix", "generation", "new_tokens"),
-    "gguf": ("formats/gguf", "formats/gguf_names"),  # the optional extra; imported when called
+    "transformers": ("base/", "tasks/", "methods/prefix", "inference/"),
+    "gguf": ("formats/gguf/",),  # the optional extra; imported when called
     "huggingface_hub": ("formats/hub",),
     "safetensors": ("formats/", "merging/"),
-    "pydantic": (
-        *("config", "config_words", "methods/", "data/", "train/", "tasks/", "base", "recipe"),
-    ),
-    "yaml": ("config", "strict_yaml"),
+    "pydantic": ("config/", "methods/", "data/", "train/", "tasks/", "base/", "recipe"),
+    "yaml": ("config/",),
     "PIL": ("data/images",),  # the optional extra `images`; imported when an image is decoded
     "typer": ("cli/",),
     "rich": ("cli/",),
@@ -72,10 +54,10 @@ DOORS: Mapping[str, tuple[str, ...]] = {
 
 WITHOUT_TORCH = (
     "peftkit_cli.app",
-    "peftkit.config",
+    "peftkit.config.schema",
     "peftkit.errors",
     "peftkit.events",
-    "peftkit.roles",
+    "peftkit.model.roles",
 )
 
 
@@ -174,8 +156,8 @@ def _climbs(found: Import, target: str) -> list[str]:
         return [f"{found.where}: a folder's __init__ imports nothing"]
     if other is None:
         return [f"{found.where}: imports {target}, which is no module of the house"]
-    siblings = importer.count(".") > 1 and importer.rpartition(".")[0] == target.rpartition(".")[0]
-    siblings = siblings or (room(importer).startswith("cli/") and room(target).startswith("cli/"))
+    folder = room(importer).partition("/")[0] + "/"
+    siblings = room(importer).startswith(folder) and room(target).startswith(folder)
     if mine is not None and other >= mine and not siblings:
         way = "climbs" if other > mine else "stays on one floor"
         return [f"{found.where}: import of {target} {way} (floor {mine} to {other}); go down only"]
@@ -222,17 +204,17 @@ def test_the_house_keeps_its_rules() -> None:
     [
         ({"peftkit.errors": "def f():\n    import peftkit.recipe"}, "errors.py:2: import of peft"),
         (
-            {"peftkit.quant": "from peftkit.targets import Site"},
-            "quant.py:1: import of peftkit.tar",
+            {"peftkit.config.schema": "from peftkit.model.targets import Site"},
+            "config/schema.py:1: import of peftkit.model.targets climbs",
         ),
-        ({"peftkit.quant": "from peftkit import targets"}, "stays on one floor"),
+        ({"peftkit.quant.layers": "from peftkit.data import load"}, "stays on one floor"),
         (
-            {"peftkit.quant": "if TYPE_CHECKING:\n    from peftkit.methods.lora import LoRA"},
-            "peftkit/quant.py:2: import of peftkit.methods.lora climbs",
+            {"peftkit.quant.audit": "if TYPE_CHECKING:\n    import peftkit.methods.lora"},
+            "peftkit/quant/audit.py:2: import of peftkit.methods.lora climbs",
         ),
         (
-            {"peftkit.train.loop": "import peftkit.data.load"},
-            "loop.py:1: import of peftkit.data.lo",
+            {"peftkit.train.memory.plan": "import peftkit.methods.lora"},
+            "memory/plan.py:1: import of peftkit.methods.lora climbs",
         ),
         (
             {
@@ -257,10 +239,10 @@ def test_the_house_keeps_its_rules() -> None:
         ),
         ({"peftkit.nowhere": ""}, "peftkit.nowhere: stands on no floor"),
         (
-            {"peftkit.base": "def f():\n  import bitsandbytes"},
-            "base.py:2: imports bitsandbytes outsi",
+            {"peftkit.base.load": "def f():\n  import bitsandbytes"},
+            "base/load.py:2: imports bitsandbytes outsi",
         ),
-        ({"peftkit.train.loop": "from bitsandbytes import optim"}, "door (quant, train/optim)"),
+        ({"peftkit.train.loop": "from bitsandbytes import optim"}, "door (quant/, train/optim)"),
         (
             {"peftkit.recipe": "import rich.table"},
             "peftkit/recipe.py:1: imports rich outside its do",
@@ -277,7 +259,9 @@ def test_the_house_keeps_its_rules() -> None:
 )
 def test_each_rule_names_file_and_line(sources: dict[str, str], told: str) -> None:
     packages = {"peftkit.__init__": "", "peftkit.data.__init__": "", "peftkit_cli.__init__": ""}
-    modules = dict.fromkeys(("peftkit.targets", "peftkit.methods.lora", "peftkit.data.load"), "")
+    modules = dict.fromkeys(
+        ("peftkit.model.targets", "peftkit.methods.lora", "peftkit.data.load"), ""
+    )
     (breach,) = breaches(packages | modules | sources)
     assert told in breach
 
@@ -286,12 +270,12 @@ def test_what_the_rules_allow_is_no_breach() -> None:
     assert not breaches(
         {
             "peftkit.errors": "from __future__ import annotations\nimport os.path",
-            "peftkit.quant": "import bitsandbytes.functional as F\nimport torch",
-            "peftkit.formats.guard": "from peftkit.errors import x",
-            "peftkit.formats.peft": "from peftkit.formats import guard\nimport safetensors.torch",
+            "peftkit.quant.layers": "import bitsandbytes.functional as F\nimport torch",
+            "peftkit.formats.peft.folder": "from peftkit.formats import guard",
+            "peftkit.formats.guard": "import safetensors.torch",
             "peftkit_cli.app": "from peftkit_cli import render\nfrom peftkit import errors",
             "peftkit_cli.render": "from rich.table import Table",
-            "peftkit.__init__": "from peftkit.quant import x",
+            "peftkit.__init__": "from peftkit.quant.layers import x",
         }
     )
 

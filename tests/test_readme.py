@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from peftkit.config import from_dict
+from peftkit.config.schema import from_dict
 from peftkit.recipe import Recipe
 from peftkit_cli.app import run
 

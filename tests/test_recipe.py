@@ -12,10 +12,10 @@ import torch
 import transformers
 
 from peftkit import recipe
-from peftkit.config import Config
+from peftkit.config.schema import Config
 from peftkit.errors import ConfigError, DataError, PeftkitError, TargetError
 from peftkit.events import EvalDone, Event, RunStarted, Saved, StepDone, Table
-from peftkit.formats.folder import open_adapter
+from peftkit.formats.open_adapter import open_adapter
 from peftkit.recipe import Recipe
 
 ROWS = [

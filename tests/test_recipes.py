@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from peftkit import recipe
-from peftkit.roles import GROUPS, ROLES
+from peftkit.model.roles import GROUPS, ROLES
 from peftkit_cli.about import headline, recipes_folder
 
 RECIPES = sorted(recipes_folder().glob("*.yaml"))

@@ -12,14 +12,14 @@ from torch import Tensor
 from benchmarks import shapes
 from benchmarks.workers.meter import Meter, device_of, read_job, telling_of_memory
 from peftkit.adapter import attach
-from peftkit.base import DTYPES, load_base
+from peftkit.base.load import DTYPES, load_base
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import IGNORE, Row
 from peftkit.data.pairs import PairRow
 from peftkit.events import Event, Notice, StepDone
 from peftkit.kernels.packed import keep_copies
 from peftkit.methods.lora import LoRA
-from peftkit.quant import quantize_model
+from peftkit.quant.quantize import quantize_model
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig
 from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig

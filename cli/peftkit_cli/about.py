@@ -110,7 +110,7 @@ def copy_recipe(
 
 def schema() -> None:
     """Print the JSON schema of a recipe, for editors."""
-    from peftkit.config import json_schema
+    from peftkit.config.schema import json_schema
     from peftkit.recipe import Recipe
 
     typer.echo(json.dumps(json_schema(Recipe), indent=2))
@@ -135,7 +135,7 @@ def environment() -> dict[str, Any]:
     """Return what a bug report needs: versions, processor, memory, accelerators."""
     import torch
 
-    from peftkit.train.compiled import cpp_compiler
+    from peftkit.train.memory.compiled import cpp_compiler
 
     libraries = {name: found for name in LIBRARIES if (found := _version(name)) is not None}
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")

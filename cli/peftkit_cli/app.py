@@ -21,7 +21,7 @@ import typer
 import typer.core
 
 from peftkit.errors import PeftkitError
-from peftkit_cli import about, combining, exchange, inspect, share, talk, train
+from peftkit_cli import about, combining, exchange, inspect, merge, talk, train
 
 
 class CommandsByPurpose(typer.core.TyperGroup):
@@ -52,14 +52,14 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-TRAIN, TALK, LOOK = "Train", "Talk and share", "Look"
+TRAIN, TALK, LOOK = "Train", "Talk and merge", "Look"
 app.command(rich_help_panel=TRAIN)(train.train)
 app.command(rich_help_panel=TRAIN)(train.check)
 app.command(rich_help_panel=TALK)(talk.generate)
 app.command(rich_help_panel=TALK)(talk.chat)
 app.command(rich_help_panel=TALK)(talk.predict)
 app.command("eval", rich_help_panel=TALK)(talk.evaluate)
-app.command(rich_help_panel=TALK)(share.merge)
+app.command(rich_help_panel=TALK)(merge.merge)
 app.command(rich_help_panel=TALK)(combining.combine)
 app.command(rich_help_panel=TALK)(combining.extract)
 app.command(rich_help_panel=TALK)(exchange.export)

@@ -68,7 +68,7 @@ def combine(
 ) -> None:
     """Combine adapters of one base into one. Prints the new adapter's folder."""
     weighted = [_weighted(text) for text in adapters]
-    from peftkit.combine import combine as combine_adapters
+    from peftkit.transform.combine import combine as combine_adapters
     from peftkit_cli.render import Renderer
 
     with Renderer() as on_event:
@@ -125,7 +125,7 @@ def extract(
     force: Replace = False,
 ) -> None:
     """Make the best adapter of a rank out of a full fine-tune. Prints the adapter's folder."""
-    from peftkit.extract import extract as extract_adapter
+    from peftkit.transform.extract import extract as extract_adapter
     from peftkit_cli.render import Renderer
 
     with Renderer() as on_event:

@@ -10,11 +10,11 @@ from typing import ClassVar
 
 import typer
 
-from peftkit.bank import AdapterBank
 from peftkit.data.encode import Style, prompt_ids, stop_ids
 from peftkit.errors import PeftkitError, did_you_mean
-from peftkit.formats.folder import Opened
-from peftkit.generation import stream
+from peftkit.formats.open_adapter import Opened
+from peftkit.inference.bank import AdapterBank
+from peftkit.inference.generate import stream
 from peftkit_cli.arguments import note
 
 BASE = "base"

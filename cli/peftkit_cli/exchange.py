@@ -83,7 +83,7 @@ def export(
         raise ConfigError(
             f"there is no --profile {profile.value} of {to.value}", fix="Use it with --to peft."
         )
-    from peftkit.sharing import export_adapter
+    from peftkit.transform.exchange import export_adapter
     from peftkit_cli.render import Renderer
 
     with Renderer() as on_event:
@@ -137,7 +137,7 @@ def import_(
     force: Replace = False,
 ) -> None:
     """Make an adapter folder out of another program's adapter. Prints the folder."""
-    from peftkit.sharing import import_adapter
+    from peftkit.transform.exchange import import_adapter
     from peftkit_cli.render import Renderer
 
     with Renderer() as on_event:
@@ -154,8 +154,8 @@ def push(
     ] = False,
 ) -> None:
     """Upload an adapter to the hub, in one commit. Prints the commit's page."""
-    from peftkit.formats.folder import adapter_folder
     from peftkit.formats.hub import push_adapter
+    from peftkit.formats.open_adapter import adapter_folder
     from peftkit_cli.render import Renderer
 
     with Renderer() as on_event:

@@ -20,8 +20,8 @@ from peftkit_cli.methods import COLUMNS, MethodFacts, method_facts, method_rows
 if TYPE_CHECKING:
     from torch import nn
 
-    from peftkit.targets import Site
-    from peftkit.tensor_header import Entry
+    from peftkit.files.safetensors_header import Entry
+    from peftkit.model.targets import Site
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -96,7 +96,7 @@ def inspect(
 def adapter_facts(folder: Path) -> tuple[dict[str, Any], list[Group]]:
     """Read what an adapter's files say of it: config and header, no tensor."""
     from peftkit.formats.guard import check_safetensors
-    from peftkit.formats.peft import TENSORS, read_adapter
+    from peftkit.formats.peft.folder import TENSORS, read_adapter
 
     file = read_adapter(folder)
     tensors = check_safetensors(folder / TENSORS).tensors
@@ -139,9 +139,9 @@ def _split_name(name: str) -> tuple[str, str]:
 
 def model_facts(name: str) -> tuple[dict[str, Any], list[Group], list[MethodFacts]]:
     """Build a model without weights, name the roles of its modules, and try every method on it."""
-    from peftkit.anatomy import blocks, find_places
-    from peftkit.base import skeleton
-    from peftkit.targets import find_roles
+    from peftkit.base.load import skeleton
+    from peftkit.model.places import blocks, find_places
+    from peftkit.model.targets import find_roles
 
     model = skeleton(name)
     parameters = list(model.parameters())
@@ -175,7 +175,7 @@ def _groups(model: nn.Module, role: str, sites: Sequence[Site]) -> list[Group]:
 
 def weight_shape(model: nn.Module, role: str, site: Site) -> tuple[int, ...]:
     """Return ([experts,] in, out) of the part of a weight that one role owns."""
-    from peftkit.anatomy import is_linear, linear_shape, stacked_shape
+    from peftkit.model.places import is_linear, linear_shape, stacked_shape
 
     module = model.get_submodule(site.path)
     if site.parameter is not None and getattr(module, site.parameter).ndim == 3:

@@ -14,8 +14,8 @@ from peftkit.errors import AdapterError, DataError
 from peftkit_cli.arguments import Adapter, Base, Force, Json, adapter_folder, neighbours, note
 
 if TYPE_CHECKING:
-    from peftkit.bank import AdapterBank
-    from peftkit.formats.folder import Opened
+    from peftkit.formats.open_adapter import Opened
+    from peftkit.inference.bank import AdapterBank
 
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Length of an answer at most.")]
 Temperature = Annotated[
@@ -41,7 +41,7 @@ def generate(
     if not text:
         raise DataError("the prompt is empty.", fix="Give at least one word with --prompt.")
     opened = _open(adapter, base, force)
-    from peftkit.generation import generate as complete
+    from peftkit.inference.generate import generate as complete
 
     (answer,) = complete(
         opened.base.model,
@@ -70,7 +70,7 @@ def evaluate(
             f"there is no data file '{data}'.", found=neighbours(data, f"*{data.suffix}")
         )
     opened = _open(adapter, base, force)
-    from peftkit.evaluation import evaluate as measure
+    from peftkit.inference.evaluate import evaluate as measure
     from peftkit_cli.render import Renderer, metric
 
     with Renderer(transient=True) as on_event:
@@ -106,7 +106,7 @@ def predict(
             fix="Give --pair as often as --text.",
         )
     opened = _open(adapter, base, force)
-    from peftkit.evaluation import predict as classify
+    from peftkit.inference.evaluate import predict as classify
 
     found = classify(opened, text if pair is None else list(zip(text, pair, strict=True)))
     if as_json:
@@ -166,7 +166,7 @@ def _open_all(
     if adapter is not None:
         return _open(adapter, base, force)
     folders = _named_folders(named or ())
-    from peftkit.bank import open_bank
+    from peftkit.inference.bank import open_bank
     from peftkit_cli.render import Renderer
 
     with Renderer(transient=True) as on_event:
@@ -194,7 +194,7 @@ def _named_folders(texts: Sequence[str]) -> dict[str, Path]:
 
 def _open(adapter: str, base: str | None, force: bool) -> Opened:
     folder = adapter_folder(adapter)
-    from peftkit.formats.folder import open_adapter
+    from peftkit.formats.open_adapter import open_adapter
     from peftkit_cli.render import Renderer
 
     with Renderer(transient=True) as on_event:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from peftkit.config import Config
+from peftkit.config.schema import Config
 from peftkit.data.strict_rows import (
     Fields,
     named_for_what_it_is,

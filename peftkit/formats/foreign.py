@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from peftkit.errors import AdapterError
-from peftkit.files import write_json, write_tensors
+from peftkit.files.disk import write_json, write_tensors
 from peftkit.formats.guard import (
     SAFETENSORS,
     check_safetensors,
@@ -16,7 +16,7 @@ from peftkit.formats.guard import (
     read_tensors,
     what_is,
 )
-from peftkit.formats.peft import CONFIG, NOTES, PREFIX, TENSORS
+from peftkit.formats.peft.folder import CONFIG, NOTES, PREFIX, TENSORS
 from peftkit.methods.experts import check_layout
 
 GGUF = "a GGUF file"

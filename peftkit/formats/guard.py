@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from peftkit import files
 from peftkit.errors import AdapterError
-from peftkit.strict_json import shown
-from peftkit.tensor_header import Entry, Header
+from peftkit.files import disk
+from peftkit.files.safetensors_header import Entry, Header
+from peftkit.files.strict_json import shown
 
 MAX_HEADER_BYTES = 8 << 20  # 60,000 tensors
 MAX_TENSORS = 50_000
@@ -59,7 +59,7 @@ _FIXES = {
 
 def what_is(path: Path) -> str:
     """Return in a few words what kind of file this is, from its first bytes alone."""
-    with files.open_regular(path) as file:
+    with disk.open_regular(path) as file:
         head = file.read(4096)
         size = file.seek(0, 2)
     if not head:
@@ -106,7 +106,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """
     with _checked(path) as file:
         tensors = {name: file.tensor(name) for name in file.header.tensors}
-    if bad := files.non_finite(tensors):
+    if bad := disk.non_finite(tensors):
         raise AdapterError(
             f"cannot use {path}",
             found=f"{len(bad)} of {len(tensors)} tensors hold NaN or Infinity, as {bad[0]}",
@@ -115,8 +115,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def read_json(path: Path, *, max_bytes: int = files.MAX_JSON_BYTES) -> dict[str, Any]:
-    """Read an adapter's JSON file, strictly; see `peftkit.strict_json`.
+def read_json(path: Path, *, max_bytes: int = disk.MAX_JSON_BYTES) -> dict[str, Any]:
+    """Read an adapter's JSON file, strictly; see `peftkit.files.strict_json`.
 
     Raises:
         AdapterError: Says what the file is instead, or where it is not strict JSON.
@@ -124,17 +124,17 @@ def read_json(path: Path, *, max_bytes: int = files.MAX_JSON_BYTES) -> dict[str,
     kind = what_is(path)
     if kind in _FIXES:
         raise AdapterError(f"cannot read {path} as JSON", found=f"It is {kind}.", fix=_FIXES[kind])
-    return files.read_json(path, max_bytes=max_bytes)
+    return disk.read_json(path, max_bytes=max_bytes)
 
 
 @contextlib.contextmanager
-def _checked(path: Path) -> Iterator[files.TensorFile]:
+def _checked(path: Path) -> Iterator[disk.TensorFile]:
     asked = f"cannot read {path} as safetensors"
     kind = what_is(path)
     if kind not in (SAFETENSORS, UNKNOWN):
         fix = _FIXES.get(kind, "Give an adapter saved as safetensors.")
         raise AdapterError(asked, found=f"It is {kind}.", fix=fix)
-    with files.open_tensors(path, max_header_bytes=MAX_HEADER_BYTES) as file:
+    with disk.open_tensors(path, max_header_bytes=MAX_HEADER_BYTES) as file:
         tensors = file.header.tensors
         if len(tensors) > MAX_TENSORS:
             raise AdapterError(

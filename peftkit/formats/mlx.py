@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from peftkit.errors import AdapterError
-from peftkit.files import write_json, write_tensors
+from peftkit.files.disk import write_json, write_tensors
 from peftkit.formats.guard import read_json, read_tensors
-from peftkit.formats.low_rank import LowRank
-from peftkit.formats.peft import CONFIG, AdapterFile
+from peftkit.formats.peft.folder import CONFIG, AdapterFile
+from peftkit.formats.peft.low_rank import LowRank
 from peftkit.formats.uniform import uniform, without_padding
 
 MLX_TENSORS = "adapters.safetensors"

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from peftkit import files
 from peftkit.errors import BaseError
+from peftkit.files import disk
+from peftkit.files.safetensors_header import DTYPES, Entry
 from peftkit.formats.shards import Shards
-from peftkit.tensor_header import DTYPES, Entry
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 NO_WEIGHTS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
@@ -104,11 +104,11 @@ class Pair:
 
     def __init__(self, base: ModelFiles, tuned: ModelFiles, stack: contextlib.ExitStack) -> None:
         self._sides = (base, tuned)
-        self._open: dict[Path, files.TensorFile] = {}
+        self._open: dict[Path, disk.TensorFile] = {}
         for side in self._sides:
             for file in side.shards.headers:
                 path = side.shards.folder / file
-                opened = stack.enter_context(files.open_tensors(path, error=BaseError))
+                opened = stack.enter_context(disk.open_tensors(path, error=BaseError))
                 self._open[path] = opened
 
     @property
@@ -143,7 +143,7 @@ class Pair:
                 fix="Give both models in bf16, fp16 or fp32; dequantise a quantised one first.",
             )
         for value, side in zip(values, self._sides, strict=True):
-            if not files.is_finite(value):
+            if not disk.is_finite(value):
                 raise BaseError(
                     f"cannot use {name} of {side.shards.folder}",
                     found="It holds NaN or Infinity.",
@@ -153,7 +153,7 @@ class Pair:
         delta = values[1].float().sub_(values[0].float()).view(entries[0].shape)
         return delta if delta.any() else None
 
-    def _file(self, side: ModelFiles, name: str) -> files.TensorFile:
+    def _file(self, side: ModelFiles, name: str) -> disk.TensorFile:
         return self._open[side.shards.folder / side.where[name][0]]
 
 

@@ -15,8 +15,8 @@ import torch
 
 from peftkit.errors import AdapterError
 from peftkit.formats.guard import check_safetensors, read_json
-from peftkit.formats.low_rank import A, B, LowRank
-from peftkit.formats.peft import CONFIG, TENSORS, AdapterFile, where_fields, write_folder
+from peftkit.formats.peft.folder import CONFIG, TENSORS, AdapterFile, where_fields, write_folder
+from peftkit.formats.peft.low_rank import A, B, LowRank
 from peftkit.formats.uniform import uniform
 from peftkit.methods.lora import LoRA
 from peftkit.methods.scales import peft_scales

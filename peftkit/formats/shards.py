@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftkit import files
 from peftkit.errors import BaseError, RunError
-from peftkit.strict_json import shown
-from peftkit.tensor_header import DTYPE_NAMES, DTYPES, Entry, Header, TensorSpec
+from peftkit.files import disk
+from peftkit.files.safetensors_header import DTYPE_NAMES, DTYPES, Entry, Header, TensorSpec
+from peftkit.files.strict_json import shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -67,7 +67,7 @@ def find_shards(folder: Path) -> Shards | None:
         return Shards(folder, {SINGLE: _header(folder / SINGLE)}, None)
     if not (folder / INDEX).exists():
         return None
-    index = files.read_json(folder / INDEX, max_bytes=MAX_INDEX_BYTES, error=BaseError)
+    index = disk.read_json(folder / INDEX, max_bytes=MAX_INDEX_BYTES, error=BaseError)
     where, metadata = index.get("weight_map"), index.get("metadata", {})
     asked = f"cannot read the weights of {folder}"
     if not isinstance(where, dict) or not isinstance(metadata, dict) or not where:
@@ -91,7 +91,7 @@ def find_shards(folder: Path) -> Shards | None:
 
 
 def _header(path: Path) -> Header:
-    with files.open_tensors(path, error=BaseError) as file:
+    with disk.open_tensors(path, error=BaseError) as file:
         return file.header
 
 
@@ -123,15 +123,15 @@ def rewrite_shards(
         for name, header in shards.headers.items()
     }
     total_bytes = sum(spec.num_bytes for some in specs.values() for spec in some)
-    files.check_space(out, total_bytes)
+    disk.check_space(out, total_bytes)
     for number, (name, header) in enumerate(shards.headers.items()):
         on_shard(name, number, len(shards.headers))
         source = _rewritten(shards.folder / name, specs[name], changes)
-        files.write_tensor_stream(out / name, specs[name], source, header.metadata or None)
+        disk.write_tensor_stream(out / name, specs[name], source, header.metadata or None)
     if shards.index_metadata is not None:
         metadata = {**shards.index_metadata, "total_size": total_bytes}
         where = {tensor: name for name, h in shards.headers.items() for tensor in h.tensors}
-        files.write_json({"metadata": metadata, "weight_map": where}, out / INDEX)
+        disk.write_json({"metadata": metadata, "weight_map": where}, out / INDEX)
 
 
 def _new_dtype(name: str, dtype: torch.dtype | None) -> str:
@@ -141,7 +141,7 @@ def _new_dtype(name: str, dtype: torch.dtype | None) -> str:
 def _rewritten(
     path: Path, specs: list[TensorSpec], changes: Mapping[str, Callable[[Tensor], Tensor]]
 ) -> Iterator[Tensor]:
-    with files.open_tensors(path, error=BaseError) as file:
+    with disk.open_tensors(path, error=BaseError) as file:
         for spec in specs:
             entry = file.header.tensors[spec.name]
             change = changes.get(spec.name)
@@ -158,7 +158,7 @@ def _rewritten(
             new_dtype = DTYPES[spec.dtype][1]
             assert new_dtype is not None
             tensor = tensor.to(new_dtype)
-            if not files.is_finite(tensor):
+            if not disk.is_finite(tensor):
                 raise RunError(
                     f"cannot write {spec.name} in {spec.dtype}",
                     found="it holds NaN, Infinity, or numbers too large for that dtype",
@@ -178,11 +178,14 @@ def copy_companions(folder: Path, out: Path, *, dtype: torch.dtype | None = None
             continue
         if path.name.lower().endswith(_NOT_COPIED):
             continue
-        with open(path, "rb") as source, files.replacing(out / path.name, path.stat().st_size) as f:
+        with (
+            open(path, "rb") as source,
+            disk.replacing(out / path.name, path.stat().st_size) as f,
+        ):
             shutil.copyfileobj(source, f, 1 << 20)
         written.append(out / path.name)
     config = (folder / CONFIG).read_bytes()
     if dtype is not None:
         config = _DTYPE.sub(rb"\1%s\2" % str(dtype).removeprefix("torch.").encode(), config)
-    files.write_bytes_atomic(config, out / CONFIG)
+    disk.write_bytes_atomic(config, out / CONFIG)
     return [*written, out / CONFIG]

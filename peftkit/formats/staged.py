@@ -9,9 +9,9 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from peftkit import files
 from peftkit.errors import OutputError
-from peftkit.formats.peft import CONFIG, NOTES, TENSORS
+from peftkit.files import disk
+from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS
 
 RUN_FILES = ("checkpoints", "recipe.yaml", "metrics.jsonl")
 """What a training run leaves beside its adapter, and would no longer be true of another one."""
@@ -38,7 +38,7 @@ def new_adapter_folder(out: Path, *, force: bool, sources: Sequence[Path] = ()) 
     """
     check_free(out, force=force, sources=sources)
     existed = out.exists()
-    parent = files.writable_folder(out.parent)
+    parent = disk.writable_folder(out.parent)
     folder = parent / f".{out.name}-{secrets.token_hex(4)}"
     folder.mkdir()
     try:
@@ -47,7 +47,7 @@ def new_adapter_folder(out: Path, *, force: bool, sources: Sequence[Path] = ()) 
             _replace(folder, out)
         else:
             os.replace(folder, out)
-        files.fsync_dir(parent)
+        disk.fsync_dir(parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -91,4 +91,4 @@ def _replace(folder: Path, out: Path) -> None:
             (out / name).unlink(missing_ok=True)
     for path in sorted(folder.iterdir(), key=lambda path: path.name == CONFIG):
         os.replace(path, out / path.name)
-    files.fsync_dir(out)
+    disk.fsync_dir(out)

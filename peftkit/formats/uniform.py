@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch.nn.functional import pad
 
-from peftkit.formats.low_rank import LowRank
+from peftkit.formats.peft.low_rank import LowRank
 from peftkit.kernels.svd import of_product
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peftkit.base import Base
-from peftkit.purpose import CAUSAL_LM, Purpose
+from peftkit.base.load import Base
+from peftkit.base.purpose import CAUSAL_LM, Purpose
 
 PROMPTS = (
     "The capital of France is",

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import Adapter
-from peftkit.anatomy import is_linear
 from peftkit.errors import AdapterError, MergeError
 from peftkit.methods.protocol import AdapterModule, Method
-from peftkit.quant import weight_of
-from peftkit.targets import Site
+from peftkit.model.places import is_linear
+from peftkit.model.targets import Site
+from peftkit.quant.layers import weight_of
 
 
 @dataclass(slots=True)

@@ -16,19 +16,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from peftkit.base import load_base, skeleton
+from peftkit.base.load import load_base, skeleton
+from peftkit.base.locate import locate
+from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.errors import RunError
 from peftkit.events import Listener, Saved, Stage, Table, ignore
 from peftkit.formats.card import Card, write_card
-from peftkit.formats.folder import Opened, adapter_folder, open_adapter, task_of
-from peftkit.formats.peft import AdapterFile, read_adapter
-from peftkit.locate import locate
+from peftkit.formats.open_adapter import Opened, adapter_folder, open_adapter, task_of
+from peftkit.formats.peft.folder import AdapterFile, read_adapter
 from peftkit.merging.agreement import PROMPTS, Agreement, agreement, logits_on
 from peftkit.merging.fold import Tally, check_mergeable
 from peftkit.merging.output import new_folder
 from peftkit.merging.stream import base_of, files_of, plan_stream, usual_dtype, write_streamed
 from peftkit.merging.whole import check_kind, check_original, cost_of, write_whole
-from peftkit.purpose import CAUSAL_LM, Purpose
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -9,8 +9,8 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from peftkit import files
 from peftkit.errors import OutputError
+from peftkit.files import disk
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def new_folder(out: Path, overwrite: bool, sources: Sequence[Path]) -> Iterator[
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         names = ", ".join(sorted(path.name for path in out.iterdir())[:5])
         raise OutputError(asked, found=f"it holds {names}", fix="Choose a new or an empty folder.")
-    files.writable_folder(out)
+    disk.writable_folder(out)
     folder = out / f".merging-{secrets.token_hex(4)}"
     folder.mkdir()
     try:
@@ -54,4 +54,4 @@ def _publish(folder: Path, out: Path) -> None:
     for path in sorted(folder.iterdir(), key=lambda path: path.name == config.name):
         os.replace(path, out / path.name)
     folder.rmdir()
-    files.fsync_dir(out)
+    disk.fsync_dir(out)

@@ -12,17 +12,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from peftkit.anatomy import is_linear, linear_shape
-from peftkit.base import local_folder
+from peftkit.base.load import local_folder
 from peftkit.errors import AdapterError, BaseError
 from peftkit.events import Listener, Progress
-from peftkit.formats.peft import AdapterFile, named_tensors
+from peftkit.files.safetensors_header import DTYPE_NAMES, Entry
+from peftkit.formats.peft.folder import AdapterFile, named_tensors
 from peftkit.formats.shards import Shards, copy_companions, find_shards, rewrite_shards
 from peftkit.merging.fold import Tally, TensorFold, shared_parameters
 from peftkit.methods.bitfit import BitFit
 from peftkit.methods.table import method_from_peft
-from peftkit.tensor_header import DTYPE_NAMES, Entry
-from peftkit.train.memory import keep_freed_memory
+from peftkit.model.places import is_linear, linear_shape
+from peftkit.train.memory.out_of_memory import keep_freed_memory
 
 FLOATS = {
     DTYPE_NAMES[dtype]: dtype

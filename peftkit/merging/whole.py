@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from peftkit import files
 from peftkit.errors import MergeError, RunError
 from peftkit.events import Listener, Notice, Stage
-from peftkit.formats.folder import Opened
+from peftkit.files import disk
+from peftkit.formats.open_adapter import Opened
 from peftkit.merging.fold import Tally, merge_dequantized, merge_into
 from peftkit.methods.protocol import Method
 
@@ -71,20 +71,20 @@ def write_whole(
     else:
         on_event(Notice(cost_of(kind)))
         model = merge_dequantized(opened.adapter, dtype, tally=tally)
-    if bad := files.non_finite(model.state_dict()):
+    if bad := disk.non_finite(model.state_dict()):
         raise RunError(
             f"cannot write {len(bad)} weights in {dtype}",
             found=f"they hold NaN, Infinity, or numbers too large for it, as {bad[0]}",
             fix="Write bf16 or fp32.",
         )
     parameters = model.parameters()
-    files.check_space(folder, sum(p.numel() * p.element_size() for p in parameters))
+    disk.check_space(folder, sum(p.numel() * p.element_size() for p in parameters))
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
             model.save_pretrained(folder, max_shard_size="5GB")
         opened.base.processor.save_pretrained(folder)
     except (OSError, SafetensorError) as problem:
-        free = files.free_bytes(folder)
+        free = disk.free_bytes(folder)
         found = f"{problem}\n{free:,} bytes are free on the disk."
         raise RunError(f"cannot write {folder}", found=found) from problem
     for path in folder.iterdir():  # the library writes them for their owner alone

@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from peftkit.anatomy import find_places, is_linear, linear_shape, walk
 from peftkit.errors import AdapterError, TargetError
-from peftkit.methods.norms import has_name, is_norm
+from peftkit.methods.ln_tuning import has_name, is_norm
+from peftkit.methods.modules_to_save import TunedModule
 from peftkit.methods.protocol import (
     ADAPTER_DTYPES,
     AdapterModule,
@@ -25,8 +25,8 @@ from peftkit.methods.protocol import (
     Removable,
     refuse_unknown,
 )
-from peftkit.methods.tuned import TunedModule
-from peftkit.targets import Site, resolve
+from peftkit.model.places import find_places, is_linear, linear_shape, walk
+from peftkit.model.targets import Site, resolve
 
 ALL = "all"
 _BIAS, _INNER = ".bias", ".base_layer.bias"

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from peftkit import roles as table
 from peftkit.errors import AdapterError, TargetError, did_you_mean
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, refuse_unknown
-from peftkit.sublayers import Sublayer, find_sublayers, width_of
-from peftkit.targets import Site, resolve
+from peftkit.model import roles as table
+from peftkit.model.sublayers import Sublayer, find_sublayers, width_of
+from peftkit.model.targets import Site, resolve
 
 ALL = "blocks"
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -16,8 +16,8 @@ from peftkit.kernels.lora import adapted_row_norms, add_lora
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.protocol import AdapterModule, Method
-from peftkit.quant import weight_of
-from peftkit.targets import Site
+from peftkit.model.targets import Site
+from peftkit.quant.layers import weight_of
 
 MAGNITUDE = "lora_magnitude_vector"
 

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from peftkit.anatomy import linear_shape
 from peftkit.errors import DataError
 from peftkit.kernels import svd
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import Start
-from peftkit.modes import evaluating
-from peftkit.targets import Site
+from peftkit.model.modes import evaluating
+from peftkit.model.places import linear_shape
+from peftkit.model.targets import Site
 
 Forward = Callable[[nn.Module, Mapping[str, Any]], object]
 

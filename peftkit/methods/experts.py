@@ -22,13 +22,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from peftkit.anatomy import is_transposed, stacked_shape
 from peftkit.errors import AdapterError, TargetError
+from peftkit.files.strict_json import shown
 from peftkit.kernels.stacked import AdaptedStack, NoProductError
-from peftkit.methods.initial import Init, drawn
+from peftkit.methods.lora_init import Init, drawn
 from peftkit.methods.protocol import AdapterModule
-from peftkit.strict_json import shown
-from peftkit.targets import Site
+from peftkit.model.places import is_transposed, stacked_shape
+from peftkit.model.targets import Site
 
 EXPERTS_SINCE = (0, 19)
 """The version of PEFT whose layout of stacked experts is read and written here."""

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftkit.anatomy import find_places
 from peftkit.kernels.grouped import ALIGNMENT, GroupedLinear, Member
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.protocol import AdapterModule
-from peftkit.quant import frozen_weight, set_frozen_weight
+from peftkit.model.places import find_places
+from peftkit.quant.layers import frozen_weight, set_frozen_weight
 
 SHARING = ({"q", "k", "v"}, {"gate", "up"})
 """Last parts of roles whose layers, side by side in one module, read the same input."""

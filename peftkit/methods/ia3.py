@@ -16,12 +16,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from peftkit.anatomy import linear_shape
 from peftkit.errors import AdapterError, TargetError
+from peftkit.files.safe_regex import fullmatches
+from peftkit.files.strict_json import shown
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, refuse_unknown
-from peftkit.patterns import fullmatches
-from peftkit.strict_json import shown
-from peftkit.targets import Site
+from peftkit.model.places import linear_shape
+from peftkit.model.targets import Site
 
 FEEDFORWARD = "feedforward"
 _L = "ia3_l"

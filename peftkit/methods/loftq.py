@@ -19,7 +19,7 @@ from peftkit.errors import TargetError
 from peftkit.kernels import svd
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import Start
-from peftkit.quant import weight_of
+from peftkit.quant.layers import weight_of
 
 
 @torch.no_grad()

@@ -17,11 +17,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from torch import nn
 
-from peftkit.anatomy import linear_shape, stacked_shape
 from peftkit.errors import ConfigError, TargetError
+from peftkit.files.safe_regex import is_pattern, is_simple
+from peftkit.files.strict_json import shown
 from peftkit.methods.experts import EXPERTS_SINCE, LoRAExperts, LoRAStack, check_layout
 from peftkit.methods.grouping import Grouping
-from peftkit.methods.initial import MADE_BEFORE, SUBTRACTED, Init
+from peftkit.methods.lora_init import MADE_BEFORE, SUBTRACTED, Init
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.protocol import (
     ADAPTER_DTYPES,
@@ -31,10 +32,9 @@ from peftkit.methods.protocol import (
     refuse_unknown,
 )
 from peftkit.methods.scales import peft_scales
-from peftkit.patterns import is_pattern, is_simple
-from peftkit.quant import is_quantized
-from peftkit.strict_json import shown
-from peftkit.targets import Site
+from peftkit.model.places import linear_shape, stacked_shape
+from peftkit.model.targets import Site
+from peftkit.quant.layers import is_quantized
 
 
 class LoRA(Method):

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from peftkit.anatomy import linear_shape
 from peftkit.errors import AdapterError
 from peftkit.kernels.lora import add_lora, low_rank
-from peftkit.methods.initial import SUBTRACTED, Init, drawn, of_weight
+from peftkit.methods.lora_init import SUBTRACTED, Init, drawn, of_weight
 from peftkit.methods.protocol import AdapterModule
-from peftkit.quant import weight_of
-from peftkit.targets import Site
+from peftkit.model.places import linear_shape
+from peftkit.model.targets import Site
+from peftkit.quant.layers import weight_of
 
 
 class Grouped(Protocol):

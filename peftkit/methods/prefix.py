@@ -28,8 +28,8 @@ from peftkit.methods.virtual import (
     arguments,
     num_past,
 )
-from peftkit.modes import evaluating
-from peftkit.targets import Site
+from peftkit.model.modes import evaluating
+from peftkit.model.targets import Site
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values of a layer, (B, K, V, D) each."""

@@ -26,7 +26,7 @@ from peftkit.methods.virtual import (
     arguments,
     num_past,
 )
-from peftkit.targets import Site
+from peftkit.model.targets import Site
 
 _INITS = {"sampled": "SAMPLE_VOCAB", "random": "RANDOM"}
 """Ours to PEFT's."""

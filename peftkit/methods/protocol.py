@@ -14,12 +14,12 @@ from typing import Any, ClassVar, Literal, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from peftkit.anatomy import find_places, is_linear
-from peftkit.config import Config
+from peftkit.config.schema import Config
 from peftkit.errors import AdapterError, TargetError
-from peftkit.quant import weight_of
-from peftkit.strict_json import shown
-from peftkit.targets import Site, resolve
+from peftkit.files.strict_json import shown
+from peftkit.model.places import find_places, is_linear
+from peftkit.model.targets import Site, resolve
+from peftkit.quant.layers import weight_of
 
 ADAPTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

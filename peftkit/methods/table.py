@@ -8,17 +8,17 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from peftkit.errors import AdapterError, ConfigError, did_you_mean
+from peftkit.files.strict_json import shown
 from peftkit.methods.bitfit import BitFit
 from peftkit.methods.bottleneck import Bottleneck
 from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3
+from peftkit.methods.ln_tuning import LNTuning
 from peftkit.methods.lora import LoRA
-from peftkit.methods.norms import LNTuning
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.protocol import Method
 from peftkit.methods.vera import VeRA
-from peftkit.strict_json import shown
 
 METHODS: dict[str, type[Method]] = {
     "lora": LoRA,

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.anatomy import is_linear
 from peftkit.errors import TargetError
+from peftkit.methods.modules_to_save import named_modules
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method
-from peftkit.methods.tuned import named_modules
-from peftkit.targets import Site
+from peftkit.model.embeddings import input_embedding
+from peftkit.model.places import is_linear
+from peftkit.model.targets import Site
 
 NAME = "token_adapter.trainable_tokens_delta"
 
@@ -213,25 +214,6 @@ def _asked(
             )
         asked[path] = tuple(tokens)
     return asked
-
-
-def input_embedding(model: nn.Module) -> str:
-    """Return the path of a model's input embedding.
-
-    Raises:
-        TargetError: It has none.
-    """
-    try:
-        module = cast(Any, model).get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        module = None
-    path = next((p for p, m in model.named_modules() if m is module), None)
-    if module is None or path is None:
-        raise TargetError(
-            f"{type(model).__name__} has no input embedding of tokens",
-            fix="Name the module: token_rows: {NAME: [...]}",
-        )
-    return path
 
 
 def _table(module: nn.Module, path: str) -> Tensor:

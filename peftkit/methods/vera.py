@@ -18,10 +18,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.anatomy import linear_shape
 from peftkit.errors import AdapterError
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, refuse_unknown
-from peftkit.targets import Site
+from peftkit.model.places import linear_shape
+from peftkit.model.targets import Site
 
 _B, _D = "vera_lambda_b", "vera_lambda_d"
 

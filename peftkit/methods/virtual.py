@@ -22,10 +22,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from peftkit.anatomy import bare, find_places
 from peftkit.errors import AdapterError, TargetError
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, Removable
-from peftkit.targets import Site
+from peftkit.model.places import bare, find_places
+from peftkit.model.targets import Site
 
 NAME = "prompt_embeddings"
 """PEFT's name of the tensor."""

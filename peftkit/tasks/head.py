@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from peftkit.anatomy import bare as without_adapter
-from peftkit.anatomy import is_linear, linear_shape
 from peftkit.kernels.cross_entropy import chunked_cross_entropy
+from peftkit.model.places import bare as without_adapter
+from peftkit.model.places import is_linear, linear_shape
 from peftkit.tasks.cpu_attention import cpu_attention, in_grid
 from peftkit.tasks.loss import accepted, cross_entropy_sum, find_head, target_rows, unwrapped
 from peftkit.tasks.protocol import Task

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peftkit.base.purpose import ClassHead, Processor, Purpose, labels_of
 from peftkit.data.encode import Style
 from peftkit.data.images import Picture, picture, read_images, require_pillow
 from peftkit.data.load import DataConfig, Record
 from peftkit.errors import DataError
 from peftkit.events import Listener, Progress, Stage, Table, ignore
-from peftkit.purpose import ClassHead, Processor, Purpose, labels_of
-from peftkit.strict_json import shown
+from peftkit.files.strict_json import shown
 from peftkit.tasks.labels import field_of, label_name, number_of, sorted_names
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.metrics import class_metrics

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from peftkit.errors import BaseError, DataError
 from peftkit.kernels.attention import additive
-from peftkit.modes import evaluating
+from peftkit.model.modes import evaluating
 from peftkit.tasks.loss import accepted, unwrapped
 
 Isolation = Literal["positions", "mask"]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from peftkit.data.load import Record
 from peftkit.errors import ConfigError, DataError, did_you_mean
-from peftkit.strict_json import shown
+from peftkit.files.strict_json import shown
 
 Problem = Literal["single_label", "multi_label", "regression"]
 MAX_LABELS = 10_000

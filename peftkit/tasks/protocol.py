@@ -18,11 +18,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from peftkit.config import Config
+from peftkit.base.purpose import Processor, Purpose
+from peftkit.config.schema import Config
 from peftkit.data.encode import Style
 from peftkit.data.load import DataConfig
 from peftkit.events import Listener, Progress, ignore
-from peftkit.purpose import Processor, Purpose
 from peftkit.tasks.cpu_attention import cpu_attention
 from peftkit.tasks.loss import unwrapped
 from peftkit.train.batches import num_tokens, padded

@@ -14,11 +14,11 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
+from peftkit.base.purpose import ClassHead, ProblemType, Purpose, labels_of
 from peftkit.data.load import DataConfig, Record, read_records
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, Progress, Stage, Table, ignore
-from peftkit.purpose import ClassHead, ProblemType, Purpose, labels_of
-from peftkit.strict_json import shown
+from peftkit.files.strict_json import shown
 from peftkit.tasks.labels import (
     Problem,
     check_names,

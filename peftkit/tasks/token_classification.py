@@ -17,11 +17,11 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
+from peftkit.base.purpose import ClassHead, Purpose, labels_of
 from peftkit.data.load import DataConfig, Record, read_records
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, Progress, Stage, Table, ignore
-from peftkit.purpose import ClassHead, Purpose, labels_of
-from peftkit.strict_json import shown
+from peftkit.files.strict_json import shown
 from peftkit.tasks.labels import check_names, label_name, list_of, number_of, sorted_names
 from peftkit.tasks.loss import accepted, unwrapped
 from peftkit.tasks.metrics import are_spans, entity_metrics, tag_metrics

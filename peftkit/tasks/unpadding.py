@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from peftkit.kernels.grid import Grid, grid_of, one_of_few, width_of
-from peftkit.modes import evaluating
+from peftkit.model.modes import evaluating
 from peftkit.tasks.cpu_attention import in_grid
 from peftkit.tasks.isolation import are_apart, logits_of, rms_difference
 from peftkit.tasks.length import num_virtual

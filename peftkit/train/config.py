@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from peftkit.config import Config
+from peftkit.config.schema import Config
 
 CPU_TOKENS = 1280
 """Matrix products of so many rows keep a few cores busy; more only take more memory."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftkit.files import non_finite
+from peftkit.files.disk import non_finite
 
 
 @dataclass(frozen=True, slots=True)

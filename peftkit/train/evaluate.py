@@ -13,7 +13,7 @@ from peftkit.train import rng
 from peftkit.train.batches import cut
 from peftkit.train.config import TrainConfig
 from peftkit.train.learner import TOO_LARGE, Task
-from peftkit.train.memory import is_out_of_memory, release_memory, too_large
+from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
 from peftkit.train.metrics import perplexity
 from peftkit.train.ranks import Ranks
 from peftkit.train.signals import StopRequest

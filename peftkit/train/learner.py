@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from peftkit.errors import DataError, RunError
 from peftkit.train import rng
 from peftkit.train.batches import cut, num_tokens
-from peftkit.train.blocks import Activations, Blocks
-from peftkit.train.compiled import is_compile_error, told
 from peftkit.train.config import TrainConfig
 from peftkit.train.diagnosis import Diagnosis, diagnose, sources
-from peftkit.train.memory import is_out_of_memory, release_memory, too_large
+from peftkit.train.memory.blocks import Activations, Blocks
+from peftkit.train.memory.compiled import is_compile_error, told
+from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
 from peftkit.train.optim import LossScale, build_optimizer, complete_gradients, set_learning_rate
 from peftkit.train.ranks import Ranks
 from peftkit.train.signals import StopRequest

@@ -13,14 +13,14 @@ from torch import nn
 
 from peftkit.errors import DataError
 from peftkit.events import Listener, ignore
-from peftkit.train.checkpoint import delete_checkpoints, prepare_output
+from peftkit.train.checkpoints.checkpoint import delete_checkpoints, prepare_output
+from peftkit.train.checkpoints.weights import TrainableWeights, Weights
 from peftkit.train.config import TrainConfig
 from peftkit.train.learner import Task
 from peftkit.train.metrics import require_trackers
 from peftkit.train.model import trainable_parameters
 from peftkit.train.run import Result, Run
 from peftkit.train.signals import stop_requests
-from peftkit.train.weights import TrainableWeights, Weights
 
 
 def fit(

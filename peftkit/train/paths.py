@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from peftkit.train.blocks import Blocks
+from peftkit.train.memory.blocks import Blocks
 
 PREFIX = "peftkit_"
 """Of the attention functions that are ours."""

@@ -13,17 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from peftkit.audit import audit
 from peftkit.errors import PeftkitError, RunError
 from peftkit.events import EvalDone, Event, Listener, Notice, RunDone, RunStarted, StepDone
-from peftkit.files import write_json
-from peftkit.modes import modes_kept
+from peftkit.files.disk import write_json
+from peftkit.model.modes import modes_kept
+from peftkit.quant.audit import audit
 from peftkit.train import rng
+from peftkit.train.checkpoints.identity import identity_of
+from peftkit.train.checkpoints.weights import Weights
 from peftkit.train.config import TrainConfig
 from peftkit.train.evaluate import Evaluator
-from peftkit.train.identity import identity_of
 from peftkit.train.learner import Learner, NonFinite, StepFacts, Task
-from peftkit.train.memory import give_back_holes, keep_freed_memory
+from peftkit.train.memory.out_of_memory import give_back_holes, keep_freed_memory
+from peftkit.train.memory.prepare import plan_memory_and_compile
 from peftkit.train.metrics import MetricsFile, Trackers, peak_bytes, start_trackers
 from peftkit.train.model import device_name
 from peftkit.train.optim import learning_rate
@@ -31,9 +33,7 @@ from peftkit.train.order import Order
 from peftkit.train.paths import paths
 from peftkit.train.ranks import Ranks
 from peftkit.train.saving import Saver
-from peftkit.train.settle import settle
 from peftkit.train.signals import Interrupted, StopRequest
-from peftkit.train.weights import Weights
 
 DIAGNOSIS = "diagnosis.json"
 GIVE_BACK_EVERY = 16
@@ -154,7 +154,7 @@ class Run:
         state = self.learner.state
         self._began = time.perf_counter() - state.seconds
         self._resumed = (state.step, state.seconds)
-        settle(self.learner, self.rows, self.num_steps, self.say)
+        plan_memory_and_compile(self.learner, self.rows, self.num_steps, self.say)
         self._give_back()
         self.say(self._started())
         if resume is not None:

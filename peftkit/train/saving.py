@@ -10,17 +10,17 @@ from torch import Tensor
 
 from peftkit.errors import CheckpointError, OutputError
 from peftkit.events import Event, Notice, Saved
-from peftkit.files import free_bytes, read_json, read_tensors, write_json, write_tensors
+from peftkit.files.disk import free_bytes, read_json, read_tensors, write_json, write_tensors
 from peftkit.train import rng
-from peftkit.train.checkpoint import Checkpoint, Checkpoints
+from peftkit.train.checkpoints.checkpoint import Checkpoint, Checkpoints
+from peftkit.train.checkpoints.identity import check_same_run
+from peftkit.train.checkpoints.manifest import versions
+from peftkit.train.checkpoints.weights import Weights
 from peftkit.train.config import TrainConfig
-from peftkit.train.identity import check_same_run
 from peftkit.train.learner import Learner
-from peftkit.train.manifest import versions
 from peftkit.train.optim import STATE_BYTES, load_optimizer_state, optimizer_state
 from peftkit.train.order import Order
 from peftkit.train.state import state_from_json
-from peftkit.train.weights import Weights
 
 OPTIMIZER, RANDOM, STATE = "optimizer.safetensors", "rng.safetensors", "state.json"
 MAX_STATE_BYTES = 1 << 24

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from peftkit.errors import CheckpointError
-from peftkit.train.blocks import Activations
 from peftkit.train.config import TrainConfig
+from peftkit.train.memory.blocks import Activations
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class State:
         micro_batch: Rows that go through the model at once: train.batch_size, or as many as fit.
         micro_tokens: Tokens likewise, padding included: train.tokens_per_batch, or as many as fit.
         activations: What is kept of these for the backward pass (see blocks.py).
-        planned: Whether the plan for the memory was made (see settle.py).
+        planned: Whether the plan for the memory was made (see memory/prepare.py).
         compiled: Whether blocks run compiled; None before that is decided.
         loss: Of the last step.
         num_tokens: Put through the model so far, on all processes.

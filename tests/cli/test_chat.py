@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from peftkit.adapter import attach
-from peftkit.bank import open_bank
-from peftkit.base import load_base
+from peftkit.base.load import load_base
 from peftkit.data.encode import default_style
-from peftkit.formats.peft import Provenance, save_adapter
-from peftkit.generation import generate
+from peftkit.formats.peft.folder import Provenance, save_adapter
+from peftkit.inference.bank import open_bank
+from peftkit.inference.generate import generate
 from peftkit.methods.lora import LoRA
 from tests.cli.conftest import Run
 

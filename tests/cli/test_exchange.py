@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from peftkit.formats.low_rank import read_low_rank
-from peftkit.formats.peft import Provenance, save_adapter
+from peftkit.formats.peft.folder import Provenance, save_adapter
+from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from tests.cli.conftest import Run, environment

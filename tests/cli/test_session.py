@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from peftkit.formats.folder import open_adapter
-from peftkit.generation import generate
+from peftkit.formats.open_adapter import open_adapter
+from peftkit.inference.generate import generate
 from tests.cli.conftest import Run, start, turn, write_rows
 
 ASKED = "what is the lazy?"

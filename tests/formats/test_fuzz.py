@@ -26,9 +26,9 @@ from transformers import PreTrainedModel
 
 from peftkit.adapter import Adapter, attach
 from peftkit.errors import PeftkitError
-from peftkit.files import write_tensors
+from peftkit.files.disk import write_tensors
 from peftkit.formats.guard import read_json, read_tensors
-from peftkit.formats.peft import NOTES, TENSORS, Provenance, load_adapter, save_adapter
+from peftkit.formats.peft.folder import NOTES, TENSORS, Provenance, load_adapter, save_adapter
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import AdapterModule
 

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peftkit.errors import AdapterError
-from peftkit.formats.low_rank import LowRank, read_low_rank
-from peftkit.formats.peft import load_adapter, save_adapter
+from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.low_rank import LowRank, read_low_rank
 from peftkit.formats.serving import MAX_LORA_RANKS, check_serving, max_lora_rank
 from peftkit.formats.uniform import compress, uniform, without_padding
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
-from peftkit.sharing import export_adapter
+from peftkit.transform.exchange import export_adapter
 from tests.formats.test_mlx import logits, trained
 
 PATTERNS = LoRA(rank=4, alpha=8, rslora=True, rank_pattern={"o": 2, "layers.1.mlp.up_proj": 1})

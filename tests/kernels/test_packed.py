@@ -17,9 +17,9 @@ from peftkit.adapter import attach
 from peftkit.kernels import packed
 from peftkit.kernels.packed import computed_again, keep_copies, packed_tensors
 from peftkit.methods.lora import LoRA
-from peftkit.quant import quantize_model
-from peftkit.train import blocks as blocks_module
-from peftkit.train.blocks import Activations, Blocks
+from peftkit.quant.quantize import quantize_model
+from peftkit.train.memory import blocks as blocks_module
+from peftkit.train.memory.blocks import Activations, Blocks
 from tests.families import FAMILIES
 from tests.train.toy import same
 

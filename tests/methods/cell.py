@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import Adapter
-from peftkit.quant import quantize_model
+from peftkit.quant.quantize import quantize_model
 from tests.families import ARCHITECTURES
 from tests.kinds import loss, outputs
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from peftkit.adapter import Adapter, attach
-from peftkit.formats.peft import NOTES, Provenance, load_adapter, save_adapter
+from peftkit.formats.peft.folder import NOTES, Provenance, load_adapter, save_adapter
 from peftkit.methods.protocol import Method
 from tests.families import ARCHITECTURES
 from tests.kinds import outputs

@@ -15,14 +15,14 @@ from peftkit.methods.bitfit import BitFit
 from peftkit.methods.bottleneck import Bottleneck
 from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3
+from peftkit.methods.ln_tuning import LNTuning
 from peftkit.methods.lora import LoRA
-from peftkit.methods.norms import LNTuning
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.protocol import Method
 from peftkit.methods.table import METHODS
 from peftkit.methods.vera import VeRA
-from peftkit.targets import find_roles
+from peftkit.model.targets import find_roles
 
 LOW_RANK: Any = {"rank": 3, "alpha": 6}
 VARIANTS: dict[str, Method] = {

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from peftkit.adapter import Adapter, attach
-from peftkit.anatomy import blocks
 from peftkit.errors import MergeError, PeftkitError
-from peftkit.formats.peft import load_adapter, save_adapter
+from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.merging.fold import Tally, merge_dequantized, merge_into, shared_parameters
 from peftkit.methods.eva import eva_starts
 from peftkit.methods.loftq import loftq_starts
 from peftkit.methods.protocol import Method
+from peftkit.model.places import blocks
 from tests.kinds import inputs, outputs
 from tests.methods.cell import (
     ROUNDING,

@@ -12,12 +12,13 @@ from safetensors.torch import load_file
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, TargetError
-from peftkit.formats.low_rank import read_low_rank
-from peftkit.formats.peft import CONFIG, NOTES, TENSORS, load_adapter
+from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS, load_adapter
+from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.merging.fold import Tally, merge_dequantized, merge_into
 from peftkit.methods.bitfit import BitFit
 from peftkit.methods.lora import LoRA
-from peftkit.quant import QuantizedLinear, quantize_model
+from peftkit.quant.layers import QuantizedLinear
+from peftkit.quant.quantize import quantize_model
 from tests.kinds import loss, outputs
 from tests.methods.exchange import built, check_back, check_there, moved, saved, trained
 

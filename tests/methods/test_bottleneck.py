@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.adapter import Adapter, attach
-from peftkit.anatomy import blocks
 from peftkit.errors import AdapterError, ConfigError, MergeError, TargetError
-from peftkit.formats.peft import Provenance, load_adapter, save_adapter
+from peftkit.formats.peft.folder import Provenance, load_adapter, save_adapter
 from peftkit.merging.fold import merge_into
 from peftkit.methods.bottleneck import Bottleneck, BottleneckModule
-from peftkit.quant import quantize_model
-from peftkit.sublayers import find_sublayers
+from peftkit.model.places import blocks
+from peftkit.model.sublayers import find_sublayers
+from peftkit.quant.quantize import quantize_model
 from peftkit_cli.app import run
 from tests.families import ARCHITECTURES, tiny_tokenizer
 from tests.kinds import loss, outputs

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, TargetError
-from peftkit.formats.peft import load_adapter, save_adapter
+from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.kernels import stacked
 from peftkit.kernels.stacked import AdaptedStack, NoProductError
 from peftkit.merging.fold import merge_into

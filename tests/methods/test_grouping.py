@@ -12,7 +12,7 @@ from peftkit.kernels.packed import keep_copies
 from peftkit.methods.grouping import Group
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRALinear
-from peftkit.quant import quantize_model
+from peftkit.quant.quantize import quantize_model
 from tests.families import ARCHITECTURES
 
 FAMILIES = ("llama", "gpt2", "qwen2", "gpt_neox", "phi3", "gemma2", "deepseek_v3", "qwen3_moe")

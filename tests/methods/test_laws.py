@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from peftkit.adapter import Adapter, attach
 from peftkit.errors import AdapterError, TargetError
-from peftkit.formats.peft import load_adapter, save_adapter
+from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import Method

@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, MergeError, TargetError
-from peftkit.formats.peft import Provenance, load_adapter, save_adapter
+from peftkit.formats.peft.folder import Provenance, load_adapter, save_adapter
 from peftkit.merging.merge import merge
 from peftkit.methods.loftq import loftq_starts
 from peftkit.methods.lora import LoRA
-from peftkit.quant import quantize_model, weight_of
+from peftkit.quant.layers import weight_of
+from peftkit.quant.quantize import quantize_model
 from tests.families import ARCHITECTURES, FAMILIES
 
 LOFTQ = LoRA(rank=5, alpha=15, init="loftq", targets=("q", "v", "down"))

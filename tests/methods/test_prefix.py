@@ -9,9 +9,9 @@ from transformers import BartConfig, BartForConditionalGeneration
 
 from peftkit.adapter import attach
 from peftkit.errors import TargetError
-from peftkit.formats.peft import load_adapter
+from peftkit.formats.peft.folder import load_adapter
 from peftkit.methods.prefix import Prefix, PrefixTuning
-from peftkit.train.blocks import Blocks
+from peftkit.train.memory.blocks import Blocks
 from tests.families import ARCHITECTURES
 from tests.methods.test_virtual import IDS, build, logits, of_peft
 

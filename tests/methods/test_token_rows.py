@@ -13,17 +13,17 @@ from safetensors.torch import load_file
 from torch import nn
 
 from peftkit.adapter import attach
-from peftkit.base import Base, load_base
+from peftkit.base.load import Base, load_base
+from peftkit.base.new_tokens import add_tokens, restore_tokens, save_tokenizer, token_rows
 from peftkit.errors import AdapterError, DataError, TargetError
-from peftkit.formats.low_rank import read_low_rank
-from peftkit.formats.peft import CONFIG, NOTES, TENSORS, load_adapter
+from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS, load_adapter
+from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.merging.fold import Tally, merge_dequantized, merge_into
 from peftkit.methods.bitfit import BitFit
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import Method
-from peftkit.new_tokens import add_tokens, restore_tokens, save_tokenizer, token_rows
-from peftkit.quant import quantize_model
+from peftkit.quant.quantize import quantize_model
 from tests.kinds import loss, outputs, words
 from tests.methods.exchange import built, check_back, check_there, saved, trained
 

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from peftkit.adapter import Adapter, attach
 from peftkit.errors import AdapterError, DataError, MergeError, TargetError
-from peftkit.formats.peft import Provenance, load_adapter, save_adapter
+from peftkit.formats.peft.folder import Provenance, load_adapter, save_adapter
 from peftkit.formats.serving import check_serving
 from peftkit.merging.fold import merge_into
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.protocol import Method
-from peftkit.quant import quantize_model
+from peftkit.quant.quantize import quantize_model
 from peftkit.tasks.isolation import check_packing
 from peftkit.tasks.loss import cross_entropy_sum, target_rows
-from peftkit.train.blocks import Blocks
+from peftkit.train.memory.blocks import Blocks
 from tests.families import ARCHITECTURES, PAD
 
 pytestmark = pytest.mark.filterwarnings(

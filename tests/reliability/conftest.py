@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from peftkit import config
 from peftkit.adapter import attach
-from peftkit.base import load_base
-from peftkit.formats.peft import Provenance, save_adapter
+from peftkit.base.load import load_base
+from peftkit.config import schema
+from peftkit.formats.peft.folder import Provenance, save_adapter
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from tests.cli.conftest import peftkit, turn, write_rows
@@ -46,7 +46,7 @@ def recipe_file(tmp_path: Path, model_folder: Path) -> Path:
 
 @pytest.fixture
 def asked(recipe_file: Path) -> Recipe:
-    return config.load(Recipe, recipe_file, ())
+    return schema.load(Recipe, recipe_file, ())
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peftkit.errors import AdapterError
-from peftkit.formats.folder import open_adapter
+from peftkit.formats.open_adapter import open_adapter
 from tests.cli.conftest import Run
 from tests.reliability.conftest import change_json
 

@@ -13,8 +13,8 @@ import pytest
 from peftkit import recipe
 from peftkit.errors import BaseError
 from peftkit.events import Event, Progress, Saved, Stage, Table
-from peftkit.formats.folder import open_adapter
-from peftkit.formats.peft import AdapterFolder
+from peftkit.formats.open_adapter import open_adapter
+from peftkit.formats.peft.folder import AdapterFolder
 from peftkit.recipe import Recipe
 from peftkit.train.signals import Interrupted, stopping_at_once
 from tests.cli.conftest import start

@@ -15,7 +15,7 @@ import pytest
 from peftkit import recipe
 from peftkit.errors import OutputError
 from peftkit.events import Event, Notice, Saved
-from peftkit.formats.folder import open_adapter
+from peftkit.formats.open_adapter import open_adapter
 from peftkit.recipe import Recipe
 from peftkit_cli.render import Renderer
 from tests.train.children import exit_code, start

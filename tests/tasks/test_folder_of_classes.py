@@ -13,12 +13,12 @@ import transformers
 from torch import Tensor
 
 from peftkit import recipe
-from peftkit.config import json_schema
+from peftkit.config.schema import json_schema
 from peftkit.errors import AdapterError, ConfigError
-from peftkit.evaluation import evaluate, predict
 from peftkit.events import Event, Table
-from peftkit.formats.folder import Opened, open_adapter
-from peftkit.formats.peft import NOTES
+from peftkit.formats.open_adapter import Opened, open_adapter
+from peftkit.formats.peft.folder import NOTES
+from peftkit.inference.evaluate import evaluate, predict
 from peftkit.merging.merge import merge
 from peftkit.recipe import Recipe
 from peftkit.tasks.sequence_classification import SequenceClassificationConfig

@@ -11,7 +11,7 @@ from peftkit.data.pack import Row
 from peftkit.methods.lora import LoRA
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.head import head_of
-from peftkit.train.blocks import Blocks
+from peftkit.train.memory.blocks import Blocks
 from peftkit.train.paths import paths
 from tests.conftest import use_small_chunks
 from tests.families import ARCHITECTURES, tiny_tokenizer

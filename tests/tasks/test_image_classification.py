@@ -19,16 +19,16 @@ from transformers import ViTImageProcessorPil
 
 from peftkit import recipe
 from peftkit.adapter import attach
-from peftkit.base import BaseConfig, load_base
+from peftkit.base.load import BaseConfig, load_base
 from peftkit.data.load import DataConfig
 from peftkit.errors import DataError
-from peftkit.evaluation import evaluate
 from peftkit.events import Event, StepDone, Table
-from peftkit.formats.folder import open_adapter
+from peftkit.formats.open_adapter import open_adapter
+from peftkit.inference.evaluate import evaluate
 from peftkit.methods.lora import LoRA
 from peftkit.tasks.image_classification import ImageClassification, ImageClassificationConfig
+from peftkit.train.checkpoints.identity import fingerprint
 from peftkit.train.config import TrainConfig
-from peftkit.train.identity import fingerprint
 from peftkit.train.loop import fit
 from tests.families import ARCHITECTURES
 

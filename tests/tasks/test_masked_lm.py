@@ -18,12 +18,12 @@ from transformers import PreTrainedTokenizerFast
 
 from peftkit import recipe
 from peftkit.adapter import attach
-from peftkit.base import BaseConfig
+from peftkit.base.load import BaseConfig
 from peftkit.data.load import DataConfig
 from peftkit.errors import BaseError, ConfigError, DataError
-from peftkit.evaluation import evaluate
 from peftkit.events import Event, Notice, StepDone, Table
-from peftkit.formats.folder import open_adapter
+from peftkit.formats.open_adapter import open_adapter
+from peftkit.inference.evaluate import evaluate
 from peftkit.methods.lora import LoRA
 from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
 from peftkit.train.config import TrainConfig

@@ -16,12 +16,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit import recipe
 from peftkit.adapter import attach
-from peftkit.base import BaseConfig, load_base
+from peftkit.base.load import BaseConfig, load_base
 from peftkit.data.load import DataConfig
 from peftkit.errors import BaseError, ConfigError, DataError
-from peftkit.evaluation import evaluate
 from peftkit.events import Event, Table
-from peftkit.formats.folder import open_adapter
+from peftkit.formats.open_adapter import open_adapter
+from peftkit.inference.evaluate import evaluate
 from peftkit.methods.lora import LoRA
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.rouge import longest_common_subsequence, rouge_l

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from peftkit.base import Base, load_base
+from peftkit.base.load import Base, load_base
 from peftkit.data.load import DataConfig
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Event, Table

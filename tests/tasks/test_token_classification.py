@@ -10,7 +10,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from peftkit.base import Base, load_base
+from peftkit.base.load import Base, load_base
 from peftkit.data.load import DataConfig
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Table

@@ -28,7 +28,7 @@ from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
 from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
 from peftkit.tasks.unpadding import can_unpad, num_positions
 from peftkit.train.batches import cut
-from peftkit.train.blocks import Blocks
+from peftkit.train.memory.blocks import Blocks
 from tests.families import ARCHITECTURES, VOCAB
 from tests.further import FURTHER
 

@@ -14,8 +14,8 @@ import torch
 
 from peftkit.errors import OutputError, RunError
 from peftkit.events import Event, Saved
-from peftkit.train import manifest
-from peftkit.train.checkpoint import prepare_output
+from peftkit.train.checkpoints import manifest
+from peftkit.train.checkpoints.checkpoint import prepare_output
 from tests.train.toy import Played, Toy, begin, go_on, names, play
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from peftkit.events import Event
-from peftkit.train import manifest
+from peftkit.train.checkpoints import manifest
 from tests.train.children import exit_code, start
 from tests.train.toy import Played, Toy, go_on, names, play, same
 

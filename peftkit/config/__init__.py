@@ -1,0 +1,1 @@
+"""Recipes and configs: strict YAML, validation, errors in words."""

@@ -1,0 +1,264 @@
+"""Configs: frozen, strict, and checked all at once.
+
+A recipe is YAML plus `section.key=value` overrides. Both are merged first and validated once, each
+value remembering where it was written; every error is then told in one ConfigError, in plain words.
+Fields hold tuples, not lists, since a config is frozen; YAML lists and Python lists become tuples.
+No torch here: a recipe's errors come in well under a second.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from peftkit.config.explain import options_of, problems_of
+from peftkit.config.strict_yaml import Key, Parsed, Place, Problem, dotted, parse, plain_value
+from peftkit.errors import ConfigError
+
+MAX_BYTES = 1_000_000
+_MAX_TOLD = 50  # errors; past that a file is something else than a recipe
+
+
+class Config(BaseModel):
+    """A frozen group of settings; an unknown key or a value of another type is an error.
+
+    Docstrings below the fields become their descriptions, in the JSON schema too. A section of
+    several kinds is a union discriminated by a Literal field named `type`.
+
+    Raises:
+        ConfigError: From the constructor, with every error at once.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            name = type(self).__name__
+            problems = problems_of(type(self), error, {(): Place("")})
+            raise _config_error(f"{name}(...)", problems) from None
+
+    # Tells pydantic that validating a nested section need not come through __init__, so that the
+    # outermost call sees every error with its whole path.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _freeze(cls, values: object) -> object:
+        if not isinstance(values, Mapping):
+            return values
+        declared = {name: field.annotation for name, field in cls.model_fields.items()}
+        return {name: _frozen(value, declared.get(name)) for name, value in values.items()}
+
+
+C = TypeVar("C", bound=Config)
+
+
+def load(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
+    """Read a YAML file, apply the overrides, and validate the whole.
+
+    Args:
+        overrides: Each "section.key=value"; the value is YAML and the last one wins.
+
+    Raises:
+        ConfigError: With every error, each with file and line or the override it came from.
+    """
+    text = _read(path)
+    parsed = parse(text, lambda line: Place(str(path), line))
+    if not parsed.readable:
+        raise _config_error(str(path), parsed.problems)
+    if not isinstance(parsed.data, dict):
+        raise _config_error(str(path), [_not_sections(parsed, Place(str(path), 1))])
+    parsed.places[()] = Place(str(path))
+    for number, override in enumerate(overrides, start=1):
+        _apply(override, number, parsed)
+    return _validated(cls, str(path), parsed)
+
+
+def from_dict(cls: type[C], data: Mapping[str, Any], source: str) -> C:
+    """Validate values that were read elsewhere; errors name `source`.
+
+    Raises:
+        ConfigError: With every error at once.
+    """
+    return _validated(cls, source, Parsed(dict(data), {(): Place(source)}))
+
+
+def dump_yaml(config: Config) -> str:
+    """Write a config as YAML that `load` reads back as an equal config."""
+    return yaml.dump(
+        _thawed(config),
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        default_flow_style=None,
+        width=100,
+    )
+
+
+def json_schema(cls: type[Config]) -> dict[str, Any]:
+    """Return the JSON schema that editors use to complete and check a recipe."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **cls.model_json_schema(),
+    }
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file, refusing what cannot be a recipe before any parser sees it."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"Cannot read {path}: no such file.", fix=_neighbours(path)) from None
+    except IsADirectoryError:
+        raise ConfigError(
+            f"Cannot read {path}: it is a folder.", fix=_neighbours(path / "recipe.yaml")
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"Cannot read {path}: {reason}.") from None
+    if len(raw) > MAX_BYTES:
+        raise ConfigError(
+            f"Cannot read {path}: a recipe has at most {MAX_BYTES:,} bytes.",
+            found="This file is larger.",
+            fix="Give the recipe itself, a short YAML file, not the data or the model.",
+        )
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"Cannot read {path}: it is not UTF-8 text.",
+            found=f"Line {line} holds the byte 0x{raw[error.start]:02x}.",
+            fix="Save the file as UTF-8.",
+        ) from None
+    if not text.strip():
+        raise ConfigError(f"Cannot read {path}: the file is empty.")
+    return text
+
+
+def _neighbours(path: Path) -> str:
+    """Name the YAML files that stand where a missing one was expected."""
+    try:
+        names = sorted(p.name for p in path.parent.iterdir() if p.suffix in {".yaml", ".yml"})
+    except OSError:
+        return ""
+    listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"YAML files in {path.parent}: {listed}" if names else ""
+
+
+def _not_sections(parsed: Parsed, place: Place) -> Problem:
+    found = {list: "a list", type(None): "nothing"}.get(type(parsed.data), "a single value")
+    return Problem(place, (), f"expected keys with values, such as 'train: {{...}}'; found {found}")
+
+
+def _apply(override: str, number: int, parsed: Parsed) -> None:
+    """Put the value of one "section.key=value" into the data, and its place beside it."""
+    label = "--set " + (override if len(override) <= 80 else override[:77] + "...")
+    place = Place(label, override=number)
+    name, equals, text = override.partition("=")
+    key: Key = tuple(part.strip() for part in name.split("."))
+    if not equals or not all(key):
+        parsed.problems.append(Problem(place, (), "expected section.key=value"))
+        return
+    if re.search(r"(^|\s)#", text) and text.lstrip()[:1] not in {"'", '"', "[", "{"}:
+        words = "' #' begins a comment in YAML; put the value in quotes"
+        parsed.problems.append(Problem(place, key, words))
+        return
+    value = parse(text, lambda line: place)
+    parsed.problems += [Problem(p.place, key + p.key, p.text) for p in value.problems]
+    section: Any = parsed.data
+    for depth, part in enumerate(key[:-1], start=1):
+        if section.get(part) is None:
+            section[part] = {}
+            parsed.places[key[:depth]] = place
+        section = section[part]
+        if not isinstance(section, dict):
+            words = f"'{dotted(key[:depth])}' holds a single value, not a section"
+            parsed.problems.append(Problem(place, key, words))
+            return
+    section[key[-1]] = value.data
+    parsed.places = {k: p for k, p in parsed.places.items() if k[: len(key)] != key}
+    parsed.places.update({key + k: p for k, p in value.places.items()} | {key: place})
+
+
+def _validated(cls: type[C], source: str, parsed: Parsed) -> C:
+    problems = list(parsed.problems)
+    config: C | None = None
+    try:
+        config = cls.model_validate(parsed.data)
+    except ValidationError as error:
+        known = {problem.key for problem in problems if problem.key}
+        problems += [
+            problem
+            for problem in problems_of(cls, error, parsed.places)
+            # An alias has already been refused; that its value is missing is no second error.
+            if not any(problem.key[: len(key)] == key for key in known)
+        ]
+    if problems or config is None:
+        problems.sort(key=lambda problem: problem.place.order)
+        raise _config_error(source, problems)
+    return config
+
+
+def _config_error(source: str, problems: Iterable[Problem]) -> ConfigError:
+    lines = list(dict.fromkeys(str(problem) for problem in problems))
+    count = f" ({len(lines)} errors)" if len(lines) > 1 else ""
+    if len(lines) > _MAX_TOLD:
+        lines = [*lines[:_MAX_TOLD], f"... and {len(lines) - _MAX_TOLD} more"]
+    return ConfigError(f"{source} is not valid{count}.", found="\n".join(lines))
+
+
+def _frozen(value: object, declared: Any) -> object:
+    """Turn lists into tuples, and text into a Path where a Path and no text is declared."""
+    options = options_of(declared)
+    if isinstance(value, list | tuple):
+        inner = next((get_args(o)[0] for o in options if get_origin(o) is tuple), None)
+        return tuple(_frozen(item, inner) for item in value)
+    if isinstance(value, Mapping):
+        inner = next((get_args(o)[1] for o in options if get_origin(o) in (dict, Mapping)), None)
+        return {key: _frozen(item, inner) for key, item in value.items()}
+    if isinstance(value, str) and value and Path in options and str not in options:
+        return Path(value)
+    return value
+
+
+def _thawed(value: object) -> object:
+    """Turn a config into what YAML can write."""
+    if isinstance(value, Config):
+        return {name: _thawed(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, Mapping):
+        return {key: _thawed(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_thawed(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that the 1.2 core schema would read as a number, a truth value or null."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        if not isinstance(plain_value(data), str):
+            return self.represent_scalar("tag:yaml.org,2002:str", data, style="'")
+        if not data.isprintable():  # PyYAML folds some of these away in its other styles
+            return self.represent_scalar("tag:yaml.org,2002:str", data, style='"')
+        return super().represent_str(data)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)

@@ -1,0 +1,87 @@
+"""Regular expressions from strangers, matched in bounded time.
+
+Python's engine backtracks: "(a+)+b" takes minutes on thirty letters. A pattern that cannot do so is
+matched here and now; any other in a process of its own, which is ended when it takes too long.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from peftkit.errors import AdapterError, PeftkitError
+from peftkit.files.strict_json import shown
+
+MAX_LENGTH = 10_000
+SECONDS = 2.0
+
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
+_UNBOUNDED = re.compile(r"[*+]|\{\d*,\d*\}")
+_OPTIONAL = re.compile(r"(?<![(*+}])\?")
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_BACKREFERENCE = re.compile(r"\\[1-9]|\(\?P=")
+_CHILD = """
+import json, re, sys
+pattern, names = json.load(sys.stdin)
+matcher = re.compile(pattern)
+json.dump([name for name in names if matcher.fullmatch(name)], sys.stdout)
+"""
+
+
+def is_simple(pattern: str) -> bool:
+    """Tell whether a pattern can only be tried in few ways: the cube of the text's length or so."""
+    plain = _ESCAPED.sub("x", pattern)
+    return (
+        len(_UNBOUNDED.findall(plain)) <= 2
+        and len(_OPTIONAL.findall(plain)) <= 4
+        and plain.count("(") <= 4  # each of which may hold alternatives
+        and not _REPEATED_GROUP.search(plain)
+        and not _BACKREFERENCE.search(pattern)
+    )
+
+
+def is_pattern(pattern: str) -> bool:
+    """Tell whether a text is a regular expression at all."""
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
+
+
+def fullmatches(
+    pattern: str, names: Sequence[str], *, error: type[PeftkitError] = AdapterError
+) -> list[str]:
+    """Return those of `names` that a regular expression matches as a whole.
+
+    Raises:
+        PeftkitError: As `error`: it is no regular expression, too long, or takes too much time.
+    """
+    asked = f"cannot use the pattern {shown(pattern)}"
+    if len(pattern) > MAX_LENGTH:
+        raise error(asked, found=f"it is longer than {MAX_LENGTH:,} characters")
+    try:
+        matcher = re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as problem:
+        raise error(asked, found=f"it is no regular expression: {problem}") from None
+    if is_simple(pattern):
+        return [name for name in names if matcher.fullmatch(name)]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _CHILD],
+            input=json.dumps([pattern, list(names)]),
+            capture_output=True,
+            check=True,
+            text=True,
+            timeout=SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        fix = "Write it without repetitions inside repetitions."
+        raise error(asked, found=f"it takes more than {SECONDS:g} seconds", fix=fix) from None
+    except subprocess.CalledProcessError as problem:
+        raise error(asked, found=problem.stderr.strip().rpartition("\n")[2]) from None
+    found = set(json.loads(done.stdout))
+    return [name for name in names if name in found]

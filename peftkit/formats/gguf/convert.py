@@ -1,0 +1,330 @@
+"""LoRA as GGUF, llama.cpp's format, both ways.
+
+llama.cpp adds alpha / rank * B A with one alpha for the whole file, and its names and rows are not
+transformers': "blk.0.attn_q.weight", and for models of Llama's making the rows of q and k stand so
+that the two halves that a rotary embedding turns alternate. So the names come from the gguf
+library, the rows of B are moved with those of the base, and what one alpha cannot say (rsLoRA, rank
+and alpha patterns) is multiplied into B. What it cannot hold at all is refused by name.
+Facts of the format: src/llama-adapter.cpp and conversion/ of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from peftkit.base.load import skeleton
+from peftkit.base.locate import locate
+from peftkit.errors import AdapterError, OutputError, did_you_mean
+from peftkit.files import disk
+from peftkit.files.strict_json import shown
+from peftkit.formats.gguf.header import Header, read_header, read_tensor
+from peftkit.formats.gguf.names import (
+    Architecture,
+    Place,
+    architecture_of,
+    find_places,
+    require_gguf,
+    rotary_rows,
+)
+from peftkit.formats.peft.folder import CONFIG, Provenance
+from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
+
+DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
+ALPHA = "adapter.lora.alpha"
+INVOCATION = "adapter.alora.invocation_tokens"
+A, B = ".lora_a", ".lora_b"
+
+
+def export_gguf(
+    folder: str | Path,
+    out: str | Path,
+    *,
+    base: str | None = None,
+    dtype: str = "f32",
+    force: bool = False,
+) -> list[str]:
+    """Write an adapter folder as a GGUF file with which llama.cpp computes the same.
+
+    Args:
+        folder: Of a LoRA, made here or by PEFT.
+        base: Where its base is; by default the one recorded. Only its config is read.
+        dtype: "f32", "f16", "bf16" or "q8_0".
+        force: Replace a file that is there.
+
+    Returns:
+        What was changed on the way, a sentence each.
+
+    Raises:
+        AdapterError: llama.cpp cannot hold it: every layer in question is listed.
+        BaseError: The base is not found, or of an architecture that is not known here.
+        OutputError: There is such a file already, or it cannot be written.
+    """
+    out = Path(out).expanduser()
+    require_gguf()
+    if dtype not in DTYPES:
+        known = ", ".join(DTYPES)
+        raise AdapterError(f"there is no GGUF type {dtype!r} for adapters", fix=f"One of: {known}.")
+    if out.is_dir() or (out.exists() and not force):
+        found = "It is a folder." if out.is_dir() else "It exists."
+        raise OutputError(f"cannot write {out}", found=found, fix="Name a new file, or --force.")
+    file, modules = read_low_rank(folder)
+    name = base or file.provenance.base
+    if not name:
+        raise AdapterError(
+            f"{file.folder} does not say which base it belongs to",
+            fix="Name the base it was trained on with --base MODEL.",
+        )
+    model = skeleton(name, revision=None if base else file.provenance.revision)
+    architecture = architecture_of(model, name)
+    places = find_places(model, architecture)
+    if problems := _unfit(modules, places):
+        raise AdapterError(
+            f"llama.cpp cannot hold the adapter {file.folder}",
+            found="\n".join(problems),
+            fix="Train without these, or merge it and convert the merged model: peftkit merge",
+        )
+    alpha, modules, notes = _with_one_alpha(modules)
+    if any(places[path].heads for path in modules):
+        notes.append("The rows of q and k were moved to where llama.cpp keeps them.")
+    tensors = {}
+    for path, module in modules.items():
+        place = places[path]
+        tensors[place.name + A] = module.a
+        tensors[place.name + B] = rotary_rows(module.b, place.heads)
+    assert len(tensors) == 2 * len(modules), "two layers of one name"
+    disk.writable_folder(out.parent)
+    return notes + _write(out, tensors, alpha, architecture, dtype, file.provenance.hub_id)
+
+
+def import_gguf(path: str | Path, out: str | Path, *, base: str, force: bool = False) -> Path:
+    """Write a GGUF LoRA as an adapter folder that peftkit and PEFT load.
+
+    Args:
+        base: Model that it belongs to, as transformers knows it. Only its config is read.
+        force: Replace an adapter that is in the folder.
+
+    Raises:
+        AdapterError: It is no GGUF LoRA, is damaged, or does not fit the base: every tensor in
+            question is listed.
+        BaseError: The base is not found, or of an architecture that is not known here.
+        OutputError: There is such a folder already, or it cannot be written.
+    """
+    path, out = Path(path).expanduser(), Path(out).expanduser()
+    require_gguf()
+    if out.is_dir() and any(out.iterdir()) and not (force and (out / CONFIG).exists()):
+        raise OutputError(
+            f"cannot write an adapter to {out}",
+            found="It is not empty.",
+            fix="Name a new folder; --force replaces an adapter.",
+        )
+    with disk.open_regular(path) as file:
+        header = read_header(path, file)
+        _check_kind(path, header)
+        model = skeleton(base)
+        architecture = architecture_of(model, base)
+        said = header.keys.get("general.architecture")
+        if said != architecture.name:
+            raise AdapterError(
+                f"{path} belongs to another architecture than {base}",
+                found=f"The file says {shown(said)}; {base} is {architecture.name!r}.",
+                fix="Name the base it was trained on with --base MODEL.",
+            )
+        places = find_places(model, architecture)
+        paths = _paired(path, header, places, base)
+        tensors = {name: read_tensor(path, file, header.tensors[name]) for name in header.tensors}
+    if bad := disk.non_finite(tensors):
+        raise AdapterError(
+            f"cannot use {path}",
+            found=f"{len(bad)} of {len(tensors)} tensors hold NaN or Infinity, as {bad[0]}",
+        )
+    alpha = _shortest(header.keys.get(ALPHA, 0.0))  # 0, or none, is a scale of 1 to llama.cpp
+    modules = {}
+    for name, module_path in paths.items():
+        a, b = tensors[name + A].float(), tensors[name + B].float()
+        b = rotary_rows(b, places[module_path].heads, back=True)
+        modules[module_path] = LowRank(a, b, alpha / a.shape[0] if alpha else 1.0)
+    location = locate(base)
+    commit = getattr(model.config, "_commit_hash", None)
+    provenance = Provenance(base=location.name, hub_id=location.hub_id, revision=commit)
+    conv1d = any(type(model.get_submodule(p)).__name__ == "Conv1D" for p in modules)
+    others = places.keys() - modules.keys()
+    return save_low_rank(modules, out, provenance, others=others, transposed=conv1d)
+
+
+def _unfit(modules: Mapping[str, LowRank], places: Mapping[str, Place]) -> list[str]:
+    problems = []
+    for path, module in modules.items():
+        place = places.get(path)
+        if module.magnitude is not None:
+            problems.append(f"{path}: DoRA; llama.cpp adds low-rank updates only")
+        elif place is None:
+            problems.append(f"{path}: no linear layer of this base")
+        elif place.refusal:
+            problems.append(f"{path}: {place.refusal}")
+        elif (module.b.shape[0], module.a.shape[1]) != place.shape:
+            has = (module.b.shape[0], module.a.shape[1])
+            problems.append(f"{path}: for a layer of shape {has}; this base's is {place.shape}")
+    return problems
+
+
+def _with_one_alpha(
+    modules: Mapping[str, LowRank],
+) -> tuple[float, dict[str, LowRank], list[str]]:
+    """Return the file's alpha, the modules with B multiplied where it is not theirs, and notes."""
+    alphas = {path: module.scaling * module.rank for path, module in modules.items()}
+    alpha = Counter(alphas.values()).most_common(1)[0][0]
+    scaled, count = dict(modules), 0
+    for path, module in modules.items():
+        factor = alphas[path] / alpha
+        if factor != 1.0:
+            b = (module.b.double() * factor).float()
+            scaled[path] = replace(module, b=b, scaling=alpha / module.rank)
+            count += 1
+    notes = []
+    if count:
+        notes.append(
+            f"B of {count} of {len(modules)} layers was multiplied, since a GGUF file has one "
+            f"alpha ({alpha:g}) for all."
+        )
+    return alpha, scaled, notes
+
+
+def _write(
+    out: Path,
+    tensors: Mapping[str, Tensor],
+    alpha: float,
+    architecture: Architecture,
+    dtype: str,
+    hub_id: str | None,
+) -> list[str]:
+    """Write the file whole or not at all; return a note if some tensors are not in `dtype`."""
+    import gguf
+
+    asked, plain = gguf.GGMLQuantizationType[DTYPES[dtype]], gguf.GGMLQuantizationType.F16
+    per_block, _ = gguf.GGML_QUANT_SIZES[asked]
+    num_wider = 0
+    total = sum(tensor.numel() * 4 for tensor in tensors.values())
+    # the library writes to a path only: to the same file, which is then put in its place
+    with (
+        disk.replacing(out, total) as file,
+        contextlib.closing(gguf.GGUFWriter(Path(file.name), architecture.name)) as writer,
+    ):
+        writer.add_type(gguf.GGUFType.ADAPTER)
+        writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+        file_type = "ALL_F32" if dtype == "f32" else f"MOSTLY_{DTYPES[dtype]}"
+        writer.add_file_type(gguf.LlamaFileType[file_type])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        if hub_id:
+            writer.add_base_model_count(1)
+            writer.add_base_model_name(0, hub_id.rpartition("/")[2])
+            writer.add_base_model_repo_url(0, f"https://huggingface.co/{hub_id}")
+        for name, tensor in tensors.items():
+            kind = asked if tensor.shape[-1] % per_block == 0 else plain
+            num_wider += kind != asked
+            array = tensor.detach().float().contiguous().numpy()
+            _check_range(name, tensor, kind.name)
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    if not num_wider:
+        return []
+    return [
+        f"{num_wider} of {len(tensors)} tensors are in f16: {dtype} takes rows of a multiple of "
+        f"{per_block} numbers."
+    ]
+
+
+def _check_range(name: str, tensor: Tensor, kind: str) -> None:
+    """Refuse a type in which a number would become Infinity (the scales of Q8_0 are float16)."""
+    largest = float(tensor.abs().max()) / (127 if kind == "Q8_0" else 1)
+    if kind in ("F16", "Q8_0") and largest > torch.finfo(torch.float16).max:
+        raise AdapterError(
+            f"cannot write {name} as {kind.lower()}",
+            found=f"Its largest number is {float(tensor.abs().max()):.3g}.",
+            fix="Write f32 or bf16.",
+        )
+
+
+def _check_kind(path: Path, header: Header) -> None:
+    asked = f"cannot read {path} as a LoRA"
+    kind = header.keys.get("adapter.type")
+    if kind != "lora":
+        raise AdapterError(asked, found=f"Its adapter.type is {shown(kind)}, not 'lora'.")
+    if INVOCATION in header.keys:
+        raise AdapterError(
+            asked, found=f"It is an activated LoRA ({INVOCATION}): it sets in after certain tokens."
+        )
+    alpha = header.keys.get(ALPHA, 0.0)
+    if not isinstance(alpha, float) or not 0 <= alpha < 1e30:
+        raise AdapterError(asked, found=f"Its {ALPHA} is {shown(alpha)}.")
+
+
+def _paired(path: Path, header: Header, places: Mapping[str, Place], base: str) -> dict[str, str]:
+    """Return llama.cpp's name -> module path of the layers that the file has an update for."""
+    known: dict[str, list[str]] = {}
+    for module_path, place in places.items():
+        known.setdefault(place.name, []).append(module_path)
+    stems = {name.removesuffix(A).removesuffix(B): None for name in header.tensors}
+    found, problems = {}, []
+    for stem in stems:
+        missing = [stem + end for end in (A, B) if stem + end not in header.tensors]
+        module_paths = known.get(stem, []) if stem else []
+        if len(missing) == 2 or len(module_paths) != 1:
+            problems.append(f"{stem}: {_no_layer(stem, known, module_paths)}")
+        elif missing:
+            problems.append(f"missing: {missing[0]}")
+        elif problem := _misplaced(stem, header, places[module_paths[0]]):
+            problems.append(f"{stem}: {problem}")
+        else:
+            found[stem] = module_paths[0]
+    if problems:
+        more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
+        raise AdapterError(
+            f"{path} does not fit {base}",
+            found="\n".join([*problems[:10], *more]),
+            fix="Name the base it was trained on with --base MODEL.",
+        )
+    return found
+
+
+def _no_layer(stem: str, known: Iterable[str], module_paths: list[str]) -> str:
+    """Say why a name of the file is no layer that can take an update."""
+    if len(module_paths) > 1:
+        return "the base has more than one layer of that name: " + ", ".join(module_paths)
+    if stem == "token_embd.weight":
+        return "an embedding, which cannot be imported"
+    if "_exps." in stem:
+        return "a stack of experts, which cannot be imported"
+    if stem.endswith("_norm.weight"):
+        return "a norm, which is no part of a LoRA (llama.cpp leaves it out too)"
+    if stem in known:
+        return "no tensor of a LoRA"
+    return f"the base has no such layer. {did_you_mean(stem, filter(None, known))}".rstrip()
+
+
+def _misplaced(stem: str, header: Header, place: Place) -> str:
+    a, b = header.tensors[stem + A].shape, header.tensors[stem + B].shape
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+        return f"A {a} and B {b} are no pair"
+    if (b[0], a[1]) != place.shape:
+        return f"for a layer of shape {(b[0], a[1])}; this base's is {place.shape}"
+    return place.refusal
+
+
+def _shortest(number: float) -> float:
+    """Return the shortest decimal that a float32 stands for: 0.1, not 0.10000000149."""
+    for digits in range(1, 10):
+        short = float(f"{number:.{digits}g}")
+        if struct.pack("<f", short) == struct.pack("<f", number):
+            return short
+    return number

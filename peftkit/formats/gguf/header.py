@@ -1,0 +1,216 @@
+"""A GGUF header, read and checked in full before anything is allocated for what it promises.
+
+Format: magic, u32 version, u64 tensor count, u64 key count; the keys; the tensors' infos; padding;
+payload (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The gguf library's own reader
+makes Python objects of every element that a file claims to have, which a hostile one can abuse.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from peftkit.errors import AdapterError
+from peftkit.files.strict_json import shown
+from peftkit.formats.guard import MAX_TENSORS, NAME, what_is
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_HEADER_BYTES = 32 << 20  # a base's vocabulary takes 10; an adapter's header has none
+MAX_KEYS = 10_000
+MAX_STRINGS = 2_000_000
+MAX_STRING_BYTES = 1 << 20
+MAX_DIMS = 4
+
+_SCALARS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?"))) | {10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+# ggml's type -> name, numbers in a block, bytes of a block. Those that adapters are written in.
+KINDS = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 8: ("Q8_0", 32, 34), 30: ("BF16", 1, 2)}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor: its shape as torch has it (ggml's the other way round), and where its bytes are.
+
+    Attributes:
+        kind: A key of KINDS. start: Byte of the file.
+    """
+
+    kind: int
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A checked header; an array among the keys stands as its length."""
+
+    keys: Mapping[str, Any]
+    tensors: Mapping[str, Entry]
+
+
+def read_header(path: Path, file: BinaryIO) -> Header:
+    """Read and check the header of an open file.
+
+    Raises:
+        AdapterError: It is no GGUF file, is cut short, or promises what it cannot hold.
+    """
+    asked = f"cannot read {path} as a GGUF adapter"
+    size = os.fstat(file.fileno()).st_size
+    cursor = _Cursor(asked, file.read(MAX_HEADER_BYTES), cut=size > MAX_HEADER_BYTES)
+    if cursor.data[:4] != MAGIC:
+        raise AdapterError(
+            asked, found=f"It is {what_is(path)}.", fix="Give a LoRA written as GGUF."
+        )
+    cursor.at = 4
+    version = cursor.number("I")
+    if version not in VERSIONS:
+        big = version % (1 << 16) == 0
+        found = "It is in big-endian order." if big else f"It is GGUF version {version}."
+        raise AdapterError(asked, found=found, fix="Write it again with a current llama.cpp.")
+    num_tensors, num_keys = cursor.number("Q"), cursor.number("Q")
+    if num_tensors > MAX_TENSORS or num_keys > MAX_KEYS:
+        raise AdapterError(
+            asked,
+            found=f"It promises {num_tensors:,} tensors and {num_keys:,} keys; the limits are "
+            f"{MAX_TENSORS:,} and {MAX_KEYS:,}.",
+        )
+    keys: dict[str, Any] = {}
+    for _ in range(num_keys):
+        key = cursor.string()
+        if key in keys:
+            raise AdapterError(asked, found=f"The key {shown(key)} stands there twice.")
+        keys[key] = cursor.value(cursor.number("I"))
+        if key == "general.type" and keys[key] != "adapter":
+            break  # whatever follows (a base's vocabulary) is not ours
+    if keys.get("general.type") != "adapter":
+        kind = shown(keys.get("general.type", "not given"))
+        raise AdapterError(
+            asked,
+            found=f"Its general.type is {kind}, not 'adapter'.",
+            fix="Give the GGUF of a LoRA; a base model goes to --base.",
+        )
+    infos = [cursor.tensor_info() for _ in range(num_tensors)]
+    alignment = keys.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
+        raise AdapterError(asked, found=f"Its general.alignment is {shown(alignment)}.")
+    return Header(keys, _entries(asked, infos, -(-cursor.at // alignment) * alignment, size))
+
+
+def read_tensor(path: Path, file: BinaryIO, entry: Entry) -> Tensor:
+    """Return a tensor of a checked header in its own dtype; of Q8_0, dequantised to float32."""
+    data = torch.empty(entry.num_bytes, dtype=torch.uint8)
+    file.seek(entry.start)
+    if file.readinto(data.numpy().data) != entry.num_bytes:  # type: ignore[attr-defined]
+        raise AdapterError(f"cannot read {path}", found="It shrank while it was read.")
+    kind = KINDS[entry.kind][0]
+    if kind == "Q8_0":  # blocks of a float16 scale and 32 signed bytes
+        blocks = data.view(-1, 34)
+        scales = blocks[:, :2].contiguous().view(torch.float16).float()  # (blocks, 1)
+        return (scales * blocks[:, 2:].contiguous().view(torch.int8)).reshape(entry.shape)
+    dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    return data.view(dtypes[kind]).reshape(entry.shape)
+
+
+def _entries(
+    asked: str, infos: list[tuple[str, tuple[int, ...], int, int]], payload: int, size: int
+) -> dict[str, Entry]:
+    """Check what each tensor says of itself, and that all together fit into the file."""
+    entries: dict[str, Entry] = {}
+    problems = []
+    for name, shape, kind, offset in infos:
+        label, per_block, block_bytes = KINDS.get(kind, ("", 1, 0))
+        num_bytes = math.prod(shape) // per_block * block_bytes
+        problem = ""
+        if not NAME.fullmatch(name) or name in entries:
+            problem = "the name, or it occurs twice"
+        elif not label:
+            names = ", ".join(sorted(known for known, _, _ in KINDS.values()))
+            problem = f"ggml's type {kind}; one of {names} is read"
+        elif 0 in shape or shape[-1] % per_block:
+            problem = f"shape {shape}"
+        elif payload + offset + num_bytes > size:
+            problem = f"ends at byte {payload + offset + num_bytes:,} of {size:,}"
+        if problem:
+            problems.append(f"{shown(name)}: {problem}")
+        entries[name] = Entry(kind, shape, payload + offset, num_bytes)
+    if sum(entry.num_bytes for entry in entries.values()) > max(0, size - payload):
+        problems.append("tensors that lie over one another")
+    if problems or not entries:
+        more = [f"and {len(problems) - 5:,} more"] if len(problems) > 5 else []
+        raise AdapterError(
+            asked,
+            found="\n".join([*problems[:5], *more]) or "It holds no tensors.",
+            fix="The file is damaged or cut short: get it again.",
+        )
+    return entries
+
+
+class _Cursor:
+    """Reads the header's values one after another, never past its end."""
+
+    def __init__(self, asked: str, data: bytes, *, cut: bool) -> None:
+        self.asked, self.data, self.at = asked, data, 0
+        self._cut, self._strings = cut, 0
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes."""
+        if count > len(self.data) - self.at:
+            found = f"Its header is larger than {MAX_HEADER_BYTES:,} bytes."
+            raise AdapterError(
+                self.asked, found=found if self._cut else "It ends within its header."
+            )
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def number(self, code: str) -> Any:
+        """Return the next number, `code` as in the struct module."""
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def string(self) -> str:
+        """Return the next string; what is not UTF-8 is escaped."""
+        length = self.number("Q")
+        self._strings += 1
+        if length > MAX_STRING_BYTES or self._strings > MAX_STRINGS:
+            raise AdapterError(
+                self.asked, found=f"A string of {length:,} bytes, or too many of them."
+            )
+        return self.take(length).decode("utf-8", "backslashreplace")
+
+    def value(self, kind: int) -> Any:
+        """Return the next value of a key; of an array, its length."""
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            raise AdapterError(self.asked, found=f"A value of the unknown type {kind}.")
+        element, count = self.number("I"), self.number("Q")
+        if element == _STRING:
+            for _ in range(count):
+                self.string()
+        elif element in _SCALARS:
+            self.take(count * struct.calcsize("<" + _SCALARS[element]))
+        else:
+            raise AdapterError(self.asked, found=f"An array of the unknown type {element}.")
+        return count
+
+    def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Return the next tensor's name, shape as torch has it, ggml type and offset."""
+        name, num_dims = self.string(), self.number("I")
+        if not 1 <= num_dims <= MAX_DIMS:
+            raise AdapterError(
+                self.asked, found=f"The tensor {shown(name)} has {num_dims:,} dimensions."
+            )
+        shape = tuple(self.number("Q") for _ in range(num_dims))
+        return name, shape[::-1], self.number("I"), self.number("Q")

@@ -1,0 +1,221 @@
+"""From the name of an adapter to a base with the adapter on it, ready to be used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peftkit.adapter import Adapter
+from peftkit.base.load import Base, load_base
+from peftkit.base.new_tokens import restore_tokens
+from peftkit.base.purpose import unnamed
+from peftkit.config.schema import from_dict
+from peftkit.data.encode import Style, default_style
+from peftkit.errors import AdapterError
+from peftkit.events import Listener, Stage, ignore
+from peftkit.files.strict_json import shown
+from peftkit.formats.guard import check_safetensors
+from peftkit.formats.hub import resolve_adapter
+from peftkit.formats.hub_id import is_hub_id
+from peftkit.formats.peft.folder import (
+    CONFIG,
+    NOTES,
+    TENSORS,
+    AdapterFile,
+    load_adapter,
+    read_adapter,
+)
+from peftkit.tasks.causal_lm import CausalLMConfig
+from peftkit.tasks.protocol import TaskConfig
+from peftkit.tasks.table import TASKS
+
+HEAD = re.compile(r"(^|\.)(classifier|score|classification_head)(\.out_proj)?\.weight$")
+"""The last layer of a head of classes, in a file of PEFT."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A base, an adapter on it, and what the adapter's folder says."""
+
+    base: Base
+    adapter: Adapter
+    file: AdapterFile
+    task: TaskConfig
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it goes on from a prompt."""
+        return isinstance(self.task, CausalLMConfig)
+
+    @property
+    def style(self) -> Style:
+        """How a prompt is put to it: as it was trained, else by the chat template if it has one.
+
+        Raises:
+            AdapterError: It does not go on from a prompt.
+        """
+        require_causal(self.task, self.file.folder)
+        recorded = self.file.provenance.prompt_style
+        return recorded or default_style(self.base.tokenizer)
+
+
+def open_adapter(
+    adapter: str | Path,
+    base: str | None = None,
+    *,
+    quantize: str | None = None,
+    dtype: str | None = None,
+    device: torch.device | str | None = None,
+    task: TaskConfig | None = None,
+    force: bool = False,
+    on_event: Listener = ignore,
+) -> Opened:
+    """Load an adapter's base, as it was trained unless told otherwise, and the adapter on it.
+
+    Args:
+        adapter: A folder made by peftkit (a run, a checkpoint) or by PEFT.
+        base: Another place of the same base than the one recorded.
+        quantize, dtype: Other than those it was trained with.
+        device: Where to; by default a GPU where there is one.
+        task: What it was trained for, with its labels, where the folder does not say.
+        force: Accept a base whose weights are not those it was trained on.
+
+    Raises:
+        AdapterError: No adapter there, or it belongs to another base.
+        BaseError: The base cannot be found or loaded.
+    """
+    file = read_adapter(adapter_folder(adapter))
+    task = task or task_of(file)
+    loaded = base_of(
+        file, base, quantize=quantize, dtype=dtype, device=device, task=task, on_event=on_event
+    )
+    on_event(Stage(f"Loading the adapter {file.folder}"))
+    restore_tokens(loaded, file.folder)
+    placed = load_adapter(loaded.model, file.folder, fingerprint=loaded.fingerprint, force=force)
+    return Opened(loaded, placed, file, task)
+
+
+def base_of(
+    file: AdapterFile,
+    base: str | None = None,
+    *,
+    quantize: str | None = None,
+    dtype: str | None = None,
+    device: torch.device | str | None = None,
+    task: TaskConfig | None = None,
+    on_event: Listener = ignore,
+) -> Base:
+    """Load an adapter's base, as it was trained unless told otherwise; see `open_adapter`.
+
+    Raises:
+        AdapterError: The folder does not say which base it belongs to.
+        BaseError: The base cannot be found or loaded.
+    """
+    origin = file.provenance
+    name = base or origin.base
+    if not name:
+        raise AdapterError(
+            f"{file.folder} does not say which base it belongs to",
+            fix="Name the base it was trained on with --base MODEL.",
+        )
+    loading = origin.loading
+    return load_base(
+        name,
+        revision=None if base else origin.revision,
+        dtype=dtype or str(loading.get("dtype", "auto")),
+        quantize=quantize or str(loading.get("quantize", "none")),
+        double_quant=bool(loading.get("double_quant", True)),
+        purpose=(task or task_of(file)).purpose,
+        device=device,
+        on_event=on_event,
+    )
+
+
+def task_of(file: AdapterFile) -> TaskConfig:
+    """Return what an adapter was trained for: as its folder says, else as PEFT's config does.
+
+    Raises:
+        AdapterError: It is a task that peftkit does not have; or nothing says how many labels.
+    """
+    if file.provenance.task is not None:
+        return _noted(file.provenance.task, str(file.folder / NOTES))
+    task_type = file.provenance.task_type
+    kinds = [kind for kind in TASKS.values() if kind.task_type == task_type is not None]
+    if task_type is None:
+        return CausalLMConfig()
+    if not kinds:
+        known = ", ".join(str(kind.task_type) for kind in TASKS.values() if kind.task_type)
+        raise AdapterError(
+            f"{file.folder} was trained for a task that peftkit does not have",
+            found=f"its task_type is {shown(task_type)}; known are {known}",
+            fix="Open it with open_adapter(..., task=...) if it is one of these all the same.",
+        )
+    kind = kinds[0]
+    has_labels = "labels" in kind.model_fields
+    told = {"labels": unnamed(_num_labels(file))} if has_labels else {}
+    return from_dict(kind, told, str(file.folder / CONFIG))
+
+
+def _noted(told: Mapping[str, Any], notes: str) -> TaskConfig:
+    kind = TASKS.get(str(told.get("type")))
+    if kind is None:
+        raise AdapterError(
+            f"{notes} names a task that peftkit does not have",
+            found=shown(told.get("type")),
+            fix=f"Tasks: {', '.join(TASKS)}.",
+        )
+    return from_dict(kind, told, notes)
+
+
+def require_causal(task: TaskConfig, folder: Path) -> None:
+    """Refuse an adapter that cannot go on from a prompt.
+
+    Raises:
+        AdapterError: It is one.
+    """
+    if not isinstance(task, CausalLMConfig):
+        raise AdapterError(
+            f"{folder} does not go on from a prompt",
+            found=f"it was trained for the task {task.type}",
+            fix=f"What it does: peftkit eval {folder} --data FILE; of a classifier of texts: "
+            f"peftkit predict {folder} --text TEXT",
+        )
+
+
+def _num_labels(file: AdapterFile) -> int:
+    """Return how many outputs the head has that a folder of PEFT holds."""
+    tensors = check_safetensors(file.folder / TENSORS).tensors
+    heads = {name: entry.shape for name, entry in tensors.items() if HEAD.search(name)}
+    if len(set(heads.values())) != 1:
+        raise AdapterError(
+            f"{file.folder} does not say how many labels there are",
+            found=f"it holds {', '.join(map(shown, heads)) or 'no head'}",
+            fix="Open it with open_adapter(..., task=...), which names them.",
+        )
+    return next(iter(heads.values()))[0]
+
+
+def adapter_folder(adapter: str | Path) -> Path:
+    """Return the folder that is meant; what is on the hub is fetched first.
+
+    Raises:
+        AdapterError: It does not exist, or is a file; or the hub has it not, or cannot be reached.
+    """
+    folder = Path(adapter).expanduser()
+    if folder.is_file() and folder.name in (CONFIG, "adapter_model.safetensors"):
+        folder = folder.parent
+    if folder.is_dir():
+        return folder
+    if is_hub_id(str(adapter)):
+        return resolve_adapter(str(adapter))
+    near = sorted(str(p.parent) for p in Path().glob(f"runs/*/{CONFIG}"))
+    raise AdapterError(
+        f"no adapter folder {str(adapter)!r}",
+        found="it is a file" if folder.exists() else "no such folder",
+        fix=f"Adapters here: {', '.join(near)}" if near else "Give the folder that a run wrote.",
+    )

@@ -1,0 +1,1 @@
+"""Adapter folders in PEFT's format."""

@@ -1,0 +1,116 @@
+"""Where an adapter sits, as PEFT's config says it: endings of modules and of stacked parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import accumulate
+from typing import Any
+
+from peftkit.adapter import Adapter
+from peftkit.formats.peft.target_modules import shortest_endings, targeted
+from peftkit.methods.modules_to_save import named_modules
+from peftkit.methods.protocol import AdapterModule
+from peftkit.methods.token_rows import TokenRows
+from peftkit.model.targets import Site
+
+LAYERS = ("layers_to_transform", "exclude_modules")
+"""Fields by which a config takes modules out of its targets again."""
+
+
+PATTERNS = ("rank_pattern", "alpha_pattern")
+_TAKEN = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Module names that PEFT takes for the experts' in a model that has such."""
+
+
+def written_fields(adapter: Adapter) -> dict[str, Any]:
+    """Return the config fields of the adapter's method and targets."""
+    modules, method = adapter.own, adapter.method
+    places = method.candidates(adapter.model)
+    as_weights = _as_weights(modules, places) if method.peft_type == "LORA" else set()
+    parameters = {f"{path}.{name}" for path, module in modules.items() for name in module.stacked}
+    parameters |= {f"{path}.weight" for path in as_weights}
+    kinds: dict[str, set[str]] = {kind: set() for kind in ("", *method.kind_fields)}
+    for path, module in modules.items():
+        if not module.stacked and path not in as_weights:
+            kinds[module.kind].add(path)
+    others = {path.removesuffix(".base") for path, _ in adapter.model.named_modules()}
+    others |= modules.keys()
+    endings = {kind: shortest_endings(paths, others - paths) for kind, paths in kinds.items()}
+    fields: dict[str, Any] = {"target_modules": sorted({e for es in endings.values() for e in es})}
+    fields |= {field: endings[kind] for kind, field in method.kind_fields.items()}
+    if parameters:
+        rest = {name.replace(".base.", ".") for name, _ in adapter.model.named_parameters()}
+        rest |= _stacks(places)
+        fields["target_parameters"] = shortest_endings(parameters, rest - parameters)
+    fields |= method.to_peft(modules)
+    rows = {path: m for path, m in adapter.modules.items() if isinstance(m, TokenRows)}
+    if whole := set(named_modules(adapter.model, method.train_fully)):
+        fields["modules_to_save"] = _bare_endings(whole, others - whole)
+    if isinstance(method.token_rows, dict):
+        kept = {path: module.tokens.tolist() for path, module in rows.items() if module.owned}
+        fields["trainable_token_indices"] = kept
+    elif rows:  # of the input embedding, and of what is tied to it
+        fields["trainable_token_indices"] = list(method.token_rows)
+    for name in PATTERNS if as_weights else ():
+        if name in fields:
+            fields[name] = {
+                f"{path}.weight" if path in as_weights else path: value
+                for path, value in fields[name].items()
+            }
+    return fields
+
+
+def _bare_endings(paths: Collection[str], others: Collection[str]) -> list[str]:
+    """Return endings as PEFT reads `modules_to_save`: it takes no notice of dots."""
+    return sorted(
+        next(
+            (
+                ending
+                for ending in accumulate(reversed(path.split(".")), lambda end, s: f"{s}.{end}")
+                if not any(other.endswith(ending) for other in others)
+            ),
+            path,
+        )
+        for path in paths
+    )
+
+
+def _as_weights(
+    modules: Mapping[str, AdapterModule], places: Mapping[str, tuple[str, ...]]
+) -> set[str]:
+    """Return the linear layers that PEFT finds by their parameter only.
+
+    In models with stacked experts it reads some names of a LoRA's modules as those of the experts,
+    of the time when these were modules too; the tensors of a layer are the same in both forms.
+    """
+    if not any(places.values()):
+        return set()
+    return {p for p, m in modules.items() if not m.stacked and p.rpartition(".")[2] in _TAKEN}
+
+
+def sites_of(
+    fields: Mapping[str, Any], places: Mapping[str, tuple[str, ...]], found: Collection[str]
+) -> list[Site]:
+    """Return the sites that a config of PEFT means, and those that have tensors all the same.
+
+    Args:
+        fields: The config.
+        places: Paths of all modules that could be meant, each with its stacks of experts.
+        found: Paths for which there are tensors.
+    """
+    stacks = set(targeted(sorted(_stacks(places)), fields.get("target_parameters")))
+    paths = set(found)
+    if not any(fields.get(key) for key in LAYERS):
+        paths |= set(targeted(places, fields.get("target_modules")))
+    named = fields.get("target_parameters")
+    paths |= {path for path in places if targeted([f"{path}.weight"], named)}
+    sites = []
+    for path, names in places.items():
+        sites += [Site(path, (), None, name) for name in names if f"{path}.{name}" in stacks]
+        if path in paths and not names:
+            sites.append(Site(path=path, roles=()))
+    return sites
+
+
+def _stacks(places: Mapping[str, tuple[str, ...]]) -> set[str]:
+    return {f"{path}.{name}" for path, names in places.items() for name in names}

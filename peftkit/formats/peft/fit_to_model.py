@@ -1,0 +1,157 @@
+"""What an adapter's files mean in a model: where its method sits, and whether the files agree."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from peftkit.adapter import Adapter
+from peftkit.errors import AdapterError
+from peftkit.files.strict_json import shown
+from peftkit.formats.peft.config_fields import sites_of
+from peftkit.formats.peft.target_modules import ANY, shortest_endings, targeted, unmatched
+from peftkit.methods.modules_to_save import named_modules
+from peftkit.methods.protocol import Method
+from peftkit.methods.token_rows import find_rows
+from peftkit.model.targets import Site
+
+
+class Fit(NamedTuple):
+    """A method as it sits in one model."""
+
+    method: Method
+    sites: list[Site]
+
+
+def fit_to_model(
+    model: nn.Module,
+    method: Method,
+    fields: Mapping[str, Any],
+    tensors: Collection[str],
+    *,
+    folder: Path,
+    made_here: bool,
+) -> Fit:
+    """Return where a folder's method sits in a model.
+
+    Args:
+        method, fields, tensors: What the folder holds; of the tensors the names.
+        folder: For messages.
+        made_here: Whether the method's targets are as the user named them. Otherwise the config of
+            PEFT and the tensors say where it sits, and so does the method that is returned.
+
+    Raises:
+        AdapterError: A tensor belongs to no module that the method could sit on, or is missing.
+        TargetError: The method names what is not in this model.
+    """
+    if made_here:
+        full = named_modules(model, method.train_fully)
+    else:
+        full = _trained_whole(method, tensors, model, folder)
+        method = method.model_copy(update={"train_fully": tuple(full)})
+    beside = [*full, *find_rows(model, method)]
+    rest = [name for name in tensors if not any(name.startswith(f"{p}.") for p in beside)]
+    places = method.candidates(model)
+    shared = method.shared_names
+    strange = sorted(name for name in rest if name not in shared and not _owner(name, places))
+    if strange or not rest:
+        raise AdapterError(
+            f"the adapter in {folder} does not fit {type(model).__name__}",
+            found="\n".join(f"unexpected: {name}" for name in strange) or "no tensors",
+            fix="Use the base it was trained on: peftkit inspect ADAPTER",
+        )
+    if made_here:
+        return Fit(method, method.sites(model))
+    if method.acts_on_input:
+        sites = method.sites(model)
+    else:
+        sites = sites_of(fields, places, {_owner(name, places) for name in rest})
+    paths = (f"{s.path}.{s.parameter}" if s.parameter else s.path for s in sites)
+    targets = tuple(dict.fromkeys(paths))  # saved again, it says where it sits
+    return Fit(method.model_copy(update={"targets": targets}), sites)
+
+
+def _trained_whole(
+    method: Method, tensors: Collection[str], model: nn.Module, folder: Path
+) -> list[str]:
+    """Return the paths of the modules that a foreign file's `modules_to_save` means.
+
+    By PEFT's own rule, which takes no notice of dots. A name may mean nothing in this model.
+    """
+    found = [
+        path
+        for path, module in model.named_modules()
+        if path.endswith(method.train_fully) and any(True for _ in module.parameters())
+    ]
+    missing = [path for path in found if not any(n.startswith(f"{path}.") for n in tensors)]
+    if missing:
+        raise AdapterError(
+            f"{folder} has no tensors for the module {_some(missing)}",
+            found=f"modules_to_save: {_some(method.train_fully)}",
+            fix="The file is incomplete, or belongs to another base.",
+        )
+    return found
+
+
+def _owner(name: str, places: Collection[str]) -> str:
+    """Return the module whose tensor this is, or an empty string."""
+    while name and name not in places:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def check_targets_of(fields: Mapping[str, Any], adapter: Adapter, folder: Path) -> None:
+    """Refuse a config that says otherwise than the tensors' modules: its scale would be wrong.
+
+    Raises:
+        AdapterError: Names the targets without tensors, or the modules that are no target.
+    """
+    paths = {path for path, module in adapter.own.items() if not module.stacked}
+    targets = fields.get("target_modules")
+    stacks = [
+        f"{path}.{name}"
+        for path, module in adapter.own.items()
+        for name in module.stacked or ("weight",)
+    ]
+    missing = unmatched(targets, paths | adapter.full)
+    missing += unmatched(fields.get("target_parameters"), stacks)
+    if missing:
+        raise AdapterError(
+            f"{folder} has no tensors for the target {_some(missing)}",
+            found=f"tensors for {_some(shortest_endings(paths, []))}",
+            fix="The file is incomplete, or belongs to another base.",
+        )
+    extra = paths - set(targeted(paths, targets))
+    extra -= {p for p in paths if targeted([f"{p}.weight"], fields.get("target_parameters"))}
+    if extra and targets not in (None, ANY):
+        raise AdapterError(
+            f"{folder} has tensors for modules that its config does not target",
+            found=_some(sorted(extra)),
+            fix="The config or the tensors belong to another adapter.",
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return a few of a stranger's names, shortened."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(shown(name) for name in names[:5]) + more
+
+
+def completed(adapter: Adapter, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Let each module add what a foreign file leaves to be made from the weight."""
+    complete: dict[str, Tensor] = {}
+    for path, module in adapter.modules.items():
+        own = {
+            n.removeprefix(path + "."): t for n, t in tensors.items() if n.startswith(path + ".")
+        }
+        try:
+            own = dict(module.complete(own))
+        except KeyError as error:
+            raise AdapterError(
+                f"{path} has no tensor {error}", fix="The file is incomplete."
+            ) from error
+        complete |= {f"{path}.{name}": tensor for name, tensor in own.items()}
+    return complete | {name: t for name, t in tensors.items() if name not in complete}

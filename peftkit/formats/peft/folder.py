@@ -1,0 +1,308 @@
+"""Adapter folders in HF PEFT's format, both ways.
+
+A folder holds adapter_config.json, adapter_model.safetensors, and, when made here, peftkit.json:
+what PEFT's config has no place for (the method as asked, the base's fingerprint, the prompt style).
+The format is PEFT 0.21's: a tensor of the module at `path` is "base_model.model.{path}.{name}".
+Only the sixteen oldest config keys and those that differ from their defaults are written, because
+PEFT before 0.14 refuses keys that it does not know.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.adapter import Adapter, attach
+from peftkit.data.encode import Style
+from peftkit.errors import AdapterError, TargetError
+from peftkit.files.disk import write_json, write_tensors
+from peftkit.formats.guard import check_safetensors, read_json, read_tensors
+from peftkit.formats.peft.config_fields import written_fields
+from peftkit.formats.peft.fit_to_model import check_targets_of, completed, fit_to_model
+from peftkit.formats.peft.notes import OLDEST_FIELDS, read_notes, write_notes
+from peftkit.formats.peft.target_modules import check_targets
+from peftkit.methods.protocol import Method
+from peftkit.methods.table import method_from_peft
+from peftkit.methods.virtual import NAME as PROMPT
+
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+NOTES = "peftkit.json"
+FINGERPRINT = "base_fingerprint"
+"""Key of the tensor file's metadata."""
+PREFIX = "base_model.model."
+BARE = "base_model."
+"""The same where PEFT wraps no layers, but the input."""
+DEFAULT_NAME = re.compile(r"\.default(?=\.weight$|$)")
+"""PEFT's in-memory adapter name, which some tools leave in the file's tensor names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where an adapter comes from, and what it takes to use it as it was trained.
+
+    Attributes:
+        base: Short name, hub id or path of the base. revision: Its commit, if pinned.
+        hub_id: Where other tools find it, if it is published.
+        fingerprint: Of the base's weights; an adapter on other weights is refused.
+        loading: dtype, quantize and double_quant with which the base was loaded.
+        prompt_style: How a prompt is put to the model; None where the file does not say.
+        task_type: PEFT's name of the task.
+        task: What makes the task again, labels and all: a recipe's `task`; None where the file
+            does not say.
+    """
+
+    base: str | None = None
+    hub_id: str | None = None
+    revision: str | None = None
+    fingerprint: str | None = None
+    loading: Mapping[str, Any] = field(default_factory=dict)
+    prompt_style: Style | None = None
+    task_type: str | None = "CAUSAL_LM"
+    task: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """What an adapter folder says of itself, read and checked, without its tensors."""
+
+    folder: Path
+    method: Method
+    fields: Mapping[str, Any]
+    provenance: Provenance
+    made_here: bool
+
+
+def save_adapter(
+    adapter: Adapter, folder: str | Path, provenance: Provenance | None = None
+) -> Path:
+    """Write an adapter folder that peftkit and PEFT load.
+
+    Args:
+        adapter: What is trained on it is what is saved.
+        folder: Created if need be; its adapter files are replaced, each whole or not at all.
+        provenance: What is known of the base.
+
+    Raises:
+        RunError: A tensor is not finite, or the disk is full.
+        OutputError: The folder is not writable.
+    """
+    provenance = provenance or Provenance()
+    fields = _config_fields(adapter, provenance)
+    state = adapter.method.to_file(adapter.state(), adapter.own)
+    return write_folder(Path(folder), state, fields, adapter.method, provenance)
+
+
+def write_folder(
+    folder: Path,
+    state: Mapping[str, Tensor],
+    fields: Mapping[str, Any],
+    method: Method,
+    provenance: Provenance,
+) -> Path:
+    """Write the three files of an adapter folder; see `save_adapter`."""
+    tensors = {_prefix(method, name) + name: tensor.cpu() for name, tensor in state.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    metadata = {"format": "pt"}
+    if provenance.fingerprint:
+        metadata[FINGERPRINT] = provenance.fingerprint
+    write_tensors(tensors, folder / TENSORS, metadata)
+    write_json(fields, folder / CONFIG)
+    base = {
+        "name": provenance.base,
+        "hub_id": provenance.hub_id,
+        "revision": provenance.revision,
+        "fingerprint": provenance.fingerprint,
+        "loading": dict(provenance.loading),
+    }
+    style, task = provenance.prompt_style, provenance.task
+    write_notes(folder / NOTES, folder / TENSORS, method, fields, base, style, task)
+    return folder
+
+
+def _prefix(method: Method, name: str) -> str:
+    if name in method.shared_names:
+        return method.shared_prefix
+    return BARE if method.acts_on_input else PREFIX
+
+
+def _config_fields(adapter: Adapter, provenance: Provenance) -> dict[str, Any]:
+    fields = written_fields(adapter)
+    where = where_fields(adapter.method, provenance, fields["target_modules"])
+    if "fan_in_fan_out" in where:
+        transposed = any(type(m.base).__name__ == "Conv1D" for m in adapter.modules.values())
+        where["fan_in_fan_out"] = transposed
+    fields = where | fields
+    return {k: v for k, v in fields.items() if k not in adapter.method.foreign_fields}
+
+
+def where_fields(method: Method, provenance: Provenance, targets: list[str]) -> dict[str, Any]:
+    """Return the config fields that say where an adapter sits, with the oldest ones' defaults."""
+    oldest = {k: v for k, v in OLDEST_FIELDS.items() if k not in method.foreign_fields}
+    return {
+        **oldest,
+        "peft_type": method.peft_type,
+        "task_type": provenance.task_type,
+        "base_model_name_or_path": provenance.hub_id or provenance.base,
+        "revision": provenance.revision,
+        "target_modules": targets,
+    }
+
+
+def read_adapter(folder: str | Path) -> AdapterFile:
+    """Read what an adapter folder says of itself.
+
+    Raises:
+        AdapterError: No adapter there, a file that is not what it says, or a method unknown here.
+    """
+    folder = Path(folder)
+    fields = read_json(_existing(folder, CONFIG))
+    for name in ("target_modules", "target_parameters"):
+        check_targets(fields.get(name), f"cannot use {folder / CONFIG}", name)
+    foreign = method_from_peft(fields)
+    if not (folder / NOTES).exists():
+        provenance = Provenance(
+            base=fields.get("base_model_name_or_path") or None,
+            revision=fields.get("revision"),
+            fingerprint=_fingerprint_inside(folder),
+            task_type=fields.get("task_type"),
+        )
+        return AdapterFile(folder, foreign, fields, provenance, made_here=False)
+    notes = read_notes(folder / NOTES, _existing(folder, TENSORS), folder / CONFIG, fields)
+    provenance = Provenance(**notes.origin, task_type=fields.get("task_type"))
+    return AdapterFile(folder, notes.method, fields, provenance, made_here=True)
+
+
+def load_adapter(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    fingerprint: str | None = None,
+    force: bool = False,
+    trainable: bool = False,
+) -> Adapter:
+    """Attach an adapter folder's method to a model and load its tensors.
+
+    Args:
+        model: The base it was trained on; changed in place.
+        folder: Made here or by PEFT.
+        fingerprint: Of `model`; compared with the one recorded in the folder.
+        force: Load although the fingerprints differ.
+        trainable: Leave the adapter's tensors trainable.
+
+    Raises:
+        AdapterError: The base is another one, or the tensors do not fit: all of them are listed.
+    """
+    file = read_adapter(folder)
+    if fingerprint and not force:
+        check_weights(file, fingerprint)
+    fields, tensors = file.method.from_file(file.fields, named_tensors(file.folder))
+    try:
+        method, sites = fit_to_model(
+            model, file.method, fields, tensors, folder=file.folder, made_here=file.made_here
+        )
+        # a stranger's file may leave out what is made from the weight
+        adapter = attach(model, method, sites=sites, fresh=not file.made_here)
+    except TargetError as error:
+        raise AdapterError(
+            f"the adapter in {folder} does not fit {type(model).__name__}", found=str(error)
+        ) from error
+    try:
+        check_targets_of(fields, adapter, file.folder)
+        if not file.made_here:
+            tensors = completed(adapter, tensors)
+        adapter.load_state(tensors)
+    except BaseException:
+        adapter.detach()
+        raise
+    for parameter in adapter.parameters():
+        parameter.requires_grad_(trainable)
+    return adapter
+
+
+def _fingerprint_inside(folder: Path) -> str | None:
+    """Return the base's fingerprint from the tensor file, where it outlives our notes."""
+    text = check_safetensors(_existing(folder, TENSORS)).metadata.get(FINGERPRINT, "")
+    return text if re.fullmatch("sha256:[0-9a-f]{64}", text) else None
+
+
+def check_weights(file: AdapterFile, fingerprint: str) -> None:
+    """Refuse an adapter that was trained on other weights than those of this fingerprint.
+
+    Raises:
+        AdapterError: It says so; one that does not say passes.
+    """
+    recorded = file.provenance.fingerprint
+    if recorded and recorded != fingerprint:
+        raise AdapterError(
+            f"the adapter in {file.folder} was trained on other weights than this base's",
+            found=f"trained on {file.provenance.base} ({recorded[:23]}...); "
+            f"this base is {fingerprint[:23]}...",
+            fix="Give the right base with --base, or load it all the same with --force.",
+        )
+
+
+def named_tensors(folder: Path) -> dict[str, Tensor]:
+    """Read an adapter's tensors under the names of `Adapter.state()`.
+
+    Raises:
+        AdapterError: Unreadable, not finite, or a name that occurs twice.
+    """
+    named: dict[str, Tensor] = {}
+    tensors = read_tensors(_existing(folder, TENSORS))
+    prefix = BARE if PROMPT in tensors else PREFIX
+    for name, tensor in tensors.items():
+        plain = DEFAULT_NAME.sub("", name.removeprefix(prefix).removeprefix(BARE))
+        if plain in named:
+            raise AdapterError(f"{folder / TENSORS} holds {plain} twice", found=f"again as {name}")
+        named[plain] = tensor
+    return named
+
+
+def _existing(folder: Path, name: str) -> Path:
+    path = folder / name
+    if path.exists():
+        return path
+    found = sorted(p.name for p in folder.iterdir())[:12] if folder.is_dir() else []
+    fix = "Give the folder that a run wrote, or one saved by PEFT."
+    if name == TENSORS and any(f.endswith((".bin", ".pt", ".pth")) for f in found):
+        fix = "A pickle can run code when it is read; ask for the adapter as safetensors."
+    raise AdapterError(
+        f"{folder} holds no {name}",
+        found=("there is " + ", ".join(found)) if found else "no such folder, or an empty one",
+        fix=fix,
+    )
+
+
+class AdapterFolder:
+    """The adapter's side of a checkpoint: every checkpoint is an adapter folder.
+
+    Args:
+        beside: Writes into the folder what the adapter cannot be used without.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        provenance: Provenance,
+        beside: Callable[[Path], None] | None = None,
+    ) -> None:
+        self._adapter, self._provenance, self._beside = adapter, provenance, beside
+
+    def save(self, folder: Path) -> None:
+        """Write the adapter files, and what goes beside them."""
+        save_adapter(self._adapter, folder, self._provenance)
+        if self._beside is not None:
+            self._beside(folder)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Take the tensors of a checkpoint's adapter files, bit for bit."""
+        _, tensors = self._adapter.method.from_file({}, named_tensors(folder))
+        self._adapter.load_state(tensors)

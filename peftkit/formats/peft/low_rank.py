@@ -1,0 +1,202 @@
+"""LoRA and DoRA adapters as matrices, read and written without a base model.
+
+Converting, combining and comparing adapters need no more than A, B and the scale of each layer.
+Shapes: r rank; out, in features of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.errors import AdapterError
+from peftkit.files.strict_json import shown
+from peftkit.formats.peft.folder import (
+    AdapterFile,
+    Provenance,
+    named_tensors,
+    read_adapter,
+    where_fields,
+    write_folder,
+)
+from peftkit.formats.peft.target_modules import shortest_endings, unmatched
+from peftkit.methods.dora import MAGNITUDE, DoRA
+from peftkit.methods.lora import LoRA
+from peftkit.methods.scales import peft_scales
+from peftkit.methods.table import BESIDE, method_from_peft
+from peftkit.model.places import is_linear, linear_shape, walk
+from peftkit.model.targets import Site
+
+A, B = "lora_A.weight", "lora_B.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """One layer's update, scaling * B A.
+
+    Attributes:
+        a: (r, in). b: (out, r). magnitude: (out,), of DoRA, or None.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+    magnitude: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        """Columns of B."""
+        return self.a.shape[0]
+
+    def delta(self) -> Tensor:
+        """Return the whole update (out, in), float32; without the magnitude of DoRA."""
+        return self.scaling * (self.b.float() @ self.a.float())
+
+
+def read_low_rank(folder: str | Path) -> tuple[AdapterFile, dict[str, LowRank]]:
+    """Read a LoRA or DoRA adapter folder: module path to update, in the order of the file's names.
+
+    Raises:
+        AdapterError: Not such an adapter; or its tensors are missing, unexpected or misshapen (all
+            of them are listed), or leave a part to be made from the base's weights.
+    """
+    file = read_adapter(folder)
+    method = method_from_peft(file.fields)
+    if not isinstance(method, LoRA):
+        raise AdapterError(f"{file.folder} is no LoRA", found=f"its method is {method.type}")
+    if beside := [name for name in BESIDE.values() if file.fields.get(name)]:
+        raise AdapterError(
+            f"{file.folder} is no LoRA alone",
+            found=f"{beside[0]}: {shown(file.fields[beside[0]])}; these weights are trained beside",
+            fix="Use it alone: peftkit generate ADAPTER. Or merge it: peftkit merge ADAPTER",
+        )
+    if method.init in ("pissa", "olora"):
+        raise AdapterError(
+            f"{file.folder} is not whole without its base",
+            found=f"init_lora_weights: {method.init}; its start is subtracted from the base",
+            fix="Load it with --base and save it again: that writes a plain LoRA.",
+        )
+    if file.fields.get("target_parameters"):
+        raise AdapterError(
+            f"{file.folder} is no LoRA of linear layers alone",
+            found=f"target_parameters: {shown(file.fields['target_parameters'])}",
+            fix="Load it on its base, or merge it.",
+        )
+    parts: dict[str, dict[str, Tensor]] = {}
+    names = {A, B, MAGNITUDE} if isinstance(method, DoRA) else {A, B}
+    problems = []
+    for name, tensor in named_tensors(file.folder).items():
+        suffix = next((s for s in names if name.endswith("." + s)), None)
+        if suffix is None:
+            problems.append(f"unexpected: {name}")
+        else:
+            parts.setdefault(name.removesuffix("." + suffix), {})[suffix] = tensor
+    found = {}
+    for path, part in parts.items():
+        rank, scaling = method.scale_of(Site(path=path, roles=()))
+        problems += [f"missing: {path}.{name}" for name in sorted(names - part.keys())]
+        if names <= part.keys():
+            problems += _misshapen(path, part, rank)
+            found[path] = LowRank(part[A], part[B], scaling, part.get(MAGNITUDE))
+    if problems or not found:
+        raise AdapterError(
+            f"the tensors of {file.folder} are not those of its config",
+            found="\n".join(problems) or "it has none",
+            fix="Get the adapter again.",
+        )
+    return file, found
+
+
+def _misshapen(path: str, part: Mapping[str, Tensor], rank: int) -> list[str]:
+    a, b = part[A], part[B]
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
+        return [f"misshapen: {path} has A {tuple(a.shape)}, B {tuple(b.shape)}, but rank {rank}"]
+    magnitude = part.get(MAGNITUDE)
+    if magnitude is not None and magnitude.shape != b.shape[:1]:
+        return [f"misshapen: {path} has a magnitude {tuple(magnitude.shape)}"]
+    return []
+
+
+def save_low_rank(
+    modules: Mapping[str, LowRank],
+    folder: str | Path,
+    provenance: Provenance,
+    *,
+    others: Collection[str] = (),
+    transposed: bool = False,
+) -> Path:
+    """Write updates as an adapter folder that peftkit and PEFT load.
+
+    Args:
+        others: Paths of the base's other linear layers, as far as known, which the targets written
+            must not hit.
+        transposed: The base's layers are Conv1D.
+
+    Raises:
+        AdapterError: There is nothing to write, a tensor is not finite, or some layers have a
+            magnitude and others have none.
+    """
+    with_magnitude = {path for path, m in modules.items() if m.magnitude is not None}
+    if not modules or (with_magnitude and len(with_magnitude) < len(modules)):
+        raise AdapterError(
+            f"cannot write an adapter to {folder}",
+            found="some layers are DoRA's and some are not" if modules else "it has no layers",
+        )
+    scales = peft_scales(
+        {path: m.rank for path, m in modules.items()},
+        {path: m.scaling for path, m in modules.items()},
+        rslora=False,
+    )
+    method = (DoRA if with_magnitude else LoRA)(
+        rank=scales["r"],
+        alpha=scales["lora_alpha"],
+        targets=tuple(modules),
+        rank_pattern=scales.get("rank_pattern", {}),
+        alpha_pattern=scales.get("alpha_pattern", {}),
+    )
+    fields = where_fields(method, provenance, shortest_endings(modules, others)) | scales
+    fields |= {"lora_dropout": 0.0, "init_lora_weights": True, "fan_in_fan_out": transposed}
+    if with_magnitude:
+        fields["use_dora"] = True
+    state: dict[str, Tensor] = {}
+    for path, module in modules.items():
+        state |= {f"{path}.{A}": module.a, f"{path}.{B}": module.b}
+        if module.magnitude is not None:
+            state[f"{path}.{MAGNITUDE}"] = module.magnitude
+    state = {name: tensor.to(torch.float32) for name, tensor in state.items()}
+    return write_folder(Path(folder), state, fields, method, provenance)
+
+
+def layers_of(
+    file: AdapterFile, modules: Mapping[str, LowRank], model: nn.Module
+) -> dict[str, nn.Module]:
+    """Return the bare linear layers that an adapter's updates belong to, by path.
+
+    Raises:
+        AdapterError: Lists every layer that is missing or of another shape, and every target of
+            the config without tensors.
+    """
+    linears = {path: module for path, module, _ in walk(model) if is_linear(module)}
+    problems = [f"no such layer: {path}" for path in modules if path not in linears]
+    for path in modules.keys() & linears.keys():
+        shape, update = linear_shape(linears[path]), modules[path]
+        given = (update.a.shape[1], update.b.shape[0])
+        if given != shape:
+            problems.append(f"misshapen: {path} is {_arrow(given)}, not {_arrow(shape)}")
+    missing = unmatched(file.fields.get("target_modules"), modules)
+    problems += [f"no tensors for the target: {target}" for target in missing]
+    if problems:
+        raise AdapterError(
+            f"the adapter in {file.folder} does not fit {type(model).__name__}",
+            found="\n".join(sorted(problems)),
+            fix="Use the base it was trained on: peftkit inspect ADAPTER",
+        )
+    return {path: linears[path] for path in modules}
+
+
+def _arrow(shape: tuple[int, int]) -> str:
+    return f"{shape[0]} -> {shape[1]}"

@@ -1,0 +1,170 @@
+"""peftkit.json, beside an adapter's files: what PEFT's config has no place for.
+
+It holds the method as asked, a copy of what the config says of the computing, the base and how it
+was loaded, the prompt style, the task, and the hashes of the tensors and of these settings. The
+hashes find damage and careless edits; they are no signature.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from peftkit.config.schema import from_dict
+from peftkit.data.encode import Style
+from peftkit.errors import AdapterError, PeftkitError
+from peftkit.files.disk import sha256_of, write_json
+from peftkit.files.strict_json import shown
+from peftkit.formats.guard import read_json
+from peftkit.methods.protocol import Method
+from peftkit.methods.table import METHODS
+
+OLDEST_FIELDS: dict[str, Any] = {
+    "auto_mapping": None,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "modules_to_save": None,
+}
+WHERE_FIELDS = {
+    *("auto_mapping", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform"),
+    "peft_type",
+    "task_type",
+    "base_model_name_or_path",
+    "revision",
+    "target_modules",
+}
+"""Fields that say where an adapter sits, not what it computes."""
+
+
+class Notes(NamedTuple):
+    """What was noted: the method, and the facts of `Provenance` under their names there."""
+
+    method: Method
+    origin: Mapping[str, Any]
+
+
+def write_notes(
+    path: Path,
+    tensors: Path,
+    method: Method,
+    fields: Mapping[str, Any],
+    base: Mapping[str, Any],
+    style: Style | None,
+    task: Mapping[str, Any] | None,
+) -> None:
+    """Write the notes on an adapter whose other files are written.
+
+    Args:
+        tensors: Its tensor file. fields: Its config.
+        base: name, hub_id, revision, fingerprint and loading.
+    """
+    spec, config = method.model_dump(mode="json"), computing(fields)
+    notes = {
+        "version": 1,
+        "sha256": {
+            tensors.name: sha256_of(tensors),
+            "settings": settings_digest(spec, config, task),
+        },
+        "method": spec,
+        "config": config,
+        "base": dict(base),
+        "prompt_style": asdict(style) if style else None,
+        "task": task,
+    }
+    write_json(notes, path)
+
+
+def read_notes(path: Path, tensors: Path, config: Path, fields: Mapping[str, Any]) -> Notes:
+    """Read the notes on an adapter, and compare its other files with them.
+
+    Args:
+        tensors, config: Its other files. fields: What the config says.
+
+    Raises:
+        AdapterError: They are none, or the tensors or the settings are others than were saved.
+    """
+    notes = read_json(path)
+    try:
+        spec, base, saved = notes["method"], notes["base"], dict(notes["config"])
+        digest, settings = notes["sha256"][tensors.name], notes["sha256"]["settings"]
+        method = from_dict(METHODS[spec["type"]], spec, str(path))
+        origin = {
+            "base": base["name"],
+            "hub_id": base["hub_id"],
+            "revision": base["revision"],
+            "fingerprint": base["fingerprint"],
+            "loading": base["loading"],
+            "prompt_style": Style(**notes["prompt_style"]) if notes["prompt_style"] else None,
+            "task": notes.get("task"),
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, PeftkitError):
+            raise
+        raise AdapterError(
+            f"{path} is not one that peftkit wrote",
+            found=f"{error} is missing or of the wrong type",
+            fix="Restore it, or delete it to load the folder as a plain PEFT adapter.",
+        ) from error
+    if settings_digest(spec, saved, origin["task"]) != settings:
+        raise notes_changed(path)
+    check_config(config, fields, saved)
+    if sha256_of(tensors) != digest:
+        raise AdapterError(
+            f"{tensors} is not the file that was saved",
+            found=f"its sha256 is another one than that in {path.name}",
+            fix="Get it again; or delete the notes to load it as a plain PEFT adapter.",
+        )
+    return Notes(method, origin)
+
+
+def computing(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config that decide what the tensors compute."""
+    return {
+        name: value
+        for name, value in fields.items()
+        if name not in WHERE_FIELDS and not (name in OLDEST_FIELDS and value == OLDEST_FIELDS[name])
+    }
+
+
+def settings_digest(*settings: Mapping[str, Any] | None) -> str:
+    """Return a hash of settings: the method, what the config says of the computation, the task."""
+    there = [setting for setting in settings if setting is not None]
+    return hashlib.sha256(json.dumps(there, sort_keys=True).encode()).hexdigest()
+
+
+def notes_changed(path: Path) -> AdapterError:
+    """Return the error for notes whose settings have another hash than was noted."""
+    return AdapterError(
+        f"{path} was changed after the adapter was saved",
+        found="its settings, as rank and alpha, have another sha256 than was noted",
+        fix="Restore it; or delete it to load the folder as its adapter_config.json says.",
+    )
+
+
+def check_config(path: Path, fields: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise AdapterError, naming the fields, where a config computes otherwise than was saved.
+
+    Args:
+        path: Of the config, for the message.
+        fields: All of what it says now.
+        saved: What it said of the computation.
+    """
+    now = computing(fields)
+    differing = [
+        f"{shown(name)}: {shown(now.get(name))}, and was {shown(saved.get(name))}"
+        for name in sorted(now.keys() | saved.keys())
+        if (now.get(name) or None) != (saved.get(name) or None)
+    ]
+    if differing:
+        raise AdapterError(
+            f"{path} was changed after the adapter was saved",
+            found="\n".join(differing),
+            fix=f"Restore it; or delete peftkit.json to load it as {path.name} says.",
+        )

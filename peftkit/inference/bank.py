@@ -1,0 +1,348 @@
+"""Adapters held side by side over one frozen base: switched by name, mixed row by row.
+
+    bank = AdapterBank(base, {"json": "runs/json", "sql": "runs/sql"})
+    with bank.use("json"):                # every row
+        model(...)
+    with bank.use(["json", None, "sql"]):  # row by row; None is the bare base
+        model(...)
+
+A switch is a lookup: no tensor is touched. Each adapter takes the memory of its own file, or less
+where the base computes in fewer bits than the file has. While a mixed batch holds, the layers keep
+one more copy of the adapters in it.
+
+The switch belongs to the base, not to a thread: run one forward pass, one generation, at a time,
+and take a lock around `use` where requests come in on several threads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import nn
+
+from peftkit.base.load import Base
+from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
+from peftkit.errors import AdapterError, DataError, did_you_mean
+from peftkit.events import Listener, Stage, ignore
+from peftkit.formats.open_adapter import adapter_folder, base_of, require_causal, task_of
+from peftkit.formats.peft.folder import AdapterFile, check_weights, read_adapter
+from peftkit.formats.peft.low_rank import layers_of, read_low_rank
+from peftkit.inference.bank_layer import BankLinear, Routing, Switch, keep
+from peftkit.inference.generate import MAX_NEW_TOKENS, complete
+from peftkit.methods.protocol import ADAPTER_DTYPES
+from peftkit.model.places import bare
+
+NAME = re.compile(r"\w[\w.-]*")
+"""Names that an adapter can have; `..` is refused besides."""
+BATCH_SIZE = 8
+
+
+class AdapterBank:
+    """LoRA and DoRA adapters over one base; ranks, scales and targets may all differ.
+
+    Attributes:
+        base: The base, whose model is changed in place and is bare again without adapters.
+    """
+
+    def __init__(
+        self,
+        base: Base,
+        adapters: Mapping[str, str | Path] | None = None,
+        *,
+        force: bool = False,
+    ) -> None:
+        """Load adapters.
+
+        Args:
+            base: Without an adapter on it.
+            adapters: Name to folder.
+            force: Accept adapters that were trained on other weights.
+
+        Raises:
+            AdapterError: As `add`; then the base is left bare.
+        """
+        self.base = base
+        self._switch = Switch()
+        self._layers: dict[str, BankLinear] = {}
+        self._files: dict[str, AdapterFile] = {}
+        self._held: list[Routing] = []
+        if any(bare(module) is not module for module in base.model.modules()):
+            raise AdapterError(
+                f"{type(base.model).__name__} carries an adapter already",
+                fix="Call its detach() first, drop its bank's adapters, or merge it.",
+            )
+        try:
+            for name, path in (adapters or {}).items():
+                self.add(name, path, force=force)
+        except BaseException:
+            for name in self.names:
+                self.drop(name)
+            raise
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The adapters, in the order in which they came."""
+        return tuple(self._files)
+
+    def add(self, name: str, path: str | Path, *, force: bool = False) -> None:
+        """Load an adapter beside the others, which may be in use.
+
+        Args:
+            name: Letters, digits, `_`, `-` and `.`.
+            path: A folder made by peftkit or PEFT.
+            force: Accept one that was trained on other weights.
+
+        Raises:
+            AdapterError: The name is taken or not usable; or there is no LoRA or DoRA adapter, or
+                one of another base: everything that does not fit is listed.
+        """
+        check_name(name)
+        if name in self._files:
+            raise AdapterError(
+                f"there is an adapter '{name}' already",
+                found=f"from {self._files[name].folder}",
+                fix="Drop it first, or take another name.",
+            )
+        file, modules = read_low_rank(adapter_folder(path))
+        if not force:
+            check_weights(file, self.base.fingerprint)
+        linears = layers_of(file, modules, self.base.model)
+        self._refuse_taken(file, linears)
+        scales_in = ADAPTER_DTYPES[file.method.dtype]
+        updates = {
+            path: keep(linears[path], one.a, one.b, one.scaling, one.magnitude, scales_in)
+            for path, one in modules.items()
+        }
+        for path, update in updates.items():
+            self._layer(path, linears[path]).updates[name] = update
+        self._files[name] = file
+
+    def drop(self, name: str) -> None:
+        """Forget an adapter; layers that have none left are the base's own again.
+
+        Raises:
+            AdapterError: There is none of this name, or a batch uses it.
+        """
+        self._known(name)
+        if any(name in routing.names for routing in self._held):
+            raise AdapterError(
+                f"the adapter '{name}' is in use", fix="Leave the `with bank.use(...)` block first."
+            )
+        del self._files[name]
+        for path, layer in list(self._layers.items()):
+            layer.updates.pop(name, None)
+            if not layer.updates:
+                del self._layers[path]
+                self.base.model.set_submodule(path, layer.base)
+
+    @contextmanager
+    def use(self, rows: str | Sequence[str | None] | None) -> Iterator[None]:
+        """Switch the adapter while the context holds; on leaving, it is as before.
+
+        Args:
+            rows: One adapter for every row; or an entry for each row of the batches that follow.
+                None is the bare base.
+
+        Raises:
+            AdapterError: There is no adapter of a name, or no rows; inside, by the model's forward:
+                a batch has another number of rows.
+        """
+        routing = Routing.of(rows)
+        for name in routing.names:
+            self._known(name)
+        before = self._switch.routing
+        self._held.append(routing)
+        self._switch.routing = routing
+        try:
+            yield
+        finally:
+            self._switch.routing = before
+            self._held.remove(routing)
+
+    def num_bytes(self, name: str) -> int:
+        """Return the memory that an adapter takes.
+
+        Raises:
+            AdapterError: There is none of this name.
+        """
+        self._known(name)
+        updates = (layer.updates.get(name) for layer in self._layers.values())
+        return sum(update.num_bytes for update in updates if update is not None)
+
+    def file(self, name: str) -> AdapterFile:
+        """Return what an adapter's folder says of itself.
+
+        Raises:
+            AdapterError: There is none of this name.
+        """
+        self._known(name)
+        return self._files[name]
+
+    def style(self, name: str | None) -> Style:
+        """Return how a prompt is put to an adapter, or to the bare base."""
+        recorded = None if name is None else self.file(name).provenance.prompt_style
+        return recorded or default_style(self.base.tokenizer)
+
+    def complete(
+        self,
+        prompts: Sequence[Sequence[int]],
+        names: Sequence[str | None],
+        *,
+        stops: Sequence[int] = (),
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        batch_size: int = BATCH_SIZE,
+    ) -> list[list[int]]:
+        """Return the token ids that follow each prompt, each by its own adapter.
+
+        Args:
+            prompts: Token ids of each prompt.
+            names: The adapter of each; None is the bare base.
+            stops, max_new_tokens, temperature, top_p, seed: As in `complete`.
+            batch_size: Prompts run together, whatever their adapters.
+
+        Raises:
+            AdapterError: There is no adapter of a name.
+            DataError: Not one name for each prompt; or as `peftkit.inference.generate.complete`.
+        """
+        _check_number(prompts, names)
+        answers: list[list[int]] = [[] for _ in prompts]
+        # the order that complete() itself takes, so that its batches are those routed here
+        order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            with self.use([names[index] for index in chosen]):
+                done = complete(
+                    self.base.model,
+                    self.base.tokenizer,
+                    [prompts[index] for index in chosen],
+                    stops=stops,
+                    max_new_tokens=max_new_tokens,
+                    temperature=temperature,
+                    top_p=top_p,
+                    seed=None if seed is None else seed + start,
+                    batch_size=len(chosen),
+                )
+            for index, ids in zip(chosen, done, strict=True):
+                answers[index] = ids
+        return answers
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        names: Sequence[str | None],
+        *,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        batch_size: int = BATCH_SIZE,
+    ) -> list[str]:
+        """Return the answer to each prompt by its own adapter, asked as that learnt to be.
+
+        Adapters whose answers end alike share batches. Arguments and errors: as in `complete`.
+        """
+        _check_number(prompts, names)
+        tokenizer = self.base.tokenizer
+        styles = {name: self.style(name) for name in set(names)}
+        ends = {name: tuple(stop_ids(tokenizer, style)) for name, style in styles.items()}
+        texts = [""] * len(prompts)
+        for stops in dict.fromkeys(ends[name] for name in names):
+            chosen = [index for index, name in enumerate(names) if ends[name] == stops]
+            answers = self.complete(
+                [prompt_ids(tokenizer, prompts[i], styles[names[i]]) for i in chosen],
+                [names[i] for i in chosen],
+                stops=stops,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                batch_size=batch_size,
+            )
+            for index, ids in zip(chosen, answers, strict=True):
+                texts[index] = tokenizer.decode(
+                    ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                )
+        return texts
+
+    def _known(self, name: str) -> None:
+        if name in self._files:
+            return
+        held = ", ".join(self._files) or "none"
+        raise AdapterError(
+            f"there is no adapter '{name}' in the bank",
+            found=f"It holds: {held}.",
+            fix=did_you_mean(name, self._files) or "Add it first.",
+        )
+
+    def _refuse_taken(self, file: AdapterFile, layers: Mapping[str, nn.Module]) -> None:
+        model = self.base.model
+        for path, bare_layer in layers.items():
+            if model.get_submodule(path) not in (bare_layer, self._layers.get(path)):
+                raise AdapterError(
+                    f"the adapter in {file.folder} cannot sit on {path}",
+                    found="that carries an adapter already which is not this bank's",
+                    fix="Call its detach() first, or merge it.",
+                )
+
+    def _layer(self, path: str, linear: nn.Module) -> BankLinear:
+        if path not in self._layers:
+            layer = BankLinear(linear, path, self._switch).train(linear.training)
+            self.base.model.set_submodule(path, layer)
+            self._layers[path] = layer
+        return self._layers[path]
+
+
+def open_bank(
+    adapters: Mapping[str, str | Path],
+    base: str | None = None,
+    *,
+    force: bool = False,
+    on_event: Listener = ignore,
+) -> AdapterBank:
+    """Load the base of some adapters, as the first was trained that names one, and all over it.
+
+    Args:
+        adapters: Name to folder; at least one.
+        base: Another place of the same base than the one recorded.
+        force: Accept adapters that were trained on other weights.
+
+    Raises:
+        AdapterError: As `AdapterBank.add`; or no adapter says which base it belongs to.
+        BaseError: The base cannot be found or loaded.
+    """
+    for name in adapters:
+        check_name(name)
+    files = [read_adapter(adapter_folder(path)) for path in adapters.values()]
+    for file in files:
+        require_causal(task_of(file), file.folder)
+    telling = next((file for file in files if file.provenance.base), files[0])
+    loaded = base_of(telling, base, on_event=on_event)
+    on_event(Stage(f"Loading {len(files)} adapters"))
+    return AdapterBank(loaded, adapters, force=force)
+
+
+def check_name(name: str) -> None:
+    """Refuse what cannot be the name of an adapter.
+
+    Raises:
+        AdapterError: It is empty, or has other characters than letters, digits, `_`, `-`, `.`.
+    """
+    if not NAME.fullmatch(name) or ".." in name:
+        raise AdapterError(
+            f"{name!r} cannot be the name of an adapter",
+            fix="Use letters, digits, '_', '-' and single dots.",
+        )
+
+
+def _check_number(prompts: Sequence[object], names: Sequence[str | None]) -> None:
+    if isinstance(names, str) or len(prompts) != len(names):
+        raise DataError(
+            f"{len(prompts)} prompts and {len(names)} names of adapters",
+            fix="Give one name, or None, for each prompt.",
+        )

@@ -1,0 +1,271 @@
+"""A linear layer with the updates of several adapters beside it, of which each row has its own.
+
+Shapes: M rows of the batch, T tokens, r rank; in, out features of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.errors import AdapterError
+from peftkit.kernels.by_row import RowRanks, add_lora_by_row
+from peftkit.kernels.lora import adapted_row_norms
+from peftkit.model.places import linear_shape
+from peftkit.quant.layers import QuantizedLinear, weight_of
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One adapter's update of one layer, y = W x + b^T a x, as it is kept in memory.
+
+    It is kept in the layer's compute dtype, or in the file's if that is narrower.
+
+    Attributes:
+        a: (r, in). b: (r, out), B transposed.
+        scaling: What b has yet to be multiplied with, in float32; None: it is scaled.
+        gain: (out,) of DoRA, m / ||W + s B A|| - 1, by which W x grows as well; float32, or None.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float | None
+    gain: Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        tensors = (self.a, self.b) if self.gain is None else (self.a, self.b, self.gain)
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def in_dtype(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return A (r, in) and the scaled B (r, out): the kept ones if they are in this dtype."""
+        if self.scaling is None:
+            return self.a.to(dtype), self.b.to(dtype)
+        return self.a.to(dtype), _scaled(self.b.float(), self.scaling, self.gain).to(dtype)
+
+
+def keep(
+    base: nn.Module,
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+    magnitude: Tensor | None,
+    scales_in: torch.dtype,
+) -> Update:
+    """Return an update as it is kept beside its layer, on the layer's device, as new memory.
+
+    Args:
+        base: The frozen layer.
+        a: (r, in). b: (out, r). magnitude: (out,) of DoRA.
+        scales_in: Precision in which the adapter alone scales its B; DoRA does in float32.
+    """
+    device, computes = _place(base)
+    kept = computes if computes.itemsize <= a.dtype.itemsize else a.dtype
+    a, b = a.to(device), b.to(device)
+    gain = None
+    if magnitude is not None:
+        w = weight_of(base)
+        norms = adapted_row_norms(w, a.float(), b.float(), scaling, w.float().square().sum(1))
+        gain = magnitude.to(norms) / norms - 1
+        scales_in = torch.float32
+    # scaled at once, unless what is kept could not hold the product
+    pending = kept != computes and kept.itemsize < scales_in.itemsize
+    own_b = b.t() if pending else _scaled(b.t().to(scales_in), scaling, gain)
+    own_b = own_b.to(kept).clone(memory_format=torch.contiguous_format)
+    return Update(a.to(kept, copy=True), own_b, scaling if pending else None, gain)
+
+
+def _place(base: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Return a linear layer's device and compute dtype; a packed weight is not unpacked."""
+    if isinstance(base, QuantizedLinear):
+        return base.packed.device, base.packing.dtype
+    weight = cast(Tensor, base.weight)
+    return weight.device, weight.dtype
+
+
+def _scaled(b: Tensor, scaling: float, gain: Tensor | None) -> Tensor:
+    """Return b (r, out) scaled, in its precision."""
+    return b * (scaling if gain is None else scaling * (1 + gain))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routing:
+    """Which rows use which adapter; made once for a batch, read by all layers.
+
+    Attributes:
+        name: The adapter of all rows; None where none has one, or where they differ.
+        rows: An entry for each row, where they were given one by one; else None.
+        stacks: What the layers made of the rows' adapters, for as long as the routing holds.
+    """
+
+    name: str | None = None
+    rows: tuple[str | None, ...] | None = None
+    stacks: dict[nn.Module, _Stack | None] = field(default_factory=dict)
+    ranks: dict[Any, RowRanks] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: str | Sequence[str | None] | None) -> Routing:
+        """Make it from one name for all rows, or one for each."""
+        if rows is None or isinstance(rows, str):
+            return cls(rows)
+        entries = tuple(rows)
+        return cls(entries[0] if len(set(entries)) == 1 else None, entries)
+
+    @property
+    def names(self) -> set[str]:
+        """The adapters that take part."""
+        return {name for name in (self.rows or (self.name,)) if name is not None}
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether rows differ."""
+        return self.name is None and self.rows is not None and any(self.rows)
+
+    def rank_rows(
+        self, slots: Sequence[int | None], ranks: Sequence[int], like: Tensor
+    ) -> RowRanks:
+        """Return `RowRanks.of`, made once for all layers that have the same adapters and ranks."""
+        key = (tuple(slots), tuple(ranks), like.device)
+        if key not in self.ranks:
+            self.ranks[key] = RowRanks.of(slots, ranks, like.device)
+        return self.ranks[key]
+
+
+@dataclass(slots=True)
+class Switch:
+    """What all layers of a bank look at: the routing that holds now."""
+
+    routing: Routing = field(default_factory=Routing)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """The updates of one layer that a mixed batch needs.
+
+    Attributes:
+        a: (R, in). b: (R, out). ranks: Whose they are.
+        gain: (M, 1, out) of DoRA, zero for rows without; None where no row has it.
+    """
+
+    a: Tensor
+    b: Tensor
+    ranks: RowRanks
+    gain: Tensor | None
+
+
+class BankLinear(nn.Module):
+    """A frozen linear layer with the updates of several adapters beside it.
+
+    Attributes:
+        base: The frozen layer, untouched.
+        enabled: False gives the base back, whatever the routing says.
+        updates: Adapter name to update. They are no parameters and not in the state dict, and
+            follow the model when it is moved or cast.
+    """
+
+    def __init__(self, base: nn.Module, path: str, switch: Switch) -> None:
+        super().__init__()
+        self.base, self.path, self.switch = base, path, switch
+        self.in_features, self.out_features = linear_shape(base)
+        self.enabled = True
+        self.updates: dict[str, Update] = {}
+
+    @property
+    def weight(self) -> Tensor:
+        """The base's weight: models that look at their layers' weights see what was there."""
+        return cast(Tensor, self.base.weight)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The base's bias, likewise."""
+        return cast("Tensor | None", self.base.bias)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = self.base(x, *args, **kwargs)
+        routing = self.switch.routing
+        if not self.enabled:
+            return out
+        if routing.rows is not None:
+            self._check_rows(x, routing.rows, routing.is_mixed)
+        if routing.is_mixed:
+            return self._by_row(out, x, routing)
+        update = self.updates.get(routing.name) if routing.name is not None else None
+        return out if update is None else self._for_all(out, x, update)
+
+    def _check_rows(self, x: Tensor, rows: Sequence[str | None], is_mixed: bool) -> None:
+        if is_mixed and x.dim() < 3:
+            raise AdapterError(
+                f"{self.path} cannot tell the rows of a mixed batch apart",
+                found=f"its input has the shape {tuple(x.shape)}: the model has flattened the rows",
+                fix="Use one adapter for the whole batch.",
+            )
+        if x.dim() > 2 and x.shape[0] != len(rows):
+            raise AdapterError(
+                f"the batch has {x.shape[0]} rows, and adapters were given for {len(rows)}",
+                fix="Give one entry for each row; with beams, or several answers to a prompt, "
+                "repeat each prompt's entry as many times.",
+            )
+
+    def _for_all(self, out: Tensor, x: Tensor, update: Update) -> Tensor:
+        a, b = update.in_dtype(out.dtype)
+        hidden = nn.functional.linear(x.to(out.dtype), a)
+        flat = torch.addmm(out.flatten(0, -2), hidden.flatten(0, -2), b)
+        changed = flat.view(out.shape)
+        return changed if update.gain is None else changed + self._grown(out, update.gain)
+
+    def _by_row(self, out: Tensor, x: Tensor, routing: Routing) -> Tensor:
+        if self not in routing.stacks:
+            routing.stacks[self] = self._stack(routing, out)
+        stack = routing.stacks[self]
+        if stack is None:
+            return out
+        if stack.a.dtype != out.dtype or stack.a.device != out.device:  # moved or cast since
+            routing.stacks[self] = stack = self._stack(routing, out)
+            assert stack is not None
+        flat_x, flat_out = (t.flatten(1, -2) for t in (x, out))  # (M, T, ...)
+        changed = add_lora_by_row(flat_out, flat_x, stack.a, stack.b, stack.ranks).view(out.shape)
+        if stack.gain is None:
+            return changed
+        return changed + self._grown(flat_out, stack.gain).view(out.shape)
+
+    def _grown(self, out: Tensor, gain: Tensor) -> Tensor:
+        """Return what DoRA's new row norms add to W x."""
+        plain = out if self.bias is None else out - self.bias
+        return gain.to(out.dtype) * plain
+
+    def _stack(self, routing: Routing, like: Tensor) -> _Stack | None:
+        """Lay the updates of the routing's adapters below each other; None: none sits here."""
+        assert routing.rows is not None
+        here = [n for n in dict.fromkeys(routing.rows) if n is not None and n in self.updates]
+        if not here:
+            return None
+        updates = [self.updates[name] for name in here]
+        slots = [here.index(n) if n in self.updates else None for n in routing.rows]
+        ranks = routing.rank_rows(slots, [len(update.a) for update in updates], like)
+        pairs = [update.in_dtype(like.dtype) for update in updates]
+        gain = None
+        if any(update.gain is not None for update in updates):
+            none = torch.zeros(self.out_features, device=like.device)
+            gains = [none if u.gain is None else u.gain for u in updates]
+            gain = torch.stack([none if s is None else gains[s] for s in slots])[:, None]
+        return _Stack(
+            ranks.stack([a for a, _ in pairs]), ranks.stack([b for _, b in pairs]), ranks, gain
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BankLinear:
+        super()._apply(fn, recurse)
+        for name, update in self.updates.items():
+            gain = update.gain
+            if gain is not None:  # stays float32
+                gain = gain.to(fn(gain).device)
+            self.updates[name] = replace(update, a=fn(update.a), b=fn(update.b), gain=gain)
+        return self
+
+    def extra_repr(self) -> str:
+        """List the adapters."""
+        return f"updates={list(self.updates)}"

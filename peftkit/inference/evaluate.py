@@ -1,0 +1,150 @@
+"""How good an adapter is on a file of rows, by its task's own measures; and what it predicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peftkit.base.load import Base
+from peftkit.data.encode import Style, stop_ids
+from peftkit.data.load import DataConfig
+from peftkit.data.pack import Row
+from peftkit.errors import AdapterError
+from peftkit.events import Listener, Progress, Stage, ignore
+from peftkit.formats.open_adapter import Opened
+from peftkit.inference.generate import complete
+from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
+from peftkit.tasks.protocol import BATCH_SIZE, Task, TaskConfig
+from peftkit.tasks.sequence_classification import (
+    SequenceClassification,
+    SequenceClassificationConfig,
+)
+
+MARGIN = 1.25
+"""Completions may be this much longer than the longest reference before they are cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One row's prompt, what it should be answered with, and what it was."""
+
+    source: str
+    prompt: str
+    reference: str
+    completion: str
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the completion is the reference, but for white space around it."""
+        return self.completion.strip() == self.reference.strip()
+
+
+def evaluate(
+    base: Base,
+    data: str | Path,
+    *,
+    task: TaskConfig | None = None,
+    style: Style | None = None,
+    on_event: Listener = ignore,
+) -> dict[str, float]:
+    """Measure a base, with the adapter that is on it, on every row of a file.
+
+    Args:
+        base: The model, and what makes its inputs; it is left as it was.
+        data: Rows in any format that training takes.
+        task: What the adapter was trained for: of `Opened`; causal_lm by default.
+        style: How the adapter was trained to be prompted; None: as the rows' format suggests.
+
+    Returns:
+        loss (mean over the targets), what else the task is measured by, and num_rows. Of causal_lm
+        perplexity, exact_match (share of rows whose last answer, decoded greedily, equals the
+        file's), num_tokens.
+
+    Raises:
+        DataError: The file has no usable rows.
+    """
+    measured, rows = _rows(base, data, task or CausalLMConfig(), style, on_event)
+    metrics = measured.metrics(base.model, rows, on_event=on_event)
+    if isinstance(measured, CausalLM):
+        answers = _answers(base, measured, rows, on_event)
+        metrics["exact_match"] = sum(answer.is_exact for answer in answers) / len(answers)
+    metrics["num_rows"] = len(rows)
+    return dict(sorted(metrics.items(), key=lambda item: item[0].startswith("num_")))
+
+
+def answer(
+    base: Base, data: str | Path, *, style: Style | None = None, on_event: Listener = ignore
+) -> list[Answer]:
+    """Return the greedy completion of every row's last answer beside the file's own."""
+    task, rows = _rows(base, data, CausalLMConfig(), style, on_event)
+    assert isinstance(task, CausalLM)
+    return _answers(base, task, rows, on_event)
+
+
+def predict(opened: Opened, texts: Sequence[str | tuple[str, str]]) -> list[dict[str, float]]:
+    """Classify texts, or pairs of texts.
+
+    Returns:
+        For each the probability of each label, the likeliest first; of a regression its "value".
+
+    Raises:
+        AdapterError: The adapter was not trained to classify texts.
+        DataError: A text is empty, or is no pair though the task is of pairs, or the reverse.
+    """
+    if not isinstance(opened.task, SequenceClassificationConfig):
+        raise AdapterError(
+            f"{opened.file.folder} does not classify texts",
+            found=f"it was trained for the task {opened.task.type}",
+            fix="Adapters of the task sequence_classification do.",
+        )
+    config = DataConfig(train="", max_length=None)
+    task = opened.task.on(opened.base.model, opened.base.processor, config)
+    assert isinstance(task, SequenceClassification)
+    found = []
+    for start in range(0, len(texts), BATCH_SIZE):
+        for row in task.predict(opened.base.model, texts[start : start + BATCH_SIZE]).tolist():
+            labelled = zip(task.labels, row, strict=True)
+            found.append(dict(sorted(labelled, key=lambda pair: -pair[1])))
+    return found
+
+
+def _rows(
+    base: Base, data: str | Path, task: TaskConfig, style: Style | None, on_event: Listener
+) -> tuple[Task, list[Any]]:
+    config = DataConfig(train=str(data), max_length=None, packing=False)
+    measured = task.on(base.model, base.processor, config, style=style, on_event=on_event)
+    return measured, measured.load(str(data))
+
+
+def _answers(base: Base, task: CausalLM, rows: Sequence[Row], on_event: Listener) -> list[Answer]:
+    on_event(Stage(f"Completing {len(rows)} rows"))
+    tokenizer = base.tokenizer
+    asked = [task.last_answer(row) for row in rows]
+    longest = max(len(row.input_ids) - len(ids) for row, (ids, _) in zip(rows, asked, strict=True))
+    answers = []
+    for start in range(0, len(rows), 4 * BATCH_SIZE):
+        on_event(Progress("Completing", start, len(rows)))
+        part = asked[start : start + 4 * BATCH_SIZE]
+        completions = complete(
+            base.model,
+            tokenizer,
+            [ids for ids, _ in part],
+            max_new_tokens=math.ceil(MARGIN * longest),
+            stops=stop_ids(tokenizer, task.style),
+            batch_size=4 * BATCH_SIZE,
+        )
+        answers += [
+            Answer(
+                row.source,
+                tokenizer.decode(ids, skip_special_tokens=True),
+                reference,
+                tokenizer.decode(completion, skip_special_tokens=True),
+            )
+            for row, (ids, reference), completion in zip(
+                rows[start : start + len(part)], part, completions, strict=True
+            )
+        ]
+    return answers

@@ -1,0 +1,304 @@
+"""Completions of prompts, whole or streamed, from a model with or without an adapter on it.
+
+Only what is asked for is applied: a base's own generation_config (its temperature, its penalties,
+its lengths) is set aside, except for its end tokens. Temperature 0 is greedy, and so repeatable.
+
+Shapes: B prompts, T tokens of the longest, N new tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
+from peftkit.errors import DataError
+from peftkit.model.modes import evaluating
+from peftkit.tasks.length import num_virtual
+
+MAX_NEW_TOKENS = 256
+
+
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: str | Sequence[str],
+    *,
+    style: Style | None = None,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    batch_size: int = 8,
+) -> list[str]:
+    """Return one completion for each prompt.
+
+    Args:
+        model: A causal language model, with an adapter on it or without; its mode is kept.
+        tokenizer: The model's own.
+        prompts: One text or several.
+        style: How an adapter was taught to be asked; by default as a user's message where the
+            tokenizer has a chat template, as it stands where it has none.
+        max_new_tokens, temperature, top_p, seed, batch_size: As in `complete`.
+
+    Raises:
+        DataError: A prompt is empty or fills the context, or an argument is out of its range.
+    """
+    style = style or default_style(tokenizer)
+    asked = [prompts] if isinstance(prompts, str) else prompts
+    answers = complete(
+        model,
+        tokenizer,
+        [prompt_ids(tokenizer, prompt, style) for prompt in asked],
+        stops=stop_ids(tokenizer, style),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        batch_size=batch_size,
+    )
+    return [_text(tokenizer, ids) for ids in answers]
+
+
+def complete(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    *,
+    stops: Sequence[int] = (),
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    batch_size: int = 8,
+) -> list[list[int]]:
+    """Return the token ids that follow each prompt, without the end token that stopped it.
+
+    Args:
+        model: A causal language model; left in the train or eval mode it was in.
+        tokenizer: The model's own.
+        prompts: Token ids of each prompt.
+        stops: Token ids that end an answer, besides the tokenizer's and the model's end tokens.
+        max_new_tokens: At most; an answer also ends where the model's context does.
+        temperature: 0 takes the likeliest token; above, samples from softmax(logits / temperature).
+        top_p: Samples only among the likeliest tokens that make up this probability.
+        seed: Of the sampling; torch's own generators are left as they were.
+        batch_size: Prompts run together, padded on the left.
+
+    Raises:
+        DataError: A prompt is empty or fills the context, or an argument is out of its range.
+    """
+    settings = _settings(model, tokenizer, stops, temperature, top_p)
+    _room(model, prompts, max_new_tokens)  # before any work is done
+    answers: list[list[int]] = [[] for _ in prompts]
+    # Longest first: prompts of like length share a batch, and a lack of memory shows at once.
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+    with _sampling(model, seed):
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            batch = [prompts[index] for index in chosen]
+            settings.max_new_tokens = _room(model, batch, max_new_tokens)
+            new = _run(model, batch, settings)
+            for index, ids in zip(chosen, new.tolist(), strict=True):
+                answers[index] = _until(settings.eos_token_id or (), ids)
+    return answers
+
+
+def stream(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[int],
+    *,
+    stops: Sequence[int] = (),
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+) -> Iterator[str]:
+    """Yield the text that follows a prompt as it is made; arguments as in `complete`.
+
+    The model runs in a thread. Leaving the loop early, by `break` or Ctrl-C, stops it at the next
+    token.
+    """
+    settings = _settings(model, tokenizer, stops, temperature, top_p)
+    settings.max_new_tokens = _room(model, [prompt], max_new_tokens)
+    pieces, stop = _Pieces(tokenizer), threading.Event()
+
+    def work() -> None:
+        try:
+            with _sampling(model, seed):
+                _run(model, [prompt], settings, pieces, stop.is_set)
+        except Exception as error:  # raised again below, in the thread that reads
+            pieces.queue.put(error)
+        finally:
+            pieces.queue.put(None)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        while (piece := pieces.queue.get()) is not None:
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _settings(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    stops: Sequence[int],
+    temperature: float,
+    top_p: float,
+) -> GenerationConfig:
+    """Return what is asked for and nothing of the model's own but its end tokens."""
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise DataError(
+            f"the temperature is {temperature}.",
+            fix="Give 0 for the likeliest tokens, or a number such as 0.7 to sample.",
+        )
+    if not 0 < top_p <= 1:
+        raise DataError(f"top_p is {top_p}.", fix="Give a number above 0, at most 1.")
+    found = model.generation_config.eos_token_id if model.generation_config is not None else None
+    of_model = [] if found is None else [found] if isinstance(found, int) else list(found)
+    of_tokenizer = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ends = sorted({int(token) for token in (*stops, *of_model, *of_tokenizer)})
+    pad = tokenizer.pad_token_id
+    settings = GenerationConfig(
+        do_sample=temperature > 0,
+        use_cache=True,
+        eos_token_id=ends or None,
+        pad_token_id=int(pad) if pad is not None else (ends[0] if ends else 0),
+    )
+    if temperature > 0:
+        settings.update(temperature=temperature, top_p=top_p, top_k=0)
+    return settings
+
+
+def _room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+    """Return how many tokens may follow the longest prompt."""
+    if max_new_tokens < 1:
+        raise DataError(f"max_new_tokens is {max_new_tokens}.", fix="Give a number above 0.")
+    if not all(prompts):
+        raise DataError("the prompt is empty: it has no tokens.", fix="Give at least one word.")
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is None or not prompts:
+        return max_new_tokens
+    longest = max(len(prompt) for prompt in prompts) + num_virtual(model)
+    if longest >= limit:
+        raise DataError(
+            f"the prompt leaves no room for an answer: it has {longest:,} tokens.",
+            found=f"The context of {type(model).__name__} is {limit:,} tokens.",
+            fix="Shorten it.",
+        )
+    return min(max_new_tokens, int(limit) - longest)
+
+
+@contextmanager
+def _sampling(model: PreTrainedModel, seed: int | None) -> Iterator[None]:
+    """Put a model into eval mode with seeded generators; on leaving, all is as before."""
+    own = model.generation_config
+    device = model.device
+    cuda = [device] if device.type == "cuda" else []
+    try:
+        # An empty one: what a config does not set, transformers fills in from the model's own.
+        model.generation_config = GenerationConfig()
+        with evaluating(model), torch.random.fork_rng(devices=cuda, enabled=seed is not None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            yield
+    finally:
+        model.generation_config = own
+
+
+class _Pieces(BaseStreamer):
+    """Takes token ids as they are made and queues the text that each adds; None ends it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.queue: SimpleQueue[str | Exception | None] = SimpleQueue()
+        self._tokenizer = tokenizer
+        self._ids: list[int] | None = None  # None: the first ids to come are the prompt's
+        self._num_shown = 0
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt, or the next token."""
+        if self._ids is None:
+            self._ids = []
+            return
+        self._ids += value.flatten().tolist()
+        text = _text(self._tokenizer, self._ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is not whole yet
+            self._show(text)
+
+    def end(self) -> None:
+        """Show what is left, whole or not."""
+        self._show(_text(self._tokenizer, self._ids or []))
+
+    def _show(self, text: str) -> None:
+        if len(text) > self._num_shown:
+            self.queue.put(text[self._num_shown :])
+            self._num_shown = len(text)
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    # Not cleaned up: that takes spaces out of code and JSON.
+    return str(
+        tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    )
+
+
+class _Stop(StoppingCriteria):
+    """Ends the run when someone else says so."""
+
+    def __init__(self, is_stopped: Callable[[], bool]) -> None:
+        self.is_stopped = is_stopped
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
+        return torch.full((len(input_ids),), self.is_stopped(), device=input_ids.device)
+
+
+def _run(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    settings: GenerationConfig,
+    streamer: BaseStreamer | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Tensor:
+    """Return the new ids, (B, N), padded on the right where a row ended early."""
+    width = max(len(prompt) for prompt in prompts)
+    input_ids = torch.full((len(prompts), width), int(settings.pad_token_id))  # (B, T)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        # Padded on the left, so that every row's next token is the last column's.
+        input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        attention_mask[row, width - len(prompt) :] = 1
+    generate = cast(Callable[..., Tensor], model.generate)  # its decorators hide its type
+    output = generate(
+        input_ids.to(model.device),
+        attention_mask=attention_mask.to(model.device),
+        generation_config=settings,
+        stopping_criteria=StoppingCriteriaList([_Stop(is_stopped)]),
+        streamer=streamer,
+    )
+    return output[:, width:]
+
+
+def _until(ends: Sequence[int], ids: Sequence[int]) -> list[int]:
+    end = next((index for index, token in enumerate(ids) if token in ends), len(ids))
+    return list(ids[:end])

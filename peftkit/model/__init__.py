@@ -1,0 +1,1 @@
+"""A transformer as it stands: its places, roles, names and embeddings."""

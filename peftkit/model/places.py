@@ -1,0 +1,326 @@
+"""Anatomy: which weights a live model has, and which roles they play.
+
+A place is a weight that something could sit on: a linear layer (Conv1D and quantised ones too), a
+stack of experts, a router, an embedding. Its role comes from its name in its context (roles.py),
+its shape and its neighbours; the rows that the roles of a fused weight own come from the layout
+that roles.py has for its class, and from the head counts that the live module and its config give.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.errors import TargetError
+from peftkit.model import module_names
+from peftkit.model import roles as table
+from peftkit.model.fused import split_rows
+
+
+@dataclass(slots=True)
+class Place:
+    """A weight of the model with all that its name and its surroundings say about it.
+
+    Attributes:
+        path: Module path in the live tree.
+        parameter: Name of a parameter of that module: a stack of experts, or a router that is no
+            linear layer.
+        roles: One, or those of a fused weight in the order of its rows.
+        side: "vision", "audio" or "projector" by its path, else "".
+        repeats: How often the parts of a fused weight follow one another; 0 when it is not fused.
+        sizes: Rows of each part in one repeat.
+        set_apart: The model has another side that plain roles mean, so that this one's are called
+            "vision_q".
+    """
+
+    path: str
+    module: nn.Module
+    roles: tuple[str, ...]
+    parameter: str | None = None
+    side: str = ""
+    repeats: int = 0
+    sizes: tuple[int, ...] = ()
+    set_apart: bool = False
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether this is a table of rows, not a matrix that multiplies."""
+        return self.roles[0] in ("embed", "pos_embed")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The roles as a user says them."""
+        if not self.set_apart:
+            return self.roles
+        return tuple(r if r in table.UNSIDED else f"{self.side}_{r}" for r in self.roles)
+
+    @property
+    def block(self) -> str:
+        """The path up to the number of the innermost block, "" outside of all."""
+        segments = self.path.split(".")
+        return ".".join(segments[: len(segments) - len(module_names.tail(segments))])
+
+    def rows(self, roles: Sequence[str]) -> dict[str, Tensor] | None:
+        """Return name -> indices of the output rows of some roles of a fused weight."""
+        if not self.repeats or not roles:
+            return None
+        owner = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
+        owner = owner.repeat(self.repeats)  # (out,): index of the role that owns each row
+        return {
+            name: (owner == index).nonzero().flatten()
+            for index, (role, name) in enumerate(zip(self.roles, self.names, strict=True))
+            if role in roles
+        }
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Tell whether a module is y = W x + b: nn.Linear, Conv1D, or any quantised form of them."""
+    if isinstance(module, nn.Linear) or _is_conv1d(module):
+        return True
+    sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
+    has_weight = "weight" in module._parameters or hasattr(type(module), "weight")
+    return has_weight and all(isinstance(size, int) for size in sizes)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
+
+
+def linear_shape(module: nn.Module) -> tuple[int, int]:
+    """Return (in_features, out_features) of a linear layer.
+
+    Raises:
+        TargetError: It is none.
+    """
+    if not is_linear(module):
+        raise TargetError(
+            f"{type(module).__name__} is no linear layer.",
+            fix="Target layers that are: peftkit inspect MODEL",
+        )
+    if hasattr(module, "in_features"):
+        return cast(int, module.in_features), cast(int, module.out_features)
+    num_in, num_out = _shape(module, "weight")  # Conv1D keeps its weight transposed
+    return num_in, num_out
+
+
+def is_transposed(experts: nn.Module) -> bool:
+    """Tell whether the stacks of an experts module are (E, in, out) rather than (E, out, in)."""
+    flag = getattr(experts, "is_transposed", None)
+    if flag is not None:
+        return bool(flag)
+    up, down = _shape(experts, "gate_up_proj"), _shape(experts, "down_proj")
+    return bool(up and down) and up[2] == 2 * down[1] and up[1] == down[2]
+
+
+def stacked_shape(experts: nn.Module, parameter: str) -> tuple[int, int, int]:
+    """Return (num_experts, in_features, out_features) of a stack of experts."""
+    num_experts, first, second = _shape(experts, parameter)
+    if is_transposed(experts):
+        return num_experts, first, second
+    return num_experts, second, first
+
+
+def _shape(module: nn.Module, name: str) -> tuple[int, ...]:
+    """Return the shape of a module's own weight, () without one; a packed one is not unpacked."""
+    if (weight := module._parameters.get(name)) is not None:
+        return tuple(weight.shape)
+    packings = cast(Mapping[str, Any], getattr(module, "parametrizations", {}))
+    if name not in packings:
+        return ()
+    form = getattr(packings[name][0], "form", None)
+    return tuple(getattr(module, name).shape if form is None else form.shape)
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """Return what an adapter module wraps, or the module itself."""
+    while hasattr(module, "enabled") and isinstance(base := getattr(module, "base", 0), nn.Module):
+        module = base
+    return module
+
+
+def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Yield (path, module, parent) of every module once, in order, seeing through adapters.
+
+    Raises:
+        TargetError: The model carries an adapter of PEFT.
+    """
+    seen: set[nn.Module] = set()
+    stack = [("", model, model)]
+    while stack:
+        path, module, parent = stack.pop()
+        module = bare(module)
+        if module in seen:
+            continue
+        seen.add(module)
+        if hasattr(module, "base_layer"):
+            raise TargetError(
+                f"{type(model).__name__} carries an adapter of PEFT at {path}.",
+                fix="Load the bare base model, or merge that adapter first.",
+            )
+        yield path, module, parent
+        prefix = f"{path}." if path else ""
+        children = [(prefix + name, child, module) for name, child in module.named_children()]
+        stack += reversed(children)
+
+
+def find_places(model: nn.Module) -> list[Place]:
+    """Return every place of a model in the order of its modules."""
+    places: list[Place] = []
+    head, embedding = _output_layer(model), _input_layer(model)
+    tables = [m.weight for _, m, _ in walk(model) if isinstance(m, nn.Embedding)]
+    tied = {id(weight) for weight in tables}
+    for path, module, parent in walk(model):
+        if is_linear(module):
+            if isinstance(parent, nn.MultiheadAttention) or path.endswith(".dt_proj"):
+                continue  # torch, and Mamba, read its weight and never call it
+            in_head = head is not None and (module is head or parent is head)
+            in_head = in_head or id(module._parameters.get("weight")) in tied
+            role = "head" if in_head else _by_siblings(module_names.linear_role(path), path, parent)
+            places.append(_linear(Place(path, module, (role,)), parent, model))
+        elif role := _embedding_role(path, module, parent, embedding):
+            places.append(Place(path, module, (role,)))
+        elif _is_bare_router(path, module):
+            places.append(Place(path, module, ("router",), "weight"))
+        else:
+            places += [_stack(Place(path, module, ("",), name)) for name in _stacks(module)]
+    _set_sides_apart(model, places)
+    return places
+
+
+def _output_layer(model: nn.Module) -> nn.Module | None:
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if getter else None
+    return None if head is None else bare(head)
+
+
+def _input_layer(model: nn.Module) -> nn.Module | None:
+    try:
+        found = cast(Any, model).get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # models of two towers have none
+        return None
+    return None if found is None else bare(found)
+
+
+# ------------------------------------------------------------------- neighbours and shapes
+
+
+def _by_siblings(role: str, path: str, parent: nn.Module) -> str:
+    """Tell a gate from a router, one fused with up from a plain up, and qkv from kv."""
+    if role.endswith("qkv") and hasattr(parent, table.OWN_QUERY):
+        return role.replace("qkv", "kv")
+    if not role.endswith(("gate", "up")):
+        return role
+    siblings = {
+        table.FFN_LEAVES.get(name): bare(child)
+        for name, child in parent.named_children()
+        if is_linear(bare(child))
+    }
+    context, kind = module_names.split(role)
+    if kind == "gate" and "up" not in siblings:
+        return "router" if path.endswith(".gate") else f"{context}up"
+    if kind == "up" and "gate" not in siblings and {"up", "down"} <= siblings.keys():
+        out, into = linear_shape(siblings["up"])[1], linear_shape(siblings["down"])[0]
+        return f"{context}gate_up" if out == 2 * into else role
+    return role
+
+
+def _embedding_role(
+    path: str, module: nn.Module, parent: nn.Module, embedding: nn.Module | None
+) -> str:
+    """Return embed or pos_embed for tables of rows and patch convolutions, else ""."""
+    if not (isinstance(module, nn.Embedding | nn.Conv2d) or hasattr(module, "num_embeddings")):
+        return ""
+    leaf = path.rpartition(".")[2]
+    tied = embedding is not None and getattr(embedding, "weight", 0) is getattr(module, "weight", 1)
+    if tied or embedding in (module, parent) or leaf in table.EMBED_LEAVES:
+        return "embed"
+    return "pos_embed" if re.search(table.POSITION, leaf) else ""
+
+
+def _is_bare_router(path: str, module: nn.Module) -> bool:
+    return path.rpartition(".")[2] in table.ROUTER_LEAVES and len(_shape(module, "weight")) == 2
+
+
+def _stacks(module: nn.Module) -> list[str]:
+    """Return the names of a module's own 3-D expert parameters."""
+    return [name for name in table.STACKED_LEAVES if len(_shape(module, name)) == 3]
+
+
+def _linear(place: Place, owner: nn.Module, model: nn.Module) -> Place:
+    """Split a fused linear layer into its roles where the order of its rows is known."""
+    context, kind = module_names.split(place.roles[0])
+    configs = (getattr(owner, "config", None), getattr(model, "config", None))
+    shape = linear_shape(place.module)
+    if split := split_rows(kind, place.path, owner, configs, *shape):
+        place.repeats, sizes = split
+        place.roles, place.sizes = tuple(context + role for role in sizes), tuple(sizes.values())
+    return place
+
+
+def _stack(place: Place) -> Place:
+    """Give a stack of experts its roles: gate and up are halves, or alternate (gpt-oss)."""
+    parameter = cast(str, place.parameter)
+    kind = table.STACKED_LEAVES[parameter]
+    context = "shared" if "shared" in place.path else "expert"
+    place.roles = (f"{context}_{kind}",)
+    if kind == "gate_up":
+        _, _, out = stacked_shape(place.module, parameter)
+        place.roles = (f"{context}_gate", f"{context}_up")
+        place.repeats = 1 if getattr(place.module, "is_concatenated", True) else out // 2
+        place.sizes = (out // 2 // place.repeats,) * 2
+    return place
+
+
+def _set_sides_apart(model: nn.Module, places: list[Place]) -> None:
+    """Give every place its side, and tell whether plain roles mean another one."""
+    for place in places:
+        place.side = module_names.side(place.path)
+    equal = any(name.startswith(table.EQUAL_TOWERS) for name in model._parameters)
+    if equal or not any(p.block and not p.side and not p.is_embedding for p in places):
+        return
+    places[:] = [p for p in places if p.side != "projector" or not p.is_embedding]
+    for place in places:
+        place.set_apart = place.side != "" and place.roles != ("head",)
+        if place.set_apart and place.side == "projector":  # whatever is in it, it is one thing
+            place.roles, place.repeats, place.sizes = ("projector",), 0, ()
+
+
+# ------------------------------------------------------------------- blocks
+
+
+def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (path, module) of each transformer block, in order, on all sides of the model.
+
+    A block is the innermost numbered module that holds both attention and a feed-forward part, or
+    a neighbour of such a one in the same list. In a model that has none (a state-space model), the
+    numbered modules of its outermost lists are the blocks.
+    """
+    kinds = {"attention": (*table.ATTENTION, *table.CROSS_ATTENTION), "ffn": table.FFN_LIKE}
+    found: dict[str, set[str]] = {}
+    lists = [
+        (path, module)
+        for path, module, _ in walk(model)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and path
+    ]
+    for place in find_places(model):
+        kind = next((k for k, roles in kinds.items() if place.roles[0] in roles), "")
+        for path, _ in lists:
+            if place.path.startswith(f"{path}."):
+                number = place.path[len(path) + 1 :].partition(".")[0]
+                found.setdefault(f"{path}.{number}", set()).add(kind)
+    full = {path.rpartition(".")[0] for path, has in found.items() if {*kinds} <= has}
+    full = {path for path in full if not any(other.startswith(f"{path}.") for other in full)}
+    if not full:
+        holding = {path.rpartition(".")[0] for path in found}
+        full = {p for p in holding if not any(p.startswith(f"{other}.") for other in holding)}
+    return [
+        (f"{path}.{name}", bare(child))
+        for path, module in lists
+        if path in full
+        for name, child in module.named_children()
+    ]

@@ -1,0 +1,92 @@
+"""Sublayers: the attention and feed-forward parts of each block, where they begin and end.
+
+They are found by roles, not by names. What ends a part is the module whose output is the part's
+own, before dropout, norms and scales, and before the residual is added: a linear layer (o, cross_o,
+down) or, where experts share the work, the module that holds all of these and their router.
+Attention to another sequence is a part of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Literal
+
+from torch import nn
+
+from peftkit.model import module_names
+from peftkit.model import roles as table
+from peftkit.model.places import Place, blocks, find_places, is_linear, linear_shape, stacked_shape
+
+_OUTPUTS = ("o", "cross_o")
+_SPARSE = (*table.EXPERTS, *table.SHARED, "router", "shared_router")
+
+
+@dataclass(frozen=True, slots=True)
+class Sublayer:
+    """One of the parts of a block that add to its residual stream.
+
+    Attributes:
+        block: Path of the block.
+        path: Of the module whose output is the part's.
+        reads: Of a module whose input is the part's; "" for attention, and where none is known.
+    """
+
+    block: str
+    kind: Literal["attention", "ffn"]
+    path: str
+    reads: str = ""
+
+
+def find_sublayers(model: nn.Module) -> list[Sublayer]:
+    """Return the parts of all blocks, on all sides of a model, block by block.
+
+    Experts and a dense network side by side in a block, in no module of their own, are two parts.
+    """
+    places, found = find_places(model), []
+    for block, _ in blocks(model):
+        inside = [place for place in places if place.path.startswith(f"{block}.")]
+        ends = [place.path for place in inside if place.roles[0] in _OUTPUTS]
+        found += [Sublayer(block, "attention", path) for path in ends]
+        found += _feed_forward(block, inside)
+    return found
+
+
+def width_of(end: nn.Module) -> int:
+    """Return the number of features that the module at the end of a sublayer puts out."""
+    if is_linear(end):
+        return linear_shape(end)[1]
+    down = next(p for p in find_places(end) if p.roles[0].endswith("down"))  # of any expert
+    if down.parameter is None:
+        return linear_shape(down.module)[1]
+    return stacked_shape(down.module, down.parameter)[2]
+
+
+def _feed_forward(block: str, inside: list[Place]) -> list[Sublayer]:
+    """Return the feed-forward parts among the places of one block."""
+    found, dense = [], [place for place in inside if place.roles[0] in table.FFN]
+    if experts := [place.path for place in inside if place.roles[0] in table.EXPERTS]:
+        whole = _around(place.path for place in inside if place.roles[0] in _SPARSE)
+        if not whole.startswith(f"{block}."):
+            whole = _around(experts)
+            dense += [place for place in inside if place.roles[0] in table.SHARED]
+        found.append(Sublayer(block, "ffn", whole, whole))
+    ends = [place for place in dense if place.roles[0].endswith("down")]
+    for end in ends:
+        # gate and up both read what the part reads; of two parts, the nearest of its own kind
+        context = module_names.split(end.roles[0])[0]
+        first = [
+            place.path
+            for place in dense
+            if place not in ends and module_names.split(place.roles[0])[0] == context
+        ]
+        reads = max(first, key=lambda path: len(_around((path, end.path))), default="")
+        found.append(Sublayer(block, "ffn", end.path, reads))
+    return found
+
+
+def _around(paths: Iterable[str]) -> str:
+    """Return the path of the innermost module that holds all of these, or is each of them."""
+    levels = zip(*(path.split(".") for path in paths), strict=False)
+    return ".".join(names[0] for names in takewhile(lambda names: len({*names}) == 1, levels))

@@ -1,0 +1,249 @@
+"""Targets: what the user names, found in this very model.
+
+A target is one of
+
+- a role, whatever the architecture calls it: `q`, `gate`, `cross_v`, `expert_down` (roles.py lists
+  them), or a group of roles: `attention`, `self_attention`, `cross_attention`, `ffn`, `experts`,
+  `all-linear`;
+- a qualified role or group: `encoder.q`, `decoder.ffn`, `language.attention`, `vision.all-linear`.
+  In a vision-language model plain roles mean the language side, and the tower's are `vision.q`,
+  also written `vision_q`; what joins them is the `projector`. In a model that compares two equal
+  towers (CLIP) plain roles mean both;
+- a pattern of module names: the whole path or its end from a dot on, with a shell's wildcards
+  (`*` also crosses dots): `q_proj`, `self_attn.q_proj`, `layers.[0-3].*.v_proj`. It is no regular
+  expression. It takes every linear layer and stack of experts that it matches, on any side.
+
+A word that is both is a role: `q` in T5 is self-attention alone, as everywhere. `all-linear` is
+every linear layer and stack of experts on all sides, each as a whole, but no router and no head of
+words or classes: these are adapted only when named. The out_proj inside torch's own
+MultiheadAttention and the dt_proj of Mamba are no targets, because they are never called.
+
+A role of a fused weight is the rows of the output that belong to it. Modules that carry an adapter
+of ours are seen through: the site is where the adapter sits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from peftkit.errors import TargetError, did_you_mean
+from peftkit.model import roles as table
+from peftkit.model.places import Place, find_places, linear_shape, stacked_shape, walk
+
+_LISTED = 24  # lines of an error that lists the layers of an unknown architecture
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One weight to adapt.
+
+    Attributes:
+        path: Module path in the live tree, "model.layers.0.self_attn.q_proj".
+        roles: The roles asked for that live here, in layout order; empty when the whole of a weight
+            was asked for by a pattern, or of a fused one by all-linear.
+        rows: Of a fused weight: role -> int64 indices of the output rows that it owns, asked-for
+            roles only. None means the whole output.
+        parameter: Name of a parameter of the module at `path`: a stack of experts, or a router that
+            is no linear layer. None means the module itself.
+    """
+
+    path: str
+    roles: tuple[str, ...]
+    rows: Mapping[str, Tensor] | None = None
+    parameter: str | None = None
+
+
+def resolve(model: nn.Module, targets: Sequence[str] | str) -> list[Site]:
+    """Return the sites that the targets name, each once, in the order of the model.
+
+    Raises:
+        TargetError: Lists every target that names nothing here, or only a part of what it means,
+            and what there is.
+    """
+    asked = [targets] if isinstance(targets, str) else list(targets)
+    places = find_places(model)
+    chosen: dict[int, set[str]] = {}  # index of a place -> roles
+    whole: set[int] = set()
+    failed: list[str] = []
+    for target in asked:
+        matches = _matcher(target)
+        hits = [(i, found) for i, place in enumerate(places) if (found := matches(place))]
+        for index, found in hits:
+            chosen.setdefault(index, set()).update(found)
+            # a pattern means the layer as it stands, and so does all-linear
+            if found == {""} or target.endswith(table.ALL_LINEAR):
+                whole.add(index)
+        if not hits or _hiding(places, target):
+            failed.append(target)
+    if failed or not asked:
+        raise _no_match(model, places, failed)
+    return [_site(places[i], chosen[i], whole=i in whole) for i in sorted(chosen)]
+
+
+def find_roles(model: nn.Module) -> dict[str, list[Site]]:
+    """Return every role of a model, as a user says it, and its sites."""
+    found: dict[str, list[Site]] = {}
+    for place in find_places(model):
+        for role, name in zip(place.roles, place.names, strict=True):
+            found.setdefault(name, []).append(_site(place, {role}))
+    return found
+
+
+def _site(place: Place, roles: set[str], *, whole: bool = False) -> Site:
+    names = dict(zip(place.roles, place.names, strict=True))
+    if whole and place.repeats:
+        return Site(place.path, (), None, place.parameter)
+    kept = [role for role in names if role in roles]
+    rows = place.rows(kept)
+    return Site(place.path, tuple(names[role] for role in kept), rows, place.parameter)
+
+
+def _matcher(target: str) -> Callable[[Place], set[str]]:
+    """Return what tells the roles of a place that a target means: none, some, or {""} for all."""
+    qualifier, _, rest = target.partition(".")
+    if qualifier not in table.QUALIFIERS or not _is_role(rest):
+        qualifier, rest = "", target
+    if not _is_role(rest):
+        return lambda place: {""} if not place.is_embedding and _has_name(place, target) else set()
+    wanted = table.GROUPS.get(rest, (rest,))
+
+    def matches(place: Place) -> set[str]:
+        if qualifier:
+            return {r for r in place.roles if r in wanted} if _on(place, qualifier) else set()
+        if rest == table.ALL_LINEAR:
+            return {r for r in place.roles if r in wanted}
+        names = zip(place.roles, place.names, strict=True)
+        return {role for role, name in names if name in wanted}
+
+    return matches
+
+
+def _is_role(word: str) -> bool:
+    side, _, role = word.partition("_")
+    return (
+        word in table.ROLES
+        or word in table.GROUPS
+        or (side in table.TOWERS and role in table.ROLES and role not in table.UNSIDED)
+    )
+
+
+def _on(place: Place, qualifier: str) -> bool:
+    """Tell whether a place is on the side or in the half of the model that a qualifier means."""
+    if qualifier in table.TOWERS:
+        return place.side == qualifier
+    if qualifier in table.HALVES:
+        segments = place.path.split(".")
+        return not place.set_apart and any(re.fullmatch(rf"(.*_)?{qualifier}", s) for s in segments)
+    return place.side == ""
+
+
+def _hiding(places: list[Place], target: str) -> Place | None:
+    """Return a weight in which a role is fused with others in an order that is not known."""
+    found = re.fullmatch(r"(.*[._])?(q|k|v|gate|up)", target)
+    if not found:
+        return None
+    matches = _matcher((found[1] or "") + table.WHOLES[found[2]])
+    return next((place for place in places if matches(place) - {""}), None)
+
+
+def _has_name(place: Place, pattern: str) -> bool:
+    names = [place.path, f"{place.path}.{place.parameter}"]
+    return _matches(names if place.parameter else names[:1], pattern)
+
+
+def _matches(names: Iterable[str], pattern: str) -> bool:
+    return any(fnmatchcase(n, pattern) or fnmatchcase(n, f"*.{pattern}") for n in names)
+
+
+# ------------------------------------------------------------------- errors
+
+
+def _no_match(model: nn.Module, places: list[Place], failed: list[str]) -> TargetError:
+    name = type(model).__name__
+    quoted = ", ".join(f"'{target}'" for target in failed)
+    asked = f"no linear layer matches target{'s' if len(failed) > 1 else ''} {quoted} in {name}."
+    if not failed:
+        asked = f"no targets are given for {name}."
+    reasons = [reason for target in failed if (reason := _why(model, places, target))]
+    guesses = [_guess(places, target) for target in failed]
+    hints = " ".join(dict.fromkeys(filter(None, guesses)))
+    found = "\n".join([*reasons, " ".join(filter(None, [_roles_found(places), hints]))])
+    source = getattr(getattr(model, "config", None), "_name_or_path", "") or "MODEL"
+    return TargetError(asked, found=found, fix=f"List every layer with: peftkit inspect {source}")
+
+
+def _guess(places: list[Place], target: str) -> str:
+    """Return "Did you mean 'x'?" of a role of this model or the name of a layer, or ""."""
+    present = dict.fromkeys(name for place in places for name in place.names)
+    if _is_role(target):  # a right word that is not in this model
+        near = next((name for name in present if name.endswith(f"_{target}")), "")
+        return f"Did you mean '{near}'?" if near else ""
+    leaves = {place.path.rpartition(".")[2] for place in places if not place.is_embedding}
+    return did_you_mean(target, [*present, *table.GROUPS, *sorted(leaves)])
+
+
+def _why(model: nn.Module, places: list[Place], target: str) -> str:
+    """Return one line on why a target names nothing, where there is more to say."""
+    if fused := _hiding(places, target):
+        return (
+            f"'{target}' may be in {fused.path}, fused in an order that is not known here: "
+            f"target the whole as '{fused.names[0]}'."
+        )
+    if _is_role(target) or _is_role(target.partition(".")[2]):
+        return ""
+    others = Counter(type(m).__name__ for path, m, _ in walk(model) if _matches([path], target))
+    if others:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common(4))
+        return f"'{target}' matches modules, but none of them is linear: {kinds}."
+    if re.search(r"[\\^$|+()]", target):
+        return f"'{target}' looks like a regular expression; patterns are a shell's: * ? [0-3]."
+    return ""
+
+
+def _roles_found(places: list[Place]) -> str:
+    """Return "Roles found: q, k, v (32 layers), head." or, without roles, a list of the layers."""
+    counts: dict[str, set[str]] = {}
+    for place in places:
+        for name in place.names:
+            counts.setdefault(name, set()).add(place.block)
+    if not counts.keys() - {"other", "head", "embed", "pos_embed", "projector"}:
+        return _layers_found(places)
+    grouped: dict[int, list[str]] = {}
+    for name in sorted(counts, key=_order):
+        grouped.setdefault(len(counts[name] - {""}), []).append(name)
+    parts = []
+    for count, names in grouped.items():
+        layers = f" ({count} layer{'s' if count > 1 else ''})" if count else ""
+        parts.append(", ".join(names) + layers)
+    return f"Roles found: {', '.join(parts)}."
+
+
+def _order(name: str) -> tuple[bool, int]:
+    side, _, role = name.partition("_")
+    plain = side not in table.TOWERS
+    return not plain, table.ROLES.index(name if plain else role)
+
+
+def _layers_found(places: list[Place]) -> str:
+    lines: Counter[str] = Counter()
+    for place in places:
+        if not place.is_embedding:
+            shape = (
+                stacked_shape(place.module, place.parameter)[1:]
+                if place.parameter and place.parameter != "weight"
+                else linear_shape(place.module)
+            )
+            path = re.sub(r"(?<![^.])\d+(?=\.|$)", "*", place.path)
+            lines[f"{path} ({shape[0]} -> {shape[1]})"] += 1
+    if not lines:
+        return "It has no linear layer at all."
+    listed = [f"  {line} x {count}" for line, count in list(lines.items())[:_LISTED]]
+    if len(lines) > _LISTED:
+        listed.append(f"  and {len(lines) - _LISTED} more")
+    return "\n".join(["No roles are known in it. Its linear layers:", *listed])

@@ -1,0 +1,198 @@
+"""The audit of a model: how every parameter is really stored, and why where it is not quantised.
+
+It is read from the live modules, never from a config that says what should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from peftkit.events import Table
+from peftkit.kernels.packed import Packing, packed_tensors
+from peftkit.model.places import Place, find_places, is_linear
+
+MAX_NAMES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRow:
+    """All parameters of one kind.
+
+    Attributes:
+        kind: "linear layers", "stacked experts", "embeddings", ...
+        stored: "nf4", "fp4", "int8", or the dtype.
+        why: Why they are not quantised; empty where they are.
+        names: The last parts of their paths, each once, in the order of the model.
+        num_tensors, num_parameters, num_bytes: Packed ones count as what they stand for, scales
+            belong to the bytes, and a tensor in two places is one.
+    """
+
+    kind: str
+    stored: str
+    why: str
+    names: tuple[str, ...]
+    num_tensors: int
+    num_parameters: int
+    num_bytes: int
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether these are in 4 or 8 bits."""
+        return not self.why
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What a model's parameters are stored as.
+
+    Attributes:
+        rows: Largest kinds first.
+        copy_bytes: Of the dequantised weights that are kept for speed, beside `num_bytes`.
+    """
+
+    rows: tuple[AuditRow, ...]
+    copy_bytes: int = 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, quantised ones too, which `model.parameters()` miscounts."""
+        return sum(row.num_parameters for row in self.rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parameters, without the kept copies."""
+        return sum(row.num_bytes for row in self.rows)
+
+    @property
+    def bits_per_parameter(self) -> float:
+        """Mean over all parameters, scales counted in."""
+        return 8 * self.num_bytes / max(self.num_parameters, 1)
+
+    @property
+    def quantized_as(self) -> str:
+        """The kind that is in use ("nf4"), several joined by "+", or "none"."""
+        return "+".join(sorted({row.stored for row in self.rows if row.is_quantized})) or "none"
+
+    def table(self) -> Table:
+        """Return a row for each kind, the total, and the kept copies."""
+        rows = [
+            (
+                f"{row.kind}: {_listed(row.names)}",
+                row.stored,
+                f"{row.num_tensors:,}",
+                f"{row.num_parameters:,}",
+                _size(row.num_bytes),
+                row.why,
+            )
+            for row in self.rows
+        ]
+        number = f"{sum(row.num_tensors for row in self.rows):,}"
+        bits = f"{self.bits_per_parameter:.2f} bits each"
+        size = _size(self.num_bytes)
+        rows.append(("all", bits, number, f"{self.num_parameters:,}", size, ""))
+        if self.copy_bytes:
+            size = _size(self.copy_bytes)
+            rows.append(("copies kept for speed", "16 or 32 bits", "", "", size, ""))
+        columns = ("weights", "stored as", "tensors", "parameters", "size", "not quantised because")
+        return Table("The base in memory", columns, tuple(rows))
+
+
+def audit(model: nn.Module) -> Audit:
+    """Return what every parameter of a model is stored as, and why."""
+    groups: dict[tuple[str, str, str], list[tuple[str, int, int]]] = {}
+    stacks = {(p.module, p.parameter): p for p in find_places(model) if p.parameter}
+    copy_bytes = 0
+    for path, packed, packing in packed_tensors(model):
+        kind = "linear layers" if len(packing.form.shape) == 2 else "stacked experts"
+        fact = (path, packing.form.shape.numel(), packing.num_bytes(packed))
+        groups.setdefault((kind, packing.form.kind, ""), []).append(fact)
+        if packing.kept is not None:
+            copy_bytes += packing.kept.numel() * packing.kept.element_size()
+    reasons = exempt(model)
+    for path, module, name, tensor in _plain_parameters(model):
+        place = stacks.get((module, name))
+        kind, why = _kind_of(module, name, tensor, place, reasons.get(id(module), ""))
+        stored = str(tensor.dtype).removeprefix("torch.")
+        label = path if name in ("weight", "bias") else f"{path}.{name}"
+        fact = (label, tensor.numel(), tensor.nbytes)
+        groups.setdefault((kind, stored, why), []).append(fact)
+    rows = [
+        AuditRow(
+            *group,
+            names=tuple(dict.fromkeys(_name(path) for path, _, _ in facts)),
+            num_tensors=len(facts),
+            num_parameters=sum(n for _, n, _ in facts),
+            num_bytes=sum(b for _, _, b in facts),
+        )
+        for group, facts in groups.items()
+    ]
+    return Audit(tuple(sorted(rows, key=lambda row: -row.num_parameters)), copy_bytes)
+
+
+def exempt(model: nn.Module) -> dict[int, str]:
+    """Return id(module) -> reason of the linear layers that are never quantised."""
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if getter else None
+    reasons = {id(module): "the output layer" for module in (head.modules() if head else ())}
+    for place in find_places(model):
+        if place.roles[0] == "head":
+            reasons.setdefault(id(place.module), "a head")
+        elif place.roles[0].endswith("router") and not place.parameter:
+            reasons[id(place.module)] = "a router"
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for module in model.modules():
+        if is_linear(module) and id(module._parameters.get("weight")) in tables:
+            reasons[id(module)] = "tied to an embedding"
+    return reasons
+
+
+def _plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Yield (module path, module, name, parameter), each parameter once and no packed ones."""
+    seen = {id(packed) for _, packed, _ in packed_tensors(model)}
+    for path, module in model.named_modules():
+        for name, tensor in module._parameters.items():
+            if tensor is None or id(tensor) in seen or isinstance(module, Packing):
+                continue
+            seen.add(id(tensor))
+            yield path, module, name, tensor
+
+
+def _kind_of(
+    module: nn.Module, name: str, tensor: Tensor, place: Place | None, reason: str
+) -> tuple[str, str]:
+    """Return the kind of a parameter that is not packed, and the reason why it is not."""
+    if place is not None:
+        if place.roles[0].endswith("router"):
+            return "routers", "a router"
+        return "stacked experts", "stacked expert parameter"
+    if "bias" in name.lower():
+        return "biases", "small"
+    if is_linear(module) and name == "weight":
+        return "linear layers", reason or "not asked for"
+    if isinstance(module, nn.Embedding):
+        return "embeddings", "looked up, not multiplied"
+    if tensor.ndim < 2:
+        return "norms and other vectors", "small"
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return "convolutions", "not in a linear layer"
+    return "other", "not in a linear layer"
+
+
+def _name(path: str) -> str:
+    """Return the last part of a path that says something."""
+    return next((part for part in reversed(path.split(".")) if not part.isdigit()), path)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = f", {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:,.1f} {unit}"
+    return f"{num_bytes / 1e3:,.1f} kB"

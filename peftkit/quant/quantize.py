@@ -1,0 +1,173 @@
+"""A whole model's linear layers and stacked experts, quantised in place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrize
+
+from peftkit.errors import BaseError
+from peftkit.events import Listener, Progress, ignore
+from peftkit.model.places import find_places, is_linear
+from peftkit.quant.audit import Audit, audit, exempt
+from peftkit.quant.layers import (
+    FLOATS,
+    QuantizedLinear,
+    adopted,
+    is_foreign,
+    is_transposed,
+    pack,
+    weight_of,
+)
+
+KINDS = ("nf4", "fp4", "int8")
+MAX_LISTED = 10
+
+
+def quantize_model(
+    model: nn.Module,
+    kind: str,
+    *,
+    double_quant: bool = True,
+    compute_dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    keep: Collection[str] = (),
+    on_event: Listener = ignore,
+) -> Audit:
+    """Quantise every linear layer and stack of experts of a model, in place, one at a time.
+
+    Left as they are: the output layer, whatever shares its weight with an embedding, heads of
+    classes, and routers. Linear layers become QuantizedLinear; one that computes something else
+    than x W^T + b keeps its class and reads a dequantised weight, as stacked experts do. (These
+    hold that weight from forward to backward, unless the block is recomputed.)
+
+    Args:
+        kind: "nf4", "fp4" or "int8".
+        double_quant: Quantise the scales of the 4-bit kinds as well.
+        compute_dtype: By default each weight's own.
+        device: Where weights are quantised and stay; the rest of the model is not moved.
+        keep: Paths of modules that are left as they are too, with all that is in them.
+
+    Returns:
+        The audit of the model as it is then.
+
+    Raises:
+        BaseError: A linear layer could not be quantised, or there is none; lists them.
+    """
+    if kind not in KINDS:
+        raise BaseError(f"cannot quantise to {kind!r}.", fix=f"Use one of {', '.join(KINDS)}.")
+    adopt_bitsandbytes(model, compute_dtype)
+    kept = set(exempt(model)) | {
+        id(m) for path in keep for m in model.get_submodule(path).modules()
+    }
+    work = [job for job in _quantizable(model) if id(job[1]) not in kept]
+    made: dict[nn.Module, QuantizedLinear] = {}
+    problems = []
+    for done, (path, module, name) in enumerate(work, start=1):
+        try:
+            if isinstance(module, QuantizedLinear):
+                if module.kind != kind:
+                    raise ValueError(f"it is in {module.kind} already")
+                continue
+            settings = {"double_quant": double_quant, "dtype": compute_dtype}
+            if module in made or (name == "weight" and _is_plain(module)):
+                if module not in made:
+                    made[module] = _quantized(module, kind, device, settings)
+                _replace(model, path, made[module])
+            else:
+                _pack_parameter(module, name, kind, device, settings)
+        except ValueError as error:
+            problems.append(f"{path}.{name} of {type(module).__name__}: {error}")
+        on_event(Progress("Quantising the base", done, len(work)))
+    if problems or not work:
+        raise BaseError(
+            f"cannot quantise {type(model).__name__} to {kind}.",
+            found=_listed(problems) or "It has no linear layers.",
+            fix="Load it with quantize: none, or give a model in 16 or 32 bits.",
+        )
+    return audit(model)
+
+
+def _listed(problems: list[str]) -> str:
+    more = [f"... and {len(problems) - MAX_LISTED} more"] if len(problems) > MAX_LISTED else []
+    return "\n".join(problems[:MAX_LISTED] + more)
+
+
+def _quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield (path, module, parameter): linear layers under each of their paths, stacks once."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        if is_linear(module) and not parametrize.is_parametrized(module, "weight"):
+            yield path, module, "weight"
+    for place in find_places(model):
+        name = place.parameter if place.roles[0].startswith("expert") else None
+        if name is not None and name in place.module._parameters:
+            yield place.path, place.module, name
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Tell whether a layer computes x W^T + b: by its class, or for others by trying."""
+    if is_transposed(module) or type(module).forward is nn.Linear.forward:
+        return True
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    if weight is None or weight.dtype not in FLOATS or weight.ndim != 2:
+        return False
+    x = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)[None]
+    with torch.no_grad():
+        try:
+            expected, found = functional.linear(x, weight, bias), module(x)
+        except Exception:  # whatever its own code makes of such an input: it is not plain
+            return False
+    if not isinstance(found, Tensor) or found.shape != expected.shape:
+        return False
+    # its sums may round in another order
+    return bool((found - expected).abs().max() <= 0.02 * expected.abs().max())
+
+
+def _quantized(
+    module: nn.Module, kind: str, device: torch.device | None, settings: dict[str, Any]
+) -> QuantizedLinear:
+    weight, bias = weight_of(module).to(device), cast("Tensor | None", module.bias)
+    new = QuantizedLinear(
+        *pack(weight, kind, **settings), None if bias is None else bias.to(device)
+    )
+    module._parameters.pop("weight", None)  # frees it now, whoever still holds the layer
+    return new.train(module.training)
+
+
+def _pack_parameter(
+    module: nn.Module, name: str, kind: str, device: torch.device | None, settings: dict[str, Any]
+) -> None:
+    """Replace a parameter by its packed form, which is dequantised whenever it is read."""
+    weight = module._parameters.get(name)
+    if weight is None:
+        raise ValueError("its weight is no parameter")
+    packed, packing = pack(weight.to(device), kind, **settings)
+    setattr(module, name, nn.Parameter(packed, requires_grad=False))
+    parametrize.register_parametrization(module, name, packing, unsafe=True)
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    if not name:
+        raise ValueError("it is the whole model; give the model that it is a part of")
+    setattr(model.get_submodule(parent), name, module)
+
+
+def adopt_bitsandbytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
+    """Replace bitsandbytes' linear layers by ours over the same packed data; return how many.
+
+    Args:
+        dtype: Compute dtype; by default the one the weight had.
+
+    Raises:
+        BaseError: bitsandbytes has repacked a weight, which cannot be read any more.
+    """
+    found = [(path, m) for path, m in model.named_modules(remove_duplicate=False) if is_foreign(m)]
+    made = {module: adopted(path, module, dtype) for path, module in found}
+    for path, module in found:
+        _replace(model, path, made[module])
+    return len(made)

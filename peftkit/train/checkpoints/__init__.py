@@ -1,0 +1,1 @@
+"""Checkpoints: written whole, proven valid, compared before a resume."""

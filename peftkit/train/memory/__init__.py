@@ -1,0 +1,1 @@
+"""How much of a step is in memory at once."""

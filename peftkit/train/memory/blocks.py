@@ -1,0 +1,203 @@
+"""A model's blocks: what is kept of them for the backward pass, and whether they are compiled.
+
+Blocks are the layers that transformers marks for gradient checkpointing; it is done through that
+mark, and on the blocks themselves: transformers' own switch also makes the embeddings' output
+require a gradient, which costs the backward pass of all that lies below the lowest adapter.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from peftkit.errors import PeftkitError
+from peftkit.kernels.packed import computed_again
+from peftkit.train.memory.offload import Offload
+
+Activations = Literal["keep", "recompute", "offload"]
+"""What is kept: all that a block computes; its input; its input, in main memory."""
+
+MARK = "GradientCheckpointingLayer"
+"""The class of transformers that blocks are of; known by name, for it is not imported here."""
+
+BACKEND = "inductor"
+"""Of torch.compile."""
+
+MAX_FORMS = 64
+"""Of one block: requires a gradient or not, one row or several, short or long, ... All of a model's
+kinds of blocks count together; beyond torch's own limit of 8 they would run eagerly, unnoticed."""
+
+OF_THE_COMPILER = r"The \.grad attribute of a Tensor that is not a leaf"
+"""A warning that torch.compile causes itself, about code that nobody wrote."""
+
+
+class Blocks:
+    """The blocks of one model; `restore` leaves them as they were found.
+
+    Attributes:
+        blocks: The innermost ones, in the order of the model.
+        activations: What is kept.
+        compiled: Whether they run compiled.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.blocks = list(dict.fromkeys(_innermost(model)))  # some models repeat one
+        self.compiled = False
+        self._marked: list[Any] = [
+            m for m in model.modules() if hasattr(m, "gradient_checkpointing")
+        ]
+        self._before = [
+            (m.gradient_checkpointing, getattr(m, "_gradient_checkpointing_func", None))
+            for m in self._marked
+        ]
+        self._compiled_before = [block._compiled_call_impl for block in self.blocks]
+        found = any(enabled for enabled, _ in self._before)
+        self.activations: Activations = "recompute" if found else "keep"
+        self._name = type(model).__name__
+        self._offload = Offload()
+        self._call: Callable[..., Any] = _call
+        self._while_compiled = ExitStack()
+
+    @property
+    def num_kinds(self) -> int:
+        """How many different blocks there are: each is compiled by itself."""
+        kinds = {
+            tuple((name, type(module)) for name, module in block.named_modules())
+            for block in self.blocks
+        }
+        return max(len(kinds), 1)
+
+    def ways(self, wish: bool | Literal["auto"], on_gpu: bool) -> tuple[Activations, ...]:
+        """Return what may be kept, the fastest first.
+
+        Args:
+            wish: train.gradient_checkpointing.
+        """
+        less: tuple[Activations, ...] = ("recompute", "offload") if on_gpu else ("recompute",)
+        if wish is True or (wish == "auto" and self.activations != "keep"):
+            return less
+        return ("keep", *less) if wish == "auto" and self._marked else ("keep",)
+
+    def keep(self, activations: Activations) -> None:
+        """Keep this of the activations from here on.
+
+        Raises:
+            PeftkitError: Not all are to be kept, and the model has no blocks.
+        """
+        if activations != "keep" and not self._marked:
+            raise PeftkitError(
+                "train.gradient_checkpointing: true is not possible here",
+                found=f"{self._name} has no blocks marked for it.",
+                fix="Set it to auto or false; a smaller train.batch_size also saves memory.",
+            )
+        self.activations = activations
+        self._apply()
+
+    @contextmanager
+    def keeping_all(self) -> Iterator[None]:
+        """Keep all activations within this context."""
+        before = [(m.gradient_checkpointing, None) for m in self._marked]
+        self._mark([(False, None)] * len(self._marked))
+        try:
+            yield
+        finally:
+            self._mark(before)
+
+    def compile(self, wanted: bool = True) -> None:
+        """Run the blocks compiled from here on, or no longer."""
+        self.compiled = wanted
+        if wanted:
+            from torch._dynamo import config  # slow to import, and only needed here
+            from torch.fx.experimental import _config as symbols
+
+            # numbers of a config are the same in all blocks; to find that it needs them as they
+            # are, the compiler would trace each block twice
+            patch = config.patch(recompile_limit=MAX_FORMS, specialize_float=True)
+            self._while_compiled.enter_context(patch)
+            # sizes that are equal in the first batch, by chance, are not taken to be the same
+            apart = symbols.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+            self._while_compiled.enter_context(apart)
+            self._while_compiled.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message=OF_THE_COMPILER)
+            self._call = torch.compile(_call, backend=BACKEND, dynamic=True)
+        self._apply()
+
+    def eagerly(self) -> AbstractContextManager[object]:
+        """Return a context in which blocks run as they are written, compiled or not."""
+        return torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
+
+    def restore(self) -> None:
+        """Leave the model as it was found."""
+        self.compiled = False
+        self._while_compiled.close()
+        self._mark(self._before)
+        for block, compiled in zip(self.blocks, self._compiled_before, strict=True):
+            block._compiled_call_impl = compiled
+
+    def _apply(self) -> None:
+        function = self._offloaded if self.activations == "offload" else self._recomputed
+        if self.activations == "keep":
+            self._mark([(False, before) for _, before in self._before])
+        else:
+            self._mark([(True, function)] * len(self._marked))
+        itself = self.compiled and self.activations == "keep"  # else what is computed twice is
+        for block in self.blocks:
+            block._compiled_call_impl = None
+            if itself:
+                block.compile(backend=BACKEND, dynamic=True)
+        if itself:
+            self._learn_alike()
+
+    def _learn_alike(self) -> None:
+        """Let the lowest block that learns run the code of those above it.
+
+        Otherwise it gets its own, for an input without gradient, which takes as long to compile as
+        that of all the others; what it saves in each step is a thousandth of it.
+        """
+        learning = (b for b in self.blocks if any(p.requires_grad for p in b.parameters()))
+        if (lowest := next(learning, None)) is not None:
+            compiled: Any = lowest._compiled_call_impl
+            lowest._compiled_call_impl = functools.partial(_with_gradient, compiled)
+
+    def _mark(self, values: list[tuple[bool, Any]]) -> None:
+        for module, (enabled, function) in zip(self._marked, values, strict=True):
+            module.gradient_checkpointing = enabled
+            if function is not None:
+                module._gradient_checkpointing_func = function
+
+    def _recomputed(self, run: Callable[..., Any], *args: Any) -> Any:
+        return checkpoint(computed_again()(self._inner(run)), *args, use_reentrant=False)
+
+    def _offloaded(self, run: Callable[..., Any], *args: Any) -> Any:
+        return self._offload(self._inner(run), *args)
+
+    def _inner(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what is computed twice: compiled inside of what computes it again."""
+        return functools.partial(self._call, run) if self.compiled else run
+
+
+def _with_gradient(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    """Call a block with hidden states that have a gradient, as those of the blocks above have."""
+    if args and isinstance(args[0], Tensor) and not args[0].requires_grad:
+        args = args[0].detach().requires_grad_(torch.is_grad_enabled()), *args[1:]
+    return call(*args, **more)
+
+
+def _call(run: Callable[..., Any], *args: Any) -> Any:
+    return run(*args)
+
+
+def _innermost(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the blocks of a module that have no blocks inside."""
+    inside = [block for child in module.children() for block in _innermost(child)]
+    if inside:
+        yield from inside
+    elif any(kind.__name__ == MARK for kind in type(module).__mro__):
+        yield module

@@ -1,0 +1,138 @@
+"""How much goes through the model at once, and what is kept of it: chosen before the first step.
+
+What a row's forward pass saves for its backward pass is counted, not estimated: hooks see each
+saved tensor and keep none, so that counting itself takes no more memory than inference does. From
+this follow the bytes for a token under each way of keeping activations, and the cheapest way that
+fits. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from peftkit.train.memory.blocks import Activations
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What one forward pass saves, in bytes.
+
+    Attributes:
+        outside: Of blocks: norms, the loss.
+        inside: Of each block.
+        inputs: The hidden states that enter each block.
+    """
+
+    outside: int
+    inside: tuple[int, ...]
+    inputs: tuple[int, ...]
+
+    def needed(self, activations: Activations) -> int:
+        """Return the most that is there at once.
+
+        While one block's backward pass runs, gradients take as much again as that block saved.
+        """
+        largest = max(self.inside, default=0)
+        if activations == "keep":
+            return self.outside + sum(self.inside) + largest
+        # of the inputs that are moved away, one is in use and one on its way back
+        inputs = sum(self.inputs if activations == "recompute" else sorted(self.inputs)[-2:])
+        return self.outside + inputs + 2 * largest
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """At most so many rows and tokens at once, padding included, and what is kept of them."""
+
+    activations: Activations
+    rows: int
+    tokens: int | None
+
+
+def saved_by(run: Callable[[], Tensor], blocks: Sequence[nn.Module]) -> Saved:
+    """Count what a forward pass saves; tensors that outlive it, such as weights, are none of it."""
+    seen: dict[StorageWeakRef, tuple[int, int]] = {}  # bytes, and in which call of a block
+    inputs: list[int] = []
+    within: list[int] = []
+
+    def pack(tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        call = within[-1] if within else -1
+        seen.setdefault(StorageWeakRef(storage), (storage.nbytes(), call))
+
+    def enter(block: nn.Module, args: tuple[Any, ...], more: dict[str, Any]) -> None:
+        hidden = next((x for x in (*args, *more.values()) if isinstance(x, Tensor)), None)
+        within.append(len(inputs))
+        inputs.append(0 if hidden is None else hidden.numel() * hidden.element_size())
+
+    def leave(block: nn.Module, args: Any, output: Any) -> None:
+        within.pop()
+
+    handles = [b.register_forward_pre_hook(enter, with_kwargs=True) for b in blocks]
+    handles += [b.register_forward_hook(leave, always_call=True) for b in blocks]
+    try:
+        with saved_tensors_hooks(pack, _unneeded):
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    sums = [0] * (len(inputs) + 1)  # the last is what was saved outside: call -1
+    for storage, (num_bytes, call) in seen.items():
+        sums[call] += num_bytes if storage.expired() else 0
+    return Saved(sums[-1], tuple(sums[:-1]), tuple(inputs))
+
+
+def choose(
+    per_token: Sequence[tuple[Activations, float]],
+    available: float,
+    longest: int,
+    rows: int,
+    tokens: int | None,
+) -> Plan | None:
+    """Return the first way that fits, as it was asked for or with fewer tokens at once.
+
+    Args:
+        per_token: Bytes for each way, the cheapest in time first.
+        available: Bytes.
+        longest: Tokens of the longest row, padding included; 1 if rows have none.
+        rows, tokens: What was asked for; one row alone may have more tokens.
+    """
+    most = rows * longest if tokens is None else max(min(tokens, rows * longest), longest)
+    for activations, each in per_token:
+        fit = int(available / each)
+        if fit >= most:
+            return Plan(activations, rows, tokens)
+        if fit >= longest:
+            return Plan(activations, rows, fit) if longest > 1 else Plan(activations, fit, None)
+    return None
+
+
+def used_bytes(device: torch.device) -> int:
+    """Return the memory in use: of a GPU by all, but what torch could give back; else by us."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return total - free - kept
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+        return 1024 * int(lines["VmRSS"].split()[0])
+    if sys.platform == "win32":
+        return 0
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _unneeded(_: None) -> Tensor:
+    raise AssertionError("there is no backward pass of a forward pass that is only counted")

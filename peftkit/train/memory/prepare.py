@@ -1,0 +1,224 @@
+"""What is settled before the first step: how much fits into memory, and whether blocks compile.
+
+Both follow from config, rows and memory, and are saved with the run's state: a resumed run goes on
+with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from peftkit.errors import RunError
+from peftkit.events import Event, Notice, Stage
+from peftkit.kernels.packed import free_bytes
+from peftkit.quant.audit import audit
+from peftkit.train import rng
+from peftkit.train.batches import num_tokens
+from peftkit.train.learner import Learner
+from peftkit.train.memory.blocks import Activations
+from peftkit.train.memory.compiled import cpp_compiler, is_compile_error, is_worth_it, told
+from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory
+from peftkit.train.memory.plan import Plan, Saved, choose, saved_by, used_bytes
+from peftkit.train.optim import STATE_BYTES
+
+AUTO_SHARE = 0.8
+"""Of the main memory that is free, train.memory: auto takes at most this much on a CPU."""
+
+GIVEN_SHARE = 0.92
+"""Of the memory that is given, so much is planned; the rest is for what lies between tensors."""
+
+WORDS: dict[Activations, str] = {
+    "keep": "all activations are kept",
+    "recompute": "activations are recomputed",
+    "offload": "activations are recomputed from main memory",
+}
+Say = Callable[[Event], None]
+
+
+def plan_memory_and_compile(
+    learner: Learner, rows: Sequence[Any], num_steps: int, say: Say
+) -> None:
+    """Make the plan and compile the blocks, each as far as a resumed run has not done so.
+
+    Args:
+        rows: All that are trained on, the same on every process.
+        num_steps: Of the whole run.
+        say: Hears what the user should know.
+
+    Raises:
+        RunError: Not even one row fits, or blocks that have to be compiled cannot be.
+    """
+    by_length = sorted(rows, key=num_tokens)
+    short = _saved(learner, by_length[len(rows) // 2])
+    if not learner.state.planned:
+        _plan(learner, by_length, short, say)
+    _compile(learner, rows, num_steps, say)
+
+
+def _plan(learner: Learner, by_length: Sequence[Any], short: Saved | None, say: Say) -> None:
+    state, config, device = learner.state, learner.config, learner.ranks.device
+    state.planned = True
+    given, longest = config.memory != "auto", by_length[-1]
+    if device.type != "cpu" and not given:
+        return  # a GPU says itself when it is full
+    long = _saved(learner, longest)
+    available = _available(learner)  # now that all is in use which is, whatever is kept
+    if short is None or long is None:
+        return  # the first step will say so
+    positions = learner.task.num_positions([longest])
+    middle = learner.task.num_positions([by_length[len(by_length) // 2]])
+    counted = ((short, middle), (long, positions))
+    costs = [(way, max(s.needed(way) / tokens for s, tokens in counted)) for way in learner.ways]
+    asked = Plan(learner.ways[0], config.batch_size, config.tokens_at_once(device.type))
+    plan = choose(costs, available, positions, asked.rows, asked.tokens)
+    if plan is None:
+        raise _too_little(learner, longest, costs, available)
+    state.micro_batch, state.micro_tokens = plan.rows, plan.tokens
+    if plan.activations != state.activations:
+        learner.keep(plan.activations)
+    if given or plan != asked:
+        say(Notice(_sentence(learner, plan, asked, costs, available, longest)))
+
+
+def _saved(learner: Learner, row: Any) -> Saved | None:
+    """Count what one row saves where all is kept; None if not even that fits into memory."""
+    try:
+        with untouched(learner.model, learner.ranks.device), learner.blocks.keeping_all():
+            return saved_by(lambda: learner.loss([row]), learner.blocks.blocks)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    release_memory()
+    return None
+
+
+def _available(learner: Learner) -> float:
+    """Return the bytes for activations, the least that any process has."""
+    config, device = learner.config, learner.ranks.device
+    trained = learner.parameters.values()
+    still = sum(p.numel() * (p.element_size() + STATE_BYTES[config.optimizer]) for p in trained)
+    if config.memory == "auto":
+        available = AUTO_SHARE * free_bytes() / learner.ranks.world_size - still
+    else:
+        available = GIVEN_SHARE * config.memory * 1e9 - used_bytes(device) - still
+    return -learner.ranks.max(-int(available))
+
+
+def _sentence(
+    learner: Learner,
+    plan: Plan,
+    asked: Plan,
+    costs: Sequence[tuple[Activations, float]],
+    available: float,
+    longest: Any,
+) -> str:
+    at_once = f"{plan.rows} rows" if plan.tokens is None else f"{plan.tokens:,} tokens"
+    less = "" if plan == asked else " Each step learns from the same rows."
+    return (
+        f"{_left(learner, available)} {_each(costs, longest)}. So {WORDS[plan.activations]}, "
+        f"of at most {at_once} at once.{less}"
+    )
+
+
+def _left(learner: Learner, available: float) -> str:
+    memory = learner.config.memory
+    whole = "what is free" if memory == "auto" else f"train.memory's {memory:g} GB"
+    left = f"{available / 1e9:.3g} GB" if available > 0 else "nothing"
+    return f"Weights, optimizer and all else leave {left} of {whole} for activations."
+
+
+def _each(costs: Sequence[tuple[Activations, float]], longest: Any) -> str:
+    each = [f"{size / 1e6:.3g} MB where {WORDS[way]}" for way, size in costs]
+    return f"A {'token' if num_tokens(longest) else 'row'} takes {', '.join(each)}"
+
+
+def _too_little(
+    learner: Learner, longest: Any, costs: Sequence[tuple[Activations, float]], available: float
+) -> RunError:
+    way, each = min(costs, key=lambda cost: cost[1])
+    fit = int(available / each)
+    length, where = num_tokens(longest), getattr(longest, "source", "row")
+    found = [_left(learner, available)]
+    if length:
+        found.append(f"The longest row, {where}, has {length:,} tokens.")
+    found.append(f"{_each([(way, each)], longest)}.")
+    if length and fit > 0:
+        found.append(f"Rows of {fit:,} tokens would fit.")
+    fixes = ["Lower data.max_length", "quantise the base (base.quantize: nf4)"]
+    if way == "keep":
+        fixes.append("recompute activations (train.gradient_checkpointing: auto)")
+    return RunError(
+        "one row alone does not fit into memory",
+        found=" ".join(found),
+        fix=f"{', '.join(fixes)}, or give more: train.memory: <GB>.",
+    )
+
+
+def _compile(learner: Learner, rows: Sequence[Any], num_steps: int, say: Say) -> None:
+    state, config, device = learner.state, learner.config, learner.ranks.device
+    if state.compiled is None:
+        work = work_of(learner, rows, num_steps) / learner.blocks.num_kinds
+        state.compiled = is_worth_it(config, work, device)
+    if not state.compiled:
+        return
+    say(Stage("Compiling the model's blocks"))
+    problem = _try_to_compile(learner, rows[: config.batch_size])
+    if learner.ranks.max(int(problem != "")) == 0:
+        return
+    problem = problem or "another process could not."
+    if config.compile is True:
+        raise RunError(
+            "train.compile: true is not possible here",
+            found=problem,
+            fix="Set it to auto or false: the run is the same, and slower.",
+        )
+    learner.stop_compiling()
+    say(Notice(f"Blocks are not compiled, which only takes longer. {problem}"))
+
+
+def _try_to_compile(learner: Learner, rows: Sequence[Any]) -> str:
+    """Run a forward and a backward pass with compiled blocks; return why that does not work."""
+    blocks, device = learner.blocks, learner.ranks.device
+    if not blocks.blocks:
+        return f"{type(learner.model).__name__} has no blocks that transformers marks as such."
+    if device.type == "cpu" and cpp_compiler() is None:
+        return "There is no C++ compiler here (CXX, c++, g++, clang++)."
+    try:
+        blocks.compile()
+        first = learner.micro_batches(rows)[0]
+        with untouched(learner.model, device):
+            learner.loss(first).backward()
+    except Exception as error:
+        if is_out_of_memory(error) and not is_compile_error(error):
+            release_memory()  # the first step will find what fits
+            return ""
+        return told(error)
+    finally:
+        learner.optimizer.zero_grad(set_to_none=True)
+    return ""
+
+
+def work_of(learner: Learner, rows: Sequence[Any], num_steps: int) -> float:
+    """Return the tokens of the whole run times the parameters of the model."""
+    per_step = learner.config.rows_per_step(learner.ranks.world_size)
+    tokens = sum(map(num_tokens, rows)) * num_steps * min(per_step / len(rows), 1.0)
+    return tokens * audit(learner.model).num_parameters
+
+
+@contextmanager
+def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Leave generators and buffers, such as running means, as they were."""
+    before = rng.capture(device)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        rng.restore(before, device)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)

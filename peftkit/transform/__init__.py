@@ -1,0 +1,1 @@
+"""Adapters made from adapters and models: combine, compare, extract, convert."""

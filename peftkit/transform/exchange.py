@@ -1,0 +1,300 @@
+"""Adapters into the formats of other programs, and out of them again.
+
+What is written computes what the adapter computes: other ranks, scales and layouts are folded in,
+and what a format cannot hold is an error that says why.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shlex import quote
+from typing import Literal
+
+import torch
+from torch import nn
+
+from peftkit.base.load import load_base, skeleton
+from peftkit.base.locate import Location, locate
+from peftkit.errors import AdapterError
+from peftkit.events import Listener, Notice, Saved, Stage, ignore
+from peftkit.files import disk
+from peftkit.formats.card import CARD
+from peftkit.formats.foreign import Found, plain_folder, recognise
+from peftkit.formats.guard import read_json, read_tensors
+from peftkit.formats.mlx import read_mlx, write_mlx
+from peftkit.formats.open_adapter import adapter_folder
+from peftkit.formats.peft.folder import (
+    CONFIG,
+    NOTES,
+    TENSORS,
+    AdapterFile,
+    Provenance,
+    load_adapter,
+    named_tensors,
+    read_adapter,
+    save_adapter,
+)
+from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
+from peftkit.formats.peft.per_expert import per_expert, save_stacked, stack_experts
+from peftkit.formats.serving import (
+    MAX_LORA_RANKS,
+    check_serving,
+    max_lora_rank,
+    own_targets,
+    write_serving,
+)
+from peftkit.formats.staged import check_free, new_adapter_folder
+from peftkit.formats.uniform import compress
+from peftkit.model.places import is_linear, linear_shape
+
+Format = Literal["peft", "gguf", "mlx"]
+Dtype = Literal["fp32", "fp16", "bf16", "q8_0"]
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_GGUF_DTYPES = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "q8_0": "q8_0"}
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """An adapter in another format.
+
+    Attributes:
+        commands: Program to the lines that run the adapter in it.
+        errors: Module path to the share of its update (Frobenius norm) that a lower rank lost.
+    """
+
+    path: Path
+    commands: Mapping[str, str]
+    errors: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """An adapter that came from another program, and the format that it came in."""
+
+    folder: Path
+    source: Format
+
+
+def export_adapter(
+    adapter: str | Path,
+    out: str | Path,
+    *,
+    to: Format,
+    serving: bool = False,
+    base: str | None = None,
+    dtype: Dtype = "fp32",
+    rank: int | None = None,
+    max_rank: int = MAX_LORA_RANKS[-1],
+    force: bool = False,
+    on_event: Listener = ignore,
+) -> Exported:
+    """Write an adapter in the format of another program.
+
+    Args:
+        adapter: A folder of an adapter, or its name on the hub.
+        out: A folder for PEFT and MLX, a file for GGUF.
+        serving: Write the PEFT folder that vLLM accepts, or say why there is none.
+        base: Where its base is, for GGUF; by default the one recorded.
+        dtype: Of the tensors; q8_0 is GGUF's own.
+        rank: Reduce higher ranks to this one, each by the SVD of its update.
+        max_rank: The --max-lora-rank of the server that `serving` is meant for.
+        force: Replace what is there.
+
+    Raises:
+        AdapterError: The format cannot hold it: each layer in question is listed.
+        OutputError: `out` is taken or cannot be written.
+    """
+    source, out = adapter_folder(adapter), Path(out).expanduser()
+    if to != "gguf":
+        if dtype not in DTYPES:
+            known = ", ".join(DTYPES)
+            raise AdapterError(f"there is no dtype {dtype} in {to}", fix=f"One of: {known}.")
+        check_free(out, force=force, sources=[source])
+    if serving:
+        check_serving(source, max_rank=max_rank if rank is None else None)
+    file = read_adapter(source)
+    on_event(Stage(f"Exporting {source} to {to}"))
+    with tempfile.TemporaryDirectory(prefix="peftkit-") as scratch:
+        errors: Mapping[str, float] = {}
+        if rank is not None:
+            source, errors = _reduced(source, Path(scratch) / "reduced", rank)
+        if to == "gguf":
+            from peftkit.formats.gguf.convert import export_gguf
+
+            for note in export_gguf(source, out, base=base, dtype=_GGUF_DTYPES[dtype], force=force):
+                on_event(Notice(note))
+        else:
+            with new_adapter_folder(out, force=force, sources=[source]) as folder:
+                _write(source, folder, to, DTYPES[dtype], max_rank if serving else None)
+    on_event(Saved(f"{to} adapter", out))
+    return Exported(out, _commands(file, out, to, base), errors)
+
+
+def _reduced(source: Path, folder: Path, rank: int) -> tuple[Path, Mapping[str, float]]:
+    """Write an adapter of a lower rank beside; return its folder, and what each layer lost."""
+    file, modules = read_low_rank(source)
+    smaller, errors = compress(modules, rank)
+    transposed = bool(file.fields.get("fan_in_fan_out"))
+    save_low_rank(smaller, folder, file.provenance, transposed=transposed)
+    fields = read_json(folder / CONFIG) | {"target_modules": own_targets(file, modules)}
+    disk.write_json(fields, folder / CONFIG)
+    return folder, errors
+
+
+def _write(
+    source: Path, folder: Path, to: Format, dtype: torch.dtype, served_rank: int | None
+) -> None:
+    """Write a folder of PEFT or MLX; with `served_rank`, for a server of ranks up to that."""
+    if served_rank is not None:
+        check_serving(source, max_rank=served_rank)
+        write_serving(*read_low_rank(source), folder, dtype=dtype)
+    elif to == "mlx":
+        write_mlx(*read_low_rank(source), folder, dtype=dtype)
+    else:
+        _copy(source, folder, dtype)
+
+
+def _copy(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Write what PEFT reads; the notes that say more hold of the very same tensors only."""
+    tensors = read_tensors(source / TENSORS)
+    names = [CONFIG, CARD]
+    if all(tensor.dtype == dtype for tensor in tensors.values()):
+        names += [TENSORS, NOTES]
+    else:
+        cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        disk.write_tensors(cast, folder / TENSORS, {"format": "pt"})
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _commands(file: AdapterFile, out: Path, to: Format, base: str | None) -> dict[str, str]:
+    """Return how the result is run, program by program."""
+    model = quote(base or file.provenance.hub_id or file.provenance.base or "BASE")
+    place = quote(str(out))
+    if to == "mlx":
+        return {"mlx-lm": f'mlx_lm.generate --model {model} --adapter-path {place} --prompt "..."'}
+    if to == "gguf":
+        lines = " ".join(quote(line) for line in ("FROM ./BASE.gguf", f"ADAPTER {out.resolve()}"))
+        return {
+            "llama.cpp": f"llama-server -m BASE.gguf --lora {place}",
+            "Ollama": f"printf '%s\\n' {lines} > Modelfile && ollama create NAME -f Modelfile",
+        }
+    rank = max(_ranks(out)) if file.fields.get("peft_type") == "LORA" else 0
+    if not 0 < rank <= MAX_LORA_RANKS[-1]:
+        return {}
+    return {
+        "vLLM": f"vllm serve {model} --enable-lora --max-lora-rank {max_lora_rank(rank)} "
+        f"--lora-modules {quote(f'{out.resolve().name}={out}')}"
+    }
+
+
+def _ranks(folder: Path) -> list[int]:
+    fields = read_json(folder / CONFIG)
+    return [fields.get("r", 8), *(fields.get("rank_pattern") or {}).values()]
+
+
+def import_adapter(
+    path: str | Path,
+    out: str | Path,
+    *,
+    base: str,
+    force: bool = False,
+    on_event: Listener = ignore,
+) -> Imported:
+    """Write an adapter of another program as a folder that peftkit and PEFT load.
+
+    Args:
+        path: A folder of mlx-lm or PEFT, or a GGUF file; told apart by their content.
+        out: The new folder.
+        base: What it was trained on: hub id, folder or short name. Only its config is read.
+        force: Replace the adapter in `out`.
+
+    Raises:
+        AdapterError: Not an adapter, of a kind that is refused, or it does not fit the base: each
+            layer in question is listed.
+        OutputError: `out` is taken or cannot be written.
+    """
+    path, out = Path(path).expanduser(), Path(out).expanduser()
+    found = recognise(path)
+    check_free(out, force=force, sources=[found.folder])
+    on_event(Stage(f"Importing {path}"))
+    if found.kind == "gguf":
+        from peftkit.formats.gguf.convert import import_gguf
+
+        import_gguf(found.file, out, base=base, force=force)
+    else:
+        model = skeleton(base)
+        with new_adapter_folder(out, force=force, sources=[found.folder]) as folder:
+            if found.kind == "mlx":
+                modules = read_mlx(found.folder, found.file.name)
+                _save(modules, folder, Provenance(), locate(base), model, path)
+            else:
+                _import_peft(found, folder, base, model, on_event)
+    on_event(Saved("adapter", out))
+    return Imported(out, found.kind)
+
+
+def _import_peft(
+    found: Found, folder: Path, base: str, model: nn.Module, on_event: Listener
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="peftkit-") as scratch:
+        source = plain_folder(found, Path(scratch))
+        if per_expert(named_tensors(source)):
+            source = stack_experts(source, Path(scratch) / "stacked", model)
+        init = read_json(source / CONFIG).get("init_lora_weights")
+        if init in ("pissa", "olora"):  # what it subtracts is made from the base's weights
+            loaded = load_base(base, device="cpu", dtype="fp32", on_event=on_event)
+            adapter = load_adapter(loaded.model, source)
+            adapter.method = adapter.method.model_copy(update={"targets": tuple(adapter.own)})
+            origin = Provenance(loaded.name, loaded.hub_id, loaded.revision, loaded.fingerprint)
+            save_adapter(adapter, folder, origin)
+            return
+        if read_json(source / CONFIG).get("target_parameters"):
+            origin = _origin(read_adapter(source).provenance, locate(base))
+            save_stacked(source, folder, model, origin, Path(scratch))
+            return
+        file, modules = read_low_rank(source)
+        _save(modules, folder, file.provenance, locate(base), model, found.folder)
+
+
+def _save(
+    modules: Mapping[str, LowRank],
+    folder: Path,
+    known: Provenance,
+    location: Location,
+    model: nn.Module,
+    source: Path,
+) -> None:
+    """Write updates that fit the model, together with what is known of their origin."""
+    linears = {path: module for path, module in model.named_modules() if is_linear(module)}
+    problems = []
+    for path, update in modules.items():
+        shape = (update.a.shape[1], update.b.shape[0])
+        if path not in linears:
+            problems.append(f"{path}: the base has no such linear layer")
+        elif linear_shape(linears[path]) != shape:
+            is_shape = " -> ".join(map(str, linear_shape(linears[path])))
+            problems.append(f"{path}: for {shape[0]} -> {shape[1]}; the base's is {is_shape}")
+    if problems:
+        more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
+        raise AdapterError(
+            f"{source} does not fit {location.name}",
+            found="\n".join([*problems[:20], *more]),
+            fix="Name the base that it was trained on with --base MODEL.",
+        )
+    origin = _origin(known, location)
+    transposed = any(type(linears[path]).__name__ == "Conv1D" for path in modules)
+    save_low_rank(
+        modules, folder, origin, others=linears.keys() - modules.keys(), transposed=transposed
+    )
+
+
+def _origin(known: Provenance, location: Location) -> Provenance:
+    """Return what is known of an adapter's origin, with the base that was asked for."""
+    revision = known.revision if known.base == location.name else None
+    return replace(known, base=location.name, hub_id=location.hub_id, revision=revision)

@@ -1,0 +1,197 @@
+"""Heads of classes: new ones are the same each time, others keep their labels or say no."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from peftkit.adapter import attach
+from peftkit.base.class_head import head_of_classes
+from peftkit.base.load import Base, load_base
+from peftkit.base.purpose import ClassHead, Purpose
+from peftkit.errors import BaseError
+from peftkit.events import Event, Notice
+from peftkit.methods.lora import LoRA
+from peftkit.quant.layers import QuantizedLinear
+from tests.families import ARCHITECTURES
+from tests.tasks.classifiers import LABELS, save_base
+
+SEQUENCE = "AutoModelForSequenceClassification"
+TOKEN = "AutoModelForTokenClassification"
+
+
+def loaded(folder: Path, labels: tuple[str, ...] = LABELS, **how: Any) -> Base:
+    head = ClassHead(labels, how.pop("problem", None), how.pop("fresh", False))
+    auto_class = how.pop("auto_class", SEQUENCE)
+    return load_base(str(folder), purpose=Purpose("a test", auto_class, head=head), **how)
+
+
+def classifier(labels: tuple[str, ...] | None, count: int = 3) -> Any:
+    """Return a tiny BERT that has been trained to classify."""
+    model = ARCHITECTURES["bert_cls"]()
+    config = model.config
+    config.num_labels = count
+    if labels:
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: n for n, label in enumerate(labels)}
+    return type(model)(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [
+        ("bert", ("bert.pooler", "classifier")),  # a model of masked words has no pooler
+        ("roberta", ("classifier",)),
+        ("distilbert", ("classifier", "pre_classifier")),
+        ("deberta_v2", ("classifier", "pooler")),
+        ("modernbert", ("classifier", "head")),
+        ("electra", ("classifier",)),
+        ("llama", ("score",)),
+        ("gpt2", ("score",)),
+        ("t5", ("classification_head",)),
+    ],
+)
+def test_head_is_found_made_anew_and_left_in_16_bits(family, head, tmp_path) -> None:
+    folder = save_base(tmp_path, family)
+    base = loaded(folder, quantize="nf4", dtype="fp32")
+    assert base.head == head
+    assert base.model.config.id2label == dict(enumerate(LABELS))
+    for path in head:
+        for module in base.model.get_submodule(path).modules():
+            assert not isinstance(module, QuantizedLinear), path
+    assert base.audit.quantized_as == "nf4"
+    adapter = attach(base.model, LoRA(rank=2, train_fully=base.head))
+    assert not any(path.startswith(head) for path in adapter.own), "all-linear takes the head too"
+    assert base.model.config.pad_token_id is not None
+
+
+def test_a_new_head_does_not_depend_on_what_was_drawn_before(tmp_path) -> None:
+    folder = save_base(tmp_path)
+    torch.manual_seed(1)
+    first = loaded(folder)
+    state = torch.get_rng_state()
+    torch.manual_seed(2)
+    torch.rand(7)
+    second, narrow = loaded(folder), loaded(folder, dtype="bf16")
+    for name, tensor in first.model.state_dict().items():
+        other = narrow.model.state_dict()[name]
+        assert torch.equal(tensor, second.model.state_dict()[name])
+        assert other.dtype == torch.bfloat16
+        assert torch.equal(tensor.to(torch.bfloat16), other)
+    assert first.fingerprint == second.fingerprint == narrow.fingerprint
+    torch.set_rng_state(state)
+    weight = first.model.classifier.weight
+    assert float(weight.std()) == pytest.approx(0.2, rel=0.3)  # the config's initializer_range
+    assert not first.model.classifier.bias.any()
+
+
+def test_fingerprint_is_the_bases_whatever_its_new_head(tmp_path) -> None:
+    folder = save_base(tmp_path)
+    assert loaded(folder).fingerprint == loaded(folder, ("x", "y")).fingerprint
+
+
+def test_a_trained_head_keeps_its_weights_and_the_order_of_its_labels(tmp_path) -> None:
+    own = ("question", "animal", "food")
+    folder = save_base(tmp_path, model=classifier(own))
+    trained = load_file(folder / "model.safetensors")["classifier.weight"]
+    base = loaded(folder)
+    assert base.model.config.id2label == dict(enumerate(own))
+    assert torch.equal(base.model.classifier.weight, trained.to(base.model.dtype))
+    assert base.head == ("classifier",)
+    some = loaded(folder, ("animal", "food"))  # data that lack one of the head's labels
+    assert some.model.config.id2label == dict(enumerate(own))
+
+
+def test_labels_that_disagree_with_the_head_are_listed_with_its_own(tmp_path) -> None:
+    folder = save_base(tmp_path, model=classifier(("positive", "negative", "neutral")))
+    with pytest.raises(BaseError) as error:
+        loaded(folder)
+    assert "The head's: positive, negative, neutral" in str(error.value)
+    assert "The task's: animal, food, question" in str(error.value)
+    assert "fresh_head: true" in str(error.value)
+    base = loaded(folder, fresh=True)
+    trained = load_file(folder / "model.safetensors")["classifier.weight"]
+    assert base.model.config.id2label == dict(enumerate(LABELS))
+    assert not torch.equal(base.model.classifier.weight, trained)
+    assert torch.equal(
+        base.model.classifier.weight, loaded(folder, fresh=True).model.classifier.weight
+    )
+
+
+def test_a_head_of_another_size_is_refused_or_replaced(tmp_path) -> None:
+    folder = save_base(tmp_path, model=classifier(None, count=5))
+    with pytest.raises(BaseError, match=r"classifier\.weight is \(5, 32\), not \(3, 32\)") as error:
+        loaded(folder)
+    assert "fresh_head: true" in str(error.value)
+    assert loaded(folder, fresh=True).model.classifier.weight.shape == (3, 32)
+
+
+def test_an_unnamed_head_of_the_right_size_is_kept(tmp_path) -> None:
+    folder = save_base(tmp_path, model=classifier(None))
+    trained = load_file(folder / "model.safetensors")["classifier.weight"]
+    base = loaded(folder)
+    assert torch.equal(base.model.classifier.weight, trained.to(base.model.dtype))
+    assert base.model.config.id2label == dict(enumerate(LABELS))
+
+
+def test_what_lacks_besides_the_head_is_still_an_error(tmp_path) -> None:
+    folder = save_base(tmp_path)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    lost = next(name for name in tensors if name.endswith("layer.1.output.dense.weight"))
+    save_file({n: t for n, t in tensors.items() if n != lost}, file, {"format": "pt"})
+    with pytest.raises(BaseError, match="not a whole BertForSequenceClassification") as error:
+        loaded(folder)
+    assert lost in str(error.value)
+    assert "fresh_head" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "auto_class", "model_type"),
+    [
+        ("llama", "AutoModelForSeq2SeqLM", "llama"),
+        ("llama", "AutoModelForMaskedLM", "llama"),
+        ("opt", TOKEN, "opt"),
+        ("bert", "AutoModelForImageClassification", "bert"),
+    ],
+)
+def test_a_task_that_does_not_fit_the_model_says_so(
+    family, auto_class, model_type, tmp_path
+) -> None:
+    folder = save_base(tmp_path, family)
+    with pytest.raises(BaseError, match=f"not a a test model.\n  Its model_type is {model_type}"):
+        load_base(str(folder), purpose=Purpose("a test", auto_class))
+
+
+def test_a_decoder_knows_its_padding(tmp_path) -> None:
+    model = ARCHITECTURES["llama"]()
+    model.config.pad_token_id = None
+    folder = save_base(tmp_path, model=model)
+    assert json.loads((folder / "config.json").read_text()).get("pad_token_id") is None
+    base = loaded(folder)
+    assert base.model.config.pad_token_id == base.tokenizer.pad_token_id
+
+
+def test_a_head_that_was_not_asked_for_is_told(tmp_path) -> None:
+    seen: list[Event] = []
+    loaded(save_base(tmp_path, model=classifier(None)), auto_class=TOKEN, on_event=seen.append)
+    told = [event.text for event in seen if isinstance(event, Notice)]
+    assert any("does not use these weights of its files: bert.pooler" in text for text in told)
+
+
+def test_no_backbone_counts_as_a_head() -> None:
+    for family in ("bert_cls", "vit", "swin"):
+        assert head_of_classes(ARCHITECTURES[family]()) == ("classifier",), family
+    clip = transformers.CLIPForImageClassification(
+        transformers.CLIPConfig(
+            text_config=ARCHITECTURES["clip"]().config.text_config.to_dict(),
+            vision_config=ARCHITECTURES["clip"]().config.vision_config.to_dict(),
+        )
+    )
+    assert head_of_classes(clip) == ("classifier",)

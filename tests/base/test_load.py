@@ -1,0 +1,387 @@
+"""The base: found where it was said to be, loaded whole, and the same whatever it is loaded as."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor, nn
+
+from peftkit.base import load as base_module
+from peftkit.base import pretrained
+from peftkit.base.fingerprint import fingerprint
+from peftkit.base.load import Base, fast_dtype, load_base, local_folder, skeleton
+from peftkit.errors import BaseError, ConfigError
+from peftkit.events import Event, Notice, Progress, Stage
+from peftkit.quant.layers import QuantizedLinear
+from tests.families import ARCHITECTURES, tiny_tokenizer
+
+
+def logits(model: nn.Module) -> Tensor:
+    ids = torch.arange(24).remainder(23).view(2, 12) + 3
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model_folder: Path) -> Path:
+    """A copy of the tiny model's folder that a test may spoil."""
+    return Path(shutil.copytree(model_folder, tmp_path / "model"))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    path = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    change(tensors)
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+
+
+# ------------------------------------------------------------------- loading
+
+
+def test_folder_loads_frozen_in_eval_mode_and_unchanged(model_folder, capfd) -> None:
+    seen: list[Event] = []
+    base = load_base(str(model_folder), dtype="fp32", on_event=seen.append)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model_folder)
+    capfd.readouterr()
+    assert torch.equal(logits(base.model), logits(plain))
+    assert not base.model.training
+    assert not any(p.requires_grad for p in base.model.parameters())
+    assert base.device == torch.device("cpu")
+    assert base.audit.quantized_as == "none"
+    assert base.tokenizer.pad_token == "<pad>"
+    assert seen == [Stage(f"Loading the base {model_folder}")]
+
+
+def test_loading_says_nothing_on_the_terminal(model_folder, capfd) -> None:
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    level = transformers.utils.logging.get_verbosity()
+    load_base(str(model_folder), quantize="nf4")
+    assert capfd.readouterr() == ("", "")
+    assert transformers.utils.logging.is_progress_bar_enabled() == bars
+    assert transformers.utils.logging.get_verbosity() == level
+
+
+def test_relative_path_is_recorded_as_an_absolute_one(folder, monkeypatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    base = load_base("model")
+    assert (base.name, base.hub_id, base.revision) == (str(folder), None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)],
+)
+@pytest.mark.parametrize("quantize", ["none", "nf4", "int8"])
+def test_everything_computes_in_the_dtype_asked_for(model_folder, name, dtype, quantize) -> None:
+    base = load_base(str(model_folder), dtype=name, quantize=quantize)
+    plain = [p for n, p in base.model.named_parameters() if ".pack" not in n]
+    assert {p.dtype for p in plain} == {dtype}
+    assert base.model.config.dtype == dtype
+    assert logits(base.model).dtype == dtype
+    # computed in float32 by the models, whatever they are loaded in
+    assert {b.dtype for b in base.model.buffers()} == {torch.float32}
+
+
+def test_auto_is_what_this_machine_is_fast_at(model_folder, monkeypatch) -> None:
+    assert load_base(str(model_folder)).model.dtype == fast_dtype(torch.device("cpu"))
+    monkeypatch.setattr(base_module, "fast_dtype", lambda device: torch.float16)
+    assert load_base(str(model_folder)).model.dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        ("flags : sse avx2 avx512f", torch.float32),
+        ("flags : avx512f avx512_bf16", torch.bfloat16),
+        ("flags : amx_bf16 amx_tile", torch.bfloat16),
+        ("Features : asimd bf16", torch.bfloat16),
+    ],
+)
+def test_cpu_computes_in_bf16_where_it_has_instructions_for_it(flags, dtype, monkeypatch) -> None:
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setattr(Path, "read_text", lambda path: flags)
+    assert fast_dtype(torch.device("cpu")) == dtype
+
+
+def test_what_a_model_keeps_in_float32_stays_so_in_fp16() -> None:
+    model = ARCHITECTURES["t5"]()
+    pretrained.cast(model, torch.float16)
+    kept = {n for n, p in model.named_parameters() if p.dtype == torch.float32}
+    assert kept == {n for n, _ in model.named_parameters() if ".wo." in n}
+    pretrained.cast(model, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_quantised_base_says_so_and_keeps_its_copies(model_folder) -> None:
+    seen: list[Event] = []
+    base = load_base(str(model_folder), quantize="nf4", dtype="fp32", on_event=seen.append)
+    assert base.audit.quantized_as == "nf4"
+    assert base.audit.copy_bytes == 4 * sum(
+        row.num_parameters for row in base.audit.rows if row.is_quantized
+    )
+    assert [e.total for e in seen if isinstance(e, Progress)] == [14] * 14
+    single = load_base(str(model_folder), quantize="nf4", double_quant=False, dtype="fp32")
+    assert single.audit.num_bytes > base.audit.num_bytes - 14 * 1024  # each layer has a 1 kB code
+    assert not torch.equal(logits(single.model), logits(base.model))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_checkpoint_of_bitsandbytes_stays_as_it_is_quantised(bits, model_folder, tmp_path) -> None:
+    settings = transformers.BitsAndBytesConfig(
+        load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4"
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        model_folder, quantization_config=settings, dtype=torch.float32, device_map={"": "cpu"}
+    )
+    theirs.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    kind = {4: "nf4", 8: "int8"}[bits]
+    for quantize in ("none", kind):
+        base = load_base(str(tmp_path), quantize=quantize, dtype="fp32")
+        ours = load_base(str(model_folder), quantize=kind, double_quant=False, dtype="fp32")
+        assert base.audit.quantized_as == kind
+        assert not base.model.is_quantized
+        assert {p.dtype for p in base.model.lm_head.parameters()} == {torch.float32}
+        path = "model.layers.0.mlp.up_proj"
+        assert isinstance(base.model.get_submodule(path), QuantizedLinear)
+        weight, other = (each.model.get_submodule(path).weight for each in (base, ours))
+        step = other.abs().amax(1, keepdim=True) / 127 if bits == 8 else 0.0
+        # int8: bitsandbytes rounds weight and scale to fp16 first, which may move it by a step
+        assert ((weight - other).abs() <= 1.1 * step).all()
+        logits(base.model)
+    with pytest.raises(BaseError, match=f"in {kind} already"):
+        load_base(str(tmp_path), quantize="fp4")
+
+
+# ------------------------------------------------------------------- the fingerprint
+
+
+def test_fingerprint_is_the_same_in_every_precision_and_form(model_folder) -> None:
+    forms = [
+        {"dtype": dtype, "quantize": quantize}
+        for dtype in ("fp32", "bf16", "fp16")
+        for quantize in ("none", "nf4")
+    ]
+    found = {load_base(str(model_folder), **form).fingerprint for form in forms}
+    assert len(found) == 1
+    assert found.pop().startswith("sha256:")
+
+
+def test_fingerprint_survives_saving(model_folder, tmp_path) -> None:
+    base = load_base(str(model_folder), dtype="bf16")
+    base.model.save_pretrained(tmp_path)
+    base.tokenizer.save_pretrained(tmp_path)
+    assert load_base(str(tmp_path), dtype="fp32").fingerprint == base.fingerprint
+
+
+@pytest.mark.parametrize("tensor", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_fingerprint_tells_other_weights(folder, tensor) -> None:
+    before = load_base(str(folder)).fingerprint
+    edit_tensors(folder, lambda tensors: tensors[tensor].mul_(1.02))
+    assert load_base(str(folder)).fingerprint != before
+
+
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [
+        ({"rms_norm_eps": 1e-3}, True),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, True),
+        ({"hidden_act": "gelu"}, True),
+        ({"transformers_version": "5.0.0", "use_cache": False, "dtype": "bfloat16"}, False),
+        ({"eos_token_id": 3, "architectures": ["Other"]}, False),
+    ],
+    ids=str,
+)
+def test_fingerprint_tells_another_computation_and_nothing_else(folder, change, differs) -> None:
+    before = load_base(str(folder)).fingerprint
+    edit_config(folder, **change)
+    assert (load_base(str(folder)).fingerprint != before) == differs
+
+
+def test_fingerprint_is_of_any_module() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 500), nn.BatchNorm1d(500))
+    first = fingerprint(model)
+    assert first == fingerprint(model.bfloat16())
+    model[1].num_batches_tracked += 1
+    assert fingerprint(model) != first
+
+
+# ------------------------------------------------------------------- bad input
+
+
+def remove_tensor(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4000])
+
+
+def remove_tokenizer(folder: Path) -> None:
+    for path in (*folder.glob("token*"), *folder.glob("*.jinja")):
+        path.unlink()
+
+
+def save_tokenizer_without(*tokens: str) -> Callable[[Path], None]:
+    def save(folder: Path) -> None:
+        tokenizer = tiny_tokenizer()
+        for token in tokens:
+            setattr(tokenizer, token, None)
+        tokenizer.save_pretrained(folder)
+
+    return save
+
+
+def as_code(folder: Path) -> None:
+    edit_config(folder, model_type="mine", auto_map={"AutoConfig": "code.MyConfig"})
+    (folder / "code.py").write_text("raise SystemExit('this must never run')")
+
+
+SPOILT: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
+    "missing weight": (remove_tensor, ("not a whole Llama", "missing: model.layers.1.mlp.up_proj")),
+    "other shapes": (
+        lambda f: edit_config(f, intermediate_size=48),
+        ("misshapen: model.layers.0.mlp.down_proj.weight is (32, 64), not (32, 48)", "and 1 more"),
+    ),
+    "deeper config": (lambda f: edit_config(f, num_hidden_layers=3), ("and 4 more", "random")),
+    "cut short": (truncate, ("cannot load", "header")),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), ("no safetensors file",)),
+    "pickles": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        ("pytorch_model.bin: pickles, which can run code",),
+    ),
+    "no config": (lambda f: (f / "config.json").unlink(), ("no config.json",)),
+    "broken config": (lambda f: (f / "config.json").write_text("{"), ("not a valid JSON",)),
+    "mistyped config": (lambda f: edit_config(f, hidden_size="x"), ("hidden_size", "expected int")),
+    "unknown architecture": (lambda f: edit_config(f, model_type="zzz"), ("zzz",)),
+    "another kind of model": (
+        lambda f: ARCHITECTURES["t5"]().save_pretrained(f),
+        ("not a causal_lm model", "model_type is t5"),
+    ),
+    "code": (as_code, ("code of its own, which peftkit does not run",)),
+    "an adapter": (lambda f: (f / "adapter_config.json").touch(), ("It is an adapter",)),
+    "no tokenizer": (remove_tokenizer, ("the tokenizer of", "no tokenizer files")),
+    "endless tokenizer": (
+        save_tokenizer_without("pad_token", "eos_token"),
+        ("no eos_token and no pad_token",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_spoilt_folder_is_one_error_that_says_what_is_wrong(name, folder) -> None:
+    spoil, words = SPOILT[name]
+    spoil(folder)
+    with pytest.raises(BaseError) as error:
+        load_base(str(folder))
+    assert str(folder) in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+    assert error.value.exit_code == 2
+
+
+def test_unused_weights_are_told(folder) -> None:
+    edit_tensors(folder, lambda tensors: tensors.update(extra=torch.zeros(3)))
+    seen: list[Event] = []
+    load_base(str(folder), on_event=seen.append)
+    notices = [event.text for event in seen if isinstance(event, Notice)]
+    assert notices == ["LlamaForCausalLM does not use these weights of its files: extra"]
+
+
+def test_missing_pad_token_is_the_end_of_sequence_and_told(folder) -> None:
+    save_tokenizer_without("pad_token")(folder)
+    seen: list[Event] = []
+    base = load_base(str(folder), on_event=seen.append)
+    assert base.tokenizer.pad_token == base.tokenizer.eos_token == "<|im_end|>"
+    assert any("no pad token; <|im_end|>" in e.text for e in seen if isinstance(e, Notice))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"dtype": "bf61"}, "Did you mean 'bf16'|bf16"),
+        ({"quantize": "nf8"}, "nf4"),
+    ],
+)
+def test_unknown_setting_lists_the_known_ones(arguments, words, model_folder) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_base(str(model_folder), **arguments)
+
+
+def test_model_that_is_nowhere_is_told_with_what_is_near(folder, monkeypatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    for asked, words in {
+        "./modle": "Did you mean 'model'",
+        str(folder.parent / "modle"): f"Did you mean '{folder}'",
+        "smollm-135m": "Did you mean 'smollm2-135m'",
+        "someone/model": "hub cannot be asked from here",
+        "x.gguf": "No such file",
+        "": "No such file",
+        "a/b/c": "No such file",
+        "what is this": "No such file",
+    }.items():
+        with pytest.raises(BaseError) as error:
+            load_base(asked)
+        assert words in str(error.value), asked
+        assert repr(asked) in str(error.value)
+
+
+def test_revision_of_a_folder_is_refused(model_folder) -> None:
+    with pytest.raises(BaseError, match="no revision 'main'"):
+        load_base(str(model_folder), revision="main")
+
+
+def test_folder_around_a_model_names_what_is_in_it(folder) -> None:
+    (folder.parent / "m.gguf").touch()
+    with pytest.raises(BaseError) as error:
+        load_base(str(folder.parent))
+    assert str(folder) in str(error.value)
+    assert "m.gguf" in str(error.value)
+
+
+def test_file_that_is_no_gguf_is_refused(folder) -> None:
+    with pytest.raises(BaseError, match="Give the folder"):
+        load_base(str(folder / "model.safetensors"))
+
+
+# ------------------------------------------------------------------- without weights
+
+
+def test_skeleton_has_every_module_and_no_memory(model_folder) -> None:
+    bare, base = skeleton(str(model_folder)), load_base(str(model_folder))
+    assert {p.device.type for p in bare.parameters()} == {"meta"}
+    shapes = {name: p.shape for name, p in base.model.named_parameters()}
+    assert {name: p.shape for name, p in bare.named_parameters()} == shapes
+
+
+def test_skeleton_of_what_is_no_model_is_an_error(folder) -> None:
+    edit_config(folder, model_type="t5")
+    with pytest.raises(BaseError, match="not a causal_lm model"):
+        skeleton(str(folder))
+
+
+def test_local_folder_is_where_the_files_are(model_folder) -> None:
+    assert local_folder(str(model_folder)) == model_folder
+    assert local_folder("someone/model") is None
+
+
+def test_base_is_immutable(model_folder) -> None:
+    base = load_base(str(model_folder))
+    assert isinstance(base, Base)
+    with pytest.raises(AttributeError):
+        base.name = "other"

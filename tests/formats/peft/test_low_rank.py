@@ -1,0 +1,64 @@
+"""Adapters as matrices: what is read is what the modules apply, what is written loads anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from peftkit.adapter import attach
+from peftkit.errors import AdapterError
+from peftkit.formats.peft.folder import Provenance, load_adapter, save_adapter
+from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
+from peftkit.methods.dora import DoRA
+from peftkit.methods.lora import LoRA
+from tests.families import FAMILIES
+
+METHODS = {
+    "lora": LoRA(rank=3, alpha=5),
+    "rslora-patterns": LoRA(
+        rank=4, alpha=8, rslora=True, rank_pattern={"o": 2, "layers.1.mlp.up_proj": 1}
+    ),
+    "pissa": LoRA(rank=3, alpha=6, init="pissa"),
+    "dora": DoRA(rank=3, alpha=6),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_read_written_and_read_again_it_computes_the_same(name: str, tmp_path: Path) -> None:
+    model = FAMILIES["llama"]().eval()
+    adapter = attach(model, METHODS[name])
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    ids = torch.arange(12)[None] + 3
+    expected = model(input_ids=ids).logits
+    save_adapter(adapter, tmp_path / "one")
+    file, modules = read_low_rank(tmp_path / "one")
+    assert list(modules) == sorted(adapter.modules)
+    for path, module in modules.items():
+        a, b = adapter.modules[path].full_a(), adapter.modules[path].full_b()
+        torch.testing.assert_close(module.delta(), adapter.modules[path].scaling * b @ a)
+    save_low_rank(modules, tmp_path / "two", file.provenance)
+    for notes in (True, False):
+        if not notes:
+            (tmp_path / "two" / "peftkit.json").unlink()
+        adapter.detach()
+        adapter = load_adapter(model, tmp_path / "two")
+        torch.testing.assert_close(model(input_ids=ids).logits, expected, atol=1e-5, rtol=0)
+
+
+def test_what_does_not_fit_is_listed_whole(tmp_path: Path) -> None:
+    module = LowRank(torch.ones(2, 4), torch.ones(6, 2), 1.0)
+    save_low_rank({"a.q": module, "a.v": module}, tmp_path, Provenance())
+    config = tmp_path / "adapter_config.json"
+    config.write_text(config.read_text().replace('"r": 2', '"r": 3'))
+    (tmp_path / "peftkit.json").unlink()  # which would say that the config was changed
+    with pytest.raises(AdapterError, match=r"misshapen: a\.q .*rank 3\n.*misshapen: a\.v"):
+        read_low_rank(tmp_path)
+
+
+def test_nothing_is_not_an_adapter(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="it has no layers"):
+        save_low_rank({}, tmp_path, Provenance())

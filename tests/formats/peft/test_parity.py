@@ -1,0 +1,323 @@
+"""PEFT loads what is saved here and computes the same, and the reverse."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+from peftkit.adapter import attach
+from peftkit.errors import AdapterError
+from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.target_modules import shortest_endings
+from peftkit.methods.dora import DoRA
+from peftkit.methods.ia3 import IA3
+from peftkit.methods.ln_tuning import LNTuning
+from peftkit.methods.lora import LoRA
+from peftkit.methods.protocol import Method
+from peftkit.methods.vera import VeRA
+from tests.families import ARCHITECTURES, FAMILIES
+from tests.methods import grid, laws
+
+pytestmark = pytest.mark.filterwarnings(
+    # PEFT asks transformers by an old name
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
+    # PEFT knows no sizes of norms, and does not need them
+    "ignore:Unsupported layer type .*Norm'>' encountered:UserWarning",
+    # PEFT applies patterns to stacks of experts, but looks for modules of that name
+    "ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning",
+)
+TOLERANCE = 1e-5
+"""float32 sums in another order; logits are of order one."""
+
+ROLES = ("q", "v", "o", "down")
+OURS = {
+    "lora": LoRA(rank=4, alpha=8, targets=ROLES),
+    "alpha-float": LoRA(rank=4, alpha=2.5, targets=ROLES),
+    "rslora": LoRA(rank=4, alpha=8, targets=ROLES, rslora=True),
+    "all-linear": LoRA(rank=4, alpha=8),
+    "patterns": LoRA(
+        rank=4,
+        alpha=8,
+        targets=ROLES,
+        rank_pattern={"o": 2, r"layers\.1\.mlp\.down_proj": 3},
+        alpha_pattern={"v": 5},
+    ),
+    "rslora-patterns": LoRA(rank=4, alpha=8, targets=ROLES, rslora=True, rank_pattern={"o": 2}),
+    "pissa": LoRA(rank=4, alpha=8, targets=ROLES, init="pissa"),
+    "pissa-rslora": LoRA(rank=4, alpha=8, targets=ROLES, init="pissa", rslora=True),
+    "olora": LoRA(rank=4, alpha=8, targets=ROLES, init="olora"),
+    "dora": DoRA(rank=4, alpha=8, targets=ROLES),
+    "dora-rslora": DoRA(rank=4, alpha=8, targets=ROLES, rslora=True),
+    "dora-patterns": DoRA(rank=4, alpha=8, targets=ROLES, rank_pattern={"o": 2}),
+    "ia3": IA3(),
+    "ia3-outputs": IA3(targets=("q", "v", "up"), feedforward=()),
+    "vera": VeRA(rank=8, targets=("q", "v", "down")),
+    "vera-seed-only": VeRA(rank=8, targets=("k", "down"), projection_seed=3, save_projection=False),
+    "ln-tuning": LNTuning(),
+    "ln-tuning-some": LNTuning(targets=("input_layernorm",)),
+}
+OURS_FUSED = {
+    "lora-qv": LoRA(rank=4, alpha=8, targets=("q", "v")),
+    "lora-qkv": LoRA(rank=4, alpha=8, targets=("q", "k", "v")),
+    "lora-o-up": LoRA(rank=4, alpha=8, targets=("o", "up")),
+    "ia3": IA3(),
+    "vera": VeRA(rank=8, targets=("q", "v")),
+    "ln-tuning": LNTuning(),
+}
+OURS_EXPERTS = {
+    "all-linear": LoRA(rank=3, alpha=6),
+    "experts": LoRA(rank=3, alpha=6, targets=("experts",)),
+    "one-role": LoRA(rank=3, alpha=6, targets=("expert_up", "q")),
+    "rslora": LoRA(rank=3, alpha=6, rslora=True, targets=("experts",)),
+    "patterns": LoRA(
+        rank=3,
+        alpha=6,
+        rank_pattern={"expert_down": 2, "down_proj": 2, "gate_proj": 5},
+        alpha_pattern={"o": 5},
+    ),
+}
+COMMON: dict[str, Any] = {
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["q_proj", "v_proj", "down_proj"],
+}
+IN = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
+THEIRS: dict[str, peft.PeftConfig] = {
+    name: peft.LoraConfig(**(COMMON | fields))
+    for name, fields in {
+        "lora": {},
+        "rslora": {"use_rslora": True},
+        "dora": {"use_dora": True},
+        "patterns": {
+            "rank_pattern": {"v_proj": 2},
+            "alpha_pattern": {"layers.0.self_attn.q_proj": 3},
+        },
+        "pissa": {"init_lora_weights": "pissa"},
+        "olora": {"init_lora_weights": "olora"},
+        "gaussian": {"init_lora_weights": "gaussian"},
+        "regex": {"target_modules": r".*layers\.1.*(q_proj|up_proj)"},
+        "some-layers": {"layers_to_transform": [1], "layers_pattern": "layers"},
+        "without": {"exclude_modules": ["layers.0.mlp.down_proj"]},
+    }.items()
+} | {
+    "ia3": peft.IA3Config(**IN, feedforward_modules=["down_proj"]),
+    "ia3-regex": peft.IA3Config(**IN, feedforward_modules=r".*\.1\.mlp\.down_proj"),
+    "vera": peft.VeraConfig(**IN, r=8),
+    "vera-other-seed": peft.VeraConfig(**IN, r=8, projection_prng_key=5),
+    "ln-tuning": peft.LNTuningConfig(target_modules=["input_layernorm", "model.norm"]),
+}
+THEIRS_EXPERTS: dict[str, dict[str, Any]] = {
+    "both": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    "down": {"target_parameters": ["experts.down_proj"], "target_modules": []},
+    "rslora": {"target_parameters": ["mlp.experts.gate_up_proj"], "use_rslora": True},
+    "patterns": {
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        "rank_pattern": {"experts.down_proj": 2},
+        "alpha_pattern": {"gate_up_proj": 5},
+    },
+}
+MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(20).view(2, 10) + 3).logits
+
+
+def nudge(model: nn.Module) -> None:
+    """Stand in for training: move every trainable value a little."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.fixture
+def base() -> nn.Module:
+    torch.manual_seed(0)
+    return FAMILIES["llama"]().eval()
+
+
+@pytest.mark.filterwarnings("ignore:Specified to not (save|load) vera_A")
+@pytest.mark.parametrize("name", OURS)
+def test_peft_computes_the_same_from_our_file(name: str, base: nn.Module, tmp_path: Path) -> None:
+    check_writing(base, OURS[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_we_compute_the_same_from_their_file(name: str, base: nn.Module, tmp_path: Path) -> None:
+    check_reading(base, copy.deepcopy(THEIRS[name]), tmp_path)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("name", THEIRS_EXPERTS)
+def test_we_compute_the_same_from_their_experts(name: str, family: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    fields = {"r": 4, "lora_alpha": 8, "target_modules": ["o_proj"]} | THEIRS_EXPERTS[name]
+    check_reading(ARCHITECTURES[family]().eval(), peft.LoraConfig(**fields), tmp_path)
+
+
+def check_reading(base: nn.Module, config: peft.PeftConfig, folder: Path) -> None:
+    ours = copy.deepcopy(base)
+    config.task_type = "CAUSAL_LM"
+    theirs = peft.get_peft_model(base, config).eval()
+    nudge(theirs)
+    theirs.save_pretrained(folder)
+    adapter = load_adapter(ours, folder)
+    torch.testing.assert_close(logits(ours), logits(theirs), atol=TOLERANCE, rtol=0)
+    save_adapter(adapter, folder / "again")
+    adapter.detach()
+    load_adapter(ours, folder / "again")
+    torch.testing.assert_close(logits(ours), logits(theirs), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:Specified to not (save|load) vera_A")
+def test_the_random_pair_is_made_again_from_its_seed(base: nn.Module, tmp_path: Path) -> None:
+    config = peft.VeraConfig(**IN, r=8, projection_prng_key=11, save_projection=False)
+    check_reading(base, config, tmp_path)
+
+
+@pytest.mark.parametrize("name", OURS_FUSED)
+def test_peft_computes_the_same_from_roles_of_a_fused_layer(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    check_writing(FAMILIES["gpt2"]().eval(), OURS_FUSED[name], tmp_path)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("name", OURS_EXPERTS)
+def test_peft_computes_the_same_from_our_experts(name: str, family: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    check_writing(ARCHITECTURES[family]().eval(), OURS_EXPERTS[name], tmp_path)
+
+
+def check_writing(base: nn.Module, method: Method, tmp_path: Path) -> None:
+    model, theirs = base, copy.deepcopy(base)
+    adapter = attach(model, method)
+    nudge(model)
+    save_adapter(adapter, tmp_path)
+    assert not torch.allclose(logits(model), logits(theirs), atol=1e-3)
+    loaded = peft.PeftModel.from_pretrained(theirs, tmp_path).eval()
+    torch.testing.assert_close(logits(loaded), logits(model), atol=TOLERANCE, rtol=0)
+
+
+KINDS = ("gpt2", "falcon_new", "deepseek_v3", "mixtral", "bert", "t5", "whisper", "vit", "mllama")
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+@pytest.mark.parametrize("column", grid.COLUMNS)
+def test_both_ways_agree_on_every_kind_of_model(column: str, architecture: str) -> None:
+    outcome = laws.check(column, architecture, laws=[laws.peft_agrees])
+    assert not outcome.failures, "\n".join(outcome.failures)
+
+
+def test_the_config_is_the_oldest_keys_and_what_differs(base: nn.Module, tmp_path: Path) -> None:
+    save_adapter(attach(base, LoRA(rank=4, alpha=8, targets=("q", "v"))), tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text()) == {
+        "auto_mapping": None,
+        "base_model_name_or_path": None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "lora_alpha": 8,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": 4,
+        "revision": None,
+        "target_modules": ["q_proj", "v_proj"],
+        "task_type": "CAUSAL_LM",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"r": 8}, "was changed after the adapter was saved"),
+        ({"lora_alpha": 16}, "was changed after the adapter was saved"),
+        ({"use_rslora": True}, "features|changed|differ"),
+        ({"bias": "all"}, "was changed after the adapter was saved"),
+        ({"lora_bias": True}, "features that peftkit does not read"),
+        ({"modules_to_save": ["lm_head"]}, "was changed after the adapter was saved"),
+        ({"layer_replication": [[0, 2]]}, "features that peftkit does not read"),
+        ({"peft_type": "LOHA"}, "no method reads an adapter of type 'LOHA'"),
+        ({"target_modules": ["q_proj", "v_proj", "k_proj"]}, "no tensors for the target 'k_proj'"),
+        ({"target_modules": ["q_proj"]}, "tensors for modules that its config does not target"),
+    ],
+    ids=str,
+)
+def test_a_config_that_does_not_suit_the_tensors_is_refused(
+    change: dict[str, Any], message: str, base: nn.Module, tmp_path: Path
+) -> None:
+    adapter = attach(base, LoRA(rank=4, alpha=8, targets=("q", "v")))
+    save_adapter(adapter, tmp_path)
+    adapter.detach()
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(AdapterError, match=message):
+        load_adapter(base, tmp_path)
+    assert not any("lora" in name for name, _ in base.named_parameters())
+
+
+def test_a_deeper_and_a_shallower_base_are_refused_with_the_list(tmp_path: Path) -> None:
+    two = FAMILIES["llama"]()
+    adapter = attach(two, LoRA(rank=2, targets=("q",)))
+    save_adapter(adapter, tmp_path)
+    adapter.detach()
+    del two.model.layers[1]
+    with pytest.raises(AdapterError, match=r"unexpected: model\.layers\.1\.self_attn\.q_proj"):
+        load_adapter(two, tmp_path)
+    three = FAMILIES["llama"]()
+    three.model.layers.append(copy.deepcopy(three.model.layers[0]))
+    for notes in (True, False):
+        if not notes:
+            (tmp_path / "peftkit.json").unlink()
+        with pytest.raises(AdapterError, match=r"missing: model\.layers\.2\.self_attn\.q_proj"):
+            load_adapter(three, tmp_path)
+
+
+def test_another_base_of_the_same_shapes_is_refused_unless_forced(
+    base: nn.Module, tmp_path: Path
+) -> None:
+    from peftkit.formats.peft.folder import Provenance
+
+    adapter = attach(base, LoRA(rank=2, targets=("q",)))
+    save_adapter(adapter, tmp_path, Provenance(base="one", fingerprint="sha256:" + "1" * 64))
+    adapter.detach()
+    other = "sha256:" + "2" * 64
+    with pytest.raises(AdapterError, match="trained on other weights"):
+        load_adapter(base, tmp_path, fingerprint=other)
+    load_adapter(base, tmp_path, fingerprint=other, force=True)
+
+
+def test_a_pickle_alone_is_refused_unopened(base: nn.Module, tmp_path: Path) -> None:
+    save_adapter(attach(base, LoRA(rank=2, targets=("q",))), tmp_path)
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(AdapterError, match=r"holds no adapter_model\.safetensors"):
+        load_adapter(base, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("paths", "others", "endings"),
+    [
+        (["a.0.q", "a.1.q"], ["a.0.k"], ["q"]),
+        (["a.0.x.c", "a.1.x.c"], ["a.0.y.c"], ["x.c"]),
+        (["a.0.q"], ["a.1.q"], ["0.q"]),
+        (["a.0.q", "b.0.q"], ["c.0.q"], ["a.0.q", "b.0.q"]),
+        (["q"], ["a.q"], ["q"]),
+    ],
+)
+def test_targets_are_the_shortest_endings_that_name_no_other_module(
+    paths: list[str], others: list[str], endings: list[str]
+) -> None:
+    assert shortest_endings(paths, others) == endings

@@ -1,0 +1,565 @@
+"""Adapters side by side: each row computes what its adapter computes alone, and nothing is copied.
+
+The reference is always the adapter attached alone, as everywhere else in peftkit.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from peftkit.adapter import attach
+from peftkit.base.fingerprint import fingerprint
+from peftkit.base.load import Base, load_base
+from peftkit.data.encode import Style
+from peftkit.errors import AdapterError, DataError
+from peftkit.formats.peft.folder import Provenance, load_adapter, named_tensors, save_adapter
+from peftkit.inference.bank import AdapterBank
+from peftkit.inference.bank_layer import BankLinear
+from peftkit.inference.generate import complete, generate
+from peftkit.kernels import by_row
+from peftkit.methods.dora import DoRA
+from peftkit.methods.lora import LoRA
+from peftkit.quant.audit import audit
+from tests.families import FAMILIES
+
+TOLERANCE = 2e-5
+"""float32 sums in another order; logits are of order one."""
+
+METHODS: dict[str, LoRA] = {
+    "plain": LoRA(rank=4, alpha=8),
+    "twin": LoRA(rank=4, alpha=8),
+    "rslora": LoRA(rank=3, alpha=5, rslora=True, targets=("q", "v")),
+    "patterns": LoRA(rank=2, alpha=3, rank_pattern={"o": 5}, alpha_pattern={"down": 7}),
+    "ffn": LoRA(rank=1, alpha=2, targets=("down",)),
+    "pissa": LoRA(rank=2, alpha=2, init="pissa", targets=("o",)),
+    "dora": DoRA(rank=3, alpha=6, targets=("q", "o", "down")),
+}
+BATCHES: dict[str, list[str | None]] = {
+    "each its own": ["plain", "twin"],
+    "one for all": ["rslora", "rslora", "rslora"],
+    "none": [None, None],
+    "mixed with bare rows": ["plain", None, "rslora", "plain", None, "ffn"],
+    "all": [*METHODS, None, *METHODS],
+}
+
+
+def a_base(model: nn.Module, tokenizer: Any = None) -> Base:
+    """Say of a tiny model what load_base says of a real one."""
+    return Base(
+        model=model,
+        tokenizer=tokenizer,
+        name="tiny",
+        hub_id=None,
+        revision=None,
+        fingerprint=fingerprint(model),
+        audit=audit(model),
+        device=torch.device("cpu"),
+    )
+
+
+def write(model: nn.Module, method: LoRA, folder: Path, seed: int, **known: Any) -> Path:
+    """Write an adapter that has learnt something; the model is bare again."""
+    adapter = attach(model, method, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    save_adapter(adapter, folder, Provenance(**known))
+    adapter.detach()
+    return folder
+
+
+def write_all(model: nn.Module, folder: Path) -> dict[str, Path]:
+    """Write one adapter of each method."""
+    return {
+        name: write(model, method, folder / name, seed)
+        for seed, (name, method) in enumerate(METHODS.items())
+    }
+
+
+def some_ids(num_rows: int, length: int = 7) -> Tensor:
+    return torch.randint(5, 300, (num_rows, length), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(input_ids=ids).logits
+
+
+def alone(model: nn.Module, path: Path | None, ids: Tensor) -> Tensor:
+    """Return the logits with one adapter attached, or with none."""
+    adapter = None if path is None else load_adapter(model, path)
+    found = logits(model, ids)
+    if adapter is not None:
+        adapter.detach()
+    return found
+
+
+def rows_alone(
+    model: nn.Module, paths: dict[str, Path], rows: list[str | None], ids: Tensor
+) -> Tensor:
+    """Return the logits of each row with its own adapter attached alone."""
+    of = {name: alone(model, paths[name] if name else None, ids) for name in set(rows)}
+    return torch.stack([of[name][row] for row, name in enumerate(rows)])
+
+
+@pytest.fixture
+def model(llama: nn.Module) -> nn.Module:
+    return llama
+
+
+@pytest.fixture
+def paths(model: nn.Module, tmp_path: Path) -> dict[str, Path]:
+    return write_all(model, tmp_path)
+
+
+@pytest.fixture
+def bank(model: nn.Module, tokenizer: Any, paths: dict[str, Path]) -> AdapterBank:
+    return AdapterBank(a_base(model, tokenizer), paths)
+
+
+@pytest.fixture(params=["masked", "batched"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways of the product, whatever their costs."""
+    masked = request.param == "masked"
+    monkeypatch.setattr(by_row.RowRanks, "masked_is_cheaper", lambda *_: masked)
+    return str(request.param)
+
+
+# ------------------------------------------------------------------- equality
+
+
+@pytest.mark.parametrize(
+    ("family", "batch"),
+    [("llama", batch) for batch in BATCHES]
+    + [(family, "all") for family in ("gpt2", "phi3", "gpt_neox", "gemma2")],
+)
+def test_a_mixed_batch_is_each_adapter_alone(
+    family: str, batch: str, way: str, tmp_path: Path
+) -> None:
+    model = FAMILIES[family]().eval()
+    fused = family in ("gpt2", "phi3", "gpt_neox")  # PiSSA cannot start from a part of these
+    rows = [name for name in BATCHES[batch] if not (fused and name == "pissa")]
+    methods = {n: m for n, m in METHODS.items() if n in rows}
+    paths = {
+        name: write(model, method, tmp_path / name, seed)
+        for seed, (name, method) in enumerate(methods.items())
+    }
+    ids = some_ids(len(rows))
+    expected = rows_alone(model, paths, rows, ids)
+    bank = AdapterBank(a_base(model), paths)
+    with bank.use(rows):
+        found = logits(model, ids)
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+    if any(rows):
+        assert not torch.allclose(found, logits(model, ids), atol=1e-3), "adapters take part"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_one_adapter_for_the_batch_is_that_adapter_alone(
+    name: str, bank: AdapterBank, model: nn.Module, paths: dict[str, Path]
+) -> None:
+    ids = some_ids(3)
+    with bank.use(name):
+        found = logits(model, ids)
+    for one in bank.names:
+        bank.drop(one)
+    torch.testing.assert_close(found, alone(model, paths[name], ids), atol=TOLERANCE, rtol=0)
+
+
+def test_without_a_name_the_base_is_bare_to_the_bit(
+    bank: AdapterBank, model: nn.Module, tmp_path: Path
+) -> None:
+    ids = some_ids(3)
+    outside = logits(model, ids)
+    with bank.use("plain"), bank.use(None):
+        inside = logits(model, ids)
+    with bank.use([None, None, None]):
+        by_row_ = logits(model, ids)
+    for name in bank.names:
+        bank.drop(name)
+    bare = logits(model, ids)
+    for found in (outside, inside, by_row_):
+        assert torch.equal(found, bare)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_over_a_quantised_base_too(kind: str, model_folder: Path, way: str, tmp_path: Path) -> None:
+    base = load_base(str(model_folder), quantize=kind, dtype="fp32")
+    paths = write_all(base.model, tmp_path)
+    ids = some_ids(len(BATCHES["all"]))
+    expected = rows_alone(base.model, paths, BATCHES["all"], ids)
+    bank = AdapterBank(base, paths)
+    with bank.use(BATCHES["all"]):
+        torch.testing.assert_close(logits(base.model, ids), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_in_bf16_within_its_rounding(model: nn.Module, way: str, tmp_path: Path) -> None:
+    model.to(torch.bfloat16)
+    paths = write_all(model, tmp_path)
+    rows = BATCHES["mixed with bare rows"]
+    ids = some_ids(len(rows))
+    expected = rows_alone(model, paths, rows, ids).float()
+    with AdapterBank(a_base(model), paths).use(rows):
+        error = (logits(model, ids).float() - expected).norm() / expected.norm()
+    assert error < 0.02  # 8 bits of mantissa, through two layers
+
+
+def test_a_file_in_16_bits_over_a_base_in_32_keeps_its_size_and_loses_nothing(
+    model: nn.Module, tmp_path: Path
+) -> None:
+    methods = {
+        "lora": LoRA(rank=4, alpha=7, dtype="bf16"),
+        "dora": DoRA(rank=3, alpha=5, dtype="bf16"),
+        "foreign": LoRA(rank=2, alpha=3, dtype="bf16"),
+    }
+    paths = {name: write(model, m, tmp_path / name, 3) for name, m in methods.items()}
+    (paths["foreign"] / "peftkit.json").unlink()  # then it is scaled in float32
+    rows: list[str | None] = ["lora", "dora", None, "foreign"]
+    ids = some_ids(4)
+    expected = rows_alone(model, paths, rows, ids)
+    bank = AdapterBank(a_base(model), paths)
+    with bank.use(rows):
+        torch.testing.assert_close(logits(model, ids), expected, atol=TOLERANCE, rtol=0)
+    for row, name in enumerate(rows):
+        with bank.use(name):
+            found = logits(model, ids)[row]
+        torch.testing.assert_close(found, expected[row], atol=TOLERANCE, rtol=0)
+        if name:
+            size = (paths[name] / "adapter_model.safetensors").stat().st_size
+            assert bank.num_bytes(name) <= size
+
+
+def test_an_infinite_product_of_one_adapter_stays_in_its_row(way: str) -> None:
+    ranks = by_row.RowRanks.of([0, 1], [1, 1], torch.device("cpu"))
+    a = ranks.stack([torch.full((1, 2), 3e38), torch.ones(1, 2)])
+    b = ranks.stack([torch.ones(1, 3), torch.ones(1, 3)])
+    out = by_row.add_lora_by_row(torch.zeros(2, 1, 3), torch.full((2, 1, 2), 5.0), a, b, ranks)
+    assert out[0].isinf().all()
+    assert torch.equal(out[1], torch.full((1, 3), 10.0))
+
+
+def test_the_cheaper_way_is_taken() -> None:
+    ranks = by_row.RowRanks.of([0, 1, 0, None], [8, 8], torch.device("cpu"))
+    assert ranks.masked_is_cheaper(1, torch.float32), "a decoding step"
+    assert not ranks.masked_is_cheaper(100, torch.float32), "a prompt"
+    in_order = by_row.RowRanks.of([0, 1], [8, 8], torch.device("cpu"))
+    assert in_order.own is None, "nothing is gathered"
+    assert not in_order.masked_is_cheaper(1, torch.float32)
+
+
+# ------------------------------------------------------------------- generation
+
+PROMPTS = [[9, 41, 77, 20, 33], [50], [80, 81, 82], [9, 41, 77, 20, 33], [60, 61], [7, 8, 9, 10]]
+NAMES: list[str | None] = ["plain", "rslora", None, "ffn", "plain", "twin"]
+
+
+def test_each_prompt_is_completed_by_its_own_adapter(
+    bank: AdapterBank, model: Any, tokenizer: Any, paths: dict[str, Path]
+) -> None:
+    found = bank.complete(PROMPTS, NAMES, max_new_tokens=6, batch_size=4)
+    for name in bank.names:
+        bank.drop(name)
+    for prompt, name, ids in zip(PROMPTS, NAMES, found, strict=True):
+        adapter = load_adapter(model, paths[name]) if name else None
+        assert complete(model, tokenizer, [prompt], max_new_tokens=6) == [ids], name
+        if adapter:
+            adapter.detach()
+    assert len({tuple(ids) for ids in found}) > 2, "adapters take part"
+
+
+def test_each_adapter_is_asked_as_it_learnt_to_be(
+    model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    styles = {"chat": Style("chat"), "plain": Style("plain")}
+    paths = {
+        name: write(model, METHODS["plain"], tmp_path / name, 4, prompt_style=style)
+        for name, style in styles.items()
+    }
+    bank = AdapterBank(a_base(model, tokenizer), paths)
+    prompts, names = ["what is the lazy?", "the quick", "the brown fox"], ["chat", "plain", None]
+    found = bank.generate(prompts, names, max_new_tokens=5)
+    for prompt, name, text in zip(prompts, names, found, strict=True):
+        with bank.use(name):
+            style = styles[name] if name else None
+            told = generate(model, tokenizer, prompt, style=style, max_new_tokens=5)
+        assert told == [text]
+
+
+def test_sampling_is_repeated_by_its_seed(bank: AdapterBank) -> None:
+    def sample(seed: int) -> list[list[int]]:
+        return bank.complete(
+            PROMPTS, NAMES, max_new_tokens=6, temperature=2.0, seed=seed, batch_size=4
+        )
+
+    assert sample(1) == sample(1) != sample(2)
+
+
+def test_beams_take_an_entry_for_each(bank: AdapterBank, model: Any) -> None:
+    ids = some_ids(2)
+    settings: dict[str, Any] = {"num_beams": 2, "max_new_tokens": 4, "do_sample": False}
+    settings |= {"attention_mask": torch.ones_like(ids)}
+    with bank.use(["plain", "plain", "ffn", "ffn"]):
+        found = model.generate(ids, **settings)
+    for row, name in enumerate(["plain", "ffn"]):
+        with bank.use(name):
+            assert torch.equal(model.generate(ids, **settings)[row], found[row])
+    with (
+        bank.use(["plain", "ffn"]),
+        pytest.raises(AdapterError, match=r"4 rows.*for 2(.|\n)*beams"),
+    ):
+        model.generate(ids, **settings)
+
+
+# ------------------------------------------------------------------- a lookup, and memory
+
+
+def held(bank: AdapterBank) -> dict[str, int]:
+    """Return where each tensor of each adapter lies."""
+    return {
+        f"{path}.{name}.{part}": tensor.data_ptr()
+        for path, layer in bank.base.model.named_modules()
+        if isinstance(layer, BankLinear)
+        for name, update in layer.updates.items()
+        for part, tensor in (("a", update.a), ("b", update.b))
+    }
+
+
+def test_a_switch_moves_no_tensor_and_takes_less_than_a_millisecond(
+    bank: AdapterBank, model: nn.Module
+) -> None:
+    before = held(bank)
+    assert before
+    times = []
+    for name in [*bank.names, None] * 5:
+        start = perf_counter()
+        with bank.use(name):
+            times.append(perf_counter() - start)
+            assert held(bank) == before
+    assert sorted(times)[len(times) // 2] < 1e-3
+    with bank.use("plain"):
+        layer = next(m for m in model.modules() if isinstance(m, BankLinear))
+        kept = layer.updates["plain"]
+        assert [t.data_ptr() for t in kept.in_dtype(torch.float32)] == [
+            kept.a.data_ptr(),
+            kept.b.data_ptr(),
+        ]
+
+
+def test_what_a_mixed_batch_needed_is_gone_after_it(bank: AdapterBank, model: nn.Module) -> None:
+    with bank.use(["plain", "ffn"]):
+        routing = bank._switch.routing
+        logits(model, some_ids(2))
+        kept = weakref.ref(next(stack for stack in routing.stacks.values() if stack).a)
+        del routing
+        assert kept() is not None
+    gc.collect()
+    assert kept() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_takes_no_more_than_its_file(
+    dtype: torch.dtype, model: nn.Module, paths: dict[str, Path]
+) -> None:
+    model.to(dtype)
+    bank = AdapterBank(a_base(model), paths)
+    for name, path in paths.items():
+        size = (path / "adapter_model.safetensors").stat().st_size
+        assert 0 < bank.num_bytes(name) <= size
+    values = sum(t.numel() for t in named_tensors(paths["plain"]).values())
+    assert bank.num_bytes("plain") == values * dtype.itemsize
+
+
+def test_adapters_are_no_part_of_the_state_dict_and_move_with_the_model(
+    bank: AdapterBank, model: nn.Module
+) -> None:
+    assert not any(".updates" in name or "lora" in name for name in model.state_dict())
+    ids = some_ids(2)
+    with bank.use(["plain", "dora"]):
+        before = logits(model, ids)
+        model.to(torch.float64)
+        torch.testing.assert_close(logits(model, ids).float(), before, atol=1e-4, rtol=0)
+    layer = next(m for m in model.modules() if isinstance(m, BankLinear))
+    assert {u.a.dtype for u in layer.updates.values()} == {torch.float64}
+
+
+# ------------------------------------------------------------------- add and drop
+
+
+def test_adapters_come_and_go_while_others_are_in_use(
+    bank: AdapterBank, model: nn.Module, paths: dict[str, Path]
+) -> None:
+    ids = some_ids(2)
+    rows: list[str | None] = ["rslora", "ffn"]
+    bank.drop("plain")
+    with bank.use(rows):
+        before = logits(model, ids)
+        bank.drop("dora")
+        bank.add("late", paths["plain"])
+        assert torch.equal(logits(model, ids), before)
+        with bank.use(["late", None]):
+            late = logits(model, ids)
+        assert torch.equal(logits(model, ids), before)
+        with pytest.raises(AdapterError, match="'ffn' is in use"):
+            bank.drop("ffn")
+        with bank.use(None), pytest.raises(AdapterError, match="'rslora' is in use"):
+            bank.drop("rslora")
+    assert bank.names == ("twin", "rslora", "patterns", "ffn", "pissa", "late")
+    for name in bank.names:
+        bank.drop(name)
+    expected = rows_alone(model, paths, ["plain", None], ids)
+    torch.testing.assert_close(late, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_a_layer_without_an_adapter_is_the_bases_own_again(
+    model: nn.Module, paths: dict[str, Path]
+) -> None:
+    modules = dict(model.named_modules())
+    bank = AdapterBank(a_base(model), {"q": paths["rslora"], "down": paths["ffn"]})
+
+    def wrapped() -> set[str]:
+        return {
+            path.rpartition(".")[2]
+            for path, module in model.named_modules()
+            if isinstance(module, BankLinear)
+        }
+
+    assert wrapped() == {"q_proj", "v_proj", "down_proj"}
+    bank.drop("q")
+    assert wrapped() == {"down_proj"}
+    bank.drop("down")
+    assert dict(model.named_modules()) == modules
+    assert list(model.named_modules())[-1][1] is modules[list(modules)[-1]]
+
+
+def test_a_switch_is_undone_by_an_error(bank: AdapterBank, model: nn.Module) -> None:
+    ids = some_ids(1)
+    bare = logits(model, ids)
+    with pytest.raises(RuntimeError, match="stop"), bank.use("plain"):
+        raise RuntimeError("stop")
+    assert torch.equal(logits(model, ids), bare)
+    bank.drop("plain")
+
+
+# ------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "name", ["", "a/b", "..", "a..b", "../x", "a b", "a=b", ".a", "a\\b", "-a"]
+)
+def test_a_name_is_a_plain_word(name: str, bank: AdapterBank, paths: dict[str, Path]) -> None:
+    with pytest.raises(AdapterError, match="cannot be the name"):
+        bank.add(name, paths["plain"])
+
+
+def test_a_name_is_taken_once(bank: AdapterBank, paths: dict[str, Path]) -> None:
+    with pytest.raises(AdapterError, match=r"'plain' already(.|\n)*Drop it first"):
+        bank.add("plain", paths["twin"])
+
+
+ASKS: dict[str, Callable[[AdapterBank], object]] = {
+    "use": lambda bank: bank.use("plian").__enter__(),
+    "rows": lambda bank: bank.use(["plain", "plian"]).__enter__(),
+    "drop": lambda bank: bank.drop("plian"),
+    "num_bytes": lambda bank: bank.num_bytes("plian"),
+    "file": lambda bank: bank.file("plian"),
+    "complete": lambda bank: bank.complete([[9]], ["plian"]),
+}
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_an_unknown_name_is_told_with_its_neighbour(ask: str, bank: AdapterBank) -> None:
+    with pytest.raises(AdapterError, match=r"'plian'(.|\n)*twin(.|\n)*Did you mean 'plain'"):
+        ASKS[ask](bank)
+
+
+@pytest.mark.parametrize("rows", [["plain", None], ["plain"], [], [None, None]])
+def test_another_number_of_rows_is_refused(
+    rows: list[str | None], bank: AdapterBank, model: nn.Module
+) -> None:
+    with bank.use(rows), pytest.raises(AdapterError, match=f"3 rows.*given for {len(rows)}"):
+        logits(model, some_ids(3))
+
+
+def test_rows_that_the_model_has_flattened_are_refused(bank: AdapterBank, model: Any) -> None:
+    layer = model.model.layers[0].mlp.down_proj
+    with bank.use(["plain", "ffn"]), pytest.raises(AdapterError, match="cannot tell the rows"):
+        layer(torch.zeros(2, 64))
+
+
+def test_prompts_and_names_are_as_many(bank: AdapterBank) -> None:
+    for names in (["plain"], "ab"):
+        with pytest.raises(DataError, match="2 prompts"):
+            bank.complete([[9], [8]], names)
+        with pytest.raises(DataError, match="2 prompts"):
+            bank.generate(["a", "b"], names)
+
+
+def test_an_adapter_of_other_weights_needs_force(model: nn.Module, tmp_path: Path) -> None:
+    base = a_base(model)
+    path = write(
+        model, METHODS["plain"], tmp_path, 0, base="other", fingerprint="sha256:" + "0" * 64
+    )
+    with pytest.raises(AdapterError, match=r"other weights(.|\n)*trained on other"):
+        AdapterBank(base, {"a": path})
+    assert AdapterBank(base, {"a": path}, force=True).names == ("a",)
+
+
+def test_what_does_not_fit_is_listed_and_leaves_the_base_bare(
+    model: nn.Module, paths: dict[str, Path], tmp_path: Path
+) -> None:
+    other = FAMILIES["gpt2"]()
+    foreign = write(other, METHODS["plain"], tmp_path / "foreign", 0)
+    modules = list(model.modules())
+    with pytest.raises(AdapterError) as caught:
+        AdapterBank(a_base(model), {"a": paths["plain"], "b": foreign})
+    told = str(caught.value)
+    assert "no such layer: transformer.h.0.attn.c_attn" in told
+    assert "no such layer: transformer.h.1.mlp.c_proj" in told
+    assert list(model.modules()) == modules
+
+
+def test_an_adapter_of_other_sizes_or_with_missing_layers_is_refused(
+    model: nn.Module, paths: dict[str, Path]
+) -> None:
+    config = paths["ffn"] / "adapter_config.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps(fields | {"target_modules": ["down_proj", "up_proj"]}))
+    with pytest.raises(AdapterError, match="no tensors for the target: up_proj"):
+        AdapterBank(a_base(model), {"a": paths["ffn"]})
+    wide = nn.Linear(99, 32)
+    model.model.layers[1].self_attn.q_proj = wide  # type: ignore[union-attr,index]
+    with pytest.raises(AdapterError, match=r"misshapen: model\.layers\.1\.self_attn\.q_proj"):
+        AdapterBank(a_base(model), {"a": paths["rslora"]})
+
+
+def test_no_adapter_no_folder_and_a_base_that_is_taken_are_refused(
+    model: nn.Module, paths: dict[str, Path], tmp_path: Path
+) -> None:
+    base = a_base(model)
+    with pytest.raises(AdapterError, match="no adapter folder"):
+        AdapterBank(base, {"a": tmp_path / "nowhere"})
+    shutil.rmtree(tmp_path / "twin")
+    (tmp_path / "twin").mkdir()
+    with pytest.raises(AdapterError, match=r"adapter_config\.json"):
+        AdapterBank(base, {"a": tmp_path / "twin"})
+    bank = AdapterBank(base, {"a": paths["plain"]})
+    with pytest.raises(AdapterError, match="carries an adapter already"):
+        AdapterBank(base, {"b": paths["plain"]})
+    bank.drop("a")
+    attach(model, METHODS["plain"])
+    with pytest.raises(AdapterError, match="carries an adapter already"):
+        AdapterBank(base)
+    with pytest.raises(AdapterError, match=r"not this bank's"):
+        bank.add("a", paths["plain"])

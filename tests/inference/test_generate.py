@@ -1,0 +1,220 @@
+"""Completions: greedy and sampled, batched and streamed, and a model left as it was."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from peftkit.data.encode import Style
+from peftkit.errors import DataError
+from peftkit.inference.generate import complete, generate, stream
+from tests.families import EOS, FAMILIES
+
+PROMPTS = [[9, 41, 77, 130], [55], [201, 33, 8, 99, 120, 61, 340], [17, 18]]
+
+
+def by_hand(model: PreTrainedModel, prompt: list[int], num_new: int) -> list[int]:
+    """Return the likeliest continuation, one full forward pass for each token."""
+    ids = list(prompt)
+    for _ in range(num_new):
+        with torch.no_grad():
+            token = int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+        if token == EOS:
+            break
+        ids.append(token)
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "mixtral"])
+def test_greedy_is_the_likeliest_token_each_time_in_any_batch(
+    family: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model = FAMILIES[family]().eval()
+    expected = [by_hand(model, prompt, 9) for prompt in PROMPTS]
+    for batch_size in (1, 3, 8):
+        made = complete(model, tokenizer, PROMPTS, max_new_tokens=9, batch_size=batch_size)
+        assert made == expected
+
+
+def always(model: PreTrainedModel, token: int) -> None:
+    """Make a model say one token for ever."""
+    head = model.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.zeros(head.out_features))
+    head.bias.data[token] = 1e4
+
+
+def test_an_answer_ends_at_any_end_token_and_leaves_it_out(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    for token, ends in (
+        (EOS, {}),
+        (200, {"model": [199, 200]}),
+        (200, {"model": 200}),
+        (200, {"stops": [200]}),
+    ):
+        always(llama, token)
+        llama.generation_config = GenerationConfig(eos_token_id=ends.get("model"))
+        stops = ends.get("stops", ())
+        assert complete(llama, tokenizer, PROMPTS, stops=stops, max_new_tokens=5) == [[]] * 4
+    llama.generation_config = GenerationConfig()
+    assert complete(llama, tokenizer, PROMPTS, max_new_tokens=5) == [[200] * 5] * 4
+
+
+def test_a_models_own_sampling_settings_are_not_used(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    plain = complete(llama, tokenizer, PROMPTS, max_new_tokens=9)
+    llama.generation_config = own = GenerationConfig(
+        do_sample=True, temperature=3.0, top_k=2, repetition_penalty=9.0, max_length=3, min_length=8
+    )
+    assert complete(llama, tokenizer, PROMPTS, max_new_tokens=9) == plain
+    assert llama.generation_config is own
+
+
+def test_sampling_follows_the_temperature(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with torch.no_grad():
+        logits = llama(torch.tensor([PROMPTS[0]])).logits[0, -1]
+    expected = torch.softmax(logits / 1.5, dim=-1)
+    drawn = complete(
+        llama, tokenizer, [PROMPTS[0]] * 4096, max_new_tokens=1, temperature=1.5, seed=1,
+        batch_size=4096,
+    )  # fmt: skip
+    found = torch.bincount(torch.tensor([ids[0] if ids else EOS for ids in drawn]), minlength=384)
+    # The mean of 4096 draws: three standard deviations of the likeliest token's share.
+    top = int(expected.argmax())
+    share = float(expected[top])
+    assert abs(float(found[top]) / 4096 - share) < 3 * (share * (1 - share) / 4096) ** 0.5
+    narrow = complete(
+        llama, tokenizer, [PROMPTS[0]] * 64, max_new_tokens=1, temperature=1.5, top_p=share / 2
+    )
+    assert {tuple(ids) for ids in narrow} == {(top,)}
+
+
+def test_a_seed_repeats_and_leaves_the_generators_alone(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    def sample(seed: int) -> list[list[int]]:
+        return complete(llama, tokenizer, PROMPTS, max_new_tokens=12, temperature=1.0, seed=seed)
+
+    before = torch.get_rng_state()
+    first = sample(1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert sample(1) == first
+    assert sample(2) != first
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_every_module_keeps_its_mode(
+    streaming: bool, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    llama.train()
+    llama.model.layers[1].eval()
+    modes = [module.training for module in llama.modules()]
+    if streaming:
+        list(stream(llama, tokenizer, PROMPTS[0], max_new_tokens=3))
+    else:
+        complete(llama, tokenizer, PROMPTS, max_new_tokens=3)
+    assert [module.training for module in llama.modules()] == modes
+    assert True in modes
+    assert False in modes
+
+
+def test_gradients_flow_after_an_answer(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    complete(llama, tokenizer, PROMPTS, max_new_tokens=3)
+    llama(torch.tensor([PROMPTS[2]])).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in llama.parameters())
+
+
+def test_pieces_of_a_stream_are_the_whole_answer(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (ids,) = complete(llama, tokenizer, [PROMPTS[2]], max_new_tokens=30)
+    pieces = list(stream(llama, tokenizer, PROMPTS[2], max_new_tokens=30))
+    assert len(pieces) > 1
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_a_stream_that_is_left_stops_the_model(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (letter,) = tokenizer("x")["input_ids"]
+    always(llama, letter)
+    calls = 0
+
+    def count(*args: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    llama.register_forward_hook(count)
+    threads = threading.active_count()
+    pieces = stream(llama, tokenizer, [9], max_new_tokens=250)
+    next(pieces)
+    pieces.close()
+    assert threading.active_count() == threads
+    assert calls < 250
+
+
+def test_what_breaks_in_a_streams_thread_is_raised_where_it_is_read(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(IndexError):
+        list(stream(llama, tokenizer, [100_000]))
+
+
+def test_an_answer_ends_where_the_context_does(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    always(llama, 100)
+    (answer,) = complete(llama, tokenizer, [[9] * 250], max_new_tokens=50)
+    assert len(answer) == 6, "256 positions are 250 of the prompt and 6 new ones"
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda m, t: complete(m, t, [[9] * 256]), "it has 256 tokens"),
+        (lambda m, t: complete(m, t, [[9], []]), "the prompt is empty"),
+        (lambda m, t: complete(m, t, [[9]], temperature=-1.0), "the temperature is -1.0"),
+        (lambda m, t: complete(m, t, [[9]], temperature=float("nan")), "the temperature is nan"),
+        (lambda m, t: complete(m, t, [[9]], max_new_tokens=0), "max_new_tokens is 0"),
+        (lambda m, t: complete(m, t, [[9]], temperature=1.0, top_p=0.0), "top_p is 0.0"),
+        (lambda m, t: list(stream(m, t, [])), "the prompt is empty"),
+        (lambda m, t: list(stream(m, t, [9], top_p=2.0)), "top_p is 2.0"),
+    ],
+)
+def test_what_cannot_be_done_is_told(
+    call: Callable[[PreTrainedModel, PreTrainedTokenizerFast], object],
+    told: str,
+    llama: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    with pytest.raises(DataError, match=told):
+        call(llama, tokenizer)
+
+
+def test_a_text_is_asked_through_the_chat_template_unless_the_style_says_otherwise(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    def answer_to(text: str) -> str:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return str(
+            tokenizer.decode(
+                complete(llama, tokenizer, [ids], max_new_tokens=9)[0], skip_special_tokens=True
+            )
+        )
+
+    asked = "<|im_start|>user\nwhat is the fox?<|im_end|>\n<|im_start|>assistant\n"
+    made = generate(llama, tokenizer, "what is the fox?", max_new_tokens=9)
+    assert made == [answer_to(asked)]
+    plain = generate(
+        llama, tokenizer, ["what is the fox?", "name"], style=Style("plain"), max_new_tokens=9
+    )
+    assert plain == [answer_to("what is the fox?"), answer_to("name")]

@@ -1,0 +1,453 @@
+"""A merged model is an ordinary one that computes what base and adapter compute."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from peftkit.adapter import Adapter, attach
+from peftkit.base.load import skeleton
+from peftkit.errors import AdapterError, MergeError, OutputError, RunError
+from peftkit.events import Event, Saved, Table
+from peftkit.formats.peft.folder import Provenance, read_adapter, save_adapter
+from peftkit.formats.shards import find_shards
+from peftkit.merging.agreement import agreement
+from peftkit.merging.fold import Tally, merge_into
+from peftkit.merging.merge import Dtype, merge
+from peftkit.merging.stream import plan_stream
+from peftkit.methods.dora import DoRA
+from peftkit.methods.ia3 import IA3
+from peftkit.methods.ln_tuning import LNTuning
+from peftkit.methods.lora import LoRA
+from peftkit.methods.protocol import Method
+from peftkit.methods.vera import VeRA
+from peftkit.quant.quantize import quantize_model
+from tests.families import FAMILIES
+
+IDS = torch.arange(3, 23).view(1, 20)
+CLOSE = 1e-4
+"""Of logits of order ten in float32, whose sums come in another order."""
+
+METHODS: dict[str, Method] = {
+    "lora": LoRA(rank=4, alpha=8),
+    "rslora": LoRA(rank=4, alpha=8, rslora=True),
+    "patterns": LoRA(rank=4, alpha=8, rank_pattern={"o": 2}, alpha_pattern={"v": 5}),
+    "pissa": LoRA(rank=4, alpha=8, init="pissa"),
+    "dora": DoRA(rank=4, alpha=8),
+    "ia3": IA3(),
+    "vera": VeRA(rank=8, targets=("q", "v")),
+    "ln-tuning": LNTuning(),
+}
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits.float()
+
+
+def trained(model: nn.Module, method: Method, size: float = 0.05) -> Adapter:
+    """Attach a method and move its tensors, as training would."""
+    adapter = attach(model, method)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter += size * torch.randn(parameter.shape, generator=generator)
+    return adapter
+
+
+class Saver:
+    """Makes base folders and adapter folders on them; keeps the logits of both together."""
+
+    def __init__(self, root: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.root, self.tokenizer = root, tokenizer
+        self.base, self.adapter, self.out = root / "base", root / "adapter", root / "out"
+        self.logits: Tensor
+
+    def __call__(
+        self,
+        family: str = "llama",
+        method: Method = METHODS["lora"],
+        *,
+        dtype: torch.dtype = torch.float32,
+        shard: str = "50GB",
+        size: float = 0.05,
+        quantize: str = "none",
+        tie: bool = False,
+        fingerprint: str | None = None,
+    ) -> None:
+        torch.manual_seed(0)
+        model = FAMILIES[family]().eval().to(dtype)
+        if tie:
+            model.config.tie_word_embeddings = True
+            model.tie_weights()
+        model.save_pretrained(self.base, max_shard_size=shard)
+        self.tokenizer.save_pretrained(self.base)
+        if quantize != "none":
+            quantize_model(model, quantize)
+        adapter = trained(model, method, size)
+        loading = {"dtype": "fp32", "quantize": quantize, "double_quant": True}
+        provenance = Provenance(base=str(self.base), fingerprint=fingerprint, loading=loading)
+        save_adapter(adapter, self.adapter, provenance)
+        self.logits = logits(model.float())
+
+    def merged(self) -> nn.Module:
+        return AutoModelForCausalLM.from_pretrained(self.out).eval()
+
+
+@pytest.fixture
+def saved(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Saver:
+    return Saver(tmp_path, tokenizer)
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [(f, m) for f in ("llama", "gpt2", "phi3") for m in METHODS] + [("mixtral", "lora")],
+)
+def test_merged_computes_what_base_and_adapter_compute(
+    saved: Saver, family: str, method: str
+) -> None:
+    saved(family, METHODS[method])
+    events: list[Event] = []
+    merged = merge(saved.adapter, saved.out, on_event=events.append)
+    torch.testing.assert_close(logits(saved.merged()), saved.logits, atol=CLOSE, rtol=0)
+    assert merged.agreement is not None
+    assert merged.agreement.max_difference < CLOSE
+    assert merged.agreement.top1 == 1.0
+    assert merged.effect is not None
+    assert merged.effect.max_difference > 100 * CLOSE
+    assert merged.tally.relative_update > 1e-3
+    assert Saved("merged model", saved.out) in events
+    assert any(isinstance(event, Table) for event in events)
+
+
+def test_untouched_weights_and_files_are_those_of_the_base_bit_for_bit(saved: Saver) -> None:
+    saved(method=LoRA(rank=4, targets=("q", "down")), dtype=torch.bfloat16, shard="20KB")
+    merged = merge(saved.adapter, saved.out)
+    before, after = weights(saved.base), weights(saved.out)
+    assert len(list(saved.out.glob("*.safetensors"))) > 2
+    assert after.keys() == before.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    touched = {name for name in before if name.endswith(("q_proj.weight", "down_proj.weight"))}
+    assert changed == touched
+    assert merged.tally.num_weights == len(touched)
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (saved.out / name).read_bytes() == (saved.base / name).read_bytes()
+
+
+def test_merged_in_16_bits_is_the_rounding_of_the_exact_merge(saved: Saver) -> None:
+    saved(method=LoRA(rank=4, alpha=8, targets=("q",)), dtype=torch.bfloat16)
+    merge(saved.adapter, saved.out)
+    name = "model.layers.0.self_attn.q_proj"
+    adapter = load_file(saved.adapter / "adapter_model.safetensors")
+    a, b = (adapter[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
+    exact = weights(saved.base)[f"{name}.weight"].float() + 2 * b @ a
+    torch.testing.assert_close(
+        weights(saved.out)[f"{name}.weight"], exact.bfloat16(), atol=0, rtol=2**-8
+    )
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32"])
+def test_a_dtype_asked_for_is_that_of_the_whole_model(saved: Saver, name: Dtype) -> None:
+    saved(dtype=torch.bfloat16)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+    merged = merge(saved.adapter, saved.out, dtype=name)
+    assert {tensor.dtype for tensor in weights(saved.out).values()} == {dtype}
+    assert saved.merged().dtype == dtype
+    assert merged.agreement is not None
+    assert merged.agreement.top1 > 0.9
+
+
+def test_tied_embeddings_stay_tied(saved: Saver) -> None:
+    saved(tie=True)
+    merge(saved.adapter, saved.out)
+    model: Any = saved.merged()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert "lm_head.weight" not in weights(saved.out)
+
+
+def test_a_base_saved_without_its_head_is_merged_over_its_files(saved: Saver) -> None:
+    saved("gpt2")
+    model = AutoModelForCausalLM.from_pretrained(saved.base)
+    model.transformer.save_pretrained(saved.base)  # as gpt2 lies on the hub: "h.0.attn..."
+    assert "h.0.attn.c_attn.weight" in weights(saved.base)
+    merge(saved.adapter, saved.out)
+    assert "h.0.attn.c_attn.weight" in weights(saved.out)
+    torch.testing.assert_close(logits(saved.merged()), saved.logits, atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16", "fp32"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_both_ways_write_the_same_weights_bit_for_bit(
+    saved: Saver, family: str, dtype: Dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(family, LoRA(rank=4, alpha=8, targets="attention"), dtype=torch.bfloat16)
+    merge(saved.adapter, saved.out, dtype=dtype)
+    monkeypatch.setattr("peftkit.merging.merge.plan_stream", lambda *args: None)
+    merge(saved.adapter, saved.root / "whole", dtype=dtype)
+    over_files, whole = weights(saved.out), weights(saved.root / "whole")
+    assert over_files.keys() == whole.keys() == weights(saved.base).keys()
+    for name, tensor in over_files.items():
+        assert tensor.dtype == whole[name].dtype
+        assert torch.equal(tensor, whole[name]), name
+    modes = {path.stat().st_mode for path in (saved.root / "whole").iterdir()}
+    assert modes == {(saved.out / "config.json").stat().st_mode}
+
+
+@pytest.mark.parametrize("trouble", ["a name of no module", "quantised weights"])
+def test_files_that_are_not_one_to_one_are_left_to_the_other_way(
+    saved: Saver, trouble: str
+) -> None:
+    saved()
+    stored = weights(saved.base)
+    name = "model.layers.1.mlp.up_proj.weight"
+    if trouble == "quantised weights":
+        stored[name] = torch.zeros(64 * 16, 1, dtype=torch.uint8)
+    else:
+        stored["model.layers.1.mlp.w3.weight"] = stored.pop(name)
+    save_file(stored, saved.base / "model.safetensors")
+    shards = find_shards(saved.base)
+    assert shards is not None
+    file, model = read_adapter(saved.adapter), skeleton(str(saved.base))
+    assert plan_stream(file, shards, model, None, Tally()) is None
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_an_adapter_trained_over_4_bits_merges_into_the_original_weights(
+    saved: Saver, kind: str
+) -> None:
+    saved(quantize=kind)
+    merge(saved.adapter, saved.out)
+    before, after = weights(saved.base), weights(saved.out)
+    name = "model.layers.0.self_attn.q_proj"
+    adapter = load_file(saved.adapter / "adapter_model.safetensors")
+    a, b = (adapter[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
+    torch.testing.assert_close(after[f"{name}.weight"], before[f"{name}.weight"] + 2 * b @ a)
+    assert f"over the base in {kind}" in (saved.out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_on_request_the_merge_is_into_the_weights_it_was_trained_over(
+    saved: Saver, family: str, kind: str
+) -> None:
+    saved(family, quantize=kind)
+    merge(saved.adapter, saved.out, from_quantized=True)
+    torch.testing.assert_close(logits(saved.merged()), saved.logits, atol=CLOSE, rtol=0)
+    assert f"{kind} weights of the base, dequantised" in (saved.out / "README.md").read_text()
+
+
+def test_quantised_weights_are_refused_where_there_are_none(saved: Saver) -> None:
+    saved()
+    with pytest.raises(MergeError, match="no quantised weights to merge into"):
+        merge(saved.adapter, saved.out, from_quantized=True)
+    assert not saved.out.exists()
+
+
+def test_a_base_that_is_quantised_on_disk_is_merged_only_on_request(saved: Saver) -> None:
+    saved()
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained(saved.base, quantization_config=config)
+    model.save_pretrained(saved.base)
+    with pytest.raises(MergeError, match=r"has no 16-bit weights to merge into"):
+        merge(saved.adapter, saved.out)
+    assert not saved.out.exists()
+    merged = merge(saved.adapter, saved.out, from_quantized=True)
+    assert merged.agreement is not None
+    assert merged.agreement.max_difference < 0.1  # of 16-bit weights
+    assert "quantization_config" not in (saved.out / "config.json").read_text()
+    assert not torch.allclose(logits(saved.merged()), saved.logits, atol=0.5)
+
+
+def test_weights_that_the_adapter_was_not_trained_on_are_refused_unless_forced(
+    saved: Saver,
+) -> None:
+    saved(fingerprint="sha256:" + "1" * 64)
+    with pytest.raises(AdapterError, match="trained on other weights"):
+        merge(saved.adapter, saved.out)
+    assert not saved.out.exists()
+    merge(saved.adapter, saved.out, force=True)
+
+
+def test_an_adapter_that_names_no_base_wants_one(saved: Saver) -> None:
+    saved()
+    (saved.adapter / "peftkit.json").unlink()
+    config = saved.adapter / "adapter_config.json"
+    fields = json.loads(config.read_text()) | {"base_model_name_or_path": None}
+    config.write_text(json.dumps(fields))
+    with pytest.raises(AdapterError, match="does not say which base"):
+        merge(saved.adapter, saved.out)
+    merge(saved.adapter, saved.out, base=str(saved.base))
+    torch.testing.assert_close(logits(saved.merged()), saved.logits, atol=CLOSE, rtol=0)
+
+
+def test_the_card_says_what_was_merged_and_how_well(saved: Saver) -> None:
+    saved()
+    merged = merge(saved.adapter, saved.out)
+    card = (saved.out / "README.md").read_text()
+    assert "library_name: transformers" in card
+    assert f"| base | {saved.base} |" in card
+    assert "| same next token | 100.0% |" in card
+    assert merged.agreement is not None
+    assert f"{merged.agreement.max_difference:.3g}" in card
+
+
+def test_without_verification_nothing_is_loaded_and_the_card_says_so(saved: Saver) -> None:
+    saved()
+    (saved.base / "tokenizer.json").unlink()  # loading would miss it
+    merged = merge(saved.adapter, saved.out, verify=False)
+    assert merged.agreement is None
+    assert "| verified | no |" in (saved.out / "README.md").read_text()
+    torch.testing.assert_close(logits(saved.merged()), saved.logits, atol=CLOSE, rtol=0)
+
+
+def test_an_adapter_that_was_never_trained_is_refused(saved: Saver) -> None:
+    saved(size=0.0)
+    with pytest.raises(MergeError, match="update is zero"):
+        merge(saved.adapter, saved.out)
+    assert not saved.out.exists()
+
+
+def test_an_update_lost_in_rounding_is_refused(saved: Saver) -> None:
+    saved(dtype=torch.bfloat16, size=1e-9)
+    with pytest.raises(MergeError, match="lost when it is rounded"):
+        merge(saved.adapter, saved.out)
+    merge(saved.adapter, saved.out, dtype="fp32")
+
+
+def test_a_folder_that_is_taken_is_left_alone(saved: Saver) -> None:
+    saved()
+    saved.out.mkdir()
+    (saved.out / "thesis.txt").write_text("mine")
+    with pytest.raises(OutputError, match=r"it holds thesis\.txt"):
+        merge(saved.adapter, saved.out)
+    merge(saved.adapter, saved.out, overwrite=True)
+    assert (saved.out / "thesis.txt").read_text() == "mine"
+    saved.merged()
+
+
+def test_a_model_in_the_folder_is_replaced_only_on_request_and_whole(saved: Saver) -> None:
+    saved(shard="20KB")
+    merge(saved.adapter, saved.out)
+    old = weights(saved.out)
+    saved(shard="50GB", size=0.0)
+    with pytest.raises(MergeError):
+        merge(saved.adapter, saved.out, overwrite=True)
+    assert all(torch.equal(tensor, old[n]) for n, tensor in weights(saved.out).items())
+    saved(shard="50GB")
+    merge(saved.adapter, saved.out, overwrite=True)
+    assert [p.name for p in saved.out.glob("*.safetensors*")] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("which", ["base", "adapter"])
+def test_what_is_read_from_is_never_written_to(saved: Saver, which: str) -> None:
+    saved()
+    before = {p.name: p.read_bytes() for p in saved.root.glob(f"{which}/*")}
+    with pytest.raises(OutputError, match="read from"):
+        merge(saved.adapter, saved.root / which, overwrite=True)
+    assert {p.name: p.read_bytes() for p in saved.root.glob(f"{which}/*")} == before
+
+
+def test_a_full_disk_is_one_error_and_leaves_nothing(saved: Saver) -> None:
+    saved()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(RunError, match="disk is full"):
+            merge(saved.adapter, saved.out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not saved.out.exists()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_space_is_looked_for_before_anything_is_written(
+    saved: Saver, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved()
+    if whole:
+        monkeypatch.setattr("peftkit.merging.merge.plan_stream", lambda *args: None)
+    monkeypatch.setattr("peftkit.files.disk.free_bytes", lambda folder: 1000)
+    with pytest.raises(RunError, match=r"[\d,]+ bytes needed, 1,000 free"):
+        merge(saved.adapter, saved.out)
+    assert not saved.out.exists()
+
+
+def test_tensors_that_do_not_fit_the_base_are_refused(saved: Saver) -> None:
+    saved()
+    config = FAMILIES["llama"]().config
+    config.hidden_size = 64
+    LlamaForCausalLM(config).save_pretrained(saved.base)
+    with pytest.raises(AdapterError, match="does not fit"):
+        merge(saved.adapter, saved.out, verify=False)
+    assert not saved.out.exists()
+
+
+# ------------------------------------------------------------------------------ live models
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [(f, m) for f in ("llama", "gpt2", "phi3") for m in METHODS] + [("mixtral", "lora")],
+)
+def test_merged_into_a_live_model_computes_the_same(family: str, method: str) -> None:
+    model = FAMILIES[family]().eval()
+    classes = [type(module) for module in model.modules()]
+    adapter = trained(model, METHODS[method])
+    expected = logits(model)
+    assert merge_into(adapter) is model
+    assert [type(module) for module in model.modules()] == classes
+    torch.testing.assert_close(logits(model), expected, atol=CLOSE, rtol=0)
+
+
+def test_quantised_weights_are_not_merged_into(llama: nn.Module) -> None:
+    quantize_model(llama, "nf4")
+    adapter = trained(llama, METHODS["lora"])
+    before = logits(llama)
+    with pytest.raises(MergeError, match="quantised"):
+        merge_into(adapter)
+    assert torch.equal(logits(llama), before)
+
+
+def test_a_shared_weight_is_not_merged_into() -> None:
+    model = FAMILIES["gpt2"]()  # its head is its embedding
+    adapter = trained(model, LoRA(rank=4, targets=("q", "lm_head")))
+    with pytest.raises(MergeError, match="lm_head alone"):
+        merge_into(adapter)
+
+
+def test_a_method_without_a_merged_form_says_so_by_name(llama: nn.Module) -> None:
+    class Unmergeable(LoRA):
+        unmergeable = "it changes the weather"
+
+    adapter = trained(llama, Unmergeable(rank=4, targets=("q",)))
+    with pytest.raises(MergeError, match="an adapter of type 'lora' cannot be merged") as error:
+        merge_into(adapter)
+    assert "it changes the weather" in str(error.value)
+
+
+def test_agreement_counts_tokens_and_differences() -> None:
+    a = torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.0, 0.5]])
+    b = torch.tensor([[1.0, 2.5], [1.0, 3.0], [0.0, 0.5]])
+    found = agreement([a[:2], a[2:]], [b[:2], b[2:]])
+    assert (found.max_difference, found.largest, found.num_positions) == (2.0, 3.0, 3)
+    assert found.top1 == pytest.approx(2 / 3)
+    assert agreement([a * math.nan], [b]).max_difference == math.inf

@@ -1,0 +1,110 @@
+"""Starts that a recipe asks for: made before the adapter is attached, and not again on a resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peftkit import recipe
+from peftkit.config.schema import from_dict
+from peftkit.errors import ConfigError
+from peftkit.events import Event, StepDone
+from peftkit.formats.peft.folder import read_adapter
+from peftkit.methods import data_init
+from peftkit.recipe import Recipe
+
+ROWS = [
+    {"instruction": f"Say {word} {number}.", "output": f"{word} {number}"}
+    for number in range(4)
+    for word in ("yes", "no", "perhaps")
+]
+
+
+class Stopped(Exception):
+    """Stands for whatever ends a process."""
+
+
+def stop_after_step_3(event: Event) -> None:
+    if isinstance(event, StepDone) and event.step == 4:
+        raise Stopped
+
+
+def parse(folder: Path, model: Path, method: dict[str, Any], **base: str) -> Recipe:
+    train = folder / "train.jsonl"
+    train.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    settings = {
+        "base": {"model": str(model), "dtype": "fp32", **base},
+        "method": {"type": "lora", "rank": 4, "alpha": 8, "targets": ["q", "down"], **method},
+        "data": {"train": str(train), "max_length": 64},
+        "train": {
+            "output_dir": str(folder / "run"),
+            "max_steps": 5,
+            "batch_size": 2,
+            "learning_rate": 5e-3,
+            "save_every": 1,
+        },
+    }
+    return from_dict(Recipe, settings, "test")
+
+
+@pytest.mark.parametrize(
+    ("method", "base"),
+    [
+        ({"init": "eva"}, {}),
+        ({"init": "eva"}, {"quantize": "nf4"}),
+        ({"init": "eva", "type": "dora"}, {}),
+        ({"init": "loftq"}, {"quantize": "nf4"}),
+        ({"init": "loftq"}, {"quantize": "int8"}),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_ends_as_one_that_was_not_stopped(
+    method: dict[str, Any],
+    base: dict[str, str],
+    tmp_path: Path,
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folders = [tmp_path / "whole", tmp_path / "stopped"]
+    asked = []
+    for folder in folders:
+        folder.mkdir()
+        asked.append(parse(folder, model_folder, method, **base))
+    losses: list[float] = []
+    recipe.run(asked[0], on_event=lambda e: losses.append(getattr(e, "loss", float("nan"))))
+    with pytest.raises(Stopped):
+        recipe.run(asked[1], on_event=stop_after_step_3)
+
+    def made_again(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a resumed run has its start already")
+
+    monkeypatch.setattr(data_init, "eva_starts", made_again)
+    monkeypatch.setattr(data_init, "loftq_starts", made_again)
+    recipe.run(asked[1], resume=True)
+    whole, stopped = (folder / "run" / "adapter_model.safetensors" for folder in folders)
+    assert whole.read_bytes() == stopped.read_bytes()
+    saved = read_adapter(folders[1] / "run").method
+    assert saved == read_adapter(folders[0] / "run").method
+    if method["init"] == "eva":
+        assert saved.rank_pattern  # type: ignore[attr-defined]
+
+
+def test_eva_reads_the_training_rows_in_an_order_of_the_seed(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    asked = parse(tmp_path, model_folder, {"init": "eva"})
+    first = recipe.prepare(asked).adapter.state()
+    again = recipe.prepare(asked).adapter.state()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+    b = [tensor for name, tensor in first.items() if "lora_B" in name]
+    assert b
+    assert not any(tensor.any() for tensor in b)
+
+
+def test_loftq_without_quantising_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"method\.init: loftq makes up for what quantising"):
+        parse(tmp_path, Path("nowhere"), {"init": "loftq"})

@@ -1,0 +1,239 @@
+"""Modules that are trained whole beside a method."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from peftkit.adapter import attach
+from peftkit.errors import AdapterError, MergeError, TargetError
+from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS, load_adapter
+from peftkit.formats.peft.low_rank import read_low_rank
+from peftkit.merging.fold import Tally, merge_dequantized, merge_into
+from peftkit.methods.ia3 import IA3
+from peftkit.methods.lora import LoRA
+from peftkit.methods.modules_to_save import named_modules
+from peftkit.methods.protocol import AdapterModule, Method
+from peftkit.quant.quantize import quantize_model
+from peftkit.transform.combine import combine
+from peftkit.transform.exchange import Format, export_adapter
+from tests.families import ARCHITECTURES
+from tests.kinds import loss, outputs
+from tests.methods.exchange import built, check_back, check_there, saved, trained
+
+pytestmark = pytest.mark.filterwarnings(
+    # PEFT asks transformers by an old name
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
+    # PEFT knows no sizes of norms, and does not need them; and says that heads were tied
+    "ignore:Unsupported layer type .*Norm'>' encountered:UserWarning",
+    "ignore:Model has `tie_word_embeddings=True`:UserWarning",
+    "ignore:Model with `tie_word_embeddings=True`:UserWarning",
+)
+CASES: dict[str, tuple[str, Method]] = {
+    "head": ("llama", LoRA(rank=2, train_fully=("lm_head",))),
+    "head-tied": ("gpt2", LoRA(rank=2, train_fully=("lm_head",))),
+    "embeddings": ("llama", LoRA(rank=2, train_fully=("embed_tokens",))),
+    "norms": ("qwen2", LoRA(rank=2, train_fully=("norm", "layers.0.input_layernorm"))),
+    "head-of-classes": ("bert_cls", LoRA(rank=2, train_fully=("classifier", "pooler"))),
+    "head-of-parts": ("roberta", LoRA(rank=2, train_fully=("lm_head",))),
+    "head-in-a-head": ("bert", LoRA(rank=2, train_fully=("cls",))),
+    "beside-ia3": ("llama", IA3(train_fully=("lm_head",))),
+    "bf16": ("gpt2", LoRA(rank=2, train_fully=("ln_f", "lm_head"), dtype="bf16")),
+    "block": ("llama", LoRA(rank=2, train_fully=("layers.1",))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peft_computes_the_same_from_our_file(name: str, tmp_path: Path) -> None:
+    check_there(*CASES[name], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "modules"),
+    [("llama", ["lm_head", "norm"]), ("gpt2", ["wte"]), ("bert_cls", ["classifier", "score"])],
+)
+def test_we_compute_the_same_from_their_file(
+    family: str, modules: list[str], tmp_path: Path
+) -> None:
+    config = peft.LoraConfig(r=2, modules_to_save=modules, target_modules="all-linear")
+    config.fan_in_fan_out = family == "gpt2"
+    check_back(family, config, tmp_path)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_of_it_gets_gradients_and_the_base_none(name: str) -> None:
+    family, method = CASES[name]
+    model = built(family)
+    adapter = trained(model, method)
+    loss(model).backward()
+    own = {id(parameter) for parameter in adapter.parameters()}
+    for path, parameter in model.named_parameters():
+        if id(parameter) in own:
+            assert parameter.grad is not None, path
+            assert parameter.grad.abs().sum() > 0, path
+        else:
+            assert parameter.grad is None, path
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_disabled_and_detached_it_is_the_base(name: str) -> None:
+    family, method = CASES[name]
+    model = built(family)
+    before, modules = outputs(model), list(model.modules())
+    adapter = trained(model, method)
+    with adapter.disabled():
+        assert torch.equal(outputs(model), before)
+    adapter.detach()
+    assert torch.equal(outputs(model), before)
+    assert list(model.modules()) == modules
+
+
+def test_what_is_recomputed_in_the_backward_pass_is_the_trained_module() -> None:
+    model = built("llama").train()
+    adapter = trained(model, CASES["block"][1])
+    loss(model).backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    loss(model).backward()
+    assert len(list(adapter.parameters())) == len(expected)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, expected[name], atol=1e-6, rtol=1e-5)
+
+
+def test_targets_inside_are_trained_whole_and_not_adapted() -> None:
+    adapter = attach(built("llama"), LoRA(rank=2, train_fully=("layers.1", "layers.0.mlp")))
+    assert all(path.startswith("model.layers.0.self_attn") for path in adapter.own)
+    assert len(adapter.own) == 4
+    with pytest.raises(TargetError, match="nothing left for lora"):
+        attach(built("llama"), LoRA(rank=2, train_fully=("layers",)))
+
+
+def test_over_a_4_bit_base_the_head_is_trained_in_16_bits() -> None:
+    torch.manual_seed(0)
+    model = ARCHITECTURES["bert_cls"]().eval()
+    quantize_model(model, "nf4", compute_dtype=torch.float32)
+    adapter = trained(model, LoRA(rank=2, train_fully=("classifier",)))
+    expected = outputs(model)
+    assert {p.dtype for p in adapter.parameters()} == {torch.float32}
+    merged = merge_dequantized(adapter, torch.float32, tally=Tally())
+    plain = built("bert_cls")
+    plain.load_state_dict(merged.state_dict())
+    # float32 sums in another order
+    torch.testing.assert_close(outputs(plain), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["head", "embeddings", "norms", "head-of-classes", "block"])
+def test_merged_it_is_an_ordinary_model(name: str) -> None:
+    family, method = CASES[name]
+    model = built(family)
+    adapter = trained(model, method)
+    expected, modules = outputs(model), [type(m) for m in built(family).modules()]
+    merge_into(adapter)
+    # one product where there were two
+    torch.testing.assert_close(outputs(model), expected, atol=1e-5, rtol=0)
+    assert [type(module) for module in model.modules()] == modules
+
+
+@pytest.mark.parametrize("kind", ["none", "nf4"])
+def test_a_tied_head_is_not_merged_alone(kind: str) -> None:
+    model = built("gpt2")
+    if kind != "none":
+        quantize_model(model, kind, compute_dtype=torch.float32)
+    adapter = trained(model, CASES["head-tied"][1])
+    with pytest.raises(MergeError, match="shares its weight with another layer"):
+        merge_into(adapter) if kind == "none" else merge_dequantized(
+            adapter, torch.float32, tally=Tally()
+        )
+
+
+def test_parts_and_whole_paths_are_names_and_the_outermost_counts() -> None:
+    model = built("llama")
+    assert named_modules(model, ["model.norm"]) == ["model.norm"]
+    assert named_modules(model, ["layers.1.mlp", "layers.1"]) == ["model.layers.1"]
+    with pytest.raises(TargetError, match=r"'lm_haed' .*\n?.*Did you mean 'lm_head'"):
+        named_modules(model, ["lm_head", "lm_haed"])
+    with pytest.raises(TargetError, match="no module is called 'orm'"):
+        named_modules(model, ["orm"])
+
+
+def test_what_cannot_be_trained_is_refused_by_name() -> None:
+    model = built("llama")
+    with pytest.raises(TargetError, match=r"whole of model\.rotary_emb\n  it has no parameters"):
+        attach(model, LoRA(rank=2, train_fully=("rotary_emb",)))
+    quantize_model(model, "nf4", compute_dtype=torch.float32)
+    with pytest.raises(TargetError, match=r"layers\.0\.mlp\n  .*packed is quantised"):
+        attach(model, LoRA(rank=2, train_fully=("layers.0.mlp",)))
+    assert not any(isinstance(module, AdapterModule) for module in model.modules())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An adapter with a head beside it."""
+    adapter = trained(built("llama"), LoRA(rank=2, targets=("q",), train_fully=("lm_head",)))
+    return saved(adapter, tmp_path / "adapter")
+
+
+def test_the_config_names_the_module_as_peft_does(folder: Path) -> None:
+    assert json.loads((folder / CONFIG).read_text())["modules_to_save"] == ["lm_head"]
+    assert "base_model.model.lm_head.weight" in load_file(folder / TENSORS)
+
+
+def test_names_are_no_ends_of_others_where_peft_sees_no_dots(tmp_path: Path) -> None:
+    adapter = trained(built("llama"), LoRA(rank=2, targets=("q",), train_fully=("model.norm",)))
+    saved(adapter, tmp_path)
+    assert json.loads((tmp_path / CONFIG).read_text())["modules_to_save"] == ["model.norm"]
+
+
+def test_a_file_without_the_modules_it_names_is_refused(folder: Path) -> None:
+    (folder / NOTES).unlink()
+    tensors = load_file(folder / TENSORS)
+    del tensors["base_model.model.lm_head.weight"]
+    save_file(tensors, folder / TENSORS, {"format": "pt"})
+    with pytest.raises(AdapterError, match="no tensors for the module 'lm_head'"):
+        load_adapter(built("llama"), folder)
+
+
+@pytest.mark.parametrize("change", [{"modules_to_save": None}, {"modules_to_save": ["norm"]}])
+def test_a_config_that_names_others_than_were_saved_is_refused(
+    change: dict[str, object], folder: Path
+) -> None:
+    fields = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(fields | change))
+    with pytest.raises(AdapterError, match="was changed after the adapter was saved"):
+        load_adapter(built("llama"), folder)
+    (folder / NOTES).unlink()
+    with pytest.raises(AdapterError, match=r"does not target|no tensors for the module"):
+        load_adapter(built("llama"), folder)
+
+
+@pytest.mark.parametrize("change", [{"modules_to_save": "lm_head"}, {"modules_to_save": [3]}])
+def test_a_config_that_names_no_modules_is_refused(change: dict[str, object], folder: Path) -> None:
+    fields = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(fields | change))
+    with pytest.raises(AdapterError, match="config is not valid"):
+        load_adapter(built("llama"), folder)
+
+
+@pytest.mark.parametrize("to", ["gguf", "mlx"])
+def test_what_holds_no_head_says_so(to: Format, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="modules_to_save"):
+        export_adapter(folder, tmp_path / "out.gguf", to=to, base="llama")
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_servers_combinations_and_banks_refuse_it_by_name(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="modules_to_save"):
+        export_adapter(folder, tmp_path / "served", to="peft", serving=True)
+    with pytest.raises(AdapterError, match="modules_to_save"):
+        export_adapter(folder, tmp_path / "lower", to="peft", rank=1)
+    with pytest.raises(AdapterError, match="modules_to_save"):
+        combine([(folder, 1.0)], "linear", tmp_path / "sum")
+    with pytest.raises(AdapterError, match="modules_to_save"):  # as banks and compare read it
+        read_low_rank(folder)

@@ -1,0 +1,429 @@
+"""What the user names is what is adapted, on any architecture, or an error says why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from peftkit.errors import TargetError
+from peftkit.model import roles as table
+from peftkit.model.places import blocks, find_places, is_linear, linear_shape, stacked_shape
+from peftkit.model.targets import Site, find_roles, resolve
+from tests.families import ARCHITECTURES
+
+
+def paths(model: nn.Module, *targets: str) -> list[str]:
+    return [site.path for site in resolve(model, targets)]
+
+
+def facts(sites: list[Site]) -> list[tuple[object, ...]]:
+    """Return sites as things that can be compared."""
+    return [(s.path, s.roles, s.parameter, rows_of(s.rows)) for s in sites]
+
+
+def rows_of(rows: Mapping[str, Tensor] | None) -> dict[str, list[int]] | None:
+    return rows and {role: indices.tolist() for role, indices in rows.items()}
+
+
+def build(name: str) -> nn.Module:
+    return ARCHITECTURES[name]()
+
+
+# ------------------------------------------------------------------- roles and groups
+
+
+def test_roles_of_a_fused_layer_are_one_site_with_the_rows_asked_for() -> None:
+    first, _ = resolve(build("gpt2"), ["v", "q"])
+    assert (first.path, first.roles) == ("transformer.h.0.attn.c_attn", ("q", "v"))
+    assert first.parameter is None
+    assert rows_of(first.rows) == {"q": [*range(32)], "v": [*range(64, 96)]}
+
+
+def test_a_role_of_its_own_layer_is_the_whole_output() -> None:
+    assert facts(resolve(build("llama"), "q")) == [
+        (f"model.layers.{n}.self_attn.q_proj", ("q",), None, None) for n in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "path"),
+    [
+        ("gpt2", "o", "transformer.h.0.attn.c_proj"),
+        ("gpt2", "down", "transformer.h.0.mlp.c_proj"),
+        ("bert", "o", "bert.encoder.layer.0.attention.output.dense"),
+        ("bert", "down", "bert.encoder.layer.0.output.dense"),
+        ("vit", "up", "vit.layers.0.mlp.fc1"),
+        ("falcon_new", "o", "transformer.h.0.self_attention.dense"),
+    ],
+)
+def test_one_name_in_two_places_is_two_roles(name: str, role: str, path: str) -> None:
+    found = paths(build(name), role)
+    assert found[0] == path
+    assert len(found) == 2
+
+
+def test_sites_come_once_and_in_the_order_of_the_model() -> None:
+    model = build("llama")
+    expected = [f"model.layers.{n}.self_attn.{leaf}_proj" for n in (0, 1) for leaf in "qv"]
+    assert paths(model, "v", "q", "v_proj", "q", "*.layers.1.*.v_proj") == expected
+
+
+def test_groups_are_their_roles() -> None:
+    model = build("t5_gated")
+    self_attention = facts(resolve(model, ["q", "k", "v", "o"]))
+    cross_attention = facts(resolve(model, ["cross_q", "cross_k", "cross_v", "cross_o"]))
+    assert facts(resolve(model, "self_attention")) == self_attention
+    assert facts(resolve(model, "cross_attention")) == cross_attention
+    both = facts(resolve(model, "attention"))
+    assert len(both) == len(self_attention) + len(cross_attention)
+    assert facts(resolve(model, "ffn")) == facts(resolve(model, ["gate", "up", "down"]))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_all_linear_is_every_linear_layer_but_heads_and_routers(name: str) -> None:
+    model = build(name)
+    sites = resolve(model, "all-linear")
+    linears = {path for path, module in model.named_modules() if is_linear(module)}
+    named_only = {
+        site.path
+        for role, found in find_roles(model).items()
+        if role in table.NAMED_ONLY
+        for site in found
+    }
+    assert {site.path for site in sites if site.parameter is None} == linears - named_only
+    stacks = {(place.path, place.parameter) for place in find_places(model) if place.parameter}
+    routers = {(path, "weight") for path in named_only}
+    assert {(s.path, s.parameter) for s in sites if s.parameter} == stacks - routers
+    assert all(site.rows is None for site in sites)
+
+
+def test_heads_and_routers_are_found_when_named() -> None:
+    model = build("mixtral")
+    assert paths(model, "head") == ["lm_head"]
+    assert paths(model, "lm_head") == ["lm_head"]
+    router = ("model.layers.0.mlp.gate", ("router",), "weight", None)
+    assert facts(resolve(model, "router"))[0] == router
+    assert paths(build("qwen2_moe"), "shared_router")[0] == "model.layers.0.mlp.shared_expert_gate"
+
+
+def test_experts_are_stacks_with_the_rows_of_each_role() -> None:
+    model = build("gpt_oss")
+    both, down, *_ = resolve(model, "experts")
+    assert (both.path, both.parameter) == ("model.layers.0.mlp.experts", "gate_up_proj")
+    assert rows_of(both.rows) == {
+        "expert_gate": [*range(0, 128, 2)],
+        "expert_up": [*range(1, 128, 2)],
+    }
+    assert (down.path, down.roles, down.parameter) == (both.path, ("expert_down",), "down_proj")
+    experts = model.get_submodule(both.path)
+    assert stacked_shape(experts, "gate_up_proj") == (4, 32, 128)
+    assert stacked_shape(experts, "down_proj") == (4, 64, 32)
+
+
+def test_dense_shared_and_routed_layers_of_deepseek_are_told_apart() -> None:
+    model = build("deepseek_v3")
+    assert paths(model, "gate") == ["model.layers.0.mlp.gate_proj"]
+    assert paths(model, "shared_gate") == ["model.layers.1.mlp.shared_experts.gate_proj"]
+    assert paths(model, "expert_gate") == ["model.layers.1.mlp.experts"]
+    assert len(paths(model, "ffn")) == 6
+    assert paths(model, "q", "kv")[:3] == [
+        f"model.layers.0.self_attn.{leaf}_proj{rest}"
+        for leaf, rest in (("q_a", ""), ("q_b", ""), ("kv_a", "_with_mqa"))
+    ]
+
+
+# ------------------------------------------------------------------- sides and halves
+
+
+def test_plain_roles_of_a_vision_language_model_are_the_language_side() -> None:
+    model = build("mllama")
+    language, tower = "model.language_model.", "model.vision_model."
+    assert all(path.startswith(language) for path in paths(model, "attention", "ffn"))
+    assert all(path.startswith(tower) for path in paths(model, "vision.attention", "vision.ffn"))
+    assert facts(resolve(model, "vision.q")) == facts(resolve(model, "vision_q"))
+    assert facts(resolve(model, "language.q")) == facts(resolve(model, "q"))
+    assert paths(model, "projector") == ["model.multi_modal_projector"]
+    sides = [paths(model, target) for target in ("vision.all-linear", "language.all-linear")]
+    whole = paths(model, "all-linear")
+    assert sorted([*sides[0], *sides[1], "model.multi_modal_projector"]) == sorted(whole)
+
+
+def test_cross_attention_of_a_vision_language_model_is_a_role_of_its_own() -> None:
+    assert paths(build("mllama"), "cross_q") == ["model.language_model.layers.1.cross_attn.q_proj"]
+    assert paths(build("idefics"), "cross_q")[0] == (
+        "model.gated_cross_attn_layers.0.cross_attn.q_proj"
+    )
+
+
+def test_fused_vision_roles_have_their_side_in_their_names() -> None:
+    site = resolve(build("qwen2_vl"), ["vision.k"])[0]
+    assert (site.path, site.roles) == ("model.visual.blocks.0.attn.qkv", ("vision_k",))
+    assert rows_of(site.rows) == {"vision_k": [*range(32, 64)]}
+
+
+def test_plain_roles_of_two_equal_towers_are_both() -> None:
+    model = build("clip")
+    text, image = (f"{tower}_model.encoder.layers." for tower in ("text", "vision"))
+    assert [path[: len(image)] for path in paths(model, "vision.q")] == [image] * 2
+    assert [path[: len(text)] for path in paths(model, "language.q")] == [text] * 2
+    assert len(paths(model, "q")) == 4
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_encoder_and_decoder_are_targets_of_their_own(name: str) -> None:
+    model = build(name)
+    for half in ("encoder", "decoder"):
+        found = paths(model, f"{half}.q")
+        assert len(found) == 2
+        assert all(path.removeprefix("model.").startswith(f"{half}.") for path in found)
+    assert paths(model, "decoder.cross_attention") == paths(model, "cross_attention")
+    assert len(paths(model, "encoder.q", "decoder.q")) == len(paths(model, "q")) == 4
+
+
+# ------------------------------------------------------------------- patterns
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [
+        ("q_proj", 2),
+        ("self_attn.q_proj", 2),
+        ("model.layers.0.self_attn.q_proj", 1),
+        ("layers.[01].*.?_proj", 8),
+        ("layers.1.*", 7),
+        ("*_proj", 14),
+        ("lm_head", 1),
+    ],
+)
+def test_a_pattern_is_the_end_of_a_path_from_a_dot_on(pattern: str, count: int) -> None:
+    sites = resolve(build("llama"), [pattern])
+    assert len(sites) == count
+    assert all(site.roles == () and site.rows is None for site in sites)
+
+
+def test_a_pattern_takes_every_side_and_every_stack_that_it_matches() -> None:
+    assert len(paths(build("mllama"), "q_proj")) == 5
+    stacks = resolve(build("mixtral"), ["mlp.experts"])
+    assert [site.parameter for site in stacks] == ["gate_up_proj", "down_proj"] * 2
+    stacks = resolve(build("mixtral"), ["experts.down_proj"])
+    assert [site.parameter for site in stacks] == ["down_proj"] * 2
+
+
+def test_a_pattern_and_a_role_of_one_fused_layer_are_the_whole_layer() -> None:
+    whole = ("transformer.h.0.attn.c_attn", (), None, None)
+    assert facts(resolve(build("gpt2"), ["q", "c_attn"]))[0] == whole
+    assert facts(resolve(build("gpt2"), ["all-linear", "q"]))[0] == whole
+
+
+def test_a_word_that_is_a_role_and_a_name_is_the_role() -> None:
+    assert all("SelfAttention" in path for path in paths(build("t5"), "q"))
+    assert len(paths(build("t5"), "EncDecAttention.q")) == 2
+
+
+# ------------------------------------------------------------------- live modules
+
+
+def test_linear_shape_is_in_and_out_of_any_kind_of_layer() -> None:
+    model = build("gpt2")
+    assert linear_shape(model.get_submodule("transformer.h.0.attn.c_attn")) == (32, 96)
+    assert linear_shape(model.get_submodule("lm_head")) == (32, 384)
+    falcon = build("falcon_new").get_submodule("transformer.h.0.mlp.dense_h_to_4h")
+    assert linear_shape(falcon) == (32, 64)
+
+
+def test_linear_shape_of_anything_else_is_a_target_error() -> None:
+    with pytest.raises(TargetError, match="LayerNorm is no linear layer"):
+        linear_shape(nn.LayerNorm(3))
+
+
+class Packed(nn.Module):
+    """A quantised layer as others make them: sizes, and a weight of another shape."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = num_in, num_out
+        packed = torch.zeros(num_in * num_out // 2, 1).byte()
+        self.weight = nn.Parameter(packed, requires_grad=False)
+
+
+def test_a_quantised_layer_keeps_its_roles_and_rows() -> None:
+    model = build("gpt2")
+    before = facts(resolve(model, ["q", "v", "o", "ffn"]))
+    for _, block in blocks(model):
+        for path, module in list(block.named_modules()):
+            if is_linear(module):
+                parent, _, name = path.rpartition(".")
+                setattr(block.get_submodule(parent), name, Packed(*linear_shape(module)))
+    assert facts(resolve(model, ["q", "v", "o", "ffn"])) == before
+
+
+class Wrapped(nn.Module):
+    """What an adapter of ours looks like."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.enabled = base, True
+        self.lora_A = nn.Linear(2, 2)
+
+
+def test_adapters_of_ours_are_seen_through() -> None:
+    model = build("gpt2")
+    before = {role: facts(sites) for role, sites in find_roles(model).items()}
+    for _, block in blocks(model):
+        block.attn.c_attn = Wrapped(block.attn.c_attn)
+    assert {role: facts(sites) for role, sites in find_roles(model).items()} == before
+    assert [path for path, _ in blocks(model)] == ["transformer.h.0", "transformer.h.1"]
+
+
+def test_a_head_that_carries_an_adapter_is_still_the_head() -> None:
+    model = build("bert")
+    predictions = model.get_submodule("cls.predictions")
+    predictions.decoder = Wrapped(predictions.decoder)
+    assert paths(model, "head") == ["cls.predictions.decoder"]
+
+
+def test_an_adapter_of_peft_is_refused() -> None:
+    model = build("llama")
+    layer = model.get_submodule("model.layers.0.self_attn")
+    layer.q_proj = nn.ModuleDict({"base_layer": layer.q_proj})
+    with pytest.raises(TargetError, match="carries an adapter of PEFT at model"):
+        resolve(model, "q")
+
+
+def test_the_projection_that_torch_never_calls_is_no_target() -> None:
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16))
+    assert paths(model, "all-linear") == ["0.linear1", "0.linear2"]
+    with pytest.raises(TargetError, match="'out_proj' matches modules, but none of them is linear"):
+        resolve(model, "out_proj")
+
+
+def test_cross_attention_of_gpt2_holds_keys_and_values_alone() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4, add_cross_attention=True))
+    cross = "transformer.h.0.crossattention"
+    assert paths(model, "cross_q", "cross_o") == [f"{cross}.q_attn", f"{cross}.c_proj"]
+    rows = {"cross_k": [*range(32)], "cross_v": [*range(32, 64)]}
+    assert rows_of(resolve(model, ["cross_k", "cross_v"])[0].rows) == rows
+
+
+# ------------------------------------------------------------------- unknown architectures
+
+
+class Unknown(nn.Module):
+    """Blocks with names that say nothing, one in which they do, and no config."""
+
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        self.stack = nn.ModuleList([nn.ModuleDict(layers), nn.ModuleDict(layers)])
+        self.norm = nn.LayerNorm(4)
+
+
+def test_plain_names_have_roles_in_any_architecture() -> None:
+    attention = nn.ModuleDict({"q_proj": nn.Linear(4, 4), "out_proj": nn.Linear(4, 4)})
+    mlp = nn.ModuleDict({"w1": nn.Linear(4, 8), "w2": nn.Linear(8, 4), "w3": nn.Linear(4, 8)})
+    model = nn.Module()
+    model.stack = nn.ModuleList([nn.ModuleDict({"my_attention": attention, "mlp": mlp})])
+    assert {role: sites[0].path for role, sites in find_roles(model).items()} == {
+        "q": "stack.0.my_attention.q_proj",
+        "o": "stack.0.my_attention.out_proj",
+        "gate": "stack.0.mlp.w1",
+        "down": "stack.0.mlp.w2",
+        "up": "stack.0.mlp.w3",
+    }
+    assert [path for path, _ in blocks(model)] == ["stack.0"]
+
+
+def test_an_unknown_architecture_takes_all_linear_and_patterns() -> None:
+    model = Unknown(alpha=nn.Linear(4, 8), beta=nn.Linear(8, 4))
+    assert paths(model, "all-linear") == ["stack.0.alpha", "stack.0.beta"]
+    assert paths(model, "alpha") == ["stack.0.alpha"]
+
+
+def test_a_role_of_an_unknown_architecture_lists_its_layers_with_shapes() -> None:
+    model = nn.ModuleList([Unknown(alpha=nn.Linear(4, 8), beta=nn.Linear(8, 4)) for _ in range(3)])
+    assert (
+        message(model, "q")
+        == """\
+no linear layer matches target 'q' in ModuleList.
+  No roles are known in it. Its linear layers:
+    *.stack.*.alpha (4 -> 8) x 3
+    *.stack.*.beta (8 -> 4) x 3
+  List every layer with: peftkit inspect MODEL"""
+    )
+
+
+def test_a_fused_layer_of_unknown_order_is_never_split() -> None:
+    attention = nn.ModuleDict({"qkv": nn.Linear(8, 24), "proj": nn.Linear(8, 8)})
+    model = Unknown(attn=attention, mlp=nn.ModuleDict({"fc1": nn.Linear(8, 8)}))
+    assert facts(resolve(model, "attention"))[0] == ("stack.0.attn.qkv", ("qkv",), None, None)
+    assert (
+        "'q' may be in stack.0.attn.qkv, fused in an order that is not known here: "
+        "target the whole as 'qkv'."
+    ) in message(model, "q")
+
+
+def test_a_role_is_refused_when_some_of_it_is_in_a_fused_layer_of_unknown_order() -> None:
+    model = Unknown(attn=nn.ModuleDict({"q_proj": nn.Linear(8, 8), "qkv": nn.Linear(8, 24)}))
+    assert paths(model, "q_proj") == ["stack.0.attn.q_proj"]
+    assert "'q' may be in stack.0.attn.qkv" in message(model, "q")
+
+
+# ------------------------------------------------------------------- errors
+
+
+def message(model: nn.Module, *targets: str) -> str:
+    with pytest.raises(TargetError) as caught:
+        resolve(model, targets)
+    return str(caught.value)
+
+
+def test_a_misspelt_target_says_what_was_found_and_what_was_meant() -> None:
+    model = build("llama")
+    model.config._name_or_path = "meta-llama/Llama-3.2-1B"
+    assert (
+        message(model, "q_porj")
+        == """\
+no linear layer matches target 'q_porj' in LlamaForCausalLM.
+  Roles found: q, k, v, o, gate, up, down (2 layers), head, embed. Did you mean 'q_proj'?
+  List every layer with: peftkit inspect meta-llama/Llama-3.2-1B"""
+    )
+
+
+def test_every_target_that_fails_is_in_one_error() -> None:
+    assert (
+        message(build("mixtral"), "q", "gate", "atention")
+        == """\
+no linear layer matches targets 'gate', 'atention' in MixtralForCausalLM.
+  Roles found: q, k, v, o, expert_gate, expert_up, expert_down, router (2 layers), head, embed. \
+Did you mean 'expert_gate'? Did you mean 'attention'?
+  List every layer with: peftkit inspect MODEL"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "told"),
+    [
+        ("gpt2", "gate", "no linear layer matches target 'gate' in GPT2LMHeadModel."),
+        ("llama", "cross_attention", "Roles found: q, k, v, o, gate, up, down (2 layers)"),
+        ("t5", "encoder.cross_q", "cross_q, cross_k, cross_v, cross_o, pos_embed (2 layers)"),
+        ("llama", "vision.q", "'vision.q' in LlamaForCausalLM"),
+        ("llama", "*norm*", "'*norm*' matches modules, but none of them is linear: 5 Llama"),
+        ("llama", "embed_tokens", "matches modules, but none of them is linear: 1 Embedding."),
+        ("llama", r".*\.(q|v)_proj$", "looks like a regular expression; patterns are a shell's"),
+        ("llama", "", "no linear layer matches target '' in LlamaForCausalLM."),
+    ],
+)
+def test_a_target_that_names_nothing_says_so(name: str, target: str, told: str) -> None:
+    assert told in message(build(name), target)
+
+
+def test_no_targets_are_an_error() -> None:
+    assert message(build("llama")).startswith("no targets are given for LlamaForCausalLM.\n  Roles")
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LayerNorm(3), lambda: nn.ModuleList([nn.Dropout()])])
+def test_a_model_without_linear_layers_says_so(make: Callable[[], nn.Module]) -> None:
+    assert "It has no linear layer at all." in message(make(), "q")

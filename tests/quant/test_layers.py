@@ -1,0 +1,343 @@
+"""Quantised weights: the bits, the layer, and the layers of bitsandbytes that become ours."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import bitsandbytes
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+from peftkit.errors import BaseError
+from peftkit.kernels.packed import keep_copies
+from peftkit.model.places import linear_shape
+from peftkit.quant.layers import QuantizedLinear, pack, weight_of
+from peftkit.quant.quantize import KINDS, adopt_bitsandbytes, quantize_model
+
+SHAPES = [(40, 64), (9, 41), (341, 9), (8, 96), (33, 32), (1, 5), (3, 130)]
+FORMS = [("nf4", True), ("nf4", False), ("fp4", True), ("fp4", False), ("int8", True)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WORST = {"nf4": 0.12, "fp4": 0.16, "int8": 0.012}
+"""Relative error on Gaussian weights; nf4 has 0.09, fp4 0.12, int8 0.007 on large ones."""
+
+
+def layer(
+    kind: str, *, shape: tuple[int, int] = (24, 40), bias: bool = True, double: bool = True
+) -> tuple[nn.Linear, QuantizedLinear]:
+    """Return a linear layer and its quantised form."""
+    out_features, in_features = shape
+    plain = nn.Linear(in_features, out_features, bias=bias)
+    holder = nn.Sequential(copy.deepcopy(plain))
+    quantize_model(holder, kind, double_quant=double)
+    quantized = holder[0]
+    assert isinstance(quantized, QuantizedLinear)
+    return plain, quantized
+
+
+def dequantized(quantized: QuantizedLinear) -> nn.Linear:
+    """Return the plain layer that a quantised one stands for."""
+    plain = nn.Linear(quantized.in_features, quantized.out_features, quantized.bias is not None)
+    plain.to(quantized.packing.dtype)
+    with torch.no_grad():
+        plain.weight.copy_(quantized.weight)
+        if quantized.bias is not None:
+            plain.bias.copy_(quantized.bias)
+    return plain.requires_grad_(False)
+
+
+# ------------------------------------------------------------------- bits
+
+
+@pytest.mark.parametrize(("kind", "double"), FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_unpacked_is_near_what_was_packed(kind, double, dtype, shape) -> None:
+    tensor = torch.randn(shape).to(dtype)
+    packed, packing = pack(tensor, kind, double_quant=double)
+    again = packing(packed)
+    assert again.shape == tensor.shape
+    assert again.dtype == dtype
+    error = (again.float() - tensor.float()).norm() / tensor.float().norm()
+    assert error <= WORST[kind] * (1.3 if tensor.numel() < 100 else 1)  # few values, more luck
+
+
+@pytest.mark.parametrize(("kind", "double"), [form for form in FORMS if form[0] != "int8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_are_those_of_bitsandbytes(kind, double, dtype) -> None:
+    tensor = torch.randn(24, 128).to(dtype)
+    theirs = bitsandbytes.nn.Linear4bit(
+        128, 24, bias=False, quant_type=kind, compress_statistics=double
+    )
+    theirs.load_state_dict({"weight": tensor.clone()})
+    theirs = theirs.to("cpu")
+    expected = bitsandbytes.functional.dequantize_4bit(
+        theirs.weight.data, theirs.weight.quant_state
+    )
+    packed, packing = pack(tensor, kind, double_quant=double)
+    assert torch.equal(packed.view(-1), theirs.weight.data.view(-1))
+    assert torch.equal(packing(packed), expected.to(dtype))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_unpacked_is_code_times_absmax_in_every_shape(kind, shape) -> None:
+    tensor = torch.randn(shape)
+    packed, packing = pack(tensor, kind, double_quant=False)
+    code = bitsandbytes.functional.get_4bit_type(kind, device="cpu")
+    nibbles = torch.cat([packed >> 4, packed & 15], dim=1).view(-1).long()
+    expected = code[nibbles].view(-1, 64) * packing.scales[0][:, None]
+    assert torch.equal(packing(packed), expected.view(-1)[: tensor.numel()].view(shape))
+
+
+def test_int8_of_zeros_and_of_extremes_is_exact() -> None:
+    tensor = torch.tensor([[0.0, 0.0, 0.0], [-127.0, 127.0, 3.0]])
+    packed, packing = pack(tensor, "int8")
+    assert torch.equal(packing(packed), tensor)
+
+
+@pytest.mark.parametrize(("kind", "double"), FORMS)
+def test_float64_goes_through_float32(kind, double) -> None:
+    tensor = torch.randn(8, 64, dtype=torch.float64)
+    packed, packing = pack(tensor, kind, double_quant=double)
+    single, other = pack(tensor.float(), kind, double_quant=double)
+    assert torch.equal(packed, single)
+    assert packing.dtype == torch.float64
+    assert torch.equal(packing(packed), other(single).double())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_is_that_of_finite_differences(kind) -> None:
+    _, quantized = layer(kind, shape=(3, 5))
+    quantized.double()
+    x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    quantized.bias.requires_grad_(True)
+    assert torch.autograd.gradcheck(lambda x, bias: quantized(x), (x, quantized.bias))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_packed_is_refused(kind) -> None:
+    with pytest.raises(ValueError, match="NaN"):
+        pack(torch.tensor([[1.0, float("inf")]]), kind)
+    with pytest.raises(ValueError, match="float8"):
+        pack(torch.ones(2, 2).to(torch.float8_e4m3fn), kind)
+
+
+# ------------------------------------------------------------------- the layer
+
+
+@pytest.mark.parametrize(("kind", "double"), FORMS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("lead", [(), (7,), (2, 3), (2, 0)], ids=str)
+def test_layer_is_the_dequantised_linear(kind, double, shape, lead) -> None:
+    _, quantized = layer(kind, shape=shape, double=double)
+    plain = dequantized(quantized)
+    x, y = (torch.randn(*lead, shape[1], requires_grad=True) for _ in range(2))
+    y.data.copy_(x.data)
+    found, expected = quantized(x), plain(y)
+    assert torch.equal(found, expected)
+    found.sin().sum().backward()
+    expected.sin().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-6, atol=1e-6)  # order of the sums
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layer_computes_in_every_dtype(kind, dtype) -> None:
+    _, quantized = layer(kind)
+    quantized.to(dtype)
+    x = torch.randn(5, 40, dtype=dtype, requires_grad=True)
+    found = quantized(x)
+    assert found.dtype == dtype
+    assert torch.equal(found, dequantized(quantized)(x))
+    found.sum().backward()
+    assert x.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_the_weights_size_is_saved_for_backward(kind) -> None:
+    _, quantized = layer(kind, shape=(64, 256))
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    x = torch.randn(3, 256, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = quantized(x)
+    own = {parameter.data_ptr() for parameter in quantized.parameters()}
+    assert saved
+    assert all(tensor.data_ptr() in own for tensor in saved)
+    out.sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluated_then_trained_keeps_its_gradients(kind) -> None:
+    _, quantized = layer(kind, shape=(64, 128))
+    model = nn.Sequential(nn.Linear(16, 128), quantized)
+    x = torch.randn(4, 16)
+    before = weight_of(quantized)
+    with torch.no_grad():
+        evaluated = model.eval()(x)
+    assert torch.equal(model.train()(x), evaluated)
+    model(x).sum().backward()
+    assert model[0].weight.grad.abs().sum() > 0
+    assert torch.equal(weight_of(quantized), before)
+    assert all(p.grad is None and not p.requires_grad for p in quantized.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recomputed_gradients_are_the_same(kind) -> None:
+    _, quantized = layer(kind)
+    x = torch.randn(4, 40, requires_grad=True)
+    (plain,) = torch.autograd.grad(quantized(x).sin().sum(), x)
+    out = checkpoint(quantized, x, use_reentrant=False)
+    (again,) = torch.autograd.grad(out.sin().sum(), x)
+    assert torch.equal(plain, again)
+
+
+def test_trained_bias_has_the_gradient_of_a_linear() -> None:
+    _, quantized = layer("nf4")
+    plain = dequantized(quantized)
+    x = torch.randn(2, 5, 40)
+    for module in (quantized, plain):
+        module.bias.requires_grad_(True)
+        module(x).sin().sum().backward()
+    torch.testing.assert_close(quantized.bias.grad, plain.bias.grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kept", [False, True])
+def test_autocast_computes_in_its_dtype_and_gives_gradients_in_that_of_the_input(
+    kind, kept
+) -> None:
+    _, quantized = layer(kind)
+    holder = nn.Sequential(quantized)
+    if kept:
+        keep_copies(holder)
+    x = torch.randn(4, 40, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = holder(x)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), quantized(x), rtol=0.05, atol=0.05)  # bf16's 8 bits
+    out.float().sum().backward()
+    assert x.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("kind", "double"), FORMS)
+def test_casting_changes_the_compute_dtype_and_no_bit_of_the_weight(kind, double) -> None:
+    _, quantized = layer(kind, double=double)
+    before = {name: p.clone() for name, p in quantized.named_parameters() if name != "bias"}
+    weight = quantized.weight
+    for cast in (quantized.half, quantized.bfloat16, quantized.float):
+        cast()
+        after = dict(quantized.named_parameters())
+        assert all(torch.equal(after[name], p) for name, p in before.items())
+        assert {after[name].dtype for name in before} == {p.dtype for p in before.values()}
+        assert quantized.weight.dtype == quantized.bias.dtype == quantized.packing.dtype
+    assert torch.equal(quantized.weight, weight)
+
+
+def test_moving_takes_everything_along() -> None:
+    _, quantized = layer("nf4")
+    keep_copies(nn.Sequential(quantized))
+    quantized.to("meta")
+    assert quantized.packing.kept.device.type == "meta"
+    assert {p.device.type for p in quantized.parameters()} == {"meta"}
+    assert {p.dtype for p in quantized.parameters()} == {torch.uint8, torch.float32}
+
+
+@pytest.mark.parametrize(("kind", "double"), FORMS)
+def test_state_dict_restores_the_weight(kind, double) -> None:
+    _, first = layer(kind, double=double)
+    _, second = layer(kind, double=double)
+    keep_copies(nn.Sequential(second))
+    assert not torch.equal(first.weight, second.weight)
+    second.load_state_dict(first.state_dict())
+    x = torch.randn(3, 40)
+    assert torch.equal(first(x), second(x))
+
+
+@pytest.mark.parametrize(("ours", "theirs"), list(itertools.permutations(FORMS, 2)))
+def test_state_dict_of_another_kind_does_not_load(ours, theirs) -> None:
+    _, first = layer(ours[0], double=ours[1])
+    _, second = layer(theirs[0], double=theirs[1])
+    with pytest.raises(RuntimeError, match=r"Missing key|Unexpected key|size mismatch"):
+        second.load_state_dict(first.state_dict())
+
+
+def test_copied_layer_is_its_own() -> None:
+    _, quantized = layer("nf4")
+    other = copy.deepcopy(quantized)
+    assert torch.equal(other.weight, quantized.weight)
+    other.packed.zero_()
+    assert not torch.equal(other.weight, quantized.weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch of its own tracing
+@pytest.mark.parametrize(("kind", "double"), FORMS)
+def test_compiled_layer_computes_the_same_without_a_graph_break(kind, double) -> None:
+    _, quantized = layer(kind, double=double)
+    compiled = torch.compile(quantized, backend="aot_eager", fullgraph=True)
+    x = torch.randn(4, 40, requires_grad=True)
+    (expected,) = torch.autograd.grad(quantized(x).sin().sum(), x)
+    (found,) = torch.autograd.grad(compiled(x).sin().sum(), x)
+    assert torch.equal(found, expected)
+
+
+def test_conv1d_becomes_a_linear_the_right_way_round() -> None:
+    plain = Conv1D(24, 40)
+    holder = nn.Sequential(copy.deepcopy(plain))
+    quantize_model(holder, "int8")
+    assert linear_shape(holder[0]) == (40, 24)
+    assert weight_of(plain).shape == weight_of(holder[0]).shape == (24, 40)
+    x = torch.randn(5, 40)
+    torch.testing.assert_close(holder(x), plain(x), atol=2e-3, rtol=0)  # half a step of int8
+
+
+# ------------------------------------------------------------------- bitsandbytes' own layers
+
+
+def bitsandbytes_layer(kind: str, double: bool = True) -> nn.Module:
+    if kind == "int8":
+        theirs = bitsandbytes.nn.Linear8bitLt(64, 32, has_fp16_weights=False)
+    else:
+        theirs = bitsandbytes.nn.Linear4bit(
+            64, 32, quant_type=kind, compress_statistics=double, compute_dtype=torch.float32
+        )
+    theirs.load_state_dict(nn.Linear(64, 32).state_dict())
+    return theirs.to("cpu")
+
+
+@pytest.mark.parametrize(("kind", "double"), FORMS)
+def test_layer_of_bitsandbytes_is_taken_over_with_its_data(kind, double) -> None:
+    theirs = bitsandbytes_layer(kind, double)
+    model = nn.Sequential(theirs, nn.ReLU())
+    data = theirs.weight.data.data_ptr()
+    weight = weight_of(theirs).float()
+    assert adopt_bitsandbytes(model, torch.float32) == 1
+    ours = model[0]
+    assert isinstance(ours, QuantizedLinear)
+    assert ours.kind == kind
+    assert ours.packed.data_ptr() == data
+    torch.testing.assert_close(ours.weight, weight, rtol=1e-3, atol=1e-3)  # int8: scale in fp16
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(
+        ours(x), functional.linear(x, ours.weight, theirs.bias), rtol=1e-6, atol=1e-6
+    )
+    assert adopt_bitsandbytes(model) == 0
+
+
+def test_layer_that_bitsandbytes_has_repacked_is_refused() -> None:
+    theirs = bitsandbytes_layer("nf4")
+    theirs.weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(BaseError, match="repacked"):
+        adopt_bitsandbytes(nn.Sequential(theirs))
+    with pytest.raises(BaseError, match="repacked"):
+        weight_of(theirs)

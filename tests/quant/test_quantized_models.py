@@ -1,0 +1,292 @@
+"""Whole models in 4 and 8 bits, and the audit that says what really is."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from peftkit.errors import BaseError
+from peftkit.events import Progress
+from peftkit.kernels.packed import keep_copies, packed_tensors
+from peftkit.model.places import blocks, is_linear
+from peftkit.quant.audit import audit
+from peftkit.quant.layers import QuantizedLinear
+from peftkit.quant.quantize import KINDS, quantize_model
+from tests.families import ARCHITECTURES
+
+MODELS = (
+    *("llama", "gpt2", "phi3", "t5", "bert", "bert_cls", "vit", "falcon_new", "idefics"),
+    *("mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe"),
+)
+STACKED = MODELS[-4:]
+
+
+def tokens() -> Tensor:
+    return torch.arange(24).remainder(23).view(2, 12) + 3
+
+
+def inputs_of(model: nn.Module) -> dict[str, Tensor]:
+    config = model.config
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    if config.model_type == "vit":
+        return {"pixel_values": pixels}
+    if config.model_type == "idefics":
+        return {
+            "input_ids": tokens(),
+            "attention_mask": torch.ones(2, 12, dtype=torch.long),
+            "pixel_values": pixels[:, None],
+            "image_attention_mask": torch.ones(2, 12, 1, dtype=torch.long),
+        }
+    if config.is_encoder_decoder:
+        return {"input_ids": tokens(), "decoder_input_ids": tokens()}
+    return {"input_ids": tokens()}
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(**inputs_of(model)).logits
+
+
+@pytest.fixture(params=MODELS)
+def family(request: pytest.FixtureRequest) -> tuple[str, nn.Module]:
+    torch.manual_seed(0)
+    return request.param, ARCHITECTURES[request.param]().eval()
+
+
+def reference_of(model: nn.Module, quantized: nn.Module) -> nn.Module:
+    """Return the plain model with each weight replaced by what the quantised one reads."""
+    reference = copy.deepcopy(model)
+    parameters = dict(reference.named_parameters())
+    for path, packed, packing in packed_tensors(quantized):
+        target, value = parameters.get(path), packing(packed)  # a stack of experts, or ...
+        if target is None:  # ... a layer
+            target = parameters[f"{path}.weight"]
+            conv = type(reference.get_submodule(path)).__name__ == "Conv1D"
+            value = value.t() if conv else value
+        with torch.no_grad():
+            target.copy_(value)
+    return reference
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_model_computes_with_the_dequantised_weights(family, kind) -> None:
+    _, model = family
+    quantized = copy.deepcopy(model)
+    quantize_model(quantized, kind)
+    found, expected = logits(quantized), logits(reference_of(model, quantized))
+    assert not torch.equal(found, logits(model))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # Conv1D sums otherwise
+
+
+def test_audit_says_what_every_parameter_is(family) -> None:
+    _, model = family
+    plain = audit(model)
+    assert plain.num_parameters == sum(p.numel() for p in model.parameters())
+    assert plain.num_bytes == 4 * plain.num_parameters
+    assert plain.quantized_as == "none"
+    found = quantize_model(model, "nf4")
+    assert found == audit(model)
+    assert found.num_parameters == plain.num_parameters
+    assert found.quantized_as == "nf4"
+    assert found.num_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
+    kept = {row.why for row in found.rows if row.kind == "linear layers" and not row.is_quantized}
+    assert kept <= {"the output layer", "a head", "a router", "tied to an embedding"}
+    table = found.table()
+    assert all(len(row) == len(table.columns) for row in table.rows)
+
+
+def test_every_linear_and_stack_is_quantised_but_heads_routers_and_tied_ones(family) -> None:
+    name, model = family
+    quantize_model(model, "nf4")
+    left = {
+        path.rpartition(".")[2]
+        for path, module in model.named_modules()
+        if is_linear(module) and not isinstance(module, QuantizedLinear)
+    }
+    assert left == {
+        "vit": {"classifier"},
+        "bert_cls": {"classifier"},
+        "bert": {"decoder"},
+        "idefics": {"lm_head", "additional_fc"},
+        "qwen2_moe": {"lm_head", "shared_expert_gate"},
+    }.get(name, {"lm_head"})
+    stacks = [path for path, _, packing in packed_tensors(model) if len(packing.form.shape) == 3]
+    assert bool(stacks) == (name in STACKED)
+
+
+def test_deepseeks_blocks_are_nearly_all_in_four_bits() -> None:
+    model = ARCHITECTURES["deepseek_v3"]()
+    inside = audit(nn.ModuleList(module for _, module in blocks(model))).num_parameters
+    quantize_model(model, "nf4")
+    rows = audit(nn.ModuleList(module for _, module in blocks(model))).rows
+    assert sum(row.num_parameters for row in rows if row.is_quantized) > 0.95 * inside
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_quantised_experts_pass_gradients_on(name) -> None:
+    model = ARCHITECTURES[name]()
+    quantized = copy.deepcopy(model)
+    quantize_model(quantized, "int8")
+    grads = []
+    for each in (reference_of(model, quantized), quantized):
+        each.requires_grad_(False)
+        embedded = each.get_input_embeddings()(tokens()).detach().requires_grad_(True)
+        each(inputs_embeds=embedded, use_cache=False).logits.square().mean().backward()
+        grads.append(embedded.grad)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_quantised_experts_work_in_every_implementation(implementation) -> None:
+    model = ARCHITECTURES["mixtral"]().eval()
+    quantize_model(model, "nf4")
+    expected = logits(model)
+    model.set_experts_implementation(implementation)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_quantised_experts_cast_copy_and_restore() -> None:
+    first, second = (ARCHITECTURES["mixtral"]().eval() for _ in range(2))
+    for model in (first, second):
+        quantize_model(model, "nf4")
+    assert torch.equal(logits(copy.deepcopy(first)), logits(first))
+    assert not torch.equal(logits(second), logits(first))
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(logits(second), logits(first))
+    assert logits(second.bfloat16()).dtype == torch.bfloat16
+    weights = zip(packed_tensors(first), packed_tensors(second.float()), strict=True)
+    for (_, packed, packing), (_, other, other_packing) in weights:
+        assert torch.equal(packing(packed), other_packing(other))
+
+
+def test_subclass_that_is_a_plain_linear_becomes_one_and_another_keeps_its_class() -> None:
+    class Spelt(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.T + self.bias
+
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    class Pair(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, super().forward(x)
+
+    model = nn.ModuleList([Spelt(16, 8), Doubled(16, 8), Pair(16, 8)])
+    plain = copy.deepcopy(model)
+    found = quantize_model(model, "int8")
+    assert isinstance(model[0], QuantizedLinear)
+    assert isinstance(model[1], Doubled)
+    assert isinstance(model[2], Pair)
+    assert parametrize.is_parametrized(model[1], "weight")
+    assert {row.stored for row in found.rows} == {"int8", "float32"}
+    x = torch.randn(3, 16)
+    for quantized, original in zip(model, plain, strict=True):
+        expected, out = original(x), quantized(x)
+        if isinstance(out, tuple):
+            expected, out = expected[1], out[1]
+        torch.testing.assert_close(out, expected, atol=0.02, rtol=0)  # int8 steps
+    with pytest.raises(BaseError, match="in int8 already"):
+        quantize_model(model, "nf4")
+
+
+def test_layer_in_two_places_is_quantised_in_both() -> None:
+    shared = nn.Linear(16, 16)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    quantize_model(model, "nf4")
+    assert model[0] is model[2]
+    assert isinstance(model[0], QuantizedLinear)
+
+
+def test_quantising_again_to_the_same_kind_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    quantize_model(model, "nf4")
+    layer = model[0]
+    quantize_model(model, "nf4")
+    assert model[0] is layer
+
+
+def test_progress_counts_every_layer() -> None:
+    seen: list[Progress] = []
+    quantize_model(ARCHITECTURES["llama"](), "nf4", on_event=seen.append)
+    assert [event.done for event in seen] == list(range(1, 15))
+    assert {event.total for event in seen} == {14}
+
+
+def test_compute_dtype_is_each_weights_own_unless_told() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, dtype=torch.bfloat16))
+    other = copy.deepcopy(model)
+    quantize_model(model, "nf4")
+    quantize_model(other, "nf4", compute_dtype=torch.float16)
+    assert [module.weight.dtype for module in model] == [torch.float32, torch.bfloat16]
+    assert [module.weight.dtype for module in other] == [torch.float16, torch.float16]
+
+
+def test_weights_that_cannot_be_quantised_are_one_error_that_names_all() -> None:
+    model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("good", "bad", "small")})
+    model["bad"].weight.data[0, 0] = float("nan")
+    model["small"].weight.data = model["small"].weight.data.to(torch.float8_e4m3fn)
+    with pytest.raises(BaseError) as error:
+        quantize_model(model, "nf4")
+    assert "bad.weight of Linear: it holds NaN" in str(error.value)
+    assert "small.weight of Linear: its dtype is torch.float8_e4m3fn" in str(error.value)
+    assert "good" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "words"),
+    [
+        (nn.Sequential(nn.LayerNorm(8)), "nf4", "no linear layers"),
+        (nn.Linear(8, 8), "nf4", "it is the whole model"),
+        (nn.Sequential(nn.Linear(8, 8)), "nf5", "nf4, fp4, int8"),
+    ],
+    ids=["no linears", "a bare layer", "unknown kind"],
+)
+def test_what_makes_no_sense_is_refused(model, kind, words) -> None:
+    with pytest.raises(BaseError, match=words):
+        quantize_model(model, kind)
+
+
+# ------------------------------------------------------------------- kept copies
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_copies_are_kept_where_all_fit_and_change_nothing(name) -> None:
+    model = ARCHITECTURES[name]().eval()
+    found = quantize_model(model, "nf4")
+    expected = logits(model)
+    size = 4 * sum(row.num_parameters for row in found.rows if row.is_quantized)
+    assert keep_copies(model, size - 1) == 0
+    assert audit(model).copy_bytes == 0
+    assert keep_copies(model, size) == size
+    assert audit(model).copy_bytes == size
+    assert audit(model).table().rows[-1][0] == "copies kept for speed"
+    assert torch.equal(logits(model), expected)
+    assert keep_copies(model, 0) == 0
+    assert audit(model).copy_bytes == 0
+
+
+def test_copies_of_a_small_model_fit_into_the_free_memory() -> None:
+    model = nn.Sequential(nn.Linear(64, 8))
+    quantize_model(model, "nf4")
+    assert keep_copies(model) == 4 * 64 * 8
+    x = torch.randn(3, 64, requires_grad=True)
+    kept = model(x)
+    (with_copy,) = torch.autograd.grad(kept.sum(), x)
+    keep_copies(model, 0)
+    assert torch.equal(model(x), kept)
+    assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], with_copy)
+
+
+def test_cast_drops_copies_that_were_rounded_to_the_former_dtype() -> None:
+    model = nn.Sequential(nn.Linear(64, 8))
+    quantize_model(model, "nf4")
+    exact = model[0].weight
+    model.bfloat16()
+    keep_copies(model)
+    model.float()
+    assert torch.equal(model[0].weight, exact)

@@ -1,0 +1,312 @@
+"""Compiled blocks: the same numbers, decided by config and rows alone, and never the run's end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from peftkit.adapter import attach
+from peftkit.data.load import DataConfig
+from peftkit.errors import RunError
+from peftkit.events import RunStarted
+from peftkit.kernels import grouped
+from peftkit.methods.lora import LoRA
+from peftkit.tasks import head
+from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.cpu_attention import cpu_attention
+from peftkit.train.config import TrainConfig
+from peftkit.train.memory import blocks as blocks_module
+from peftkit.train.memory import compiled, prepare
+from peftkit.train.memory.blocks import Activations, Blocks
+from peftkit.train.memory.compiled import is_worth_it
+from tests.families import ARCHITECTURES, FAMILIES
+from tests.tasks.test_unpadding import a_row, beginning
+from tests.train.memory.test_plan import CausalTask, Deep
+from tests.train.toy import Played, Row, crash_after, learner_of, make_rows, play, same
+
+# torch.compile itself uses what torch has deprecated; who runs Python as usual does not see it
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+IDS = torch.arange(36).remainder(23).view(3, 12) + 3
+LONGER = torch.arange(60).remainder(19).view(3, 20) + 3
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Trace as ever, and generate no code: that takes most of the time."""
+    torch.compiler.reset()
+    counters.clear()
+    monkeypatch.setattr(blocks_module, "BACKEND", "eager")
+    yield monkeypatch
+    torch.compiler.reset()
+
+
+def adapted(family: str, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    model = ARCHITECTURES[family]().train()
+    adapter = attach(model, LoRA(rank=3, dropout=dropout))
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.1)
+    model.config.use_cache = False
+    return model
+
+
+def gradients(model: nn.Module, *batches: Tensor) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    model.zero_grad(set_to_none=True)
+    with cpu_attention(model):
+        for ids in batches:
+            model(input_ids=ids, labels=ids).loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert a
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3_moe", "bert", "t5"])
+def test_blocks_are_traced_in_one_piece_with_their_grouped_layers(
+    family: str, backend: pytest.MonkeyPatch
+) -> None:
+    model = adapted(family)
+    for layers in [m for m in model.modules() if isinstance(m, nn.ModuleList)]:
+        if any(layer in Blocks(model).blocks for layer in layers) and family != "llama":
+            del layers[1:]  # one of a kind is enough, and half the work
+    wanted = gradients(model, IDS, LONGER)
+    blocks = Blocks(model)
+    blocks.compile()
+    assert_close(gradients(model, IDS, LONGER), wanted)
+    assert not counters["graph_break"]
+    blocks.restore()
+    assert not any(block._compiled_call_impl for block in blocks.blocks)
+
+
+def test_documents_in_one_row_are_one_graph_whatever_their_lengths(
+    backend: pytest.MonkeyPatch, tokenizer: Any
+) -> None:
+    model = adapted("llama")
+    task = CausalLM(model, tokenizer, DataConfig(train="", max_length=64))
+    batches = [[a_row(n) for n in lengths] for lengths in ((39, 20, 30), (52, 35, 20), (17,) * 7)]
+
+    def learnt() -> dict[str, Tensor]:
+        model.zero_grad(set_to_none=True)
+        with task.training(model):
+            for rows in batches:
+                batch = task.collate(rows)
+                assert "grid_tokens" in batch
+                task.loss_sum(model, batch).backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    wanted = learnt()
+    blocks = Blocks(model)
+    blocks.compile()
+    backend.setattr(head, "can_unpad", lambda model, share: True)  # a run asks before it compiles
+    assert_close(learnt(), wanted)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+    blocks.restore()
+
+
+def test_scales_of_layers_and_sizes_that_are_equal_by_chance_make_no_graph_more(
+    backend: pytest.MonkeyPatch, tokenizer: Any
+) -> None:
+    torch.manual_seed(0)
+    model = ARCHITECTURES["llama"]().train()
+    method = LoRA(rank=4, alpha_pattern={f"layers.0.mlp.{n}_proj": 7 for n in ("up", "down")})
+    attach(model, method)
+    task = CausalLM(model, tokenizer, DataConfig(train="", max_length=64))
+    same = grouped.ALIGNMENT - 2  # tokens in common are padded by two, ranks up to ALIGNMENT
+    backend.setattr(head, "can_unpad", lambda model, share: True)
+    blocks = Blocks(model)
+    blocks.compile()
+    with task.training(model):
+        for common in (same, same + 3):
+            first, longer = a_row(common), a_row(common + 9)
+            batch = task.collate([first, beginning(longer, first, common)])
+            assert len(batch["grid_shared"]) == common + 2
+            task.loss_sum(model, batch).backward()
+    assert counters["stats"]["unique_graphs"] == 1
+    blocks.restore()
+
+
+@pytest.mark.parametrize("way", ["recompute", "offload"])
+def test_compiled_and_recomputed_gradients_are_those_of_neither(
+    way: Activations, backend: pytest.MonkeyPatch
+) -> None:
+    model = adapted("llama", dropout=0.2)
+    wanted = gradients(model, IDS, LONGER)
+    blocks = Blocks(model)
+    blocks.keep(way)
+    blocks.compile()
+    assert_close(gradients(model, IDS, LONGER), wanted)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 2  # the first block's input needs no gradient
+    with blocks.eagerly():
+        assert_close(gradients(model, IDS), gradients(adapted("llama", dropout=0.2), IDS))
+    blocks.restore()
+
+
+@pytest.mark.parametrize(
+    ("wish", "device", "work", "wanted"),
+    [
+        ("auto", "cpu", 1.1e13, False),
+        ("auto", "cpu", 1.2e13, True),
+        ("auto", "cuda", 3.9e16, False),
+        ("auto", "cuda", 4e16, True),
+        ("auto", "mps", 1e30, False),
+        (True, "mps", 0.0, True),
+        (False, "cpu", 1e30, False),
+    ],
+)
+def test_long_runs_are_compiled(wish: Any, device: str, work: float, wanted: bool) -> None:
+    assert is_worth_it(TrainConfig(compile=wish), work, torch.device(device)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"), [("llama", 1), ("gpt2", 1), ("bert", 1), ("bart", 2), ("t5", 4)]
+)
+def test_blocks_that_are_built_alike_are_of_one_kind(family: str, kinds: int) -> None:
+    assert Blocks(adapted(family)).num_kinds == kinds
+
+
+def test_the_work_of_a_run_is_its_tokens_times_the_parameters() -> None:
+    rows, learner = make_rows(14), learner_of(Deep(), CausalTask(), batch_size=4)
+    parameters = sum(p.numel() for p in learner.model.parameters())
+    tokens = sum(len(row.input_ids) for row in rows)
+    assert prepare.work_of(learner, rows, 7) == pytest.approx(7 * 8 / 14 * tokens * parameters)
+    assert prepare.work_of(learner, rows[:2], 5) == 5 * (3 + 4) * parameters
+
+
+def compiling(folder: Path, **changes: Any) -> Played:
+    model = changes.pop("model", None) or Deep(dropout=0.3)
+    return play(folder, model=model, **{"compile": True, **changes})
+
+
+def paths_of(run: Played) -> str:
+    return next(event.paths for event in run.events if isinstance(event, RunStarted))
+
+
+def test_a_compiled_run_is_the_run(tmp_path: Path, backend: pytest.MonkeyPatch) -> None:
+    plain = compiling(tmp_path / "a", compile=False)
+    run = compiling(tmp_path / "b")
+    assert run.error is None
+    assert run.notices == []
+    assert counters["stats"]["unique_graphs"] > 0
+    assert run.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert "blocks: compiled" in paths_of(run)
+    assert "blocks: not compiled" in paths_of(plain)
+    assert not any(block._compiled_call_impl for block in run.model.blocks)
+
+
+def test_a_compiled_run_resumes_to_the_bit(tmp_path: Path, backend: pytest.MonkeyPatch) -> None:
+    whole = compiling(tmp_path / "a")
+    compiling(tmp_path / "b", on_event=crash_after(5))
+    torch.compiler.reset()
+    rest = compiling(tmp_path / "b", resume=True)
+    assert rest.losses == whole.losses[5:]
+    assert same(rest.weights, whole.weights)
+
+
+def test_auto_compiles_what_is_long_enough(tmp_path: Path, backend: pytest.MonkeyPatch) -> None:
+    short = compiling(tmp_path / "a", compile="auto")
+    backend.setattr(compiled, "WORTH", {"cpu": 1e5})
+    long = compiling(tmp_path / "b", compile="auto")
+    assert "not compiled" in paths_of(short)
+    assert "blocks: compiled" in paths_of(long)
+
+
+def broken(*_: Any) -> Any:
+    raise RuntimeError("no code for you\nand more of it")
+
+
+@pytest.mark.parametrize("cause", ["backend", "compiler", "blocks"])
+def test_what_cannot_be_compiled_runs_as_it_is_written(
+    cause: str, tmp_path: Path, backend: pytest.MonkeyPatch
+) -> None:
+    backend.setattr(compiled, "WORTH", {"cpu": 0.0})
+    plain = compiling(tmp_path / "plain", compile=False)
+    if cause == "backend":
+        backend.setattr(blocks_module, "BACKEND", broken)
+    elif cause == "compiler":
+        backend.setattr(prepare, "cpp_compiler", lambda: None)
+    else:
+        backend.setattr(blocks_module, "MARK", "OtherLayer")
+    words = {
+        "backend": "no code for you",
+        "compiler": "There is no C++ compiler here",
+        "blocks": "Deep has no blocks",
+    }
+    run = compiling(tmp_path / "a", compile="auto")
+    (notice,) = run.notices
+    assert notice.startswith("Blocks are not compiled, which only takes longer. ")
+    assert words[cause] in notice
+    assert "\n" not in notice
+    assert run.losses == plain.losses
+    told = compiling(tmp_path / "b").error
+    assert isinstance(told, RunError)
+    assert words[cause] in str(told)
+
+
+def test_a_failure_in_the_middle_of_a_run_costs_one_notice(
+    tmp_path: Path, backend: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def later(graph: Any, _: Any) -> Any:
+        calls.append(graph)
+        if len(calls) > 1:  # a form that the first rows do not have
+            raise RuntimeError("no code for you")
+        return graph.forward
+
+    backend.setattr(blocks_module, "BACKEND", later)
+    rows = [*make_rows(14), make_rows(1)[0]]  # the last step of an epoch has one batch of one row
+    # without dropout, for rows in other batches; the first block is compiled for the second too
+    plain = compiling(tmp_path / "a", compile=False, rows=rows, gradient_accumulation=1)
+    run = compiling(tmp_path / "b", rows=rows, gradient_accumulation=1)
+    assert run.error is None
+    (notice,) = run.notices
+    assert "Blocks run as they are written from here on, which takes longer. " in notice
+    assert "no code for you" in notice
+    assert run.losses == plain.losses
+
+
+def test_a_resumed_run_does_not_decide_anew(tmp_path: Path, backend: pytest.MonkeyPatch) -> None:
+    compiling(tmp_path, compile="auto", on_event=crash_after(5))
+    backend.setattr(compiled, "WORTH", {"cpu": 0.0})
+    rest = compiling(tmp_path, compile="auto", resume=True)
+    assert "not compiled" in paths_of(rest)
+
+
+def test_generated_code_trains_a_transformer_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    """The only test that compiles for real, for one row and for several: half a minute."""
+    rows = [Row(tuple(range(3, 3 + n)), (0,) * n, f"{n}") for n in (5, 12, 30, 9, 17, 6, 21)]
+
+    def run(folder: str, **changes: Any) -> Played:
+        torch.manual_seed(0)
+        model = FAMILIES["llama"]()
+        del model.model.layers[1:]
+        attach(model, LoRA(rank=3, dropout=0.1))
+        settings = {"batch_size": 2, "gradient_accumulation": 1, "max_steps": 8, "rows": rows}
+        return play(tmp_path / folder, model=model, task=CausalTask(), **{**settings, **changes})
+
+    torch.compiler.reset()
+    plain, whole = run("plain"), run("whole", compile=True)
+    assert whole.error is None
+    assert whole.notices == []
+    # dropout draws its numbers otherwise in generated code
+    assert whole.losses == pytest.approx(plain.losses, rel=0.05)
+    run("parted", compile=True, on_event=crash_after(5))
+    torch.compiler.reset()
+    rest = run("parted", compile=True, resume=True)
+    assert rest.losses == whole.losses[5:]
+    assert same(rest.weights, whole.weights)
+    torch.compiler.reset()

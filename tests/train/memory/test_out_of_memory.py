@@ -1,0 +1,331 @@
+"""Memory runs out: smaller micro-batches learn the same from the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from peftkit.errors import PeftkitError, RunError
+from peftkit.events import StepDone
+from peftkit.train import run as run_module
+from peftkit.train.memory.blocks import Blocks
+from peftkit.train.memory.out_of_memory import is_out_of_memory
+from tests.train.toy import (
+    COUNTED,
+    Row,
+    Toy,
+    ToyTask,
+    crash_after,
+    learner_of,
+    make_rows,
+    play,
+    same,
+)
+
+CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB."
+CPU = "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"
+
+
+class Small(ToyTask):
+    """Memory for so many rows, and so many tokens in a row, at once; half done when it runs out."""
+
+    def __init__(
+        self,
+        rows: int = 10**9,
+        tokens: int = 10**9,
+        *,
+        in_training: bool = True,
+        error: BaseException | None = None,
+    ) -> None:
+        self.rows, self.tokens, self.in_training = rows, tokens, in_training
+        self.error = error or RuntimeError(CUDA)
+        self.order: list[int] = []
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        height, width = batch["input_ids"].shape
+        loss = super().loss_sum(model, batch)
+        if model.training == self.in_training and (height > self.rows or width > self.tokens):
+            raise self.error
+        if model.training:
+            self.order += batch["input_ids"][:, 0].tolist()
+        return loss
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError(CUDA), torch.OutOfMemoryError(CUDA), RuntimeError(CPU), MemoryError()]
+)
+def test_a_run_short_of_memory_is_the_run_with_smaller_batches(
+    tmp_path: Path, error: BaseException
+) -> None:
+    task, small = Small(3, error=error), Small()
+    run = play(
+        tmp_path / "a",
+        model=Toy(dropout=0.3),
+        task=task,
+        rows=make_rows(40),
+        batch_size=16,
+        gradient_accumulation=1,
+    )
+    reference = play(
+        tmp_path / "b",
+        model=Toy(dropout=0.3),
+        task=small,
+        rows=make_rows(40),
+        batch_size=2,
+        gradient_accumulation=8,
+    )
+    assert run.error is None
+    assert run.losses == reference.losses
+    assert same(run.weights, reference.weights)
+    assert task.order == small.order
+    (notice,) = run.notices
+    assert notice == (
+        "Step 1: Memory ran out. From here on: 2 rows at a time instead of 16. "
+        "Each step learns from the same rows."
+    )
+
+
+def test_memory_that_runs_out_in_the_middle_of_a_group_leaves_no_gradient_behind(
+    tmp_path: Path,
+) -> None:
+    rows = make_rows(14)
+    task = Small()
+    plain = task.loss_sum
+    calls = -COUNTED
+
+    def once(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 4:  # the second of the two batches of step 2
+            raise RuntimeError(CUDA)
+        return plain(model, batch)
+
+    task.loss_sum = once  # type: ignore[method-assign]
+    run = play(tmp_path / "a", task=task, rows=rows, batch_size=2)
+    reference = play(tmp_path / "b", rows=rows, batch_size=2)
+    assert [text.split(":")[0] for text in run.notices] == ["Step 2"]
+    # the same gradients from step 2 on, summed in another order
+    assert run.losses == pytest.approx(reference.losses, rel=1e-4)
+
+
+def test_a_resumed_run_stays_with_the_smaller_batches(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"batch_size": 4, "gradient_accumulation": 1}
+    whole = play(tmp_path / "a", model=Toy(0.3), task=Small(1), **settings)
+    play(tmp_path / "b", model=Toy(0.3), task=Small(1), on_event=crash_after(5), **settings)
+    rest = play(tmp_path / "b", model=Toy(0.3), task=Small(1), resume=True, **settings)
+    assert rest.notices == []
+    assert rest.losses == whole.losses[5:]
+    assert same(rest.weights, whole.weights)
+
+
+def test_another_batch_size_that_is_allowed_counts_from_the_resume_on(tmp_path: Path) -> None:
+    heights: list[int] = []
+
+    class Measuring(ToyTask):
+        def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+            heights.append(len(batch["labels"]))
+            return super().loss_sum(model, batch)
+
+    play(tmp_path, task=Small(1), on_event=crash_after(5), batch_size=2)
+    play(tmp_path, task=Measuring(), resume=True, batch_size=4, allow_changes=["train"])
+    assert max(heights) == 4
+
+
+def test_one_row_too_large_is_an_error_that_says_how_long_a_row_may_be(tmp_path: Path) -> None:
+    run = play(tmp_path, task=Small(tokens=6), rows=make_rows(14))
+    assert isinstance(run.error, RunError)
+    assert "does not fit into memory: train.jsonl:" in str(run.error)
+    assert "Rows of 6 tokens would fit." in str(run.error)
+    assert "data.max_length" in str(run.error)
+
+
+def test_if_no_row_fits_the_error_says_so(tmp_path: Path) -> None:
+    run = play(tmp_path, task=Small(tokens=2), rows=make_rows(14))
+    assert isinstance(run.error, RunError)
+    assert "Not even the shortest row, of " in str(run.error)
+
+
+def test_an_evaluation_short_of_memory_shrinks_alone(tmp_path: Path) -> None:
+    rows = make_rows(7, first=50)
+    task = Small(1, in_training=False)
+    run = play(tmp_path / "a", task=task, eval_rows=rows, batch_size=4, gradient_accumulation=1)
+    reference = play(tmp_path / "b", eval_rows=rows, batch_size=4, gradient_accumulation=1)
+    (notice,) = run.notices
+    assert "1 rows at a time instead of 4" in notice
+    assert run.losses == reference.losses
+    assert run.result is not None
+    assert reference.result is not None
+    assert run.result.metrics["eval_loss"] == pytest.approx(
+        reference.result.metrics["eval_loss"], rel=1e-6
+    )
+
+
+def test_an_eval_row_too_large_is_an_error(tmp_path: Path) -> None:
+    task = Small(tokens=4, in_training=False)
+    run = play(tmp_path, task=task, eval_rows=make_rows(7, first=49))
+    assert isinstance(run.error, RunError)
+    assert "Rows of 4 tokens would fit." in str(run.error)
+
+
+def test_memory_that_runs_out_in_the_optimizer_is_told(tmp_path: Path) -> None:
+    learner = learner_of(Toy(), Small())
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(CUDA)
+
+    learner.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(RunError, match="adamw_8bit"):
+        learner.step(make_rows(4), 0.1)
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(tmp_path: Path) -> None:
+    error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    assert not is_out_of_memory(error)
+    assert play(tmp_path, task=Small(1, error=error)).error is error
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+# --- recomputed activations
+
+
+class Block(nn.Module):
+    """A block as transformers marks them."""
+
+    gradient_checkpointing = False
+    _gradient_checkpointing_func: Callable[..., Tensor]
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.runs = 0
+
+    def run(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        y: Tensor = self.inner(x)
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(self.run, x)
+        return self.run(x)
+
+
+class Deep(Toy):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+        self.block = Block(nn.Dropout(0.3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scale: Tensor = self.block(self.magnitude)
+        return super().forward(ids) * scale
+
+
+class SmallUnlessRecomputed(Small):
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        self.rows = 2 if isinstance(model, Deep) and model.block.gradient_checkpointing else 0
+        return super().loss_sum(model, batch)
+
+
+def test_recomputing_changes_no_number_and_is_undone(tmp_path: Path) -> None:
+    plain, recomputed = Deep(), Deep()
+    a = play(tmp_path / "a", model=plain, gradient_checkpointing=False)
+    b = play(tmp_path / "b", model=recomputed, gradient_checkpointing=True)
+    assert a.losses == b.losses
+    assert same(a.weights, b.weights)
+    assert recomputed.block.runs > plain.block.runs
+    assert not recomputed.block.gradient_checkpointing
+
+
+def test_auto_recomputes_once_not_one_row_fits_and_then_tries_whole_batches_again() -> None:
+    learner = learner_of(Deep(), SmallUnlessRecomputed())
+    facts = learner.step(make_rows(8), 0.1)
+    assert learner.blocks.activations == "recompute"
+    assert learner.state.activations == "recompute"
+    assert learner.state.micro_batch == 2
+    assert (
+        "activations are recomputed (train.gradient_checkpointing), 2 rows at a time"
+        in facts.notice
+    )
+
+
+def test_a_run_that_had_to_recompute_does_so_after_a_resume_unless_told_otherwise() -> None:
+    first, second = (learner_of(Deep(), ToyTask()) for _ in range(2))
+    first.keep("recompute")
+    second.take(first.state)
+    assert second.blocks.activations == "recompute"
+    told = learner_of(Deep(), ToyTask(), gradient_checkpointing=False)
+    told.take(first.state)
+    assert told.state.activations == "keep"
+
+
+def test_a_limit_in_tokens_is_halved_until_memory_suffices() -> None:
+    learner = learner_of(Toy(), Small(3), tokens_per_batch=48)
+    facts = learner.step(make_rows(8), 0.1)
+    assert (learner.state.micro_batch, learner.state.micro_tokens) == (8, 24)
+    assert "here on: 24 tokens at a time instead of 48." in facts.notice
+
+
+def test_recomputing_a_model_without_marked_blocks_is_refused(tmp_path: Path) -> None:
+    error = play(tmp_path, gradient_checkpointing=True).error
+    assert isinstance(error, PeftkitError)
+    assert "Toy has no blocks marked for it" in str(error)
+
+
+def test_recomputing_a_transformer_changes_no_gradient() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).train()
+    model.requires_grad_(False)
+    model.model.layers[1].mlp.requires_grad_(True)
+    ids = torch.arange(20).reshape(2, 10)
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        model(input_ids=ids, use_cache=False).logits.logsumexp(-1).sum().backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    before = gradients()
+    blocks = Blocks(model)
+    assert blocks.blocks == list(model.model.layers)
+    for way in ("recompute", "offload"):
+        blocks.keep(way)
+        assert model.model.layers[0].gradient_checkpointing
+        assert same(gradients(), before)
+    blocks.restore()
+    assert not model.model.layers[0].gradient_checkpointing
+
+
+def test_rows_without_a_length_do_not_hide_the_error(tmp_path: Path) -> None:
+    class Pairs(Small):
+        def collate(self, rows: Sequence[Any]) -> Mapping[str, Tensor]:
+            return super().collate([Row(ids, labels, "") for ids, labels in rows])
+
+    pairs = [(row.input_ids, row.labels) for row in make_rows(14)]
+    run = play(tmp_path, task=Pairs(0), rows=pairs)
+    assert isinstance(run.error, RunError)
+    assert "does not fit into memory" in str(run.error)
+
+
+def test_memory_in_holes_is_given_back_after_the_plan_and_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    steps: list[int] = []
+    monkeypatch.setattr(run_module, "GIVE_BACK_EVERY", 3)
+    monkeypatch.setattr(run_module, "give_back_holes", lambda: given.append(len(steps)))
+    played = play(
+        tmp_path,
+        on_event=lambda event: steps.append(1) if isinstance(event, StepDone) else None,
+        max_steps=7,
+    )
+    assert played.error is None
+    assert given == [0, 2, 5]  # a step is told of after it

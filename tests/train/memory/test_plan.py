@@ -1,0 +1,291 @@
+"""What a forward pass saves is counted, and what fits is chosen before the first step."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from peftkit.errors import RunError
+from peftkit.train.memory import prepare
+from peftkit.train.memory.blocks import Activations, Blocks
+from peftkit.train.memory.plan import Plan, Saved, choose, saved_by, used_bytes
+from tests.train.toy import (
+    Played,
+    Row,
+    Toy,
+    ToyTask,
+    crash_after,
+    learner_of,
+    make_rows,
+    play,
+    same,
+)
+
+
+class GradientCheckpointingLayer(nn.Module):
+    """As transformers' layers of this name: marked, and recomputed through the mark."""
+
+    gradient_checkpointing = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8,), 0.9), requires_grad=False)
+        self.shift = torch.full((8,), 0.9)  # neither parameter nor buffer, and yet no activation
+
+    def run(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = torch.tanh(x * self.scale) * self.shift  # saves the tanh, (..., 8)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(self.run, x)
+        return self.run(x)
+
+
+class Deep(Toy):
+    """Two blocks between embedding and head; what trains lies before them as well."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        self.start = nn.Parameter(torch.zeros(8))
+        self.blocks = nn.Sequential(GradientCheckpointingLayer(), GradientCheckpointingLayer())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.blocks(self.embed(ids) + self.start)
+        return (self.base(x) + self.lora_B(self.lora_A(self.dropout(x)))) * self.magnitude
+
+
+def counted(model: nn.Module, num_tokens: int) -> Saved:
+    ids = torch.arange(num_tokens)[None] % 31
+    return saved_by(lambda: model(ids).sum(), Blocks(model).blocks)
+
+
+def test_saved_tensors_are_counted_where_they_are_saved() -> None:
+    saved = counted(Deep(), 5)
+    # four tanh's of (5, 8) in each block; the products need the frozen factors alone
+    assert saved.inside == (4 * 5 * 8 * 4, 4 * 5 * 8 * 4)
+    assert saved.inputs == (5 * 8 * 4, 5 * 8 * 4)
+    # outside: x for lora_A, what that gives for lora_B, and their sum for the magnitude
+    assert saved.outside == 4 * 5 * (8 + 4 + 31)
+
+
+def test_what_is_counted_grows_with_the_tokens_and_not_with_the_weights() -> None:
+    few, many = counted(Deep(), 5), counted(Deep(), 15)
+    assert many.outside == 3 * few.outside
+    assert many.inside == tuple(3 * size for size in few.inside)
+
+
+def test_counting_keeps_nothing() -> None:
+    alive: list[Any] = []
+
+    class Noting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(x)
+            alive.append(weakref.ref(y))
+            return y * 2
+
+    layers = nn.Sequential(*(Noting() for _ in range(4)))
+    x = torch.ones(3, requires_grad=True)
+    saved_by(lambda: layers(x).sum(), [])
+    assert not any(ref() is not None for ref in alive)
+
+
+def test_what_is_needed_under_each_way() -> None:
+    saved = Saved(outside=7, inside=(100, 300, 200), inputs=(10, 30, 20))
+    assert saved.needed("keep") == 7 + 600 + 300
+    assert saved.needed("recompute") == 7 + 60 + 2 * 300
+    assert saved.needed("offload") == 7 + 50 + 2 * 300
+    assert Saved(7, (), ()).needed("keep") == 7
+
+
+WAYS = (("keep", 10.0), ("recompute", 4.0), ("offload", 2.0))
+
+
+@pytest.mark.parametrize(
+    ("available", "tokens", "plan"),
+    [
+        (3200, None, Plan("keep", 4, None)),  # 4 rows of 80
+        (3199, None, Plan("keep", 4, 319)),
+        (800, None, Plan("keep", 4, 80)),
+        (799, None, Plan("recompute", 4, 199)),
+        (320, None, Plan("recompute", 4, 80)),
+        (319, None, Plan("offload", 4, 159)),
+        (159, None, None),
+        (-1, None, None),
+        (1600, 160, Plan("keep", 4, 160)),
+        (1599, 160, Plan("keep", 4, 159)),
+        (800, 16, Plan("keep", 4, 16)),  # one row alone may have more
+        (799, 16, Plan("recompute", 4, 16)),
+    ],
+)
+def test_the_first_way_that_fits_is_chosen(
+    available: float, tokens: int | None, plan: Plan | None
+) -> None:
+    assert choose(WAYS, available, 80, 4, tokens) == plan
+
+
+def test_rows_without_tokens_are_planned_by_rows() -> None:
+    assert choose(WAYS, 39, 1, 4, None) == Plan("keep", 3, None)
+    assert choose(WAYS, 9, 1, 4, None) == Plan("recompute", 2, None)
+
+
+def test_the_memory_in_use_is_that_of_this_process() -> None:
+    before = used_bytes(torch.device("cpu"))
+    with mmap.mmap(-1, 32 << 20) as pages:  # past torch, which may use freed memory again
+        pages.write(b"x" * (32 << 20))
+        assert 30 << 20 < used_bytes(torch.device("cpu")) - before < 70 << 20
+
+
+# --- whole runs
+
+ROWS = make_rows(14)  # of 3 to 9 tokens: of 8 or 16 with padding
+
+
+def bytes_per_token(way: Activations) -> float:
+    """Return those of the row of median length, which has 6 tokens of 8."""
+    learner = learner_of(Deep(), ToyTask())
+    row = next(row for row in ROWS if len(row.input_ids) == 6)
+    return saved_by(lambda: learner.loss([row]), learner.blocks.blocks).needed(way) / 8
+
+
+KEEP, RECOMPUTE = bytes_per_token("keep"), bytes_per_token("recompute")
+
+
+def planned(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: float, **changes: Any
+) -> Played:
+    """Run with so many bytes for activations."""
+    monkeypatch.setattr(prepare, "_available", lambda learner: num_bytes)
+    changes = {"batch_size": 4, "gradient_accumulation": 1, "memory": 1.0, **changes}
+    return play(folder, **{"model": Deep(), "rows": ROWS, **changes})
+
+
+def state_of(folder: Path, step: int = 12) -> dict[str, Any]:
+    path = folder / "checkpoints" / f"step-{step}" / "state.json"
+    run: dict[str, Any] = json.loads(path.read_text())["run"]
+    return run
+
+
+@pytest.mark.parametrize(
+    ("each", "tokens", "way", "words"),
+    [
+        (1000, None, "keep", "So all activations are kept, of at most 4 rows at once."),
+        (20, 20, "keep", "all activations are kept, of at most 20 tokens at once. Each"),
+        (15, 16, "recompute", "So activations are recomputed, of at most 16 tokens at once"),
+    ],
+)
+def test_the_plan_is_said_and_kept_to(
+    each: float, tokens: int | None, way: str, words: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    run = planned(tmp_path, monkeypatch, each * KEEP)
+    assert run.error is None
+    (notice,) = run.notices
+    assert words in notice
+    assert "of train.memory's 1 GB for activations" in notice
+    state = state_of(tmp_path)
+    assert (state["micro_tokens"], state["activations"]) == (tokens, way)
+
+
+def test_a_plan_changes_no_more_than_the_order_of_sums(tmp_path: Path, monkeypatch: Any) -> None:
+    plain = planned(tmp_path / "a", monkeypatch, 1e9, model=Deep())
+    small = planned(tmp_path / "b", monkeypatch, 15 * KEEP, model=Deep())
+    assert small.losses == pytest.approx(plain.losses, rel=1e-4)
+
+
+def test_a_resumed_run_goes_on_with_its_plan_whatever_is_free(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    whole = planned(tmp_path / "a", monkeypatch, 15 * KEEP)
+    planned(tmp_path / "b", monkeypatch, 15 * KEEP, on_event=crash_after(5))
+    rest = planned(tmp_path / "b", monkeypatch, 1e9, resume=True)
+    assert rest.losses == whole.losses[5:]
+    assert same(rest.weights, whole.weights)
+    assert rest.notices == []
+
+
+def test_another_budget_that_is_allowed_makes_another_plan(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    planned(tmp_path, monkeypatch, 15 * KEEP, on_event=crash_after(5))
+    refused = planned(tmp_path, monkeypatch, 1e9, resume=True, memory=2.0)
+    assert "train.memory: 1.0 -> 2.0" in str(refused.error)
+    rest = planned(tmp_path, monkeypatch, 1e9, resume=True, memory=2.0, allow_changes=["train"])
+    assert "all activations are kept, of at most 4 rows" in rest.notices[-1]
+
+
+def test_where_no_row_fits_it_is_told_before_training(tmp_path: Path, monkeypatch: Any) -> None:
+    run = planned(tmp_path, monkeypatch, 10 * RECOMPUTE)
+    assert isinstance(run.error, RunError)
+    assert run.losses == []
+    text = str(run.error)
+    assert "The longest row, train.jsonl:14, has 9 tokens." in text
+    assert "MB where activations are recomputed." in text
+    assert "Rows of 10 tokens would fit" in text
+    kept = planned(tmp_path, monkeypatch, 15 * KEEP, gradient_checkpointing=False)
+    assert "Rows of 15 tokens would fit" in str(kept.error)
+
+
+def test_auto_takes_a_share_of_what_is_free_on_a_cpu(tmp_path: Path, monkeypatch: Any) -> None:
+    settings: dict[str, Any] = {"batch_size": 4, "gradient_accumulation": 1, "rows": ROWS}
+    plenty = play(tmp_path / "a", model=Deep(), **settings)
+    assert plenty.notices == []
+    assert state_of(tmp_path / "a")["micro_tokens"] is None
+    trained = sum(p.numel() * 12 for p in Deep().parameters() if p.requires_grad)
+    monkeypatch.setattr(
+        prepare, "free_bytes", lambda: (20 * KEEP + trained) / prepare.AUTO_SHARE + 1
+    )
+    little = play(tmp_path / "b", model=Deep(), **settings)
+    (notice,) = little.notices
+    assert "GB of what is free for activations" in notice
+    assert state_of(tmp_path / "b")["micro_tokens"] == 20
+    assert little.losses == pytest.approx(plenty.losses, rel=1e-4)
+
+
+def test_counting_before_the_first_step_leaves_no_trace(tmp_path: Path) -> None:
+    class Normed(Toy):
+        def __init__(self) -> None:
+            super().__init__(dropout=0.3)
+            self.norm = nn.BatchNorm1d(31, affine=False)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.norm(super().forward(ids).transpose(1, 2)).transpose(1, 2)
+
+    model = Normed()
+    play(tmp_path, model=model, max_steps=3, eval_every=None)
+    assert int(model.norm.num_batches_tracked) == 6, "3 steps of 2 batches"
+
+
+def test_what_is_planned_for_a_transformer_covers_what_its_batches_save(monkeypatch: Any) -> None:
+    from peftkit.adapter import attach
+    from peftkit.methods.lora import LoRA
+    from tests.families import FAMILIES
+
+    torch.manual_seed(0)
+    model = FAMILIES["llama"]()
+    attach(model, LoRA(rank=3, dropout=0.1))
+    rows = [Row(tuple(range(3, 3 + n)), (0,) * n, "") for n in (5, 12, 30, 40, 64)]
+    learner = learner_of(model, CausalTask(), memory=1.0)
+    monkeypatch.setattr(prepare, "_available", lambda learner: 2_000_000)
+    model.train()
+    prepare.plan_memory_and_compile(learner, rows, 1, lambda event: None)
+    assert learner.state.micro_tokens is not None
+    parts = learner.micro_batches(rows)
+    assert 1 < len(parts) < len(rows)
+    for part in parts:
+        saved = saved_by(lambda: learner.loss(part), learner.blocks.blocks)  # noqa: B023
+        assert saved.needed(learner.state.activations) <= 2_000_000
+
+
+class CausalTask(ToyTask):
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        return logits.logsumexp(-1).sum()

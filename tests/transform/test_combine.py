@@ -1,0 +1,426 @@
+"""The laws of combining, and each method against a reference on whole matrices."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from peftkit.data.encode import Style
+from peftkit.errors import AdapterError, OutputError
+from peftkit.events import Event, Notice, Saved
+from peftkit.formats.peft.folder import Provenance, load_adapter
+from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
+from peftkit.transform.blend import EXACT, PRUNING, RULES, Settings, blend, drop, trim
+from peftkit.transform.combine import Combined, combine
+from tests.families import FAMILIES
+
+ROUNDING = 2e-6
+"""Of sums of products of order one in float32, stored as factors of order one."""
+SHAPES = {"layers.0.q": (12, 9), "layers.0.v": (5, 9), "layers.1.q": (12, 9)}
+BASE = Provenance(
+    base="tiny", fingerprint="sha256:" + "0" * 64, loading={"quantize": "nf4"},
+    prompt_style=Style("chat"),
+)  # fmt: skip
+EASY = settings(
+    max_examples=25, deadline=None, derandomize=True, database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+
+
+def random_update(
+    seed: int, rank: int, shape: tuple[int, int] = (12, 9), scaling: float = 0.75
+) -> LowRank:
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(rank, shape[1], generator=generator)
+    return LowRank(a, torch.randn(shape[0], rank, generator=generator), scaling)
+
+
+def adapter(
+    seed: int, *, ranks: tuple[int, ...] = (3, 2, 4), scaling: float = 0.75
+) -> dict[str, LowRank]:
+    sites = zip(SHAPES.items(), ranks, strict=True)
+    return {
+        path: random_update(seed + i, rank, shape, scaling)
+        for i, ((path, shape), rank) in enumerate(sites)
+    }
+
+
+def delta(layers: list[tuple[LowRank, float]]) -> Tensor:
+    return sum((weight * update.delta().double() for update, weight in layers), torch.tensor(0.0))
+
+
+updates = st.builds(
+    random_update, st.integers(0, 10_000), st.integers(1, 6), scaling=st.sampled_from([0.5, 1, 2])
+)
+weights = st.floats(-2, 2, width=32).filter(lambda w: w == 0 or abs(w) > 1e-3)
+layers_of = st.lists(st.tuples(updates, weights), min_size=1, max_size=4)
+
+
+@EASY
+@given(layers=layers_of, rule=st.sampled_from(EXACT))
+def test_linear_and_cat_are_the_weighted_sum_of_the_updates(
+    layers: list[tuple[LowRank, float]], rule: Any
+) -> None:
+    update = blend("x", layers, Settings(rule)).update
+    expected = delta(layers)
+    largest = max(u.delta().abs().max().item() for u, _ in layers)
+    torch.testing.assert_close(
+        update.delta().double(), expected, rtol=0, atol=8 * ROUNDING * largest
+    )
+    assert update.rank <= min(sum(u.rank for u, _ in layers), 9)
+
+
+@EASY
+@given(update=updates, rule=st.sampled_from(RULES))
+def test_one_adapter_at_weight_one_is_itself_to_the_bit(update: LowRank, rule: Any) -> None:
+    assert blend("x", [(update, 1.0)], Settings(rule)).update is update
+
+
+@EASY
+@given(update=updates, rule=st.sampled_from(RULES), density=st.sampled_from([0.3, 1.0]))
+def test_an_adapter_and_its_opposite_give_zero(update: LowRank, rule: Any, density: float) -> None:
+    layers = [(update, 1.0), (update, -1.0)]
+    found = blend("x", layers, Settings(rule, density=density if rule in PRUNING else 1.0))
+    assert found.update.delta().abs().max() <= ROUNDING * update.delta().abs().max()
+    if rule != "cat":
+        assert not found.update.delta().any()
+
+
+@EASY
+@given(layers=layers_of, rule=st.sampled_from(RULES), factor=st.sampled_from([-1.0, 0.25, 4.0]))
+def test_weights_scale_the_update(
+    layers: list[tuple[LowRank, float]], rule: Any, factor: float
+) -> None:
+    chosen = Settings(rule, rank=9 if rule not in EXACT else None, density=0.6)
+    once = blend("x", layers, chosen).update.delta()
+    scaled = blend("x", [(u, factor * w) for u, w in layers], chosen).update.delta()
+    largest = max(u.delta().abs().max().item() for u, _ in layers)
+    torch.testing.assert_close(
+        scaled, factor * once, rtol=0, atol=64 * ROUNDING * largest * abs(factor)
+    )
+
+
+@EASY
+@given(layers=layers_of, rank=st.integers(1, 9))
+def test_svd_is_the_best_matrix_of_its_rank(layers: list[tuple[LowRank, float]], rank: int) -> None:
+    found = blend("x", layers, Settings("svd", rank=rank))
+    dense = delta(layers)
+    if dense.ndim == 0 or not dense.any():
+        return
+    values = torch.linalg.svdvals(dense)
+    best = values[rank:].square().sum().sqrt()
+    error = (found.update.delta().double() - dense).norm()
+    assert found.update.rank <= rank
+    assert error <= best + 1e-5 * values[0]
+    if len([w for _, w in layers if w]) > 1:
+        assert found.lost == pytest.approx(float(best**2), abs=1e-6 * float(values[0]) ** 2)
+        assert found.total == pytest.approx(float(values.square().sum()))
+
+
+def naive_trim(matrix: Tensor, density: float) -> Tensor:
+    keep = sorted(matrix.flatten().tolist(), key=abs, reverse=True)
+    smallest = abs(keep[round(density * matrix.numel()) - 1])
+    return torch.where(matrix.abs() >= smallest, matrix, 0.0)
+
+
+def naive_ties(deltas: list[Tensor]) -> Tensor:
+    out = torch.zeros_like(deltas[0])
+    for i in range(out.shape[0]):
+        for j in range(out.shape[1]):
+            values = [float(d[i, j]) for d in deltas]
+            agreeing = [v for v in values if v * sum(values) > 0]
+            out[i, j] = sum(agreeing) / len(agreeing) if agreeing else 0.0
+    return out
+
+
+@pytest.mark.parametrize("density", [0.2, 0.5, 1.0])
+def test_ties_is_trim_elect_and_disjoint_mean(density: float) -> None:
+    layers = [(random_update(s, 3), w) for s, w in ((1, 1.0), (2, 0.5), (3, -2.0))]
+    found = blend("x", layers, Settings("ties", rank=9, density=density)).update.delta()
+    expected = naive_ties([w * naive_trim(u.delta(), density) for u, w in layers])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_magnitude_prune_adds_what_trimming_leaves() -> None:
+    layers = [(random_update(1, 2), 0.5), (random_update(2, 3), 2.0)]
+    found = blend("x", layers, Settings("magnitude_prune", rank=9, density=0.3)).update.delta()
+    expected = sum((w * naive_trim(u.delta(), 0.3) for u, w in layers), torch.zeros(()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_dropping_keeps_a_share_rescaled_and_is_seeded() -> None:
+    matrix = torch.randn(200, 300)
+    dropped = drop(matrix, 0.25, seed=5)
+    kept = dropped != 0
+    assert 0.24 < kept.float().mean() < 0.26
+    torch.testing.assert_close(dropped[kept], 4 * matrix[kept])
+    assert torch.equal(dropped, drop(matrix, 0.25, seed=5))
+    assert not torch.equal(dropped, drop(matrix, 0.25, seed=6))
+    assert (trim(matrix, 0.25) != 0).sum() == 15_000
+
+
+@pytest.mark.parametrize("rule", ["dare_linear", "dare_ties"])
+def test_dare_depends_on_seed_layer_and_adapter_alone(rule: Any) -> None:
+    one, two = random_update(1, 3), random_update(2, 3)
+    chosen = Settings(rule, rank=9, density=0.5, seed=1)
+    found = blend("x", [(one, 1.0), (two, 0.5)], chosen).update.delta()
+    swapped = blend("x", [(two, 0.5), (one, 1.0)], chosen).update.delta()
+    torch.testing.assert_close(found, swapped, rtol=0, atol=1e-4)
+    for path, other in (("y", chosen), ("x", replace(chosen, seed=2))):
+        elsewhere = blend(path, [(one, 1.0), (two, 0.5)], other).update.delta()
+        assert (elsewhere - found).abs().max() > 0.1
+
+
+def test_dare_linear_is_right_on_average() -> None:
+    layers = [(random_update(1, 2), 1.0), (random_update(2, 2), -0.5)]
+    draws = [
+        blend("x", layers, Settings("dare_linear", rank=9, density=0.5, seed=seed)).update.delta()
+        for seed in range(400)
+    ]
+    mean, expected = torch.stack(draws).mean(0), delta(layers).float()
+    # one draw is off by about its own size; four hundred by a twentieth of that
+    assert (mean - expected).norm() < 0.1 * expected.norm()
+
+
+class Folders:
+    """Adapter folders, written and combined."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.events: list[Event] = []
+
+    def save(self, name: str, content: dict[str, LowRank], origin: Provenance = BASE) -> Path:
+        return save_low_rank(content, self.root / name, origin)
+
+    def combine(self, weights: dict[str, float], method: str, **how: Any) -> Combined:
+        pairs = [(self.root / name, weight) for name, weight in weights.items()]
+        out = how.pop("out", self.root / "out")
+        return combine(pairs, method, out, on_event=self.events.append, **how)
+
+    def notices(self) -> str:
+        return "\n".join(event.text for event in self.events if isinstance(event, Notice))
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Folders:
+    found = Folders(tmp_path)
+    found.save("a", adapter(1))
+    found.save("b", adapter(20, ranks=(1, 5, 2), scaling=3.0))
+    return found
+
+
+def test_what_is_written_is_what_was_computed_and_carries_its_origin(folders: Folders) -> None:
+    done = folders.combine({"a": 0.7, "b": -0.3}, "cat")
+    file, written = read_low_rank(folders.root / "out")
+    one, two = adapter(1), adapter(20, ranks=(1, 5, 2), scaling=3.0)
+    for path, update in written.items():
+        expected = 0.7 * one[path].delta() - 0.3 * two[path].delta()
+        torch.testing.assert_close(update.delta(), expected, rtol=0, atol=1e-5)
+    assert {path: update.rank for path, update in written.items()} == {
+        "layers.0.q": 4, "layers.0.v": 5, "layers.1.q": 6,
+    }  # fmt: skip
+    assert file.provenance == BASE
+    assert (done.rank, done.error) == (6, 0.0)
+    assert "a x 0.7, b x -0.3" in (folders.root / "out" / "README.md").read_text()
+    assert folders.events[-1] == Saved("adapter", folders.root / "out")
+    assert sorted(path.name for path in folders.root.iterdir()) == ["a", "b", "out"]
+
+
+@pytest.mark.parametrize("rule", sorted(set(RULES) - set(EXACT)))
+def test_a_lossy_method_keeps_to_its_rank_and_tells_its_error(rule: str, folders: Folders) -> None:
+    done = folders.combine({"a": 1.0, "b": 1.0}, rule, rank=2)
+    assert {update.rank for update in done.updates.values()} == {2}
+    assert 0.05 < done.error < 1
+    assert f"relative error {done.error:.2g}" in folders.notices()
+    default = folders.combine({"a": 1.0, "b": 1.0}, rule, out=folders.root / "default")
+    assert [update.rank for update in default.updates.values()] == [3, 5, 4]
+
+
+def test_zero_is_an_adapter_that_changes_nothing_and_is_told(folders: Folders, llama: Any) -> None:
+    paths = {"model.layers.0.self_attn.q_proj": random_update(1, 4, (32, 32))}
+    folders.save("c", paths, Provenance())
+    done = combine(
+        [(folders.root / "c", 1.0), (folders.root / "c", -1.0)], "linear",
+        folders.root / "zero", on_event=folders.events.append,
+    )  # fmt: skip
+    assert done.rank == 1
+    assert not done.updates["model.layers.0.self_attn.q_proj"].b.any()
+    assert "is zero: this adapter leaves its base unchanged" in folders.notices()
+    ids = torch.arange(9)[None]
+    expected = llama(input_ids=ids).logits
+    load_adapter(llama, folders.root / "zero")
+    assert torch.equal(llama(input_ids=ids).logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # PEFT asks for an old name
+def test_peft_computes_the_sum_of_both(folders: Folders) -> None:
+    """Different ranks, rsLoRA and other layers, read by PEFT: W + 0.5 D1 - 2 D2."""
+    import peft
+
+    model = FAMILIES["llama"]().eval()
+    one = peft.LoraConfig(r=4, lora_alpha=8, use_rslora=True, target_modules=["q_proj", "v_proj"])
+    two = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "up_proj"], rank_pattern={"up_proj": 3},
+        layers_to_transform=[1],
+    )  # fmt: skip
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, config, weight in (("one", one, 0.5), ("two", two, -2.0)):
+        wrapped = peft.get_peft_model(FAMILIES["llama"](), config)
+        with torch.no_grad():
+            for module in wrapped.modules():
+                if isinstance(module, peft.tuners.lora.Linear):
+                    module.lora_B["default"].weight.normal_(std=0.1)
+                    own = next(
+                        n for n, m in wrapped.base_model.model.named_modules() if m is module
+                    )
+                    weights[f"{own}.weight"] += weight * module.get_delta_weight("default")
+        wrapped.save_pretrained(folders.root / name)
+    reference = FAMILIES["llama"]().eval()
+    reference.load_state_dict(weights)
+    ids = torch.arange(9)[None]
+    expected = reference(input_ids=ids).logits
+    assert (expected - model(input_ids=ids).logits).abs().max() > 1
+    for rule in EXACT:
+        folders.combine({"one": 0.5, "two": -2.0}, rule, out=folders.root / rule)
+        fresh = FAMILIES["llama"]().eval()
+        fresh.load_state_dict(model.state_dict())
+        combined = peft.PeftModel.from_pretrained(fresh, folders.root / rule)
+        torch.testing.assert_close(combined(input_ids=ids).logits, expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "told"),
+    [
+        (
+            BASE,
+            replace(BASE, fingerprint="sha256:" + "1" * 64),
+            "to different bases\n.*sha256:0000",
+        ),
+        (Provenance("x"), Provenance("y"), "to different bases\n.*a: x\n.*other: y"),
+        (Provenance("x", revision="1"), Provenance("x", revision="2"), "to different bases"),
+        (BASE, replace(BASE, task_type="SEQ_CLS"), "for different tasks\n.*CAUSAL_LM\n.*SEQ_CLS"),
+    ],
+)
+def test_adapters_that_do_not_belong_together_are_refused(
+    one: Provenance, other: Provenance, told: str, folders: Folders
+) -> None:
+    folders.save("a", adapter(1), one)
+    folders.save("other", adapter(2), other)
+    with pytest.raises(AdapterError, match=told):
+        folders.combine({"a": 1.0, "other": 1.0}, "linear")
+    assert not (folders.root / "out").exists()
+
+
+def test_what_is_known_of_a_base_is_kept_and_what_differs_is_left_open(folders: Folders) -> None:
+    folders.save("silent", adapter(2), Provenance())
+    folders.save("hub", adapter(2), Provenance("org/tiny", hub_id="org/tiny"))
+    folders.save(
+        "differs", adapter(2), replace(BASE, prompt_style=Style("plain"), loading={"dtype": "bf16"})
+    )
+    folders.save("named", adapter(3), Provenance("tiny", hub_id="org/tiny"))
+    folders.combine({"silent": 1.0, "a": 1.0}, "cat")
+    assert read_low_rank(folders.root / "out")[0].provenance == BASE
+    assert "silent names no base" in folders.notices()
+    folders.combine({"hub": 1.0, "named": 1.0}, "cat", force=True)
+    folders.combine({"a": 1.0, "differs": 1.0}, "cat", force=True)
+    origin = read_low_rank(folders.root / "out")[0].provenance
+    assert origin == replace(BASE, prompt_style=None, loading={})
+    assert "different prompt styles" in folders.notices()
+
+
+def test_layers_of_other_shapes_are_listed(folders: Folders) -> None:
+    folders.save("other", {path: random_update(1, 2, (7, 9)) for path in SHAPES})
+    with pytest.raises(AdapterError, match=r"layers\.0\.q: \(12, 9\) in .*a, \(7, 9\) in .*other"):
+        folders.combine({"a": 1.0, "other": 1.0}, "svd")
+
+
+def test_a_missing_layer_is_zero_but_has_no_vote(folders: Folders) -> None:
+    folders.save("q", {path: u for path, u in adapter(7).items() if path.endswith("q")})
+    done = folders.combine({"a": 1.0, "q": 1.0}, "linear")
+    torch.testing.assert_close(done.updates["layers.0.v"].delta(), adapter(1)["layers.0.v"].delta())
+    for rule in ("ties", "dare_ties"):
+        with pytest.raises(AdapterError, match=r"same layers.*\n.*layers\.0\.v is not in .*q"):
+            folders.combine({"a": 1.0, "q": 1.0}, rule, force=True)
+
+
+def test_endings_never_reach_layers_that_no_adapter_had(folders: Folders) -> None:
+    config = folders.root / "a" / "adapter_config.json"
+    fields = json.loads(config.read_text())
+    fields["target_modules"] = ["layers.0.q", "v", "layers.1.q"]
+    config.write_text(json.dumps(fields))
+    folders.combine({"a": 1.0}, "cat")
+    written = json.loads((folders.root / "out" / "adapter_config.json").read_text())
+    assert written["target_modules"] == ["layers.0.q", "layers.1.q", "v"]
+
+
+def test_dora_is_itself_at_weight_one_and_refused_otherwise(folders: Folders) -> None:
+    content = {p: replace(u, magnitude=torch.rand(u.b.shape[0])) for p, u in adapter(1).items()}
+    folders.save("dora", content)
+    folders.combine({"dora": 1.0}, "linear")
+    _, written = read_low_rank(folders.root / "out")
+    for path, update in written.items():
+        for ours, theirs in (
+            (update.a, content[path].a),
+            (update.magnitude, content[path].magnitude),
+        ):
+            assert torch.equal(ours, theirs)
+    for weights, rule in (
+        ({"dora": 0.5}, "linear"),
+        ({"dora": 1.0, "a": 1.0}, "cat"),
+        ({"dora": 1.0}, "svd"),
+    ):
+        with pytest.raises(AdapterError, match=f"{rule} is not defined for DoRA\n.*dora"):
+            folders.combine(weights, rule, force=True)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ({"method": "tise"}, "no way of combining called 'tise'\n.*Did you mean 'ties'"),
+        ({"method": "cat", "rank": 4}, "cat takes no rank\n(.*\n)*.*--method svd --rank 4"),
+        ({"method": "svd", "rank": 0}, "a rank of 0 is none"),
+        ({"method": "svd", "density": 0.5}, "svd takes no density"),
+        ({"method": "ties", "density": 0.0}, "a density of 0 is none"),
+        ({"method": "ties", "density": float("nan")}, "a density of nan is none"),
+        ({"method": "cat", "weight": float("inf")}, "the weight of .*a is inf"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(
+    how: dict[str, Any], told: str, folders: Folders
+) -> None:
+    weight = how.pop("weight", 1.0)
+    with pytest.raises(AdapterError, match=told):
+        folders.combine({"a": weight, "b": 1.0}, **how)
+
+
+def test_nothing_to_combine_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="nothing to combine"):
+        combine([], "cat", tmp_path / "out")
+
+
+def test_a_taken_place_is_left_alone_unless_forced(folders: Folders) -> None:
+    out = folders.root / "out"
+    folders.combine({"a": 1.0}, "cat")
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(OutputError, match=r"It holds an adapter\.\n.*--force"):
+        folders.combine({"b": 1.0}, "cat")
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    folders.combine({"b": 1.0}, "cat", force=True)
+    assert {path: path.read_bytes() for path in out.iterdir()} != before
+    (out / "recipe.yaml").touch()
+    with pytest.raises(OutputError, match=r"It holds a training run's recipe\.yaml"):
+        folders.combine({"b": 1.0}, "cat", force=True)
+    with pytest.raises(OutputError, match="one of those that are read"):
+        folders.combine({"b": 1.0}, "cat", out=folders.root / "b", force=True)
+    (folders.root / "notes").mkdir()
+    (folders.root / "notes" / "mine.txt").touch()
+    with pytest.raises(OutputError, match=r"It holds mine\.txt"):
+        folders.combine({"b": 1.0}, "cat", out=folders.root / "notes", force=True)
