@@ -12,7 +12,7 @@ from peftkit.errors import AdapterError, TargetError
 from peftkit.methods.modules_to_save import named_modules, whole
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, Start
 from peftkit.methods.token_rows import token_modules
-from peftkit.model.places import bare
+from peftkit.model.places import unwrap_adapter
 from peftkit.model.targets import Site
 
 
@@ -136,7 +136,7 @@ def attach(
         TargetError: A target is not in this model, or does not suit the method.
         AdapterError: The model carries an adapter already, or the starts are not this method's.
     """
-    if any(bare(module) is not module for module in model.modules()):  # a bank's layers too
+    if any(unwrap_adapter(each) is not each for each in model.modules()):  # a bank's layers too
         raise AdapterError(
             f"{type(model).__name__} carries an adapter already",
             fix="Call its detach() first, or merge it.",
@@ -164,7 +164,7 @@ def attach(
     for path, module in modules.items():
         module.base.requires_grad_(False)
         if fresh and starts is not None and path not in full:
-            module.begin(*starts[path])
+            module.init_from(*starts[path])
         elif fresh:
             module.reset(generator)
         module.train(model.training)

@@ -22,7 +22,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     OMP_NUM_THREADS="1",
 )
-# The tests mean the CPU. Those in gpu/ run with: CUDA_VISIBLE_DEVICES=0 pytest tests/gpu
+# The tests mean the CPU, whatever the machine has.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import pytest  # noqa: E402 - the environment comes first

@@ -53,7 +53,7 @@ def settings(tmp_path: Path, model_folder: Path) -> dict[str, Any]:
 
 def parse(settings: dict[str, Any], **sections: dict[str, Any]) -> Recipe:
     merged = {name: {**section, **sections.get(name, {})} for name, section in settings.items()}
-    return recipe.config.from_dict(Recipe, merged, "test")
+    return recipe.schema.from_dict(Recipe, merged, "test")
 
 
 @pytest.mark.parametrize("quantize", ["none", "nf4", "int8"])

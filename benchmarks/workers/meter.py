@@ -49,7 +49,7 @@ class Meter:
         self._steps: list[float] = []
         self._began = 0.0
 
-    def begin(self) -> None:
+    def init_from(self) -> None:
         """Note that the training call begins."""
         self._began = time.time()
 

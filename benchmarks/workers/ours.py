@@ -45,7 +45,7 @@ def main() -> None:
                 notices.append(event.text)
 
         num_trainable, train = prepare(job, device, listen)
-        meter.begin()
+        meter.init_from()
         train()
         meter.finish(losses, num_trainable, notices=notices)
 

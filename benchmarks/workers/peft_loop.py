@@ -26,7 +26,7 @@ def main() -> None:
             meter.step()
 
         num_trainable, train = prepare(job, device, listen)
-        meter.begin()
+        meter.init_from()
         train()
         meter.finish([float(loss) for loss in losses], num_trainable)
 

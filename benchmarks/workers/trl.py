@@ -72,7 +72,7 @@ def settings(job: dict[str, Any], device: torch.device) -> dict[str, Any]:
 def run(trainer: Any, meter: Meter, num_trainable: int) -> None:
     """Train, save the adapter as ours does, and tell."""
     trainer.add_callback(Steps(meter))
-    meter.begin()
+    meter.init_from()
     with contextlib.redirect_stdout(sys.stderr):
         trainer.train()
         trainer.save_model()

@@ -41,9 +41,9 @@ def generate(
     if not text:
         raise DataError("the prompt is empty.", fix="Give at least one word with --prompt.")
     opened = _open(adapter, base, force)
-    from peftkit.inference.generate import generate as complete
+    from peftkit.inference.generate import generate as generate_text
 
-    (answer,) = complete(
+    (answer,) = generate_text(
         opened.base.model,
         opened.base.tokenizer,
         text,

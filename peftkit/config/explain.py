@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic import BaseModel, ValidationError
 
-from peftkit.config.strict_yaml import Key, Place, Problem, plain_value
+from peftkit.config.strict_yaml import Key, Problem, SourceLocation, plain_value
 from peftkit.errors import PeftkitError, did_you_mean
 
 _CONTAINERS = (tuple, list, dict, Mapping)
@@ -54,7 +54,7 @@ class _Spot(NamedTuple):
 
 
 def problems_of(
-    root: type[BaseModel], error: ValidationError, places: Mapping[Key, Place]
+    root: type[BaseModel], error: ValidationError, places: Mapping[Key, SourceLocation]
 ) -> list[Problem]:
     """Translate pydantic's findings; one problem per key, with the place it was written."""
     spotted = [(_spot(root, found["loc"]), found) for found in error.errors(include_url=False)]
@@ -79,7 +79,7 @@ def _at_least(count: int, unit: str) -> str:
     return "must not be empty" if count == 1 else f"must have at least {count} {unit}s"
 
 
-def _place(places: Mapping[Key, Place], key: Key) -> Place:
+def _place(places: Mapping[Key, SourceLocation], key: Key) -> SourceLocation:
     """Return where the key was written, or else the section around it."""
     return next(places[key[:n]] for n in range(len(key), -1, -1) if key[:n] in places)
 

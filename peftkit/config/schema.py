@@ -17,7 +17,15 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from peftkit.config.explain import options_of, problems_of
-from peftkit.config.strict_yaml import Key, Parsed, Place, Problem, dotted, parse, plain_value
+from peftkit.config.strict_yaml import (
+    Key,
+    ParsedYaml,
+    Problem,
+    SourceLocation,
+    dotted,
+    parse,
+    plain_value,
+)
 from peftkit.errors import ConfigError
 
 MAX_BYTES = 1_000_000
@@ -47,7 +55,7 @@ class Config(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             name = type(self).__name__
-            problems = problems_of(type(self), error, {(): Place("")})
+            problems = problems_of(type(self), error, {(): SourceLocation("")})
             raise _config_error(f"{name}(...)", problems) from None
 
     # Tells pydantic that validating a nested section need not come through __init__, so that the
@@ -76,12 +84,12 @@ def load(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
         ConfigError: With every error, each with file and line or the override it came from.
     """
     text = _read(path)
-    parsed = parse(text, lambda line: Place(str(path), line))
+    parsed = parse(text, lambda line: SourceLocation(str(path), line))
     if not parsed.readable:
         raise _config_error(str(path), parsed.problems)
     if not isinstance(parsed.data, dict):
-        raise _config_error(str(path), [_not_sections(parsed, Place(str(path), 1))])
-    parsed.places[()] = Place(str(path))
+        raise _config_error(str(path), [_not_sections(parsed, SourceLocation(str(path), 1))])
+    parsed.places[()] = SourceLocation(str(path))
     for number, override in enumerate(overrides, start=1):
         _apply(override, number, parsed)
     return _validated(cls, str(path), parsed)
@@ -93,7 +101,7 @@ def from_dict(cls: type[C], data: Mapping[str, Any], source: str) -> C:
     Raises:
         ConfigError: With every error at once.
     """
-    return _validated(cls, source, Parsed(dict(data), {(): Place(source)}))
+    return _validated(cls, source, ParsedYaml(dict(data), {(): SourceLocation(source)}))
 
 
 def dump_yaml(config: Config) -> str:
@@ -160,15 +168,15 @@ def _neighbours(path: Path) -> str:
     return f"YAML files in {path.parent}: {listed}" if names else ""
 
 
-def _not_sections(parsed: Parsed, place: Place) -> Problem:
+def _not_sections(parsed: ParsedYaml, place: SourceLocation) -> Problem:
     found = {list: "a list", type(None): "nothing"}.get(type(parsed.data), "a single value")
     return Problem(place, (), f"expected keys with values, such as 'train: {{...}}'; found {found}")
 
 
-def _apply(override: str, number: int, parsed: Parsed) -> None:
+def _apply(override: str, number: int, parsed: ParsedYaml) -> None:
     """Put the value of one "section.key=value" into the data, and its place beside it."""
     label = "--set " + (override if len(override) <= 80 else override[:77] + "...")
-    place = Place(label, override=number)
+    place = SourceLocation(label, override=number)
     name, equals, text = override.partition("=")
     key: Key = tuple(part.strip() for part in name.split("."))
     if not equals or not all(key):
@@ -195,7 +203,7 @@ def _apply(override: str, number: int, parsed: Parsed) -> None:
     parsed.places.update({key + k: p for k, p in value.places.items()} | {key: place})
 
 
-def _validated(cls: type[C], source: str, parsed: Parsed) -> C:
+def _validated(cls: type[C], source: str, parsed: ParsedYaml) -> C:
     problems = list(parsed.problems)
     config: C | None = None
     try:

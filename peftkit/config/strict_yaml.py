@@ -31,7 +31,7 @@ _ODD_BREAK = re.compile("[\x85\u2028\u2029]")  # YAML 1.1 breaks lines here, 1.2
 _LONGEST_NUMBER = 400  # characters; int() of thousands of digits is refused by Python itself
 
 
-class Place(NamedTuple):
+class SourceLocation(NamedTuple):
     """Where something was written: a file and line, or the text of the n-th override."""
 
     label: str
@@ -50,7 +50,7 @@ class Place(NamedTuple):
 class Problem(NamedTuple):
     """One thing wrong: where it was written, the key it is about, and plain words."""
 
-    place: Place
+    place: SourceLocation
     key: Key
     text: str
 
@@ -60,11 +60,11 @@ class Problem(NamedTuple):
 
 
 @dataclass(slots=True)
-class Parsed:
+class ParsedYaml:
     """What was read. `readable` is False when the text is no YAML at all, and `data` then None."""
 
     data: object = None
-    places: dict[Key, Place] = field(default_factory=dict)
+    places: dict[Key, SourceLocation] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     readable: bool = True
 
@@ -104,7 +104,7 @@ def plain_value(text: str) -> str | int | float | bool | None:
     return text
 
 
-def parse(text: str, place: Callable[[int], Place]) -> Parsed:
+def parse(text: str, place: Callable[[int], SourceLocation]) -> ParsedYaml:
     """Read one YAML document, noting every problem instead of raising at the first.
 
     Args:
@@ -113,7 +113,7 @@ def parse(text: str, place: Callable[[int], Place]) -> Parsed:
     if odd := _ODD_BREAK.search(text):
         line = text.count("\n", 0, odd.start()) + 1
         words = f"character U+{ord(odd[0]):04X} is a line break to some readers; remove it"
-        return Parsed(problems=[Problem(place(line), (), words)], readable=False)
+        return ParsedYaml(problems=[Problem(place(line), (), words)], readable=False)
     reader = _Reader(yaml.parse(text, Loader=yaml.SafeLoader), place)
     try:
         reader.parsed.data = reader.document()
@@ -129,9 +129,11 @@ def parse(text: str, place: Callable[[int], Place]) -> Parsed:
 class _Reader:
     """Builds values out of parser events."""
 
-    def __init__(self, events: Iterator[yaml.Event], place: Callable[[int], Place]) -> None:
+    def __init__(
+        self, events: Iterator[yaml.Event], place: Callable[[int], SourceLocation]
+    ) -> None:
         self.events, self.place = events, place
-        self.parsed = Parsed()
+        self.parsed = ParsedYaml()
         self.num_values = 0
 
     def document(self) -> object:

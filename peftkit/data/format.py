@@ -81,7 +81,7 @@ Example = Conversation | Instruction | Completion | Text
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParsedRow:
     """The examples of one file; `unused` are the fields that none of them needed."""
 
     format: FormatName
@@ -107,7 +107,9 @@ _OTHER_TASKS = {
 }
 
 
-def parse(records: Sequence[Record], name: Literal["auto"] | FormatName, *, where: str) -> Parsed:
+def parse(
+    records: Sequence[Record], name: Literal["auto"] | FormatName, *, where: str
+) -> ParsedRow:
     """Give every record its meaning; `auto` goes by the first record, and all must agree.
 
     Raises:
@@ -130,7 +132,7 @@ def parse(records: Sequence[Record], name: Literal["auto"] | FormatName, *, wher
     if problems:
         raise _bad_rows(problems, len(records), found, where)
     names = dict.fromkeys(key for record in records for key in record.fields)
-    return Parsed(found, tuple(examples), tuple(key for key in names if key not in used))
+    return ParsedRow(found, tuple(examples), tuple(key for key in names if key not in used))
 
 
 def detect(fields: Mapping[str, Any]) -> FormatName | None:

@@ -30,10 +30,10 @@ from peftkit.events import Listener, Stage, ignore
 from peftkit.formats.open_adapter import adapter_folder, base_of, require_causal, task_of
 from peftkit.formats.peft.folder import AdapterFile, check_weights, read_adapter
 from peftkit.formats.peft.low_rank import layers_of, read_low_rank
-from peftkit.inference.bank_layer import BankLinear, Routing, Switch, keep
-from peftkit.inference.generate import MAX_NEW_TOKENS, complete
+from peftkit.inference.bank_layer import BankLinear, Routing, Switch, make_update
+from peftkit.inference.generate import MAX_NEW_TOKENS, generate_ids
 from peftkit.methods.protocol import ADAPTER_DTYPES
-from peftkit.model.places import bare
+from peftkit.model.places import unwrap_adapter
 
 NAME = re.compile(r"\w[\w.-]*")
 """Names that an adapter can have; `..` is refused besides."""
@@ -69,7 +69,7 @@ class AdapterBank:
         self._layers: dict[str, BankLinear] = {}
         self._files: dict[str, AdapterFile] = {}
         self._held: list[Routing] = []
-        if any(bare(module) is not module for module in base.model.modules()):
+        if any(unwrap_adapter(module) is not module for module in base.model.modules()):
             raise AdapterError(
                 f"{type(base.model).__name__} carries an adapter already",
                 fix="Call its detach() first, drop its bank's adapters, or merge it.",
@@ -113,7 +113,7 @@ class AdapterBank:
         self._refuse_taken(file, linears)
         scales_in = ADAPTER_DTYPES[file.method.dtype]
         updates = {
-            path: keep(linears[path], one.a, one.b, one.scaling, one.magnitude, scales_in)
+            path: make_update(linears[path], one.a, one.b, one.scaling, one.magnitude, scales_in)
             for path, one in modules.items()
         }
         for path, update in updates.items():
@@ -186,7 +186,7 @@ class AdapterBank:
         recorded = None if name is None else self.file(name).provenance.prompt_style
         return recorded or default_style(self.base.tokenizer)
 
-    def complete(
+    def generate_ids(
         self,
         prompts: Sequence[Sequence[int]],
         names: Sequence[str | None],
@@ -212,12 +212,12 @@ class AdapterBank:
         """
         _check_number(prompts, names)
         answers: list[list[int]] = [[] for _ in prompts]
-        # the order that complete() itself takes, so that its batches are those routed here
+        # the order that generate_ids() itself takes, so that its batches are those routed here
         order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
             with self.use([names[index] for index in chosen]):
-                done = complete(
+                done = generate_ids(
                     self.base.model,
                     self.base.tokenizer,
                     [prompts[index] for index in chosen],
@@ -254,7 +254,7 @@ class AdapterBank:
         texts = [""] * len(prompts)
         for stops in dict.fromkeys(ends[name] for name in names):
             chosen = [index for index, name in enumerate(names) if ends[name] == stops]
-            answers = self.complete(
+            answers = self.generate_ids(
                 [prompt_ids(tokenizer, prompts[i], styles[names[i]]) for i in chosen],
                 [names[i] for i in chosen],
                 stops=stops,

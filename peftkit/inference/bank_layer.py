@@ -49,7 +49,7 @@ class Update:
         return self.a.to(dtype), _scaled(self.b.float(), self.scaling, self.gain).to(dtype)
 
 
-def keep(
+def make_update(
     base: nn.Module,
     a: Tensor,
     b: Tensor,

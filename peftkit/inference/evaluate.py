@@ -15,7 +15,7 @@ from peftkit.data.pack import Row
 from peftkit.errors import AdapterError
 from peftkit.events import Listener, Progress, Stage, ignore
 from peftkit.formats.open_adapter import Opened
-from peftkit.inference.generate import complete
+from peftkit.inference.generate import generate_ids
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.protocol import BATCH_SIZE, Task, TaskConfig
 from peftkit.tasks.sequence_classification import (
@@ -128,7 +128,7 @@ def _answers(base: Base, task: CausalLM, rows: Sequence[Row], on_event: Listener
     for start in range(0, len(rows), 4 * BATCH_SIZE):
         on_event(Progress("Completing", start, len(rows)))
         part = asked[start : start + 4 * BATCH_SIZE]
-        completions = complete(
+        completions = generate_ids(
             base.model,
             tokenizer,
             [ids for ids, _ in part],

@@ -61,7 +61,7 @@ def generate(
     """
     style = style or default_style(tokenizer)
     asked = [prompts] if isinstance(prompts, str) else prompts
-    answers = complete(
+    answers = generate_ids(
         model,
         tokenizer,
         [prompt_ids(tokenizer, prompt, style) for prompt in asked],
@@ -75,7 +75,7 @@ def generate(
     return [_text(tokenizer, ids) for ids in answers]
 
 
-def complete(
+def generate_ids(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],

@@ -106,7 +106,7 @@ _again = False  # no threading.local: torch.compile would not notice that it cha
 
 
 @contextmanager
-def computed_again() -> Iterator[None]:
+def recomputing() -> Iterator[None]:
     """Have what runs here save weights unpacked, as it runs anew right before its backward pass.
 
     Of the first run nothing is saved, so that only one run's weights are held. Saved as they are

@@ -225,7 +225,7 @@ class TensorFold:
 
     def _check(self, module: AdapterModule) -> None:
         try:
-            state = module.complete(self._state)
+            state = module.add_missing_tensors(self._state)
         except KeyError as problem:
             raise AdapterError(f"{self._path} has no tensor {problem}") from problem
         expected = module.state_shapes()
@@ -242,5 +242,5 @@ class TensorFold:
         """Return the merged weight, float32, for a weight (out, in) in float32."""
         module = self._module(weight)
         module.reset(torch.Generator().manual_seed(0))  # some files leave out what it starts from
-        module.load(module.complete(self._state))
+        module.load(module.add_missing_tensors(self._state))
         return module.merged_weight(weight)

@@ -64,8 +64,8 @@ class DoRALinear(LoRALinear):
         return add_lora(out, self.dropout(x), self.full_a(), scaled_b, self.scaling)
 
     @torch.no_grad()
-    def begin(self, *start: Tensor | None) -> None:
-        super().begin(*start)
+    def init_from(self, *start: Tensor | None) -> None:
+        super().init_from(*start)
         # by the same formula as in forward, so that the ratio starts at exactly one
         norms = self._row_norms(weight_of(self.base), self.squared_norms)
         self.lora_magnitude.copy_(norms if self.rows is None else norms[self.rows])

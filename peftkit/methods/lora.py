@@ -22,7 +22,7 @@ from peftkit.files.safe_regex import is_pattern, is_simple
 from peftkit.files.strict_json import shown
 from peftkit.methods.experts import EXPERTS_SINCE, LoRAExperts, LoRAStack, check_layout
 from peftkit.methods.grouping import Grouping
-from peftkit.methods.lora_init import MADE_BEFORE, SUBTRACTED, Init
+from peftkit.methods.lora_init import DATA_INITS, SUBTRACTED, Init
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.protocol import (
     ADAPTER_DTYPES,
@@ -65,7 +65,7 @@ class LoRA(Method):
 
     @property
     def started_by(self) -> str:
-        return MADE_BEFORE.get(self.init, "")
+        return DATA_INITS.get(self.init, "")
 
     @property
     def fresh_changes(self) -> str:
@@ -112,7 +112,7 @@ class LoRA(Method):
                     found=f"{type(experts).__name__} is neither a linear layer nor a stack of them",
                     fix="Leave it out of the targets.",
                 )
-            if self.dropout or self.init in (*SUBTRACTED, *MADE_BEFORE):
+            if self.dropout or self.init in (*SUBTRACTED, *DATA_INITS):
                 raise self._not_on_experts(path)
             rank, scaling = self.scale_of(site)
             _check_rank(rank, path, stacked_shape(experts, site.parameter)[1:])

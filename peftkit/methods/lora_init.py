@@ -19,7 +19,7 @@ from torch import Tensor
 Init = Literal["default", "gaussian", "pissa", "olora", "eva", "loftq"]
 SUBTRACTED = ("pissa", "olora")
 """Starts that are no update: what is added is the difference from them."""
-MADE_BEFORE = {"eva": "eva_starts", "loftq": "loftq_starts"}
+DATA_INITS = {"eva": "eva_starts", "loftq": "loftq_starts"}
 """Starts that attach() is given, and the functions that make them."""
 
 

@@ -124,15 +124,15 @@ class LoRALinear(AdapterModule):
     def reset(self, generator: torch.Generator) -> None:
         if self.start_A is None or self.start_B is None:
             a = drawn(self.init, self.lora_A.shape, self.rank, generator)
-            return self.begin(a, None)
+            return self.init_from(a, None)
         weight = weight_of(self.base).float()
         a, b = of_weight(self.init, weight, self.rank, self.scaling)
         self.start_A.copy_(a)
         self.start_B.copy_(b)
-        return self.begin(a, b)
+        return self.init_from(a, b)
 
     @torch.no_grad()
-    def begin(self, *start: Tensor | None) -> None:
+    def init_from(self, *start: Tensor | None) -> None:
         for trained, value in zip((self.lora_A, self.lora_B), start, strict=True):
             trained.zero_() if value is None else trained.copy_(value)
 
@@ -165,7 +165,7 @@ class LoRALinear(AdapterModule):
                     fix="Load it as an adapter of the whole layer: target it by its module name.",
                 )
 
-    def complete(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def add_missing_tensors(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Add the subtracted start to a file that trusts the reader to make it from the weight."""
         if self.start_A is None or self.start_B is None:
             return state

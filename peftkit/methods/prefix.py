@@ -22,7 +22,7 @@ from peftkit.errors import AdapterError, TargetError
 from peftkit.methods.protocol import AdapterModule, Method, refuse_unknown
 from peftkit.methods.virtual import (
     READ_FIELDS,
-    Entrance,
+    StackInputs,
     VirtualMethod,
     VirtualTokens,
     arguments,
@@ -103,7 +103,9 @@ class PrefixTuning(VirtualMethod):
             base, site, num_virtual=self.num_virtual_tokens, init=self.init, dtype=self.dtype
         )
 
-    def hang(self, model: nn.Module, stack: Any, module: VirtualTokens) -> list[RemovableHandle]:
+    def register_hooks(
+        self, model: nn.Module, stack: Any, module: VirtualTokens
+    ) -> list[RemovableHandle]:
         assert isinstance(module, Prefix)
         hooks = _Hooks(stack, module)
         return [
@@ -224,7 +226,7 @@ def _shape(stack: Any, asked: str) -> tuple[int, int, int]:
     )
 
 
-class _Hooks(Entrance):
+class _Hooks(StackInputs):
     """Hand a stack a cache that begins with the prefix.
 
     Attributes:

@@ -20,7 +20,7 @@ from peftkit.errors import TargetError
 from peftkit.methods.protocol import AdapterModule, Method, refuse_unknown
 from peftkit.methods.virtual import (
     READ_FIELDS,
-    Entrance,
+    StackInputs,
     VirtualMethod,
     VirtualTokens,
     arguments,
@@ -84,7 +84,9 @@ class PromptTuning(VirtualMethod):
             dtype=self.dtype,
         )
 
-    def hang(self, model: nn.Module, stack: Any, module: VirtualTokens) -> list[RemovableHandle]:
+    def register_hooks(
+        self, model: nn.Module, stack: Any, module: VirtualTokens
+    ) -> list[RemovableHandle]:
         in_encoder = bool(stack.config.is_encoder_decoder)
         hooks = _Hooks(stack, module, cut=not in_encoder and not _pools_the_first(model))
         handles = [
@@ -130,7 +132,7 @@ _READ_FIELDS = READ_FIELDS | dict.fromkeys(
 )
 
 
-class _Hooks(Entrance):
+class _Hooks(StackInputs):
     """Prepend the prompt to what goes into a stack; take its positions off what comes out.
 
     Attributes:

@@ -69,7 +69,7 @@ class AdapterModule(nn.Module, ABC):
     def reset(self, generator: torch.Generator) -> None:
         """Initialise the trainable tensors, so that the output is still the base's."""
 
-    def begin(self, *start: Tensor | None) -> None:
+    def init_from(self, *start: Tensor | None) -> None:
         """Initialise the trainable tensors with what `Method.started_by` has made."""
         raise NotImplementedError
 
@@ -85,7 +85,7 @@ class AdapterModule(nn.Module, ABC):
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of `state()` without making the tensors."""
 
-    def complete(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def add_missing_tensors(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return a foreign file's tensors with those added that it leaves to be made again."""
         return state
 

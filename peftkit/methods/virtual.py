@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import AdapterError, TargetError
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, Removable
-from peftkit.model.places import bare, find_places
+from peftkit.model.places import find_places, unwrap_adapter
 from peftkit.model.targets import Site
 
 NAME = "prompt_embeddings"
@@ -137,7 +137,9 @@ class VirtualMethod(Method):
             embedding = holder.get_input_embeddings()
         except (AttributeError, NotImplementedError):
             embedding = None
-        if not isinstance(embedding, nn.Module) or not isinstance(bare(embedding), nn.Embedding):
+        if not isinstance(embedding, nn.Module) or not isinstance(
+            unwrap_adapter(embedding), nn.Embedding
+        ):
             raise TargetError(
                 f"{self.type} needs tokens before which it could put virtual ones",
                 found=f"{type(holder).__name__} embeds none.",
@@ -169,10 +171,12 @@ class VirtualMethod(Method):
     ) -> Sequence[Removable]:
         (module,) = modules.values()
         assert isinstance(module, VirtualTokens)
-        return self.hang(model, self.find_stack(model)[1], module)
+        return self.register_hooks(model, self.find_stack(model)[1], module)
 
     @abstractmethod
-    def hang(self, model: nn.Module, stack: Any, module: VirtualTokens) -> list[RemovableHandle]:
+    def register_hooks(
+        self, model: nn.Module, stack: Any, module: VirtualTokens
+    ) -> list[RemovableHandle]:
         """Register the hooks that put the virtual tokens to use."""
 
 
@@ -184,7 +188,7 @@ def _sees_more(stack: nn.Module) -> bool:
     )
 
 
-class Entrance:
+class StackInputs:
     """What a stack is called with, made longer by the virtual tokens.
 
     Attributes:

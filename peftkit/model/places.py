@@ -23,7 +23,7 @@ from peftkit.model.fused import split_rows
 
 
 @dataclass(slots=True)
-class Place:
+class ModelWeight:
     """A weight of the model with all that its name and its surroundings say about it.
 
     Attributes:
@@ -136,7 +136,7 @@ def _shape(module: nn.Module, name: str) -> tuple[int, ...]:
     return tuple(getattr(module, name).shape if form is None else form.shape)
 
 
-def bare(module: nn.Module) -> nn.Module:
+def unwrap_adapter(module: nn.Module) -> nn.Module:
     """Return what an adapter module wraps, or the module itself."""
     while hasattr(module, "enabled") and isinstance(base := getattr(module, "base", 0), nn.Module):
         module = base
@@ -153,7 +153,7 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
     stack = [("", model, model)]
     while stack:
         path, module, parent = stack.pop()
-        module = bare(module)
+        module = unwrap_adapter(module)
         if module in seen:
             continue
         seen.add(module)
@@ -168,9 +168,9 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
         stack += reversed(children)
 
 
-def find_places(model: nn.Module) -> list[Place]:
+def find_places(model: nn.Module) -> list[ModelWeight]:
     """Return every place of a model in the order of its modules."""
-    places: list[Place] = []
+    places: list[ModelWeight] = []
     head, embedding = _output_layer(model), _input_layer(model)
     tables = [m.weight for _, m, _ in walk(model) if isinstance(m, nn.Embedding)]
     tied = {id(weight) for weight in tables}
@@ -181,13 +181,13 @@ def find_places(model: nn.Module) -> list[Place]:
             in_head = head is not None and (module is head or parent is head)
             in_head = in_head or id(module._parameters.get("weight")) in tied
             role = "head" if in_head else _by_siblings(module_names.linear_role(path), path, parent)
-            places.append(_linear(Place(path, module, (role,)), parent, model))
+            places.append(_linear(ModelWeight(path, module, (role,)), parent, model))
         elif role := _embedding_role(path, module, parent, embedding):
-            places.append(Place(path, module, (role,)))
+            places.append(ModelWeight(path, module, (role,)))
         elif _is_bare_router(path, module):
-            places.append(Place(path, module, ("router",), "weight"))
+            places.append(ModelWeight(path, module, ("router",), "weight"))
         else:
-            places += [_stack(Place(path, module, ("",), name)) for name in _stacks(module)]
+            places += [_stack(ModelWeight(path, module, ("",), name)) for name in _stacks(module)]
     _set_sides_apart(model, places)
     return places
 
@@ -195,7 +195,7 @@ def find_places(model: nn.Module) -> list[Place]:
 def _output_layer(model: nn.Module) -> nn.Module | None:
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if getter else None
-    return None if head is None else bare(head)
+    return None if head is None else unwrap_adapter(head)
 
 
 def _input_layer(model: nn.Module) -> nn.Module | None:
@@ -203,7 +203,7 @@ def _input_layer(model: nn.Module) -> nn.Module | None:
         found = cast(Any, model).get_input_embeddings()
     except (AttributeError, NotImplementedError):  # models of two towers have none
         return None
-    return None if found is None else bare(found)
+    return None if found is None else unwrap_adapter(found)
 
 
 # ------------------------------------------------------------------- neighbours and shapes
@@ -216,9 +216,9 @@ def _by_siblings(role: str, path: str, parent: nn.Module) -> str:
     if not role.endswith(("gate", "up")):
         return role
     siblings = {
-        table.FFN_LEAVES.get(name): bare(child)
+        table.FFN_LEAVES.get(name): unwrap_adapter(child)
         for name, child in parent.named_children()
-        if is_linear(bare(child))
+        if is_linear(unwrap_adapter(child))
     }
     context, kind = module_names.split(role)
     if kind == "gate" and "up" not in siblings:
@@ -251,7 +251,7 @@ def _stacks(module: nn.Module) -> list[str]:
     return [name for name in table.STACKED_LEAVES if len(_shape(module, name)) == 3]
 
 
-def _linear(place: Place, owner: nn.Module, model: nn.Module) -> Place:
+def _linear(place: ModelWeight, owner: nn.Module, model: nn.Module) -> ModelWeight:
     """Split a fused linear layer into its roles where the order of its rows is known."""
     context, kind = module_names.split(place.roles[0])
     configs = (getattr(owner, "config", None), getattr(model, "config", None))
@@ -262,7 +262,7 @@ def _linear(place: Place, owner: nn.Module, model: nn.Module) -> Place:
     return place
 
 
-def _stack(place: Place) -> Place:
+def _stack(place: ModelWeight) -> ModelWeight:
     """Give a stack of experts its roles: gate and up are halves, or alternate (gpt-oss)."""
     parameter = cast(str, place.parameter)
     kind = table.STACKED_LEAVES[parameter]
@@ -276,7 +276,7 @@ def _stack(place: Place) -> Place:
     return place
 
 
-def _set_sides_apart(model: nn.Module, places: list[Place]) -> None:
+def _set_sides_apart(model: nn.Module, places: list[ModelWeight]) -> None:
     """Give every place its side, and tell whether plain roles mean another one."""
     for place in places:
         place.side = module_names.side(place.path)
@@ -319,7 +319,7 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         holding = {path.rpartition(".")[0] for path in found}
         full = {p for p in holding if not any(p.startswith(f"{other}.") for other in holding)}
     return [
-        (f"{path}.{name}", bare(child))
+        (f"{path}.{name}", unwrap_adapter(child))
         for path, module in lists
         if path in full
         for name, child in module.named_children()

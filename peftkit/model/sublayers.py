@@ -17,7 +17,14 @@ from torch import nn
 
 from peftkit.model import module_names
 from peftkit.model import roles as table
-from peftkit.model.places import Place, blocks, find_places, is_linear, linear_shape, stacked_shape
+from peftkit.model.places import (
+    ModelWeight,
+    blocks,
+    find_places,
+    is_linear,
+    linear_shape,
+    stacked_shape,
+)
 
 _OUTPUTS = ("o", "cross_o")
 _SPARSE = (*table.EXPERTS, *table.SHARED, "router", "shared_router")
@@ -63,7 +70,7 @@ def width_of(end: nn.Module) -> int:
     return stacked_shape(down.module, down.parameter)[2]
 
 
-def _feed_forward(block: str, inside: list[Place]) -> list[Sublayer]:
+def _feed_forward(block: str, inside: list[ModelWeight]) -> list[Sublayer]:
     """Return the feed-forward parts among the places of one block."""
     found, dense = [], [place for place in inside if place.roles[0] in table.FFN]
     if experts := [place.path for place in inside if place.roles[0] in table.EXPERTS]:

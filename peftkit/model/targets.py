@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from peftkit.errors import TargetError, did_you_mean
 from peftkit.model import roles as table
-from peftkit.model.places import Place, find_places, linear_shape, stacked_shape, walk
+from peftkit.model.places import ModelWeight, find_places, linear_shape, stacked_shape, walk
 
 _LISTED = 24  # lines of an error that lists the layers of an unknown architecture
 
@@ -79,7 +79,7 @@ def resolve(model: nn.Module, targets: Sequence[str] | str) -> list[Site]:
             # a pattern means the layer as it stands, and so does all-linear
             if found == {""} or target.endswith(table.ALL_LINEAR):
                 whole.add(index)
-        if not hits or _hiding(places, target):
+        if not hits or _find_unsplit_fused(places, target):
             failed.append(target)
     if failed or not asked:
         raise _no_match(model, places, failed)
@@ -95,7 +95,7 @@ def find_roles(model: nn.Module) -> dict[str, list[Site]]:
     return found
 
 
-def _site(place: Place, roles: set[str], *, whole: bool = False) -> Site:
+def _site(place: ModelWeight, roles: set[str], *, whole: bool = False) -> Site:
     names = dict(zip(place.roles, place.names, strict=True))
     if whole and place.repeats:
         return Site(place.path, (), None, place.parameter)
@@ -104,7 +104,7 @@ def _site(place: Place, roles: set[str], *, whole: bool = False) -> Site:
     return Site(place.path, tuple(names[role] for role in kept), rows, place.parameter)
 
 
-def _matcher(target: str) -> Callable[[Place], set[str]]:
+def _matcher(target: str) -> Callable[[ModelWeight], set[str]]:
     """Return what tells the roles of a place that a target means: none, some, or {""} for all."""
     qualifier, _, rest = target.partition(".")
     if qualifier not in table.QUALIFIERS or not _is_role(rest):
@@ -113,7 +113,7 @@ def _matcher(target: str) -> Callable[[Place], set[str]]:
         return lambda place: {""} if not place.is_embedding and _has_name(place, target) else set()
     wanted = table.GROUPS.get(rest, (rest,))
 
-    def matches(place: Place) -> set[str]:
+    def matches(place: ModelWeight) -> set[str]:
         if qualifier:
             return {r for r in place.roles if r in wanted} if _on(place, qualifier) else set()
         if rest == table.ALL_LINEAR:
@@ -133,7 +133,7 @@ def _is_role(word: str) -> bool:
     )
 
 
-def _on(place: Place, qualifier: str) -> bool:
+def _on(place: ModelWeight, qualifier: str) -> bool:
     """Tell whether a place is on the side or in the half of the model that a qualifier means."""
     if qualifier in table.TOWERS:
         return place.side == qualifier
@@ -143,7 +143,7 @@ def _on(place: Place, qualifier: str) -> bool:
     return place.side == ""
 
 
-def _hiding(places: list[Place], target: str) -> Place | None:
+def _find_unsplit_fused(places: list[ModelWeight], target: str) -> ModelWeight | None:
     """Return a weight in which a role is fused with others in an order that is not known."""
     found = re.fullmatch(r"(.*[._])?(q|k|v|gate|up)", target)
     if not found:
@@ -152,7 +152,7 @@ def _hiding(places: list[Place], target: str) -> Place | None:
     return next((place for place in places if matches(place) - {""}), None)
 
 
-def _has_name(place: Place, pattern: str) -> bool:
+def _has_name(place: ModelWeight, pattern: str) -> bool:
     names = [place.path, f"{place.path}.{place.parameter}"]
     return _matches(names if place.parameter else names[:1], pattern)
 
@@ -164,7 +164,7 @@ def _matches(names: Iterable[str], pattern: str) -> bool:
 # ------------------------------------------------------------------- errors
 
 
-def _no_match(model: nn.Module, places: list[Place], failed: list[str]) -> TargetError:
+def _no_match(model: nn.Module, places: list[ModelWeight], failed: list[str]) -> TargetError:
     name = type(model).__name__
     quoted = ", ".join(f"'{target}'" for target in failed)
     asked = f"no linear layer matches target{'s' if len(failed) > 1 else ''} {quoted} in {name}."
@@ -178,7 +178,7 @@ def _no_match(model: nn.Module, places: list[Place], failed: list[str]) -> Targe
     return TargetError(asked, found=found, fix=f"List every layer with: peftkit inspect {source}")
 
 
-def _guess(places: list[Place], target: str) -> str:
+def _guess(places: list[ModelWeight], target: str) -> str:
     """Return "Did you mean 'x'?" of a role of this model or the name of a layer, or ""."""
     present = dict.fromkeys(name for place in places for name in place.names)
     if _is_role(target):  # a right word that is not in this model
@@ -188,9 +188,9 @@ def _guess(places: list[Place], target: str) -> str:
     return did_you_mean(target, [*present, *table.GROUPS, *sorted(leaves)])
 
 
-def _why(model: nn.Module, places: list[Place], target: str) -> str:
+def _why(model: nn.Module, places: list[ModelWeight], target: str) -> str:
     """Return one line on why a target names nothing, where there is more to say."""
-    if fused := _hiding(places, target):
+    if fused := _find_unsplit_fused(places, target):
         return (
             f"'{target}' may be in {fused.path}, fused in an order that is not known here: "
             f"target the whole as '{fused.names[0]}'."
@@ -206,7 +206,7 @@ def _why(model: nn.Module, places: list[Place], target: str) -> str:
     return ""
 
 
-def _roles_found(places: list[Place]) -> str:
+def _roles_found(places: list[ModelWeight]) -> str:
     """Return "Roles found: q, k, v (32 layers), head." or, without roles, a list of the layers."""
     counts: dict[str, set[str]] = {}
     for place in places:
@@ -230,7 +230,7 @@ def _order(name: str) -> tuple[bool, int]:
     return not plain, table.ROLES.index(name if plain else role)
 
 
-def _layers_found(places: list[Place]) -> str:
+def _layers_found(places: list[ModelWeight]) -> str:
     lines: Counter[str] = Counter()
     for place in places:
         if not place.is_embedding:

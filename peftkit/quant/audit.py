@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from peftkit.events import Table
 from peftkit.kernels.packed import Packing, packed_tensors
-from peftkit.model.places import Place, find_places, is_linear
+from peftkit.model.places import ModelWeight, find_places, is_linear
 
 MAX_NAMES = 10
 
@@ -161,7 +161,7 @@ def _plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, T
 
 
 def _kind_of(
-    module: nn.Module, name: str, tensor: Tensor, place: Place | None, reason: str
+    module: nn.Module, name: str, tensor: Tensor, place: ModelWeight | None, reason: str
 ) -> tuple[str, str]:
     """Return the kind of a parameter that is not packed, and the reason why it is not."""
     if place is not None:

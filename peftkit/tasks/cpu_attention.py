@@ -47,14 +47,14 @@ def cpu_attention(model: Any) -> Iterator[bool]:
     try:
         yield True
     finally:
-        in_grid()
+        set_document_layout()
         model.set_attn_implementation(before)
 
 
 _grids: tuple[Grid, ...] = ()
 
 
-def in_grid(*grids: Grid) -> None:
+def set_document_layout(*grids: Grid) -> None:
     """Say how the documents of the next forward pass, and its backward pass, lie in rows.
 
     It is no context: blocks that are recomputed ask again in the backward pass.
@@ -97,7 +97,7 @@ def _seen_in_grid(
     if attention_mask is not None or more.get("use_vmap"):
         raise RuntimeError("documents in one row have no mask but their own")
     if (more["batch_size"], more["q_length"]) != queries.places.shape:
-        raise RuntimeError("these are other rows than in_grid was told")
+        raise RuntimeError("these are other rows than set_document_layout was told")
     row, column = queries.tokens.amin(0)[:, None], keys.tokens.amin(0)
     real = (keys.tokens < keys.places.numel() - 1)[:, None, None]
     seen = (mask_function(0, 0, row, column) & real).expand(-1, -1, len(row), -1)

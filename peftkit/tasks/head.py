@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.kernels.cross_entropy import chunked_cross_entropy
-from peftkit.model.places import bare as without_adapter
-from peftkit.model.places import is_linear, linear_shape
-from peftkit.tasks.cpu_attention import cpu_attention, in_grid
+from peftkit.model.places import is_linear, linear_shape, unwrap_adapter
+from peftkit.tasks.cpu_attention import cpu_attention, set_document_layout
 from peftkit.tasks.loss import accepted, cross_entropy_sum, find_head, target_rows, unwrapped
 from peftkit.tasks.protocol import Task
 from peftkit.tasks.unpadding import can_unpad, faster, grids_in, num_positions, unpadded
@@ -50,7 +49,7 @@ class Head:
     @property
     def vocab_size(self) -> int:
         """V."""
-        return linear_shape(without_adapter(self.module))[1]
+        return linear_shape(unwrap_adapter(self.module))[1]
 
     @property
     def trainable(self) -> list[Tensor]:
@@ -115,12 +114,12 @@ class TokenTask(Task):
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross entropy summed over the learnt tokens of a batch, in fp32."""
         grids = grids_in(batch)
-        in_grid(*grids)
+        set_document_layout(*grids)
         given = batch if grids else self.inputs(model, batch)
         inputs = accepted(model, {**given, "use_cache": False})
         loss = token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
         if not loss.requires_grad:  # there is no backward pass that asks again
-            in_grid()
+            set_document_layout()
         return loss
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
@@ -135,7 +134,7 @@ def head_of(model: nn.Module) -> Head | None:
     """
     whole: Any = unwrapped(model)
     module = find_head(whole)
-    if module is None or not is_linear(without_adapter(module)):
+    if module is None or not is_linear(unwrap_adapter(module)):
         return None
     config = whole.config.get_text_config()
     scale = float(getattr(config, "logit_scale", None) or 1.0)

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from peftkit.kernels.grid import Grid, grid_of, one_of_few, width_of
 from peftkit.model.modes import evaluating
-from peftkit.tasks.cpu_attention import in_grid
+from peftkit.tasks.cpu_attention import set_document_layout
 from peftkit.tasks.isolation import are_apart, logits_of, rms_difference
 from peftkit.tasks.length import num_virtual
 from peftkit.tasks.loss import unwrapped
@@ -210,7 +210,7 @@ def can_unpad(model: nn.Module, *, share: bool) -> bool:
         document[common:] = document[common:].add(vocab // 2).remainder(vocab)
 
     def said(inputs: Mapping[str, Tensor]) -> Tensor:
-        in_grid(*grids_in(inputs))
+        set_document_layout(*grids_in(inputs))
         return logits_of(model, inputs["input_ids"], inputs).flatten(0, 1)
 
     def said_in_one_row(documents: Sequence[Tensor]) -> Tensor:
@@ -234,6 +234,6 @@ def can_unpad(model: nn.Module, *, share: bool) -> bool:
         except Exception:  # a model's own way of saying that it takes no such row
             return False
         finally:
-            in_grid()
+            set_document_layout()
     open_door = rms_difference([together], [alone])
     return are_apart([here], [there], [alone], open_door, bare.dtype)

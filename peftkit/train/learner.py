@@ -128,11 +128,11 @@ class Learner:
         self.state = state
         self.scale.factor, self.scale.good_steps = state.loss_scale, state.good_steps
         # the config may force another way than the saved one: no number depends on it
-        self.keep(state.activations if state.activations in self.ways else self.ways[0])
+        self.set_activations(state.activations if state.activations in self.ways else self.ways[0])
 
-    def keep(self, activations: Activations) -> None:
+    def set_activations(self, activations: Activations) -> None:
         """Keep this of the activations from here on."""
-        self.blocks.keep(activations)
+        self.blocks.set_activations(activations)
         self.state.activations = activations
 
     def stop_compiling(self) -> None:
@@ -249,7 +249,7 @@ class Learner:
                 else:
                     state.micro_tokens //= 2
         elif later:
-            self.keep(later[0])
+            self.set_activations(later[0])
             state.micro_batch, state.micro_tokens = self._asked
         else:
             one = torch.ones((), device=self.ranks.device)

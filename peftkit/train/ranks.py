@@ -78,7 +78,7 @@ class Ranks:
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
 
-    def take_from_main(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast_parameters(self, tensors: Iterable[Tensor]) -> None:
         """Give every process the main one's values."""
         if self.world_size > 1:
             for tensor in tensors:

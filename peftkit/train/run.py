@@ -24,7 +24,7 @@ from peftkit.train.checkpoints.weights import Weights
 from peftkit.train.config import TrainConfig
 from peftkit.train.evaluate import Evaluator
 from peftkit.train.learner import Learner, NonFinite, StepFacts, Task
-from peftkit.train.memory.out_of_memory import give_back_holes, keep_freed_memory
+from peftkit.train.memory.out_of_memory import keep_freed_memory, trim_malloc
 from peftkit.train.memory.prepare import plan_memory_and_compile
 from peftkit.train.metrics import MetricsFile, Trackers, peak_bytes, start_trackers
 from peftkit.train.model import device_name
@@ -108,7 +108,7 @@ class Run:
         trackers = self._record() if self.ranks.is_main else None
         try:
             if wish != "auto":
-                blocks.keep(self.learner.state.activations)
+                blocks.set_activations(self.learner.state.activations)
             with modes_kept(self.model):
                 self.model.train()
                 with self.learner.task.training(self.model):
@@ -145,7 +145,7 @@ class Run:
         self.ranks.wait()  # nobody writes before everybody has looked at the folder
         if resume is None:
             rng.seed_everything(self.config.seed, self.ranks.rank)
-            self.ranks.take_from_main(self.learner.parameters.values())
+            self.ranks.broadcast_parameters(self.learner.parameters.values())
         else:
             self.saver.resume(resume)
         if self.ranks.is_main:
@@ -166,7 +166,7 @@ class Run:
 
     def _give_back(self) -> None:
         if self.ranks.device.type == "cpu":
-            give_back_holes()
+            trim_malloc()
 
     def _step(self) -> None:
         state, ranks = self.learner.state, self.ranks

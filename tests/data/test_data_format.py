@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from peftkit.data.format import Completion, Conversation, Instruction, Parsed, Text, parse
+from peftkit.data.format import Completion, Conversation, Instruction, ParsedRow, Text, parse
 from peftkit.data.load import Record
 from peftkit.errors import DataError
 
@@ -14,7 +14,7 @@ U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
 
 
-def parsed(*rows: dict[str, Any], name: Any = "auto") -> Parsed:
+def parsed(*rows: dict[str, Any], name: Any = "auto") -> ParsedRow:
     records = [Record(row, f"a.jsonl:{line}") for line, row in enumerate(rows, start=1)]
     return parse(records, name, where="a.jsonl")
 

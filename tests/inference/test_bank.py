@@ -26,7 +26,7 @@ from peftkit.errors import AdapterError, DataError
 from peftkit.formats.peft.folder import Provenance, load_adapter, named_tensors, save_adapter
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.bank_layer import BankLinear
-from peftkit.inference.generate import complete, generate
+from peftkit.inference.generate import generate, generate_ids
 from peftkit.kernels import by_row
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
@@ -268,12 +268,12 @@ NAMES: list[str | None] = ["plain", "rslora", None, "ffn", "plain", "twin"]
 def test_each_prompt_is_completed_by_its_own_adapter(
     bank: AdapterBank, model: Any, tokenizer: Any, paths: dict[str, Path]
 ) -> None:
-    found = bank.complete(PROMPTS, NAMES, max_new_tokens=6, batch_size=4)
+    found = bank.generate_ids(PROMPTS, NAMES, max_new_tokens=6, batch_size=4)
     for name in bank.names:
         bank.drop(name)
     for prompt, name, ids in zip(PROMPTS, NAMES, found, strict=True):
         adapter = load_adapter(model, paths[name]) if name else None
-        assert complete(model, tokenizer, [prompt], max_new_tokens=6) == [ids], name
+        assert generate_ids(model, tokenizer, [prompt], max_new_tokens=6) == [ids], name
         if adapter:
             adapter.detach()
     assert len({tuple(ids) for ids in found}) > 2, "adapters take part"
@@ -299,7 +299,7 @@ def test_each_adapter_is_asked_as_it_learnt_to_be(
 
 def test_sampling_is_repeated_by_its_seed(bank: AdapterBank) -> None:
     def sample(seed: int) -> list[list[int]]:
-        return bank.complete(
+        return bank.generate_ids(
             PROMPTS, NAMES, max_new_tokens=6, temperature=2.0, seed=seed, batch_size=4
         )
 
@@ -474,7 +474,7 @@ ASKS: dict[str, Callable[[AdapterBank], object]] = {
     "drop": lambda bank: bank.drop("plian"),
     "num_bytes": lambda bank: bank.num_bytes("plian"),
     "file": lambda bank: bank.file("plian"),
-    "complete": lambda bank: bank.complete([[9]], ["plian"]),
+    "complete": lambda bank: bank.generate_ids([[9]], ["plian"]),
 }
 
 
@@ -501,7 +501,7 @@ def test_rows_that_the_model_has_flattened_are_refused(bank: AdapterBank, model:
 def test_prompts_and_names_are_as_many(bank: AdapterBank) -> None:
     for names in (["plain"], "ab"):
         with pytest.raises(DataError, match="2 prompts"):
-            bank.complete([[9], [8]], names)
+            bank.generate_ids([[9], [8]], names)
         with pytest.raises(DataError, match="2 prompts"):
             bank.generate(["a", "b"], names)
 

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from peftkit.data.encode import Style
 from peftkit.errors import DataError
-from peftkit.inference.generate import complete, generate, stream
+from peftkit.inference.generate import generate, generate_ids, stream
 from tests.families import EOS, FAMILIES
 
 PROMPTS = [[9, 41, 77, 130], [55], [201, 33, 8, 99, 120, 61, 340], [17, 18]]
@@ -36,7 +36,7 @@ def test_greedy_is_the_likeliest_token_each_time_in_any_batch(
     model = FAMILIES[family]().eval()
     expected = [by_hand(model, prompt, 9) for prompt in PROMPTS]
     for batch_size in (1, 3, 8):
-        made = complete(model, tokenizer, PROMPTS, max_new_tokens=9, batch_size=batch_size)
+        made = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=9, batch_size=batch_size)
         assert made == expected
 
 
@@ -59,19 +59,19 @@ def test_an_answer_ends_at_any_end_token_and_leaves_it_out(
         always(llama, token)
         llama.generation_config = GenerationConfig(eos_token_id=ends.get("model"))
         stops = ends.get("stops", ())
-        assert complete(llama, tokenizer, PROMPTS, stops=stops, max_new_tokens=5) == [[]] * 4
+        assert generate_ids(llama, tokenizer, PROMPTS, stops=stops, max_new_tokens=5) == [[]] * 4
     llama.generation_config = GenerationConfig()
-    assert complete(llama, tokenizer, PROMPTS, max_new_tokens=5) == [[200] * 5] * 4
+    assert generate_ids(llama, tokenizer, PROMPTS, max_new_tokens=5) == [[200] * 5] * 4
 
 
 def test_a_models_own_sampling_settings_are_not_used(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    plain = complete(llama, tokenizer, PROMPTS, max_new_tokens=9)
+    plain = generate_ids(llama, tokenizer, PROMPTS, max_new_tokens=9)
     llama.generation_config = own = GenerationConfig(
         do_sample=True, temperature=3.0, top_k=2, repetition_penalty=9.0, max_length=3, min_length=8
     )
-    assert complete(llama, tokenizer, PROMPTS, max_new_tokens=9) == plain
+    assert generate_ids(llama, tokenizer, PROMPTS, max_new_tokens=9) == plain
     assert llama.generation_config is own
 
 
@@ -81,7 +81,7 @@ def test_sampling_follows_the_temperature(
     with torch.no_grad():
         logits = llama(torch.tensor([PROMPTS[0]])).logits[0, -1]
     expected = torch.softmax(logits / 1.5, dim=-1)
-    drawn = complete(
+    drawn = generate_ids(
         llama, tokenizer, [PROMPTS[0]] * 4096, max_new_tokens=1, temperature=1.5, seed=1,
         batch_size=4096,
     )  # fmt: skip
@@ -90,7 +90,7 @@ def test_sampling_follows_the_temperature(
     top = int(expected.argmax())
     share = float(expected[top])
     assert abs(float(found[top]) / 4096 - share) < 3 * (share * (1 - share) / 4096) ** 0.5
-    narrow = complete(
+    narrow = generate_ids(
         llama, tokenizer, [PROMPTS[0]] * 64, max_new_tokens=1, temperature=1.5, top_p=share / 2
     )
     assert {tuple(ids) for ids in narrow} == {(top,)}
@@ -100,7 +100,9 @@ def test_a_seed_repeats_and_leaves_the_generators_alone(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     def sample(seed: int) -> list[list[int]]:
-        return complete(llama, tokenizer, PROMPTS, max_new_tokens=12, temperature=1.0, seed=seed)
+        return generate_ids(
+            llama, tokenizer, PROMPTS, max_new_tokens=12, temperature=1.0, seed=seed
+        )
 
     before = torch.get_rng_state()
     first = sample(1)
@@ -119,7 +121,7 @@ def test_every_module_keeps_its_mode(
     if streaming:
         list(stream(llama, tokenizer, PROMPTS[0], max_new_tokens=3))
     else:
-        complete(llama, tokenizer, PROMPTS, max_new_tokens=3)
+        generate_ids(llama, tokenizer, PROMPTS, max_new_tokens=3)
     assert [module.training for module in llama.modules()] == modes
     assert True in modes
     assert False in modes
@@ -128,7 +130,7 @@ def test_every_module_keeps_its_mode(
 def test_gradients_flow_after_an_answer(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    complete(llama, tokenizer, PROMPTS, max_new_tokens=3)
+    generate_ids(llama, tokenizer, PROMPTS, max_new_tokens=3)
     llama(torch.tensor([PROMPTS[2]])).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in llama.parameters())
 
@@ -136,7 +138,7 @@ def test_gradients_flow_after_an_answer(
 def test_pieces_of_a_stream_are_the_whole_answer(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    (ids,) = complete(llama, tokenizer, [PROMPTS[2]], max_new_tokens=30)
+    (ids,) = generate_ids(llama, tokenizer, [PROMPTS[2]], max_new_tokens=30)
     pieces = list(stream(llama, tokenizer, PROMPTS[2], max_new_tokens=30))
     assert len(pieces) > 1
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
@@ -173,19 +175,22 @@ def test_an_answer_ends_where_the_context_does(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     always(llama, 100)
-    (answer,) = complete(llama, tokenizer, [[9] * 250], max_new_tokens=50)
+    (answer,) = generate_ids(llama, tokenizer, [[9] * 250], max_new_tokens=50)
     assert len(answer) == 6, "256 positions are 250 of the prompt and 6 new ones"
 
 
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda m, t: complete(m, t, [[9] * 256]), "it has 256 tokens"),
-        (lambda m, t: complete(m, t, [[9], []]), "the prompt is empty"),
-        (lambda m, t: complete(m, t, [[9]], temperature=-1.0), "the temperature is -1.0"),
-        (lambda m, t: complete(m, t, [[9]], temperature=float("nan")), "the temperature is nan"),
-        (lambda m, t: complete(m, t, [[9]], max_new_tokens=0), "max_new_tokens is 0"),
-        (lambda m, t: complete(m, t, [[9]], temperature=1.0, top_p=0.0), "top_p is 0.0"),
+        (lambda m, t: generate_ids(m, t, [[9] * 256]), "it has 256 tokens"),
+        (lambda m, t: generate_ids(m, t, [[9], []]), "the prompt is empty"),
+        (lambda m, t: generate_ids(m, t, [[9]], temperature=-1.0), "the temperature is -1.0"),
+        (
+            lambda m, t: generate_ids(m, t, [[9]], temperature=float("nan")),
+            "the temperature is nan",
+        ),
+        (lambda m, t: generate_ids(m, t, [[9]], max_new_tokens=0), "max_new_tokens is 0"),
+        (lambda m, t: generate_ids(m, t, [[9]], temperature=1.0, top_p=0.0), "top_p is 0.0"),
         (lambda m, t: list(stream(m, t, [])), "the prompt is empty"),
         (lambda m, t: list(stream(m, t, [9], top_p=2.0)), "top_p is 2.0"),
     ],
@@ -207,7 +212,7 @@ def test_a_text_is_asked_through_the_chat_template_unless_the_style_says_otherwi
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         return str(
             tokenizer.decode(
-                complete(llama, tokenizer, [ids], max_new_tokens=9)[0], skip_special_tokens=True
+                generate_ids(llama, tokenizer, [ids], max_new_tokens=9)[0], skip_special_tokens=True
             )
         )
 

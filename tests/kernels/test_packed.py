@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from peftkit.adapter import attach
 from peftkit.kernels import packed
-from peftkit.kernels.packed import computed_again, keep_copies, packed_tensors
+from peftkit.kernels.packed import keep_copies, packed_tensors, recomputing
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
 from peftkit.train.memory import blocks as blocks_module
@@ -106,7 +106,7 @@ def test_compiled_code_is_not_the_same_for_what_is_recomputed() -> None:
     quantize_model(layer, "nf4")
     layer.compile(backend="aot_eager", fullgraph=True)
     x = torch.randn(3, 64, requires_grad=True)
-    for under, wanted in ((nullcontext(), []), (computed_again(), [(32, 64)]), (nullcontext(), [])):
+    for under, wanted in ((nullcontext(), []), (recomputing(), [(32, 64)]), (nullcontext(), [])):
         saved: list[Tensor] = []
         with under, saved_tensors_hooks(saved.append, lambda _: None):
             layer(x)
@@ -134,7 +134,7 @@ def test_compiled_blocks_are_one_graph_and_save_no_unpacked_weight(
     del model.model.layers[1:]
     assert bool(keep_copies(model, 1 << 30 if copies else 0)) == copies
     wanted, blocks = gradients(model), Blocks(model)
-    blocks.keep(way)
+    blocks.set_activations(way)
     blocks.compile()
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-5)

@@ -20,7 +20,14 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.phi4_multimodal.modeling_phi4_multimodal import Phi4MultimodalAudioMLP
 
 from peftkit.model import roles as table
-from peftkit.model.places import Place, blocks, find_places, is_linear, is_transposed, stacked_shape
+from peftkit.model.places import (
+    ModelWeight,
+    blocks,
+    find_places,
+    is_linear,
+    is_transposed,
+    stacked_shape,
+)
 from peftkit.model.targets import find_roles
 from tests.families import ARCHITECTURES, VOCAB
 from tests.role_facts import FACTS
@@ -151,7 +158,7 @@ FUSED_ATTENTION = [
 ]
 
 
-def fused_place(model: nn.Module, *, role: str) -> Place:
+def fused_place(model: nn.Module, *, role: str) -> ModelWeight:
     """Return the last fused place of a role, so that nothing after it mixes tokens."""
     found = [place for place in find_places(model) if place.repeats and role in place.roles]
     return found[-1]
@@ -171,7 +178,7 @@ def edited(module: nn.Module, edit: Callable[[Tensor], None]) -> Iterator[None]:
     handle.remove()
 
 
-def owner_output(model: nn.Module, place: Place, edit: Callable[[Tensor], None]) -> Tensor:
+def owner_output(model: nn.Module, place: ModelWeight, edit: Callable[[Tensor], None]) -> Tensor:
     """Run a model and return (tokens, width) of the module that uses a fused layer's output."""
     seen: list[Tensor] = []
     owner = model.get_submodule(place.path.rpartition(".")[0])
@@ -184,7 +191,7 @@ def owner_output(model: nn.Module, place: Place, edit: Callable[[Tensor], None])
     return seen[-1].reshape(TOKENS + 1, -1) if place.side else seen[-1][0]
 
 
-def run(model: Any, place: Place) -> None:
+def run(model: Any, place: ModelWeight) -> None:
     if place.side == "vision":  # an image of 2 x 4 patches
         torch.manual_seed(1)
         model.model.visual(torch.randn(TOKENS + 1, 96), grid_thw=torch.tensor([[1, 2, 4]]))

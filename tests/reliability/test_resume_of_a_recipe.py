@@ -49,7 +49,7 @@ def refusal(asked: Recipe, **kwargs: object) -> list[str]:
 
 def changed(asked: Recipe, **sections: dict[str, object]) -> Recipe:
     update = {name: {**asked.model_dump()[name], **new} for name, new in sections.items()}
-    return recipe.config.from_dict(Recipe, {**asked.model_dump(mode="json"), **update}, "test")
+    return recipe.schema.from_dict(Recipe, {**asked.model_dump(mode="json"), **update}, "test")
 
 
 def test_other_base_weights_of_the_same_shapes_are_refused(

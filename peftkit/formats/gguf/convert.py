@@ -25,10 +25,10 @@ from peftkit.base.locate import locate
 from peftkit.errors import AdapterError, OutputError, did_you_mean
 from peftkit.files import disk
 from peftkit.files.strict_json import shown
-from peftkit.formats.gguf.header import Header, read_header, read_tensor
+from peftkit.formats.gguf.header import GGUFHeader, read_header, read_tensor
 from peftkit.formats.gguf.names import (
     Architecture,
-    Place,
+    GGUFLayer,
     architecture_of,
     find_places,
     require_gguf,
@@ -159,7 +159,7 @@ def import_gguf(path: str | Path, out: str | Path, *, base: str, force: bool = F
     return save_low_rank(modules, out, provenance, others=others, transposed=conv1d)
 
 
-def _unfit(modules: Mapping[str, LowRank], places: Mapping[str, Place]) -> list[str]:
+def _unfit(modules: Mapping[str, LowRank], places: Mapping[str, GGUFLayer]) -> list[str]:
     problems = []
     for path, module in modules.items():
         place = places.get(path)
@@ -255,7 +255,7 @@ def _check_range(name: str, tensor: Tensor, kind: str) -> None:
         )
 
 
-def _check_kind(path: Path, header: Header) -> None:
+def _check_kind(path: Path, header: GGUFHeader) -> None:
     asked = f"cannot read {path} as a LoRA"
     kind = header.keys.get("adapter.type")
     if kind != "lora":
@@ -269,7 +269,9 @@ def _check_kind(path: Path, header: Header) -> None:
         raise AdapterError(asked, found=f"Its {ALPHA} is {shown(alpha)}.")
 
 
-def _paired(path: Path, header: Header, places: Mapping[str, Place], base: str) -> dict[str, str]:
+def _paired(
+    path: Path, header: GGUFHeader, places: Mapping[str, GGUFLayer], base: str
+) -> dict[str, str]:
     """Return llama.cpp's name -> module path of the layers that the file has an update for."""
     known: dict[str, list[str]] = {}
     for module_path, place in places.items():
@@ -312,7 +314,7 @@ def _no_layer(stem: str, known: Iterable[str], module_paths: list[str]) -> str:
     return f"the base has no such layer. {did_you_mean(stem, filter(None, known))}".rstrip()
 
 
-def _misplaced(stem: str, header: Header, place: Place) -> str:
+def _misplaced(stem: str, header: GGUFHeader, place: GGUFLayer) -> str:
     a, b = header.tensors[stem + A].shape, header.tensors[stem + B].shape
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         return f"A {a} and B {b} are no pair"

@@ -38,7 +38,7 @@ KINDS = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 8: ("Q8_0", 32, 34), 30: ("BF16", 1
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class GGUFTensor:
     """One tensor: its shape as torch has it (ggml's the other way round), and where its bytes are.
 
     Attributes:
@@ -52,14 +52,14 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class GGUFHeader:
     """A checked header; an array among the keys stands as its length."""
 
     keys: Mapping[str, Any]
-    tensors: Mapping[str, Entry]
+    tensors: Mapping[str, GGUFTensor]
 
 
-def read_header(path: Path, file: BinaryIO) -> Header:
+def read_header(path: Path, file: BinaryIO) -> GGUFHeader:
     """Read and check the header of an open file.
 
     Raises:
@@ -104,10 +104,10 @@ def read_header(path: Path, file: BinaryIO) -> Header:
     alignment = keys.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
         raise AdapterError(asked, found=f"Its general.alignment is {shown(alignment)}.")
-    return Header(keys, _entries(asked, infos, -(-cursor.at // alignment) * alignment, size))
+    return GGUFHeader(keys, _entries(asked, infos, -(-cursor.at // alignment) * alignment, size))
 
 
-def read_tensor(path: Path, file: BinaryIO, entry: Entry) -> Tensor:
+def read_tensor(path: Path, file: BinaryIO, entry: GGUFTensor) -> Tensor:
     """Return a tensor of a checked header in its own dtype; of Q8_0, dequantised to float32."""
     data = torch.empty(entry.num_bytes, dtype=torch.uint8)
     file.seek(entry.start)
@@ -124,9 +124,9 @@ def read_tensor(path: Path, file: BinaryIO, entry: Entry) -> Tensor:
 
 def _entries(
     asked: str, infos: list[tuple[str, tuple[int, ...], int, int]], payload: int, size: int
-) -> dict[str, Entry]:
+) -> dict[str, GGUFTensor]:
     """Check what each tensor says of itself, and that all together fit into the file."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, GGUFTensor] = {}
     problems = []
     for name, shape, kind, offset in infos:
         label, per_block, block_bytes = KINDS.get(kind, ("", 1, 0))
@@ -143,7 +143,7 @@ def _entries(
             problem = f"ends at byte {payload + offset + num_bytes:,} of {size:,}"
         if problem:
             problems.append(f"{shown(name)}: {problem}")
-        entries[name] = Entry(kind, shape, payload + offset, num_bytes)
+        entries[name] = GGUFTensor(kind, shape, payload + offset, num_bytes)
     if sum(entry.num_bytes for entry in entries.values()) > max(0, size - payload):
         problems.append("tensors that lie over one another")
     if problems or not entries:

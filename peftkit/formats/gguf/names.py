@@ -50,7 +50,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GGUFLayer:
     """A linear layer of the base as llama.cpp knows it.
 
     Attributes:
@@ -77,7 +77,7 @@ def architecture_of(model: Any, name: str) -> Architecture:
     return ARCHITECTURES[model_type]
 
 
-def find_places(model: Any, architecture: Architecture) -> dict[str, Place]:
+def find_places(model: Any, architecture: Architecture) -> dict[str, GGUFLayer]:
     """Return what llama.cpp makes of each linear layer of a model, by module path."""
     import gguf
 
@@ -103,7 +103,7 @@ def find_places(model: Any, architecture: Architecture) -> dict[str, Place]:
             refusal = "a fused layer whose rows llama.cpp orders otherwise"
         elif heads and num_out % (2 * heads):
             refusal = f"its {num_out} rows are no {heads} heads"
-        places[path] = Place(name, (num_out, num_in), heads, refusal)
+        places[path] = GGUFLayer(name, (num_out, num_in), heads, refusal)
     return places
 
 

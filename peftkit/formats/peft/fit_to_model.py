@@ -148,7 +148,7 @@ def completed(adapter: Adapter, tensors: Mapping[str, Tensor]) -> dict[str, Tens
             n.removeprefix(path + "."): t for n, t in tensors.items() if n.startswith(path + ".")
         }
         try:
-            own = dict(module.complete(own))
+            own = dict(module.add_missing_tensors(own))
         except KeyError as error:
             raise AdapterError(
                 f"{path} has no tensor {error}", fix="The file is incomplete."

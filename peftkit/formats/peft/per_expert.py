@@ -37,7 +37,7 @@ from peftkit.methods.dora import DoRA
 from peftkit.methods.experts import EXPERTS_SINCE
 from peftkit.methods.lora import LoRA
 from peftkit.methods.scales import peft_scales
-from peftkit.model.places import Place, find_places, is_linear, stacked_shape
+from peftkit.model.places import ModelWeight, find_places, is_linear, stacked_shape
 from peftkit.model.roles import FFN_LEAVES
 from peftkit.model.targets import Site
 
@@ -143,7 +143,7 @@ def _sorted(
 
 
 def _stacks(
-    source: Path, places: Sequence[Place], pairs: _Pairs, scales: _Scales
+    source: Path, places: Sequence[ModelWeight], pairs: _Pairs, scales: _Scales
 ) -> tuple[dict[str, Tensor], dict[str, tuple[int, float]]]:
     """Return the tensors of the stacks; and for each stack its rank and scaling."""
     problems: list[str] = []
@@ -173,7 +173,7 @@ def _stacks(
     return state, stacked
 
 
-def _check(place: Place, pairs: _Pairs, scales: _Scales) -> tuple[list[str], int, float]:
+def _check(place: ModelWeight, pairs: _Pairs, scales: _Scales) -> tuple[list[str], int, float]:
     """Return what is wrong with the pairs of one stack; their rank and scaling."""
     num_experts, num_in, num_out = stacked_shape(place.module, str(place.parameter))
     num_out = num_out // len(place.roles)
@@ -202,7 +202,7 @@ def _check(place: Place, pairs: _Pairs, scales: _Scales) -> tuple[list[str], int
     return problems, rank, scaling
 
 
-def _stacked(place: Place, roles: list[str], pairs: _Pairs) -> tuple[Tensor, Tensor]:
+def _stacked(place: ModelWeight, roles: list[str], pairs: _Pairs) -> tuple[Tensor, Tensor]:
     """Return A (E R, in), expert by expert, and B (out, R E), the experts varying fastest."""
     num_experts, _, num_out = stacked_shape(place.module, str(place.parameter))
     owned = place.rows(place.roles) or {roles[0]: torch.arange(num_out)}

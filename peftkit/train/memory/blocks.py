@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from peftkit.errors import PeftkitError
-from peftkit.kernels.packed import computed_again
+from peftkit.kernels.packed import recomputing
 from peftkit.train.memory.offload import Offload
 
 Activations = Literal["keep", "recompute", "offload"]
@@ -85,7 +85,7 @@ class Blocks:
             return less
         return ("keep", *less) if wish == "auto" and self._marked else ("keep",)
 
-    def keep(self, activations: Activations) -> None:
+    def set_activations(self, activations: Activations) -> None:
         """Keep this of the activations from here on.
 
         Raises:
@@ -173,7 +173,7 @@ class Blocks:
                 module._gradient_checkpointing_func = function
 
     def _recomputed(self, run: Callable[..., Any], *args: Any) -> Any:
-        return checkpoint(computed_again()(self._inner(run)), *args, use_reentrant=False)
+        return checkpoint(recomputing()(self._inner(run)), *args, use_reentrant=False)
 
     def _offloaded(self, run: Callable[..., Any], *args: Any) -> Any:
         return self._offload(self._inner(run), *args)

@@ -23,7 +23,7 @@ class Offload:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._last: Callable[[], Parcel | None] = lambda: None
+        self._last: Callable[[], OffloadedInput | None] = lambda: None
 
     def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
         """Return run(*args), to be computed again in the backward pass.
@@ -35,7 +35,7 @@ class Offload:
         hidden, *others = args
         if not (isinstance(hidden, Tensor) and torch.is_grad_enabled()):
             return checkpoint(run, *args, use_reentrant=False)
-        parcel = Parcel(hidden, self._stream(hidden.device), self._last)
+        parcel = OffloadedInput(hidden, self._stream(hidden.device), self._last)
         self._last = weakref.ref(parcel)
 
         def again(_: Tensor, *rest: Any) -> Any:
@@ -54,7 +54,7 @@ class Offload:
         return self._streams[device]
 
 
-class Parcel:
+class OffloadedInput:
     """One block's input on its way to main memory and back.
 
     Args:
@@ -68,7 +68,7 @@ class Parcel:
         self,
         hidden: Tensor,
         stream: torch.cuda.Stream | None,
-        before: Callable[[], Parcel | None],
+        before: Callable[[], OffloadedInput | None],
     ) -> None:
         self.live: Tensor | None = hidden
         self._stream, self._before = stream, before

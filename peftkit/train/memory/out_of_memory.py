@@ -50,7 +50,7 @@ def keep_freed_memory() -> None:
         library.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
-def give_back_holes() -> None:
+def trim_malloc() -> None:
     """Return to the system the pages of free blocks that `keep_freed_memory` has kept.
 
     Blocks whose size differs from step to step leave holes between others, and the process grows: a

@@ -23,7 +23,7 @@ from peftkit.train.memory.blocks import Activations
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class ActivationBytes:
     """What one forward pass saves, in bytes.
 
     Attributes:
@@ -50,7 +50,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     """At most so many rows and tokens at once, padding included, and what is kept of them."""
 
     activations: Activations
@@ -58,7 +58,7 @@ class Plan:
     tokens: int | None
 
 
-def saved_by(run: Callable[[], Tensor], blocks: Sequence[nn.Module]) -> Saved:
+def saved_by(run: Callable[[], Tensor], blocks: Sequence[nn.Module]) -> ActivationBytes:
     """Count what a forward pass saves; tensors that outlive it, such as weights, are none of it."""
     seen: dict[StorageWeakRef, tuple[int, int]] = {}  # bytes, and in which call of a block
     inputs: list[int] = []
@@ -88,7 +88,7 @@ def saved_by(run: Callable[[], Tensor], blocks: Sequence[nn.Module]) -> Saved:
     sums = [0] * (len(inputs) + 1)  # the last is what was saved outside: call -1
     for storage, (num_bytes, call) in seen.items():
         sums[call] += num_bytes if storage.expired() else 0
-    return Saved(sums[-1], tuple(sums[:-1]), tuple(inputs))
+    return ActivationBytes(sums[-1], tuple(sums[:-1]), tuple(inputs))
 
 
 def choose(
@@ -97,7 +97,7 @@ def choose(
     longest: int,
     rows: int,
     tokens: int | None,
-) -> Plan | None:
+) -> MemoryPlan | None:
     """Return the first way that fits, as it was asked for or with fewer tokens at once.
 
     Args:
@@ -110,9 +110,13 @@ def choose(
     for activations, each in per_token:
         fit = int(available / each)
         if fit >= most:
-            return Plan(activations, rows, tokens)
+            return MemoryPlan(activations, rows, tokens)
         if fit >= longest:
-            return Plan(activations, rows, fit) if longest > 1 else Plan(activations, fit, None)
+            return (
+                MemoryPlan(activations, rows, fit)
+                if longest > 1
+                else MemoryPlan(activations, fit, None)
+            )
     return None
 
 

@@ -23,7 +23,7 @@ from peftkit.train.learner import Learner
 from peftkit.train.memory.blocks import Activations
 from peftkit.train.memory.compiled import cpp_compiler, is_compile_error, is_worth_it, told
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory
-from peftkit.train.memory.plan import Plan, Saved, choose, saved_by, used_bytes
+from peftkit.train.memory.plan import ActivationBytes, MemoryPlan, choose, saved_by, used_bytes
 from peftkit.train.optim import STATE_BYTES
 
 AUTO_SHARE = 0.8
@@ -60,7 +60,9 @@ def plan_memory_and_compile(
     _compile(learner, rows, num_steps, say)
 
 
-def _plan(learner: Learner, by_length: Sequence[Any], short: Saved | None, say: Say) -> None:
+def _plan(
+    learner: Learner, by_length: Sequence[Any], short: ActivationBytes | None, say: Say
+) -> None:
     state, config, device = learner.state, learner.config, learner.ranks.device
     state.planned = True
     given, longest = config.memory != "auto", by_length[-1]
@@ -74,18 +76,18 @@ def _plan(learner: Learner, by_length: Sequence[Any], short: Saved | None, say: 
     middle = learner.task.num_positions([by_length[len(by_length) // 2]])
     counted = ((short, middle), (long, positions))
     costs = [(way, max(s.needed(way) / tokens for s, tokens in counted)) for way in learner.ways]
-    asked = Plan(learner.ways[0], config.batch_size, config.tokens_at_once(device.type))
+    asked = MemoryPlan(learner.ways[0], config.batch_size, config.tokens_at_once(device.type))
     plan = choose(costs, available, positions, asked.rows, asked.tokens)
     if plan is None:
         raise _too_little(learner, longest, costs, available)
     state.micro_batch, state.micro_tokens = plan.rows, plan.tokens
     if plan.activations != state.activations:
-        learner.keep(plan.activations)
+        learner.set_activations(plan.activations)
     if given or plan != asked:
         say(Notice(_sentence(learner, plan, asked, costs, available, longest)))
 
 
-def _saved(learner: Learner, row: Any) -> Saved | None:
+def _saved(learner: Learner, row: Any) -> ActivationBytes | None:
     """Count what one row saves where all is kept; None if not even that fits into memory."""
     try:
         with untouched(learner.model, learner.ranks.device), learner.blocks.keeping_all():
@@ -111,8 +113,8 @@ def _available(learner: Learner) -> float:
 
 def _sentence(
     learner: Learner,
-    plan: Plan,
-    asked: Plan,
+    plan: MemoryPlan,
+    asked: MemoryPlan,
     costs: Sequence[tuple[Activations, float]],
     available: float,
     longest: Any,

@@ -145,7 +145,7 @@ def test_compiled_and_recomputed_gradients_are_those_of_neither(
     model = adapted("llama", dropout=0.2)
     wanted = gradients(model, IDS, LONGER)
     blocks = Blocks(model)
-    blocks.keep(way)
+    blocks.set_activations(way)
     blocks.compile()
     assert_close(gradients(model, IDS, LONGER), wanted)
     assert not counters["graph_break"]

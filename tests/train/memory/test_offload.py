@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from peftkit.adapter import attach
 from peftkit.methods.lora import LoRA
 from peftkit.train.memory.blocks import Activations, Blocks
-from peftkit.train.memory.offload import Offload, Parcel
+from peftkit.train.memory.offload import Offload, OffloadedInput
 from tests.families import FAMILIES
 from tests.train.toy import same
 
@@ -37,7 +37,7 @@ def test_gradients_are_those_of_activations_that_are_kept(family: str, way: Acti
         config.use_cache = False  # T5's decoder has a config of its own
     gradients(model)  # the first pass finds out which layers read one input
     kept, blocks = gradients(model), Blocks(model)
-    blocks.keep(way)
+    blocks.set_activations(way)
     assert kept
     assert same(gradients(model), kept)
     blocks.restore()
@@ -76,21 +76,21 @@ def test_inputs_are_let_go_in_the_forward_pass() -> None:
 
 
 def test_the_input_of_the_block_before_is_fetched_ahead_and_never_more(monkeypatch: Any) -> None:
-    parcels: list[weakref.ref[Parcel]] = []
-    begin, take, waiting = Parcel.__init__, Parcel.take, []
+    parcels: list[weakref.ref[OffloadedInput]] = []
+    begin, take, waiting = OffloadedInput.__init__, OffloadedInput.take, []
 
-    def noted(self: Parcel, *args: Any) -> None:
+    def noted(self: OffloadedInput, *args: Any) -> None:
         begin(self, *args)
         parcels.append(weakref.ref(self))
 
-    def counted(self: Parcel) -> Tensor:
+    def counted(self: OffloadedInput) -> Tensor:
         taken = take(self)
         alive = [parcel for ref in parcels if (parcel := ref()) is not None]
         waiting.append([parcel._fetched is not None for parcel in alive])
         return taken
 
-    monkeypatch.setattr(Parcel, "__init__", noted)
-    monkeypatch.setattr(Parcel, "take", counted)
+    monkeypatch.setattr(OffloadedInput, "__init__", noted)
+    monkeypatch.setattr(OffloadedInput, "take", counted)
     _, hidden = chain(3)
     assert waiting == [[False], [False] * 2, [False] * 3]
     waiting.clear()

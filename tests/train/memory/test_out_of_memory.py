@@ -297,7 +297,7 @@ def test_recomputing_a_transformer_changes_no_gradient() -> None:
     blocks = Blocks(model)
     assert blocks.blocks == list(model.model.layers)
     for way in ("recompute", "offload"):
-        blocks.keep(way)
+        blocks.set_activations(way)
         assert model.model.layers[0].gradient_checkpointing
         assert same(gradients(), before)
     blocks.restore()
@@ -321,7 +321,7 @@ def test_memory_in_holes_is_given_back_after_the_plan_and_now_and_then(
     given: list[int] = []
     steps: list[int] = []
     monkeypatch.setattr(run_module, "GIVE_BACK_EVERY", 3)
-    monkeypatch.setattr(run_module, "give_back_holes", lambda: given.append(len(steps)))
+    monkeypatch.setattr(run_module, "trim_malloc", lambda: given.append(len(steps)))
     played = play(
         tmp_path,
         on_event=lambda event: steps.append(1) if isinstance(event, StepDone) else None,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from peftkit.errors import RunError
 from peftkit.train.memory import prepare
 from peftkit.train.memory.blocks import Activations, Blocks
-from peftkit.train.memory.plan import Plan, Saved, choose, saved_by, used_bytes
+from peftkit.train.memory.plan import ActivationBytes, MemoryPlan, choose, saved_by, used_bytes
 from tests.train.toy import (
     Played,
     Row,
@@ -64,7 +64,7 @@ class Deep(Toy):
         return (self.base(x) + self.lora_B(self.lora_A(self.dropout(x)))) * self.magnitude
 
 
-def counted(model: nn.Module, num_tokens: int) -> Saved:
+def counted(model: nn.Module, num_tokens: int) -> ActivationBytes:
     ids = torch.arange(num_tokens)[None] % 31
     return saved_by(lambda: model(ids).sum(), Blocks(model).blocks)
 
@@ -100,11 +100,11 @@ def test_counting_keeps_nothing() -> None:
 
 
 def test_what_is_needed_under_each_way() -> None:
-    saved = Saved(outside=7, inside=(100, 300, 200), inputs=(10, 30, 20))
+    saved = ActivationBytes(outside=7, inside=(100, 300, 200), inputs=(10, 30, 20))
     assert saved.needed("keep") == 7 + 600 + 300
     assert saved.needed("recompute") == 7 + 60 + 2 * 300
     assert saved.needed("offload") == 7 + 50 + 2 * 300
-    assert Saved(7, (), ()).needed("keep") == 7
+    assert ActivationBytes(7, (), ()).needed("keep") == 7
 
 
 WAYS = (("keep", 10.0), ("recompute", 4.0), ("offload", 2.0))
@@ -113,29 +113,29 @@ WAYS = (("keep", 10.0), ("recompute", 4.0), ("offload", 2.0))
 @pytest.mark.parametrize(
     ("available", "tokens", "plan"),
     [
-        (3200, None, Plan("keep", 4, None)),  # 4 rows of 80
-        (3199, None, Plan("keep", 4, 319)),
-        (800, None, Plan("keep", 4, 80)),
-        (799, None, Plan("recompute", 4, 199)),
-        (320, None, Plan("recompute", 4, 80)),
-        (319, None, Plan("offload", 4, 159)),
+        (3200, None, MemoryPlan("keep", 4, None)),  # 4 rows of 80
+        (3199, None, MemoryPlan("keep", 4, 319)),
+        (800, None, MemoryPlan("keep", 4, 80)),
+        (799, None, MemoryPlan("recompute", 4, 199)),
+        (320, None, MemoryPlan("recompute", 4, 80)),
+        (319, None, MemoryPlan("offload", 4, 159)),
         (159, None, None),
         (-1, None, None),
-        (1600, 160, Plan("keep", 4, 160)),
-        (1599, 160, Plan("keep", 4, 159)),
-        (800, 16, Plan("keep", 4, 16)),  # one row alone may have more
-        (799, 16, Plan("recompute", 4, 16)),
+        (1600, 160, MemoryPlan("keep", 4, 160)),
+        (1599, 160, MemoryPlan("keep", 4, 159)),
+        (800, 16, MemoryPlan("keep", 4, 16)),  # one row alone may have more
+        (799, 16, MemoryPlan("recompute", 4, 16)),
     ],
 )
 def test_the_first_way_that_fits_is_chosen(
-    available: float, tokens: int | None, plan: Plan | None
+    available: float, tokens: int | None, plan: MemoryPlan | None
 ) -> None:
     assert choose(WAYS, available, 80, 4, tokens) == plan
 
 
 def test_rows_without_tokens_are_planned_by_rows() -> None:
-    assert choose(WAYS, 39, 1, 4, None) == Plan("keep", 3, None)
-    assert choose(WAYS, 9, 1, 4, None) == Plan("recompute", 2, None)
+    assert choose(WAYS, 39, 1, 4, None) == MemoryPlan("keep", 3, None)
+    assert choose(WAYS, 9, 1, 4, None) == MemoryPlan("recompute", 2, None)
 
 
 def test_the_memory_in_use_is_that_of_this_process() -> None:
