@@ -85,7 +85,7 @@ def test_what_is_recomputed_unpacks_twice_and_holds_one_block(
     with under:
         gradients(model)  # the first pass finds out which layers read one input
         wanted = gradients(model)
-        Blocks(model).keep(way)
+        Blocks(model).set_activations(way)
         unpacked = Unpacked(monkeypatch)
         result = loss(model)
         assert unpacked.held == 0

@@ -116,5 +116,5 @@ def test_the_decoder_of_a_speech_model_takes_a_prefix() -> None:
     # its decoder hands no cache to its blocks unless it is to be used
     assert torch.equal(model(**inputs, use_cache=False).logits, after)
     assert model(**inputs, use_cache=False).past_key_values is None
-    Blocks(model).keep("recompute")
+    Blocks(model).set_activations("recompute")
     torch.testing.assert_close(model.train()(**inputs).logits, after, atol=1e-5, rtol=0)

@@ -151,7 +151,7 @@ def test_gradient_checkpointing_changes_nothing(name, family) -> None:
     found = []
     for recompute in (False, True):
         if recompute:
-            Blocks(model).keep("recompute")
+            Blocks(model).set_activations("recompute")
         torch.manual_seed(1)
         model.train()
         out = model(**inputs_of(model))

@@ -50,7 +50,7 @@ def test_nothing_below_the_lowest_adapter_is_computed_again() -> None:
     calls = []
     for number, layer in enumerate(model.model.layers):
         layer.input_layernorm.register_forward_hook(lambda *_, number=number: calls.append(number))
-    Blocks(model).keep("offload")
+    Blocks(model).set_activations("offload")
     model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
     assert calls == [0, 1, 1]
 

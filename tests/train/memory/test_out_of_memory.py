@@ -255,7 +255,7 @@ def test_auto_recomputes_once_not_one_row_fits_and_then_tries_whole_batches_agai
 
 def test_a_run_that_had_to_recompute_does_so_after_a_resume_unless_told_otherwise() -> None:
     first, second = (learner_of(Deep(), ToyTask()) for _ in range(2))
-    first.keep("recompute")
+    first.set_activations("recompute")
     second.take(first.state)
     assert second.blocks.activations == "recompute"
     told = learner_of(Deep(), ToyTask(), gradient_checkpointing=False)
