@@ -1,5 +1,6 @@
 # make test        install into .venv and run everything that must stay green
 # make quickstart  install into .venv and teach a small model a task, before and after shown
+# make test-all    the same with the slow tests: the full grid of methods and architectures, compilers
 # make lint        ruff and mypy alone
 #
 # PYTHON=python3.12 chooses another Python, JOBS=4 more test processes. pip reads its PIP_* settings.
@@ -10,12 +11,16 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 SAY := @printf '\n== %s\n'
 
-.PHONY: test lint quickstart
+.PHONY: test test-all lint quickstart
 .DELETE_ON_ERROR:
 
 test: lint
 	$(SAY) "Tests, $(JOBS) at a time"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --durations=5
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m "not slow" --durations=5
+
+test-all: lint
+	$(SAY) "All tests, $(JOBS) at a time"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --durations=10
 
 lint: .venv/dev
 	$(SAY) "Style and types"

@@ -25,6 +25,8 @@ os.environ.update(
 # The tests mean the CPU, whatever the machine has.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
+import gc  # noqa: E402
+
 import pytest  # noqa: E402 - the environment comes first
 import torch  # noqa: E402
 from transformers import PreTrainedModel, PreTrainedTokenizerFast  # noqa: E402
@@ -68,3 +70,9 @@ def model_folder(
     FAMILIES["llama"]().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage collection pass over the libraries: it then takes no second each time."""
+    gc.collect()
+    gc.freeze()

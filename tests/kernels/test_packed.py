@@ -119,9 +119,9 @@ def test_compiled_code_is_not_the_same_for_what_is_recomputed() -> None:
     ("kind", "copies", "way"),
     [
         ("nf4", False, "keep"),
-        ("nf4", True, "keep"),
-        ("int8", False, "keep"),
-        ("nf4", False, "recompute"),
+        pytest.param("nf4", True, "keep", marks=pytest.mark.slow),
+        pytest.param("int8", False, "keep", marks=pytest.mark.slow),
+        pytest.param("nf4", False, "recompute", marks=pytest.mark.slow),
     ],
 )
 def test_compiled_blocks_are_one_graph_and_save_no_unpacked_weight(

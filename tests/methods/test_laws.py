@@ -1,7 +1,12 @@
-"""The laws that every method obeys on every architecture: one grid. laws.py has them."""
+"""The laws that every method obeys on every architecture: one grid. laws.py has them.
+
+`make test` takes each method whose place depends on the architecture on all of them, and all others
+on some; the rest of the product is marked slow (`make test-all`, `python -m benchmarks.coverage`).
+"""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +25,19 @@ from tests.families import ARCHITECTURES, FAMILIES
 from tests.methods import cell, grid, laws
 
 QUANTIZE = ("none", "nf4")
+STRUCTURAL = ("lora", "bitfit", "houlsby", "prompt_tuning", "prefix_tuning")
+"""Columns whose place follows from the architecture: projections, biases, blocks, inputs, caches."""
+SOME = "llama gpt2 gpt_neox gemma2 qwen3_moe deepseek_v3 t5 bert vit mllama".split()
+"""Separate, fused and transposed layers; experts; all kinds of models."""
+
+
+def _cell(column: str, architecture: str, quantize: str) -> Any:
+    few = architecture in SOME or (column in STRUCTURAL and quantize == "none")
+    marks = () if few else (pytest.mark.slow,)
+    return pytest.param(column, architecture, quantize, marks=marks)
+
+
+CELLS = [_cell(*key) for key in product(grid.COLUMNS, ARCHITECTURES, QUANTIZE)]
 CHEAP = (*laws.CHEAP, laws.recomputing_changes_nothing, laws.merged_is_the_same)
 SETTINGS: dict[str, Method] = {
     "patterns": LoRA(**grid.LOW_RANK, rank_pattern={"o": 2}, alpha_pattern={"o": 5}),
@@ -36,20 +54,20 @@ EXPERT_SETTINGS: dict[str, Method] = {
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 SETTING_CELLS = [(s, f) for s in SETTINGS for f in ("llama", "gpt2", "qwen2")]
 SETTING_CELLS += [(s, f) for s in EXPERT_SETTINGS for f in MIXTURES]
-COMPILED = [("lora", f) for f in ("llama", "gpt2", "mixtral", "t5", "vit", "mllama")]
-COMPILED += [("bitfit", "gpt2"), ("parallel", "bert"), ("houlsby", "mixtral")]
-COMPILED += [(c, "llama") for c in ("pissa", "dora", "ia3", "vera", "ln_tuning", "token_rows")]
-COMPILED += [(c, "llama") for c in ("prompt_tuning", "prefix_tuning")]
+COMPILED = [("lora", f) for f in ("gpt2", "t5")]
+COMPILED_TOO = [("lora", f) for f in ("llama", "mixtral", "vit", "mllama")]
+COMPILED_TOO += [("bitfit", "gpt2"), ("parallel", "bert"), ("houlsby", "mixtral")]
+COMPILED_TOO += [(c, "llama") for c in ("pissa", "dora", "ia3", "vera", "ln_tuning", "token_rows")]
+COMPILED_TOO += [(c, "llama") for c in ("prompt_tuning", "prefix_tuning")]
 """Compiling takes a second and more: the benchmark does it everywhere."""
+COMPILED_CELLS = [*COMPILED, *(pytest.param(*c, marks=pytest.mark.slow) for c in COMPILED_TOO)]
 
 
 def demand_no_failure(outcome: laws.Outcome) -> None:
     assert not outcome.failures, "\n".join(outcome.failures)
 
 
-@pytest.mark.parametrize("quantize", QUANTIZE)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("column", grid.COLUMNS)
+@pytest.mark.parametrize(("column", "architecture", "quantize"), CELLS)
 def test_the_laws_hold(column: str, architecture: str, quantize: str) -> None:
     demand_no_failure(laws.check(column, architecture, quantize, CHEAP))
 
@@ -61,11 +79,12 @@ def test_the_laws_hold_with_settings(setting: str, family: str, quantize: str) -
     demand_no_failure(laws.check_method(method, family, quantize, CHEAP))
 
 
-@pytest.mark.parametrize(("column", "architecture"), COMPILED)
+@pytest.mark.parametrize(("column", "architecture"), COMPILED_CELLS)
 def test_a_compiled_block_computes_the_same(column: str, architecture: str) -> None:
     demand_no_failure(laws.check(column, architecture, laws=[laws.compiling_changes_nothing]))
 
 
+@pytest.mark.slow
 def test_a_block_in_machine_code_computes_the_same() -> None:
     def in_machine_code(one: cell.Cell) -> None:
         laws.compiling_changes_nothing(one, backend="inductor")

@@ -208,7 +208,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def init_from(folder: Path, steps: int = 6) -> None:
+def begin(folder: Path, steps: int = 6) -> None:
     """Train some steps with dropout, with checkpoints of the last two, and crash."""
     crash = crash_after(steps)
     play(folder, model=Toy(dropout=0.3), eval_every=None, on_event=crash)

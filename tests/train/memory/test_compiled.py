@@ -73,7 +73,16 @@ def assert_close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3_moe", "bert", "t5"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        *(
+            pytest.param(f, marks=pytest.mark.slow)
+            for f in ("gpt2", "gemma2", "qwen3_moe", "bert", "t5")
+        ),
+    ],
+)
 def test_blocks_are_traced_in_one_piece_with_their_grouped_layers(
     family: str, backend: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +147,7 @@ def test_scales_of_layers_and_sizes_that_are_equal_by_chance_make_no_graph_more(
     blocks.restore()
 
 
-@pytest.mark.parametrize("way", ["recompute", "offload"])
+@pytest.mark.parametrize("way", ["recompute", pytest.param("offload", marks=pytest.mark.slow)])
 def test_compiled_and_recomputed_gradients_are_those_of_neither(
     way: Activations, backend: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +295,7 @@ def test_a_resumed_run_does_not_decide_anew(tmp_path: Path, backend: pytest.Monk
     assert "not compiled" in paths_of(rest)
 
 
+@pytest.mark.slow
 def test_generated_code_trains_a_transformer_and_resumes_to_the_bit(tmp_path: Path) -> None:
     """The only test that compiles for real, for one row and for several: half a minute."""
     rows = [Row(tuple(range(3, 3 + n)), (0,) * n, f"{n}") for n in (5, 12, 30, 9, 17, 6, 21)]
