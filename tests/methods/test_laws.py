@@ -26,8 +26,8 @@ from tests.methods import cell, grid, laws
 
 QUANTIZE = ("none", "nf4")
 STRUCTURAL = ("lora", "bitfit", "houlsby", "prompt_tuning", "prefix_tuning")
-"""Columns whose place follows from the architecture: projections, biases, blocks, inputs, caches."""
-SOME = "llama gpt2 gpt_neox gemma2 qwen3_moe deepseek_v3 t5 bert vit mllama".split()
+"""Columns whose place follows from the architecture: projections, biases, blocks, caches."""
+SOME = ("llama", "gpt2", "gpt_neox", "gemma2", "qwen3_moe", "deepseek_v3", "t5", "bert", "vit")
 """Separate, fused and transposed layers; experts; all kinds of models."""
 
 
