@@ -64,6 +64,13 @@ class RunError(PeftkitError):
     exit_code = 1
 
 
+def first_few(items: Iterable[str], limit: int, separator: str = "\n") -> str:
+    """Return the first items, joined, and how many more there are: "a, b, and 3 more"."""
+    items = list(items)
+    more = [f"and {len(items) - limit:,} more"] if len(items) > limit else []
+    return separator.join([*items[:limit], *more])
+
+
 def did_you_mean(word: str, options: Iterable[str]) -> str:
     """Return "Did you mean 'x'?" for the option nearest to `word`, or an empty string."""
     near = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from peftkit.errors import AdapterError, did_you_mean
+from peftkit.errors import AdapterError, did_you_mean, first_few
 from peftkit.formats.hub_id import is_hub_id
 
 Adapter = Annotated[
@@ -75,12 +75,12 @@ def adapter_folder(text: str) -> Path:
         names = sorted(path.name for path in folder.iterdir())
         inside = sorted(str(path.parent) for path in folder.glob("*/adapter_config.json"))
         if inside:
-            right = f"Give one of the adapters in it: {', '.join(inside[:8])}"
+            right = f"Give one of the adapters in it: {first_few(inside, 8, ', ')}"
         elif "checkpoints" in names:
             right = "The run has not finished: go on with peftkit train RECIPE.yaml --resume"
         raise AdapterError(
             f"'{text}' holds no adapter_config.json.",
-            found=f"It holds: {', '.join(names[:8]) or 'nothing'}.",
+            found=f"It holds: {first_few(names, 8, ', ') or 'nothing'}.",
             fix=right,
         )
     return folder
@@ -103,5 +103,5 @@ def neighbours(path: Path, pattern: str = "*/") -> str:
         if not entry.name.startswith(".") and (entry.is_dir() or not pattern.endswith("/"))
     )
     where = f"'{folder}'" if folder != Path(".") else "This folder"
-    listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    listed = first_few(names, 8, ", ")
     return f"{where} holds: {listed}. {did_you_mean(path.name, names)}".rstrip() if names else ""

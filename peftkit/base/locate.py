@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from peftkit.errors import BaseError, did_you_mean
+from peftkit.errors import BaseError, did_you_mean, first_few
 
 HUB_ID = r"[\w.-]+(/[\w.-]+)?"
 
@@ -174,7 +174,7 @@ def _local(path: Path) -> Location:
         raise BaseError(
             f"{path} is not a base model.",
             found="It has no config.json.",
-            fix=f"In it: {', '.join(inside[:8])}" if inside else suggest(str(path)),
+            fix=f"In it: {first_few(inside, 8, ', ')}" if inside else suggest(str(path)),
         )
     return Location(name, name)
 

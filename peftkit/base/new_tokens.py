@@ -9,7 +9,7 @@ Shapes: V known tokens, H width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from peftkit.base.load import Base
 from peftkit.base.pretrained import quiet
-from peftkit.errors import AdapterError, DataError, TargetError
+from peftkit.errors import AdapterError, DataError, TargetError, first_few
 from peftkit.model.embeddings import input_embedding
 
 FILE = "tokenizer.json"
@@ -141,5 +141,5 @@ def _taken(tokenizer: Any, added: Sequence[AddedToken]) -> tuple[int, ...]:
     return tuple(tokenizer.convert_tokens_to_ids(str(token)) for token in added)
 
 
-def _few(ids: Sequence[int] | dict[int, Any]) -> str:
-    return ", ".join(map(str, list(ids)[:5]))
+def _few(ids: Iterable[int]) -> str:
+    return first_few(map(str, ids), 5, ", ")

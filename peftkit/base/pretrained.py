@@ -28,7 +28,7 @@ from transformers.utils.hub import cached_file
 from peftkit.base.class_head import head_of_classes, owners, renew
 from peftkit.base.locate import KNOWN, Location, hub_answers, suggest
 from peftkit.base.purpose import CAUSAL_LM, Purpose, set_head
-from peftkit.errors import BaseError, OutputError, PeftkitError
+from peftkit.errors import BaseError, OutputError, PeftkitError, first_few
 from peftkit.events import Listener, Notice, Stage
 from peftkit.files.disk import fsync_dir
 from peftkit.kernels.packed import Packing
@@ -75,7 +75,7 @@ def load_model(
         )
     fresh = _fresh(location.name, model, purpose, info)
     if info["unexpected_keys"]:
-        keys = _listed(sorted(info["unexpected_keys"]))
+        keys = first_few(sorted(info["unexpected_keys"]), 5, ", ")
         on_event(Notice(f"{type(model).__name__} does not use these weights of its files: {keys}"))
     return model, fresh
 
@@ -98,7 +98,7 @@ def _fresh(name: str, model: Any, purpose: Purpose, info: Mapping[str, Any]) -> 
             fix = "It was made for other labels. Set task.fresh_head: true to make a new head."
         raise BaseError(
             f"{name} is not a whole {type(model).__name__}.",
-            found=_listed(problems, "\n"),
+            found=first_few(problems, 5),
             fix=fix,
         )
     renew(model, lacking)
@@ -370,13 +370,8 @@ def _check_weights(folder: Path) -> None:
     pickles = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt*")))
     raise BaseError(
         f"{folder} holds no weights that peftkit reads.",
-        found=f"There are {_listed(pickles)}: pickles, which can run code."
+        found=f"There are {first_few(pickles, 5, ', ')}: pickles, which can run code."
         if pickles
         else "It has no safetensors file.",
         fix="Give a folder with safetensors: transformers' save_pretrained writes them.",
     )
-
-
-def _listed(items: list[str], separator: str = ", ") -> str:
-    more = [f"and {len(items) - 5} more"] if len(items) > 5 else []
-    return separator.join(items[:5] + more)

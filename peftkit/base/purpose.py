@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from peftkit.errors import BaseError
+from peftkit.errors import BaseError, first_few
 
 Processor = Literal["tokenizer", "image_processor"]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
@@ -101,5 +101,4 @@ def set_head(config: Any, head: ClassHead, name: str) -> None:
 
 
 def _listed(labels: Sequence[str]) -> str:
-    more = f", and {len(labels) - MAX_LISTED} more" if len(labels) > MAX_LISTED else ""
-    return ", ".join(labels[:MAX_LISTED]) + more
+    return first_few(labels, MAX_LISTED, ", ")

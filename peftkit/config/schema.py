@@ -26,7 +26,7 @@ from peftkit.config.strict_yaml import (
     parse,
     plain_value,
 )
-from peftkit.errors import ConfigError
+from peftkit.errors import ConfigError, first_few
 
 MAX_BYTES = 1_000_000
 _MAX_TOLD = 50  # errors; past that a file is something else than a recipe
@@ -164,8 +164,7 @@ def _neighbours(path: Path) -> str:
         names = sorted(p.name for p in path.parent.iterdir() if p.suffix in {".yaml", ".yml"})
     except OSError:
         return ""
-    listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    return f"YAML files in {path.parent}: {listed}" if names else ""
+    return f"YAML files in {path.parent}: {first_few(names, 8, ', ')}" if names else ""
 
 
 def _not_sections(parsed: ParsedYaml, place: SourceLocation) -> Problem:
@@ -225,9 +224,7 @@ def _validated(cls: type[C], source: str, parsed: ParsedYaml) -> C:
 def _config_error(source: str, problems: Iterable[Problem]) -> ConfigError:
     lines = list(dict.fromkeys(str(problem) for problem in problems))
     count = f" ({len(lines)} errors)" if len(lines) > 1 else ""
-    if len(lines) > _MAX_TOLD:
-        lines = [*lines[:_MAX_TOLD], f"... and {len(lines) - _MAX_TOLD} more"]
-    return ConfigError(f"{source} is not valid{count}.", found="\n".join(lines))
+    return ConfigError(f"{source} is not valid{count}.", found=first_few(lines, _MAX_TOLD))
 
 
 def _frozen(value: object, declared: Any) -> object:

@@ -25,7 +25,7 @@ from peftkit.data.messages import (
     parse_tools,
     text_of,
 )
-from peftkit.errors import DataError
+from peftkit.errors import DataError, first_few
 
 MAX_SHOWN = 5
 
@@ -253,9 +253,8 @@ def _unknown_fields(record: Record, where: str) -> DataError:
 
 
 def _bad_rows(problems: Sequence[str], total: int, name: str, where: str) -> DataError:
-    more = f"\n... and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
     return DataError(
         f"Cannot use {len(problems)} of {total} rows of {where} (format '{name}').",
-        found="\n".join(problems[:MAX_SHOWN]) + more,
+        found=first_few(problems, MAX_SHOWN),
         fix="Mend or remove these rows.",
     )

@@ -18,7 +18,7 @@ from peftkit.data.strict_rows import (
     read_json,
     read_jsonl,
 )
-from peftkit.errors import DataError, did_you_mean
+from peftkit.errors import DataError, did_you_mean, first_few
 
 FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 
@@ -185,7 +185,7 @@ def _missing(where: str, path: Path) -> DataError:
     elif not path.parent.is_dir():
         found = f"There is no folder {path.parent} in {Path.cwd()}."
     elif rows:
-        found += f" In {path.parent}: {', '.join(rows[:8])}{', ...' if len(rows) > 8 else ''}"
+        found += f" In {path.parent}: {first_few(rows, 8, ', ')}"
     return DataError(f"Cannot read {where}.", found=found, fix=did_you_mean(path.name, names))
 
 

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from peftkit.errors import AdapterError, OutputError, PeftkitError, RunError
+from peftkit.errors import AdapterError, OutputError, PeftkitError, RunError, first_few
 from peftkit.files.safetensors_header import (
     DTYPE_NAMES,
     DTYPES,
@@ -260,11 +260,10 @@ def write_tensors(
     if not tensors:
         raise RunError(asked, found="There are no tensors to save.")
     if bad := non_finite(tensors):
-        more = " ..." if len(bad) > 3 else ""
         raise RunError(
             asked,
             found=f"{len(bad)} of {len(tensors)} tensors hold NaN or Infinity: "
-            f"{', '.join(bad[:3])}{more}",
+            f"{first_few(bad, 3, ', ')}",
             fix="The run diverged: lower the learning rate, or go back to an earlier checkpoint.",
         )
     specs = [TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in tensors.items()]

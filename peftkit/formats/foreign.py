@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from peftkit.errors import AdapterError
+from peftkit.errors import AdapterError, first_few
 from peftkit.files.disk import write_json, write_tensors
 from peftkit.formats.guard import (
     SAFETENSORS,
@@ -104,13 +104,13 @@ def _only_file(folder: Path, asked: str) -> Path:
     if usable:
         raise AdapterError(
             asked,
-            found=f"It holds several: {', '.join(p.name for p in usable[:5])}.",
+            found=f"It holds several: {first_few((p.name for p in usable), 5, ', ')}.",
             fix="Name the file that is meant.",
         )
     for path, kind in kinds.items():
         if "pickle" in kind or "torch.save" in kind or "git-lfs" in kind:
             check_safetensors(path)  # says what it is and what to do
-    names = ", ".join(p.name for p in paths[:8])
+    names = first_few((p.name for p in paths), 8, ", ")
     raise AdapterError(
         asked,
         found=f"It holds no tensors, only {names}." if names else "It is an empty folder.",

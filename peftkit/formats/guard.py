@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from peftkit.errors import AdapterError
+from peftkit.errors import AdapterError, first_few
 from peftkit.files import disk
 from peftkit.files.safetensors_header import Entry, Header
 from peftkit.files.strict_json import shown
@@ -144,10 +144,9 @@ def _checked(path: Path) -> Iterator[disk.TensorFile]:
             raise AdapterError(asked, found=f"more than {MAX_PAYLOAD_BYTES:,} bytes of tensors")
         bad = [problem for name, entry in tensors.items() if (problem := _problem(name, entry))]
         if bad or not tensors:
-            more = [f"and {len(bad) - 5:,} more"] if len(bad) > 5 else []
             raise AdapterError(
                 asked,
-                found="\n".join([*bad[:5], *more]) or "no tensors",
+                found=first_few(bad, 5) or "no tensors",
                 fix="This is no adapter, or it is damaged: fetch or save it again.",
             )
         yield file

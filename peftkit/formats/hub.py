@@ -31,7 +31,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from peftkit.errors import AdapterError, OutputError, PeftkitError, RunError
+from peftkit.errors import AdapterError, OutputError, PeftkitError, RunError, first_few
 from peftkit.events import Listener, Notice, Stage, ignore
 from peftkit.files.disk import write_json
 from peftkit.files.strict_json import shown
@@ -226,7 +226,7 @@ def _chosen(sizes: dict[str, int | None], asked: str) -> list[str]:
             )
     missing = [name for name in NEEDED if name not in sizes]
     if missing:
-        has = ", ".join(sorted(sizes)[:8]) or "nothing"
+        has = first_few(sorted(sizes), 8, ", ") or "nothing"
         pickled = any(name.endswith((".bin", ".pt", ".pth")) for name in sizes)
         fix = "Give a repository of a PEFT adapter."
         if CONFIG in sizes and pickled:

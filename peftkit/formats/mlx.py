@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftkit.errors import AdapterError
+from peftkit.errors import AdapterError, first_few
 from peftkit.files.disk import write_json, write_tensors
 from peftkit.formats.guard import read_json, read_tensors
 from peftkit.formats.peft.folder import CONFIG, AdapterFile
@@ -75,10 +75,9 @@ def _check_names(file: AdapterFile, modules: Mapping[str, LowRank]) -> None:
         )
     strange = sorted(path for path in modules if not _BLOCK.fullmatch(path))
     if strange:
-        more = [f"and {len(strange) - 8} more"] if len(strange) > 8 else []
         raise AdapterError(
             asked,
-            found="\n".join([*(f"{p} is not in model.layers" for p in strange[:8]), *more]),
+            found=first_few((f"{p} is not in model.layers" for p in strange), 8),
             fix="Train it without these targets, or merge it: peftkit merge ADAPTER --out DIR",
         )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from peftkit.errors import BaseError
+from peftkit.errors import BaseError, first_few
 from peftkit.files import disk
 from peftkit.files.safetensors_header import DTYPES, Entry
 from peftkit.formats.shards import Shards
@@ -91,10 +91,9 @@ def check_alike(base: ModelFiles, tuned: ModelFiles) -> None:
     ]
     if not problems:
         return
-    more = [f"and {len(problems) - 8:,} more"] if len(problems) > 8 else []
     raise BaseError(
         f"{tuned.shards.folder} is no fine-tune of {base.shards.folder}",
-        found="\n".join([*problems[:8], *more]),
+        found=first_few(problems, 8),
         fix="Give the model that it was tuned from. An adapter cannot add words or layers.",
     )
 

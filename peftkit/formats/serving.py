@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from peftkit.errors import AdapterError
+from peftkit.errors import AdapterError, first_few
 from peftkit.formats.guard import check_safetensors, read_json
 from peftkit.formats.peft.folder import CONFIG, TENSORS, AdapterFile, where_fields, write_folder
 from peftkit.formats.peft.low_rank import A, B, LowRank
@@ -72,7 +72,7 @@ def check_serving(folder: Path, *, max_rank: int | None = MAX_LORA_RANKS[-1]) ->
     if problems or too_high:
         raise AdapterError(
             f"vLLM would refuse {folder}",
-            found="\n".join(_shortened(problems + too_high)),
+            found=first_few(problems + too_high, 60),
             fix="\n".join(_fixes(bool(problems), max_rank or MAX_LORA_RANKS[-1])),
         )
 
@@ -89,10 +89,6 @@ def _why_not(name: str) -> str:
     if name.endswith((f".{A}", f".{B}")):
         return ""
     return "not A or B of a LoRA: a whole weight, or another method's"
-
-
-def _shortened(lines: list[str], limit: int = 60) -> list[str]:
-    return lines if len(lines) <= limit else [*lines[:limit], f"and {len(lines) - limit} more"]
 
 
 def _fixes(problems: bool, max_rank: int) -> list[str]:

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from peftkit.errors import OutputError
+from peftkit.errors import OutputError, first_few
 from peftkit.files import disk
 from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS
 
@@ -70,7 +70,9 @@ def check_free(out: Path, *, force: bool, sources: Sequence[Path] = ()) -> None:
     if not names:
         return
     if CONFIG not in names or (run := _left_by_run(names)):
-        held = "a training run's " + ", ".join(run) if CONFIG in names else ", ".join(names[:5])
+        held = first_few(names, 5, ", ")
+        if CONFIG in names:
+            held = "a training run's " + ", ".join(run)
         raise OutputError(asked, found=f"It holds {held}.", fix=other)
     if not force:
         raise OutputError(

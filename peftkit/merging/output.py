@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from peftkit.errors import OutputError
+from peftkit.errors import OutputError, first_few
 from peftkit.files import disk
 
 
@@ -25,7 +25,7 @@ def new_folder(out: Path, overwrite: bool, sources: Sequence[Path]) -> Iterator[
         raise OutputError(asked, found="it is read from", fix="Choose another folder.")
     existed = out.exists()
     if out.is_dir() and any(out.iterdir()) and not overwrite:
-        names = ", ".join(sorted(path.name for path in out.iterdir())[:5])
+        names = first_few(sorted(path.name for path in out.iterdir()), 5, ", ")
         raise OutputError(asked, found=f"it holds {names}", fix="Choose a new or an empty folder.")
     disk.writable_folder(out)
     folder = out / f".merging-{secrets.token_hex(4)}"

@@ -32,7 +32,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from peftkit.errors import TargetError, did_you_mean
+from peftkit.errors import TargetError, did_you_mean, first_few
 from peftkit.model import roles as table
 from peftkit.model.places import ModelWeight, find_places, linear_shape, stacked_shape, walk
 
@@ -243,7 +243,5 @@ def _layers_found(places: list[ModelWeight]) -> str:
             lines[f"{path} ({shape[0]} -> {shape[1]})"] += 1
     if not lines:
         return "It has no linear layer at all."
-    listed = [f"  {line} x {count}" for line, count in list(lines.items())[:_LISTED]]
-    if len(lines) > _LISTED:
-        listed.append(f"  and {len(lines) - _LISTED} more")
-    return "\n".join(["No roles are known in it. Its linear layers:", *listed])
+    listed = first_few((f"{line} x {count}" for line, count in lines.items()), _LISTED, "\n  ")
+    return f"No roles are known in it. Its linear layers:\n  {listed}"

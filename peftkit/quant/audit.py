@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from peftkit.errors import first_few
 from peftkit.events import Table
 from peftkit.kernels.packed import Packing, packed_tensors
 from peftkit.model.places import ModelWeight, find_places, is_linear
@@ -80,7 +81,7 @@ class Audit:
         """Return a row for each kind, the total, and the kept copies."""
         rows = [
             (
-                f"{row.kind}: {_listed(row.names)}",
+                f"{row.kind}: {first_few(row.names, MAX_NAMES, ', ')}",
                 row.stored,
                 f"{row.num_tensors:,}",
                 f"{row.num_parameters:,}",
@@ -184,11 +185,6 @@ def _kind_of(
 def _name(path: str) -> str:
     """Return the last part of a path that says something."""
     return next((part for part in reversed(path.split(".")) if not part.isdigit()), path)
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    more = f", {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def _size(num_bytes: int) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
-from peftkit.errors import BaseError
+from peftkit.errors import BaseError, first_few
 from peftkit.events import Listener, Progress, ignore
 from peftkit.model.places import find_places, is_linear
 from peftkit.quant.audit import Audit, audit, exempt
@@ -86,15 +86,10 @@ def quantize_model(
     if problems or not work:
         raise BaseError(
             f"cannot quantise {type(model).__name__} to {kind}.",
-            found=_listed(problems) or "It has no linear layers.",
+            found=first_few(problems, MAX_LISTED) or "It has no linear layers.",
             fix="Load it with quantize: none, or give a model in 16 or 32 bits.",
         )
     return audit(model)
-
-
-def _listed(problems: list[str]) -> str:
-    more = [f"... and {len(problems) - MAX_LISTED} more"] if len(problems) > MAX_LISTED else []
-    return "\n".join(problems[:MAX_LISTED] + more)
 
 
 def _quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from peftkit.data.load import Record
-from peftkit.errors import ConfigError, DataError, did_you_mean
+from peftkit.errors import ConfigError, DataError, did_you_mean, first_few
 from peftkit.files.strict_json import shown
 
 Problem = Literal["single_label", "multi_label", "regression"]
@@ -92,7 +92,7 @@ def sorted_names(names: Iterable[str], where: str) -> tuple[str, ...]:
     """
     found = set(names)
     if not 2 <= len(found) <= MAX_LABELS:
-        few = ", ".join(sorted(found)[:MAX_LISTED])
+        few = first_few(sorted(found), MAX_LISTED, ", ")
         raise DataError(
             f"Cannot learn to tell the labels of {where} apart.",
             found=f"There are {len(found):,} different ones: {few}",
@@ -194,5 +194,4 @@ def _as_number(value: Any) -> float | None:
 
 def listed(labels: Sequence[str]) -> str:
     """Return labels for a message, not too many."""
-    more = f", and {len(labels) - MAX_LISTED} more" if len(labels) > MAX_LISTED else ""
-    return ", ".join(shown(label) for label in labels[:MAX_LISTED]) + more
+    return first_few(map(shown, labels), MAX_LISTED, ", ")

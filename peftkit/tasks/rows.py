@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from peftkit.data.load import DataConfig
-from peftkit.errors import DataError
+from peftkit.errors import DataError, first_few
 
 MAX_NAMED = 5
 
@@ -44,5 +44,4 @@ def named(sources: Sequence[str]) -> str:
     """Return "3 (a.jsonl:1, a.jsonl:5, a.jsonl:9)", at most MAX_NAMED of them."""
     if not sources:
         return "0"
-    more = ", ..." if len(sources) > MAX_NAMED else ""
-    return f"{len(sources):,} ({', '.join(sources[:MAX_NAMED])}{more})"
+    return f"{len(sources):,} ({first_few(sources, MAX_NAMED, ', ')})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from peftkit.errors import AdapterError
+from peftkit.errors import AdapterError, first_few
 from peftkit.events import Listener, Notice
 from peftkit.formats.peft.folder import AdapterFile, Provenance
 from peftkit.formats.peft.low_rank import LowRank
@@ -120,7 +120,7 @@ def check_layers(sources: Sequence[Source], settings: Settings) -> None:
     if problems:
         raise AdapterError(
             "these adapters belong to models of different shapes",
-            found=_first(problems),
+            found=first_few(problems, 5),
             fix="Only adapters of one base can be combined.",
         )
     if settings.rule in ELECTING:
@@ -133,15 +133,10 @@ def check_layers(sources: Sequence[Source], settings: Settings) -> None:
         if missing:
             raise AdapterError(
                 f"{settings.rule} needs adapters with the same layers: it lets them vote",
-                found=_first(missing),
+                found=first_few(missing, 5),
                 fix="linear, cat, svd, dare_linear and magnitude_prune take a missing layer as "
                 "zero.",
             )
-
-
-def _first(lines: Sequence[str], number: int = 5) -> str:
-    more = [f"and {len(lines) - number:,} more"] if len(lines) > number else []
-    return "\n".join([*lines[:number], *more])
 
 
 def endings_to_avoid(sources: Sequence[Source]) -> set[str]:

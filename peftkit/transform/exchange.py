@@ -19,7 +19,7 @@ from torch import nn
 
 from peftkit.base.load import load_base, skeleton
 from peftkit.base.locate import Location, locate
-from peftkit.errors import AdapterError
+from peftkit.errors import AdapterError, first_few
 from peftkit.events import Listener, Notice, Saved, Stage, ignore
 from peftkit.files import disk
 from peftkit.formats.card import CARD
@@ -281,10 +281,9 @@ def _save(
             is_shape = " -> ".join(map(str, linear_shape(linears[path])))
             problems.append(f"{path}: for {shape[0]} -> {shape[1]}; the base's is {is_shape}")
     if problems:
-        more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
         raise AdapterError(
             f"{source} does not fit {location.name}",
-            found="\n".join([*problems[:20], *more]),
+            found=first_few(problems, 20),
             fix="Name the base that it was trained on with --base MODEL.",
         )
     origin = _origin(known, location)

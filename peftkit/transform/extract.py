@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from peftkit.base.fingerprint import fingerprint
 from peftkit.base.load import local_folder, skeleton
 from peftkit.base.locate import locate
-from peftkit.errors import BaseError, TargetError
+from peftkit.errors import BaseError, TargetError, first_few
 from peftkit.events import Listener, Notice, Progress, Saved, Stage, Table, ignore
 from peftkit.formats.card import Card, adapter_usage, write_card
 from peftkit.formats.model_pair import ModelFiles, check_alike, filled, model_files, open_pair
@@ -175,7 +175,7 @@ def _files(folder: Path, model: nn.Module) -> ModelFiles:
     if shards is None:
         raise BaseError(
             f"{folder} holds no safetensors",
-            found=", ".join(sorted(path.name for path in folder.iterdir())[:8]),
+            found=first_few(sorted(path.name for path in folder.iterdir()), 8, ", "),
             fix="Save the model again with save_pretrained.",
         )
     return model_files(shards, model)
@@ -254,11 +254,9 @@ def _nothing(done: Extracted, base: str, tuned: str) -> BaseError:
             found=f"Its weights are those of {base}, to the bit.",
             fix="Give the base that it was tuned from, and the tuned model, in this order.",
         )
-    names = list(done.left)
     return BaseError(
         f"there is nothing to extract from {tuned} in the layers asked for",
-        found=f"It differs from the base in: {', '.join(names[:8])}"
-        + (f" and {len(names) - 8} more" if len(names) > 8 else ""),
+        found=f"It differs from the base in: {first_few(done.left, 8, ', ')}",
         fix="Ask for these layers with --targets, as far as they are linear.",
     )
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from peftkit.base.load import skeleton
 from peftkit.base.locate import locate
-from peftkit.errors import AdapterError, OutputError, did_you_mean
+from peftkit.errors import AdapterError, OutputError, did_you_mean, first_few
 from peftkit.files import disk
 from peftkit.files.strict_json import shown
 from peftkit.formats.gguf.header import GGUFHeader, read_header, read_tensor
@@ -290,10 +290,9 @@ def _paired(
         else:
             found[stem] = module_paths[0]
     if problems:
-        more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
         raise AdapterError(
             f"{path} does not fit {base}",
-            found="\n".join([*problems[:10], *more]),
+            found=first_few(problems, 10),
             fix="Name the base it was trained on with --base MODEL.",
         )
     return found

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from peftkit.errors import AdapterError
+from peftkit.errors import AdapterError, first_few
 from peftkit.files.strict_json import shown
 from peftkit.formats.guard import MAX_TENSORS, NAME, what_is
 
@@ -147,10 +147,9 @@ def _entries(
     if sum(entry.num_bytes for entry in entries.values()) > max(0, size - payload):
         problems.append("tensors that lie over one another")
     if problems or not entries:
-        more = [f"and {len(problems) - 5:,} more"] if len(problems) > 5 else []
         raise AdapterError(
             asked,
-            found="\n".join([*problems[:5], *more]) or "It holds no tensors.",
+            found=first_few(problems, 5) or "It holds no tensors.",
             fix="The file is damaged or cut short: get it again.",
         )
     return entries

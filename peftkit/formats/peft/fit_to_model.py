@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from peftkit.adapter import Adapter
-from peftkit.errors import AdapterError
+from peftkit.errors import AdapterError, first_few
 from peftkit.files.strict_json import shown
 from peftkit.formats.peft.config_fields import sites_of
 from peftkit.formats.peft.target_modules import ANY, shortest_endings, targeted, unmatched
@@ -136,8 +136,7 @@ def check_targets_of(fields: Mapping[str, Any], adapter: Adapter, folder: Path) 
 
 def _some(names: Sequence[str]) -> str:
     """Return a few of a stranger's names, shortened."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(shown(name) for name in names[:5]) + more
+    return first_few(map(shown, names), 5, ", ")
 
 
 def completed(adapter: Adapter, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import attach
-from peftkit.errors import AdapterError
+from peftkit.errors import AdapterError, first_few
 from peftkit.files.disk import write_json, write_tensors
 from peftkit.formats.guard import read_json, read_tensors
 from peftkit.formats.peft.config_fields import written_fields
@@ -167,7 +167,7 @@ def _stacks(
     if problems:
         raise AdapterError(
             f"cannot stack the experts of {source}",
-            found=_some(problems),
+            found=first_few(problems, 20),
             fix="Every expert of a layer needs one, all of the same rank and scale.",
         )
     return state, stacked
@@ -259,11 +259,6 @@ def save_stacked(
     if shapes != {name: tuple(tensor.shape) for name, tensor in state.items()}:
         raise AdapterError(
             f"{source} has tensors that its config does not describe",
-            found=_some(sorted(state.keys() ^ shapes.keys())) or "of other shapes",
+            found=first_few(sorted(state.keys() ^ shapes.keys()), 20) or "of other shapes",
         )
     write_folder(folder, state, where | written, method, origin)
-
-
-def _some(lines: list[str]) -> str:
-    more = [f"and {len(lines) - 20} more"] if len(lines) > 20 else []
-    return "\n".join([*lines[:20], *more])
