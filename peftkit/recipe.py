@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from pydantic import model_validator
-from torch import nn
 
 from peftkit.adapter import Adapter, attach
 from peftkit.base.load import Base, BaseConfig, load_base
@@ -22,16 +21,17 @@ from peftkit.events import Listener, Notice, Saved, Table, ignore
 from peftkit.files.disk import write_text
 from peftkit.formats.card import CARD, Card, adapter_table, adapter_usage, training_card, write_card
 from peftkit.formats.peft.folder import AdapterFolder, Provenance, read_adapter
-from peftkit.methods.data_init import starts_for
+from peftkit.methods.data_init import init_from_rows, with_saved_ranks
+from peftkit.methods.loftq import loftq_starts
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import Method, Start
 from peftkit.methods.table import AnyMethod
 from peftkit.tasks.causal_lm import CausalLMConfig
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.table import TASKS, AnyTask
-from peftkit.train.checkpoints.checkpoint import Checkpoints, prepare_output
+from peftkit.train.checkpoints.checkpoint import Checkpoints
 from peftkit.train.config import TrainConfig
-from peftkit.train.loop import fit
+from peftkit.train.loop import check_output, train_prepared
 from peftkit.train.metrics import require_trackers
 from peftkit.train.run import Result
 from peftkit.train.signals import Interrupted, stop_requests, stopping_at_once
@@ -55,12 +55,7 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _start_suits_the_base(self) -> Recipe:
-        if getattr(self.method, "init", "") == "loftq" and self.base.quantize == "none":
-            raise ConfigError(
-                "method.init: loftq makes up for what quantising the base loses.",
-                found="base.quantize is none.",
-                fix="Set base.quantize to nf4, fp4 or int8, or method.init to another.",
-            )
+        self.method.check_quantize(self.base.quantize)
         return self
 
     @model_validator(mode="after")
@@ -145,12 +140,12 @@ def run(
         Interrupted: SIGINT or SIGTERM came; what was reached is saved.
     """
     folder = recipe.train.output_dir
-    prepare_output(folder, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
+    check_output(recipe.train, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
     with stopping_at_once("stopped before the first step; what was there is as it was."):
         ready = prepare(recipe, resume=resume, on_event=on_event)
     beside = partial(save_tokenizer, ready.base) if recipe.base.new_tokens else None
     weights = AdapterFolder(ready.adapter, _provenance(recipe, ready), beside)
-    result = fit(
+    result = train_prepared(
         ready.base.model,
         ready.task,
         ready.train,
@@ -188,7 +183,6 @@ def prepare(recipe: Recipe, *, resume: bool = False, on_event: Listener = ignore
     Raises:
         PeftkitError: The base, a target or the data is not as the recipe says.
     """
-    require_trackers(recipe.train.log_to)
     settings = recipe.task.resolve(recipe.data)
     base = load_base(
         recipe.base.model,
@@ -201,9 +195,9 @@ def prepare(recipe: Recipe, *, resume: bool = False, on_event: Listener = ignore
     )
     on_event(base.audit.table())
     method = _with_head_and_tokens(recipe, base)
-    begun, starts = _starts(recipe, method, settings, base, resume, on_event)
+    method, starts = _initial_values(recipe, method, settings, base, resume, on_event)
     seed = recipe.train.seed
-    adapter = attach(base.model, begun, starts=starts, fresh=not resume, seed=seed)
+    adapter = attach(base.model, method, starts=starts, fresh=not resume, seed=seed)
     on_event(adapter_table(adapter))
     task = settings.on(base.model, base.processor, recipe.data, on_event=on_event)
     train = task.load(recipe.data.train)
@@ -221,7 +215,7 @@ def _with_head_and_tokens(recipe: Recipe, base: Base) -> Method:
     return recipe.method.model_copy(update=beside)
 
 
-def _starts(
+def _initial_values(
     recipe: Recipe,
     method: Method,
     settings: TaskConfig,
@@ -229,29 +223,24 @@ def _starts(
     resume: bool,
     on_event: Listener,
 ) -> tuple[Method, dict[str, Start] | None]:
-    """Return the method, its ranks settled, and what its adapter begins with."""
+    """Return the method, its ranks known, and initial values that need more than a layer, if any.
 
-    def data() -> tuple[Task, list[Any]]:
-        task = settings.on(base.model, base.processor, recipe.data)  # later, on adapter and all
-        return task, task.load(recipe.data.train)
-
-    def original() -> nn.Module:
-        known = recipe.base.model_dump(include={"model", "revision", "dtype"})
-        on_cpu = load_base(**known, purpose=settings.purpose, device="cpu", on_event=on_event)
-        return cast(nn.Module, on_cpu.model)
-
-    def saved() -> Method:
+    This stage lies between loading the base and attaching the adapter: EVA reads training rows,
+    LoftQ the weights before they were quantised. A resumed run loads its values, and has the ranks
+    of its checkpoint.
+    """
+    if not isinstance(method, LoRA) or not method.started_by:
+        return method, None
+    if resume:
         newest = Checkpoints(recipe.train.output_dir, keep=1).newest_valid(ignore)
-        return read_adapter(newest.folder).method
-
-    return starts_for(
-        method,
-        base.model,
-        data=data,
-        original=original,
-        saved=saved if resume else None,
-        seed=recipe.train.seed,
-    )
+        return with_saved_ranks(base.model, method, read_adapter(newest.folder).method), None
+    if method.init == "loftq":
+        known = recipe.base.model_dump(include={"model", "revision", "dtype"})
+        original = load_base(**known, purpose=settings.purpose, device="cpu", on_event=on_event)
+        return method, loftq_starts(base.model, method, original.model)
+    task = settings.on(base.model, base.processor, recipe.data)
+    rows = task.load(recipe.data.train)
+    return init_from_rows(base.model, method, task, rows, seed=recipe.train.seed)
 
 
 def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> None:
@@ -260,6 +249,7 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
     Raises:
         PeftkitError: The first thing that would have stopped the run.
     """
+    require_trackers(recipe.train.log_to)
     ready = prepare(recipe, on_event=on_event)
     for row in ready.train[:num_rows]:
         pieces = tuple(ready.task.spans(row))

@@ -1,62 +1,45 @@
-"""What an adapter begins with where its layers alone do not say: EVA and LoftQ of LoRA."""
+"""Initial values that need more than the layer itself: EVA's from rows, and a resumed run's ranks.
+
+LoftQ's, from the unquantised weights, are made by `loftq_starts`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from peftkit.methods.eva import eva_starts, with_ranks
-from peftkit.methods.loftq import loftq_starts
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import Method, Start
+from peftkit.train.task import Task
 
 
-class Task(Protocol):
-    """What is needed of a task: its batches, and how the model runs on them."""
-
-    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]: ...
-
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor: ...
-
-
-def starts_for(
-    method: Method,
-    model: nn.Module,
-    *,
-    data: Callable[[], tuple[Task, Sequence[Any]]],
-    original: Callable[[], nn.Module],
-    saved: Callable[[], Method] | None = None,
-    seed: int = 0,
-) -> tuple[Method, dict[str, Start] | None]:
-    """Return a method, its ranks settled, and what `attach` is to begin with; None: it needs none.
+def init_from_rows(
+    model: nn.Module, method: LoRA, task: Task, rows: Sequence[Any], *, seed: int = 0
+) -> tuple[LoRA, dict[str, Start]]:
+    """Return the method with EVA's ranks, and the initial values for `attach(starts=...)`.
 
     Args:
-        model: The bare base.
-        data: Makes the task on it, and its training rows.
-        original: Loads the base unquantised.
-        saved: Reads the method of an adapter that was begun before and will be loaded: its ranks
-            are taken, and no start is made. All three are called only if they are needed.
-        seed: Of the order in which rows are looked at.
+        model: The bare base. task: On it.
+        seed: Of the order in which rows are read, one at a time.
 
     Raises:
-        PeftkitError: The targets or the data do not suit the method.
+        TargetError, DataError: As `eva_starts`.
     """
-    if not isinstance(method, LoRA) or not method.started_by:
-        return method, None
-    if method.init == "loftq":
-        return method, None if saved else loftq_starts(model, method, original())
-    if saved:
-        begun, sites = saved(), method.linear_sites(model)
-        if not isinstance(begun, LoRA):  # another run's, as fit will say
-            return method, None
-        return with_ranks(method, sites, {s.path: begun.scale_of(s)[0] for s in sites}), None
-    task, rows = data()
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
     batches = (_without_padding(task.collate([rows[index]])) for index in order)
     return eva_starts(model, method, batches, forward=task.loss_sum)
+
+
+def with_saved_ranks(model: nn.Module, method: LoRA, saved: Method) -> LoRA:
+    """Return the method with the ranks of an adapter that was saved and will be loaded."""
+    if method.init != "eva" or not isinstance(saved, LoRA):  # another run's, as fit will say
+        return method
+    sites = method.linear_sites(model)
+    return with_ranks(method, sites, {site.path: saved.scale_of(site)[0] for site in sites})
 
 
 def _without_padding(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -67,6 +67,14 @@ class LoRA(Method):
     def started_by(self) -> str:
         return DATA_INITS.get(self.init, "")
 
+    def check_quantize(self, quantize: str) -> None:
+        if self.init == "loftq" and quantize == "none":
+            raise ConfigError(
+                "method.init: loftq makes up for what quantising the base loses.",
+                found="base.quantize is none.",
+                fix="Set base.quantize to nf4, fp4 or int8, or method.init to another.",
+            )
+
     @property
     def fresh_changes(self) -> str:
         return "it makes up for what quantising lost" if self.init == "loftq" else ""

@@ -186,8 +186,11 @@ class Method(Config, ABC):
 
     @property
     def started_by(self) -> str:
-        """The function that makes what `attach` is to begin with; "" where that takes none."""
+        """The function that makes the initial values for `attach`; "" where it needs none."""
         return ""
+
+    def check_quantize(self, quantize: str) -> None:
+        """Raise ConfigError where the method does not go with `base.quantize`."""
 
     @abstractmethod
     def wrap(self, base: nn.Module, site: Site) -> AdapterModule:

@@ -16,33 +16,29 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from peftkit.base.purpose import Processor, Purpose
 from peftkit.config.schema import Config
 from peftkit.data.encode import Style
+from peftkit.data.lengths import num_tokens, padded
 from peftkit.data.load import DataConfig
 from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.cpu_attention import cpu_attention
 from peftkit.tasks.loss import unwrapped
-from peftkit.train.batches import num_tokens, padded
+from peftkit.train import task as loop
 
 BATCH_SIZE = 8
 
 
-class Task(ABC):
-    """What is learnt, on one model; training needs of it what `peftkit.train.learner.Task` says.
-
-    A row says its `source` ("train.jsonl:7"), its `input_ids` if it is made of tokens, and its
-    `num_decoder_tokens` if those are an encoder's.
-    """
+class Task(loop.Task, ABC):
+    """What is learnt, on one model: what the training loop asks, and what is asked besides."""
 
     predicts_tokens: ClassVar[bool] = False
     """Whether the loss is that of each token of a text, so that its exp is a perplexity."""
 
     @property
     def paths(self) -> Mapping[str, str]:
-        """How what is computed, for the header of a run, where there is more than one way."""
         return {}
 
     @property
@@ -58,24 +54,10 @@ class Task(ABC):
             DataError: Rows cannot be used; names them.
         """
 
-    @abstractmethod
-    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
-        """Return rows as a batch, on the CPU."""
-
     def num_positions(self, rows: Sequence[Any]) -> int:
-        """Return how many tokens the model has to read of rows collated, padding included."""
         return len(rows) * padded(*rows)
 
-    @abstractmethod
-    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
-        """Return by how many the summed loss is divided; it never waits for the GPU."""
-
-    @abstractmethod
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss summed over the targets of a batch, in fp32."""
-
     def training(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Return a context in which the model's attention is the one that trains fastest."""
         return cpu_attention(unwrapped(model))
 
     @abstractmethod

@@ -5,29 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-MULTIPLE = 8
-"""Rows are padded to a multiple of this many tokens (data/pack.py), and counted so here."""
-
-
-def num_tokens(row: Any) -> int:
-    """Return a row's length in tokens, the decoder's beside the encoder's; 0 if it does not say."""
-    return sum(_lengths(row))
-
-
-def padded(*rows: Any) -> int:
-    """Return how many tokens each of the rows takes in one batch, at least one.
-
-    Of an encoder and a decoder that half counts which reads more: it is what a matrix product has
-    as its rows.
-    """
-    longest = map(max, zip(*map(_lengths, rows), strict=True))
-    return max(-(-max(longest) // MULTIPLE) * MULTIPLE, 1)
-
-
-def _lengths(row: Any) -> tuple[int, int]:
-    """Return how many tokens the model reads of a row, and how many a decoder of its own does."""
-    return len(getattr(row, "input_ids", ())), getattr(row, "num_decoder_tokens", 0)
-
 
 def cut(
     rows: Sequence[Any],

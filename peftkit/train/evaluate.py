@@ -12,11 +12,12 @@ from peftkit.errors import DataError
 from peftkit.train import rng
 from peftkit.train.batches import cut
 from peftkit.train.config import TrainConfig
-from peftkit.train.learner import TOO_LARGE, Task
+from peftkit.train.learner import TOO_LARGE
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
 from peftkit.train.metrics import perplexity
 from peftkit.train.ranks import Ranks
 from peftkit.train.signals import StopRequest
+from peftkit.train.task import Task
 
 
 class Evaluator:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from peftkit.data.lengths import num_tokens
 from peftkit.errors import DataError, RunError
 from peftkit.train import rng
-from peftkit.train.batches import cut, num_tokens
+from peftkit.train.batches import cut
 from peftkit.train.config import TrainConfig
 from peftkit.train.diagnosis import Diagnosis, diagnose, sources
 from peftkit.train.memory.blocks import Activations, Blocks
@@ -24,6 +24,7 @@ from peftkit.train.optim import LossScale, build_optimizer, complete_gradients, 
 from peftkit.train.ranks import Ranks
 from peftkit.train.signals import StopRequest
 from peftkit.train.state import State
+from peftkit.train.task import Task
 
 TOO_LARGE = (
     "Lower data.max_length, set train.gradient_checkpointing: auto, or quantise the base "
@@ -31,38 +32,6 @@ TOO_LARGE = (
 )
 
 OUT_OF_MEMORY = "memory ran out"
-
-
-class Task(Protocol):
-    """What is learnt: how rows become batches, and batches a loss.
-
-    A row may say its `source` ("train.jsonl:7"), its `input_ids` and, where an encoder reads these,
-    its `num_decoder_tokens`. Several rows have together as many targets as they have one by one,
-    and a summed loss that is the sum of theirs.
-    """
-
-    @property
-    def predicts_tokens(self) -> bool:
-        """Whether the exp of the mean loss is a perplexity."""
-
-    @property
-    def paths(self) -> Mapping[str, str]:
-        """How what is computed, in words, where there is more than one way."""
-
-    def training(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Return a context in which a model is trained: where the task speeds it up, for one."""
-
-    def collate(self, rows: Sequence[Any]) -> Mapping[str, Tensor]:
-        """Return rows as a batch, on the CPU."""
-
-    def num_positions(self, rows: Sequence[Any]) -> int:
-        """Return how many tokens the model has to read of rows collated, padding included."""
-
-    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
-        """Return how many tokens of a batch are learnt."""
-
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss of a batch, summed over its targets, in fp32."""
 
 
 class NonFinite(Exception):

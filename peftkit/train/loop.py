@@ -16,11 +16,11 @@ from peftkit.events import Listener, ignore
 from peftkit.train.checkpoints.checkpoint import delete_checkpoints, prepare_output
 from peftkit.train.checkpoints.weights import TrainableWeights, Weights
 from peftkit.train.config import TrainConfig
-from peftkit.train.learner import Task
 from peftkit.train.metrics import require_trackers
 from peftkit.train.model import trainable_parameters
 from peftkit.train.run import Result, Run
 from peftkit.train.signals import stop_requests
+from peftkit.train.task import Task
 
 
 def fit(
@@ -56,13 +56,54 @@ def fit(
         Interrupted: SIGINT or SIGTERM came; the run is saved.
     """
     config = config or TrainConfig()
-    parameters = trainable_parameters(model)
-    if not train_rows:
-        raise DataError("there are no rows to train on")
+    check_output(config, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
+    return train_prepared(
+        model,
+        task,
+        train_rows,
+        eval_rows,
+        config,
+        weights=weights,
+        identity=identity,
+        resume=resume,
+        overwrite=overwrite,
+        allow_changes=allow_changes,
+        on_event=on_event,
+    )
+
+
+def check_output(
+    config: TrainConfig, *, resume: bool, overwrite: bool, allow_changes: Sequence[str]
+) -> None:
+    """Make sure, before anything heavy, that a run can write its results where it is to.
+
+    Raises:
+        PeftkitError: As `prepare_output` and `require_trackers`.
+    """
     prepare_output(
         config.output_dir, resume=resume, overwrite=overwrite, allow_changes=allow_changes
     )
     require_trackers(config.log_to)
+
+
+def train_prepared(
+    model: nn.Module,
+    task: Task,
+    train_rows: Sequence[Any],
+    eval_rows: Sequence[Any],
+    config: TrainConfig,
+    *,
+    weights: Weights | None,
+    identity: Mapping[str, Any] | None,
+    resume: bool,
+    overwrite: bool,
+    allow_changes: Sequence[str],
+    on_event: Listener,
+) -> Result:
+    """Do what `fit` does after `check_output`; the arguments are those of `fit`."""
+    parameters = trainable_parameters(model)
+    if not train_rows:
+        raise DataError("there are no rows to train on")
     if overwrite:
         delete_checkpoints(config.output_dir)
     with stop_requests() as stop:

@@ -23,7 +23,7 @@ from peftkit.train.checkpoints.identity import identity_of
 from peftkit.train.checkpoints.weights import Weights
 from peftkit.train.config import TrainConfig
 from peftkit.train.evaluate import Evaluator
-from peftkit.train.learner import Learner, NonFinite, StepFacts, Task
+from peftkit.train.learner import Learner, NonFinite, StepFacts
 from peftkit.train.memory.out_of_memory import keep_freed_memory, trim_malloc
 from peftkit.train.memory.prepare import plan_memory_and_compile
 from peftkit.train.metrics import MetricsFile, Trackers, peak_bytes, start_trackers
@@ -34,6 +34,7 @@ from peftkit.train.paths import paths
 from peftkit.train.ranks import Ranks
 from peftkit.train.saving import Saver
 from peftkit.train.signals import Interrupted, StopRequest
+from peftkit.train.task import Task
 
 DIAGNOSIS = "diagnosis.json"
 GIVE_BACK_EVERY = 16

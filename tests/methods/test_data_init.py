@@ -14,7 +14,6 @@ from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
 from peftkit.events import Event, StepDone
 from peftkit.formats.peft.folder import read_adapter
-from peftkit.methods import data_init
 from peftkit.recipe import Recipe
 
 ROWS = [
@@ -82,8 +81,8 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(
     def made_again(*args: object, **kwargs: object) -> None:
         raise AssertionError("a resumed run has its start already")
 
-    monkeypatch.setattr(data_init, "eva_starts", made_again)
-    monkeypatch.setattr(data_init, "loftq_starts", made_again)
+    monkeypatch.setattr(recipe, "init_from_rows", made_again)
+    monkeypatch.setattr(recipe, "loftq_starts", made_again)
     recipe.run(asked[1], resume=True)
     whole, stopped = (folder / "run" / "adapter_model.safetensors" for folder in folders)
     assert whole.read_bytes() == stopped.read_bytes()

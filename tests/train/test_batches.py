@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from peftkit.data import pack
+from peftkit.data.lengths import num_tokens, padded
 from peftkit.data.pairs import PairRow
 from peftkit.train import batches
-from peftkit.train.batches import num_tokens, padded
 from tests.train.toy import Row, Toy, crash_after, make_rows, play, same
 
 
@@ -64,10 +63,6 @@ def test_the_half_of_a_model_that_reads_more_is_what_a_batch_is_cut_by() -> None
 def test_rows_that_are_not_of_tokens_are_cut_by_rows() -> None:
     rows = [object()] * 5
     assert [len(part) for part in cut(rows, 2, 4096)] == [2, 2, 1]
-
-
-def test_padding_is_counted_as_it_is_done() -> None:
-    assert batches.MULTIPLE == pack.MULTIPLE
 
 
 def test_a_run_by_tokens_learns_the_same_from_the_same_steps(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peftkit.data.lengths import padded
 from peftkit.events import Event, Notice, Saved, StepDone
-from peftkit.train.batches import padded
 from peftkit.train.config import TrainConfig
 from peftkit.train.learner import Learner
 from peftkit.train.loop import fit

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from peftkit.data.lengths import num_tokens
 from peftkit.errors import RunError
-from peftkit.train.batches import num_tokens
 
 # RuntimeErrors that torch and the vendors' libraries raise when memory runs out
 _SIGNS = (

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from peftkit.data.lengths import num_tokens
 from peftkit.errors import RunError
 from peftkit.events import Event, Notice, Stage
 from peftkit.kernels.packed import free_bytes
 from peftkit.quant.audit import audit
 from peftkit.train import rng
-from peftkit.train.batches import num_tokens
 from peftkit.train.learner import Learner
 from peftkit.train.memory.blocks import Activations
 from peftkit.train.memory.compiled import cpp_compiler, is_compile_error, is_worth_it, told
