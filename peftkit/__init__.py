@@ -26,61 +26,164 @@ if TYPE_CHECKING:
     from peftkit.base.load import Base as Base
     from peftkit.base.load import load_base as load_base
     from peftkit.data.load import DataConfig as DataConfig
+    from peftkit.errors import AdapterError as AdapterError
+    from peftkit.errors import BaseError as BaseError
+    from peftkit.errors import CheckpointError as CheckpointError
+    from peftkit.errors import ConfigError as ConfigError
+    from peftkit.errors import DataError as DataError
+    from peftkit.errors import MergeError as MergeError
+    from peftkit.errors import OutputError as OutputError
     from peftkit.errors import PeftkitError as PeftkitError
+    from peftkit.errors import RunError as RunError
+    from peftkit.errors import TargetError as TargetError
+    from peftkit.formats.hub import pull_adapter as pull_adapter
+    from peftkit.formats.hub import push_adapter as push_adapter
+    from peftkit.formats.open_adapter import Opened as Opened
     from peftkit.formats.open_adapter import open_adapter as open_adapter
-    from peftkit.formats.peft.folder import (
-        Provenance as Provenance,
-    )
-    from peftkit.formats.peft.folder import (
-        load_adapter as load_adapter,
-    )
-    from peftkit.formats.peft.folder import (
-        save_adapter as save_adapter,
-    )
+    from peftkit.formats.peft.folder import Provenance as Provenance
+    from peftkit.formats.peft.folder import load_adapter as load_adapter
+    from peftkit.formats.peft.folder import read_adapter as read_adapter
+    from peftkit.formats.peft.folder import save_adapter as save_adapter
     from peftkit.inference.bank import AdapterBank as AdapterBank
+    from peftkit.inference.bank import open_bank as open_bank
+    from peftkit.inference.evaluate import Answer as Answer
+    from peftkit.inference.evaluate import answer as answer
     from peftkit.inference.evaluate import evaluate as evaluate
     from peftkit.inference.evaluate import predict as predict
     from peftkit.inference.generate import generate as generate
+    from peftkit.inference.generate import generate_ids as generate_ids
+    from peftkit.inference.generate import stream as stream
     from peftkit.merging.fold import merge_into as merge_into
     from peftkit.merging.merge import merge as merge
+    from peftkit.methods.bitfit import BitFit as BitFit
+    from peftkit.methods.bottleneck import Bottleneck as Bottleneck
     from peftkit.methods.dora import DoRA as DoRA
+    from peftkit.methods.eva import eva_starts as eva_starts
+    from peftkit.methods.ia3 import IA3 as IA3
+    from peftkit.methods.ln_tuning import LNTuning as LNTuning
+    from peftkit.methods.loftq import loftq_starts as loftq_starts
     from peftkit.methods.lora import LoRA as LoRA
+    from peftkit.methods.prefix import PrefixTuning as PrefixTuning
+    from peftkit.methods.prompt import PromptTuning as PromptTuning
+    from peftkit.methods.vera import VeRA as VeRA
+    from peftkit.model.targets import find_roles as find_roles
     from peftkit.recipe import Recipe as Recipe
+    from peftkit.recipe import check as check_recipe
+    from peftkit.recipe import load as load_recipe
+    from peftkit.recipe import prepare as prepare_recipe
+    from peftkit.recipe import run as run_recipe
     from peftkit.tasks.causal_lm import CausalLM as CausalLM
+    from peftkit.tasks.causal_lm import CausalLMConfig as CausalLMConfig
+    from peftkit.tasks.image_classification import ImageClassification as ImageClassification
+    from peftkit.tasks.image_classification import (
+        ImageClassificationConfig as ImageClassificationConfig,
+    )
+    from peftkit.tasks.masked_lm import MaskedLM as MaskedLM
+    from peftkit.tasks.masked_lm import MaskedLMConfig as MaskedLMConfig
+    from peftkit.tasks.seq2seq import Seq2Seq as Seq2Seq
+    from peftkit.tasks.seq2seq import Seq2SeqConfig as Seq2SeqConfig
+    from peftkit.tasks.sequence_classification import (
+        SequenceClassification as SequenceClassification,
+    )
+    from peftkit.tasks.sequence_classification import (
+        SequenceClassificationConfig as SequenceClassificationConfig,
+    )
+    from peftkit.tasks.token_classification import TokenClassification as TokenClassification
+    from peftkit.tasks.token_classification import (
+        TokenClassificationConfig as TokenClassificationConfig,
+    )
     from peftkit.train.config import TrainConfig as TrainConfig
     from peftkit.train.loop import fit as fit
+    from peftkit.transform.combine import combine as combine
+    from peftkit.transform.compare import compare as compare
+    from peftkit.transform.exchange import export_adapter as export_adapter
+    from peftkit.transform.exchange import import_adapter as import_adapter
+    from peftkit.transform.extract import extract as extract
 
 _HOME = {
     "Adapter": "adapter",
     "AdapterBank": "inference.bank",
+    "AdapterError": "errors",
+    "Answer": "inference.evaluate",
     "Base": "base.load",
+    "BaseError": "errors",
+    "BitFit": "methods.bitfit",
+    "Bottleneck": "methods.bottleneck",
     "CausalLM": "tasks.causal_lm",
+    "CausalLMConfig": "tasks.causal_lm",
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
     "DataConfig": "data.load",
+    "DataError": "errors",
     "DoRA": "methods.dora",
+    "IA3": "methods.ia3",
+    "ImageClassification": "tasks.image_classification",
+    "ImageClassificationConfig": "tasks.image_classification",
+    "LNTuning": "methods.ln_tuning",
     "LoRA": "methods.lora",
+    "MaskedLM": "tasks.masked_lm",
+    "MaskedLMConfig": "tasks.masked_lm",
+    "MergeError": "errors",
+    "Opened": "formats.open_adapter",
+    "OutputError": "errors",
     "PeftkitError": "errors",
+    "PrefixTuning": "methods.prefix",
+    "PromptTuning": "methods.prompt",
     "Provenance": "formats.peft.folder",
     "Recipe": "recipe",
+    "RunError": "errors",
+    "Seq2Seq": "tasks.seq2seq",
+    "Seq2SeqConfig": "tasks.seq2seq",
+    "SequenceClassification": "tasks.sequence_classification",
+    "SequenceClassificationConfig": "tasks.sequence_classification",
+    "TargetError": "errors",
+    "TokenClassification": "tasks.token_classification",
+    "TokenClassificationConfig": "tasks.token_classification",
     "TrainConfig": "train.config",
+    "VeRA": "methods.vera",
+    "answer": "inference.evaluate",
     "attach": "adapter",
+    "check_recipe": "recipe:check",
+    "combine": "transform.combine",
+    "compare": "transform.compare",
+    "eva_starts": "methods.eva",
     "evaluate": "inference.evaluate",
+    "export_adapter": "transform.exchange",
+    "extract": "transform.extract",
+    "find_roles": "model.targets",
     "fit": "train.loop",
     "generate": "inference.generate",
+    "generate_ids": "inference.generate",
+    "import_adapter": "transform.exchange",
     "load_adapter": "formats.peft.folder",
     "load_base": "base.load",
+    "load_recipe": "recipe:load",
+    "loftq_starts": "methods.loftq",
     "merge": "merging.merge",
     "merge_into": "merging.fold",
     "open_adapter": "formats.open_adapter",
+    "open_bank": "inference.bank",
     "predict": "inference.evaluate",
+    "prepare_recipe": "recipe:prepare",
+    "pull_adapter": "formats.hub",
+    "push_adapter": "formats.hub",
+    "read_adapter": "formats.peft.folder",
+    "run_recipe": "recipe:run",
     "save_adapter": "formats.peft.folder",
+    "stream": "inference.generate",
 }
-"""Public name to the module that defines it."""
+"""Public name to the module that defines it, and to its name there where that is another."""
 
-__all__ = list(_HOME)  # the names and their homes are one table
+__all__ = list(_HOME)
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'peftkit' has no attribute {name!r}")
-    return getattr(import_module(f"peftkit.{_HOME[name]}"), name)
+    module, _, attribute = _HOME[name].partition(":")
+    return getattr(import_module(f"peftkit.{module}"), attribute or name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -17,11 +17,14 @@ from PIL import Image, ImageOps
 from sklearn.datasets import load_digits
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
-from peftkit import recipe
-from peftkit.base.load import load_base
-from peftkit.formats.open_adapter import open_adapter
-from peftkit.inference.evaluate import evaluate
-from peftkit.tasks.image_classification import ImageClassificationConfig
+from peftkit import (
+    ImageClassificationConfig,
+    evaluate,
+    load_base,
+    load_recipe,
+    open_adapter,
+    run_recipe,
+)
 from peftkit_cli.render import Renderer
 
 HERE = Path(__file__).parent
@@ -91,12 +94,12 @@ def main() -> None:
     write_images(digits[NUM_BASE + NUM_TRAIN :], OUT / "held_out")
     say(f"The base is made, after {time.monotonic() - began:.0f} s.")
 
-    settings = recipe.load(HERE / "image-classification.yaml")
+    settings = load_recipe(HERE / "image-classification.yaml")
     task = ImageClassificationConfig().resolve(settings.data)
     with Renderer() as on_event:
         base = load_base(settings.base.model, purpose=task.purpose, on_event=on_event)
         before = evaluate(base, OUT / "held_out", task=task, on_event=on_event)
-        recipe.run(settings, overwrite=True, on_event=on_event)
+        run_recipe(settings, overwrite=True, on_event=on_event)
         opened = open_adapter(settings.train.output_dir, on_event=on_event)
         after = evaluate(opened.base, OUT / "held_out", task=opened.task, on_event=on_event)
     for name in ("accuracy", "f1_macro"):

@@ -16,7 +16,7 @@ import re
 import time
 from pathlib import Path
 
-from peftkit import recipe
+from peftkit import load_recipe, prepare_recipe, run_recipe
 from peftkit_cli.render import Renderer
 
 HERE = Path(__file__).parent
@@ -146,13 +146,13 @@ def main() -> None:
     train, held_out = make_data(DATA)
     for name, metric in RUNS.items():
         began = time.monotonic()
-        settings = recipe.load(
+        settings = load_recipe(
             HERE / f"{name}.yaml", [f"data.train={train}", f"data.eval={held_out}"]
         )
         with Renderer() as on_event:
-            ready = recipe.prepare(settings, on_event=on_event)
+            ready = prepare_recipe(settings, on_event=on_event)
             before = ready.task.metrics(ready.base.model, ready.eval)[metric]
-            result = recipe.run(settings, overwrite=True, on_event=on_event)
+            result = run_recipe(settings, overwrite=True, on_event=on_event)
         after = result.metrics[f"eval_{metric}"]
         took = time.monotonic() - began
         print(f"{name}: {metric} {before:.1%} -> {after:.1%} in {took:.0f} s", flush=True)

@@ -12,11 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from peftkit import recipe
-from peftkit.base.load import load_base
-from peftkit.formats.open_adapter import open_adapter
-from peftkit.formats.peft.folder import TENSORS
-from peftkit.inference.evaluate import Answer, answer
+from peftkit import Answer, answer, load_base, load_recipe, open_adapter, run_recipe
 from peftkit_cli.render import Renderer
 
 HERE = Path(__file__).parent
@@ -94,7 +90,7 @@ def main() -> None:
     """Make the data, measure the base, train, measure again, and say what to try next."""
     began = time.monotonic()
     train, held_out = make_data(OUT / "data")
-    settings = recipe.load(
+    settings = load_recipe(
         HERE / "quickstart.yaml",
         [f"data.train={train}", f"data.eval={held_out}", f"train.output_dir={OUT}"],
     )
@@ -104,7 +100,7 @@ def main() -> None:
     del base
     say(f"Before: {score(before):.1%} of {len(before)} held-out orders come out exactly right.")
     with Renderer() as on_event:
-        recipe.run(settings, overwrite=True, on_event=on_event)
+        run_recipe(settings, overwrite=True, on_event=on_event)
         opened = open_adapter(OUT, on_event=on_event)
         after = answer(opened.base, held_out, style=opened.style, on_event=on_event)
     example = next((n for n, row in enumerate(after) if row.is_exact), 0)
@@ -112,7 +108,8 @@ def main() -> None:
     say(f"An order:  {json.loads(held_out.read_text().splitlines()[example])['instruction']}")
     say(f"  before:  {before[example].completion.strip()}")
     say(f"  after:   {after[example].completion.strip()}\n")
-    say(f"The adapter is in {OUT} ({(OUT / TENSORS).stat().st_size / 1e6:.1f} MB).")
+    size = (OUT / "adapter_model.safetensors").stat().st_size
+    say(f"The adapter is in {OUT} ({size / 1e6:.1f} MB).")
     say(f"All of it took {(time.monotonic() - began) / 60:.1f} minutes. Try next:\n")
     say(f"  {PEFTKIT} chat {OUT}")
     say(f'  {PEFTKIT} generate {OUT} --prompt "{EXAMPLE}"')

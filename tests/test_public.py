@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import peftkit
+from peftkit.methods.table import METHODS
+from peftkit.tasks.table import TASKS
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_every_public_name_is_there_and_is_no_module() -> None:
@@ -22,3 +29,35 @@ def test_no_module_of_the_house_has_a_public_name() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    tree = ast.parse(Path(peftkit.__file__).read_text(encoding="utf-8"))
+    (typed,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {}
+    for node in typed.body:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            own = "" if alias.name == alias.asname else f":{alias.name}"
+            seen[alias.asname] = f"{node.module}{own}".removeprefix("peftkit.")
+    assert seen == peftkit._HOME
+
+
+def test_every_method_and_every_task_is_public() -> None:
+    public = {getattr(peftkit, name) for name in peftkit.__all__}
+    assert public >= set(METHODS.values())
+    assert public >= set(TASKS.values())
+
+
+def test_documentation_imports_from_the_public_api_alone() -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    scripts = sorted((ROOT / "recipes").glob("*.py"))
+    code = [b for p in pages for b in re.findall(r"```python\n(.*?)```", p.read_text(), re.DOTALL)]
+    code += [path.read_text() for path in scripts]
+    assert len(code) >= 4
+    for text in code:
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("peftkit."):
+                raise AssertionError(f"from {node.module} import ...: export it from peftkit")
+            if isinstance(node, ast.ImportFrom) and node.module == "peftkit":
+                assert {alias.name for alias in node.names} <= set(peftkit.__all__)

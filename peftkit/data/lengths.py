@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 MULTIPLE = 8
-"""Rows are padded to a multiple of this many tokens (data/pack.py), and counted so here."""
+"""Rows are padded to a multiple of this: few different shapes, which matrix products like."""
 
 
 def num_tokens(row: Any) -> int:

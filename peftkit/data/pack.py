@@ -13,9 +13,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from peftkit.data.lengths import MULTIPLE
+
 IGNORE = -100
-MULTIPLE = 8
-"""T is one of this: few different shapes, and even ones, which matrix products like."""
 
 
 @dataclass(frozen=True, slots=True)
