@@ -19,7 +19,15 @@ from peftkit.data.load import DataConfig
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, Notice, Saved, Table, ignore
 from peftkit.files.disk import write_text
-from peftkit.formats.card import CARD, Card, adapter_table, adapter_usage, training_card, write_card
+from peftkit.formats.card import (
+    CARD,
+    Card,
+    adapter_table,
+    adapter_usage,
+    small_reach,
+    training_card,
+    write_card,
+)
 from peftkit.formats.peft.folder import AdapterFolder, Provenance, read_adapter
 from peftkit.methods.data_init import init_from_rows, with_saved_ranks
 from peftkit.methods.loftq import loftq_starts
@@ -199,6 +207,8 @@ def prepare(recipe: Recipe, *, resume: bool = False, on_event: Listener = ignore
     seed = recipe.train.seed
     adapter = attach(base.model, method, starts=starts, fresh=not resume, seed=seed)
     on_event(adapter_table(adapter))
+    if told := small_reach(adapter, base.audit):
+        on_event(Notice(told))
     task = settings.on(base.model, base.processor, recipe.data, on_event=on_event)
     train = task.load(recipe.data.train)
     evaluation = task.load(recipe.data.eval) if recipe.data.eval else []

@@ -85,6 +85,16 @@ FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
         interleave_moe_layer_step=2,
         attention_chunk_size=8,
     ),
+    "jetmoe": _causal("JetMoe", kv_channels=8, num_local_experts=4, num_experts_per_tok=2),
+    "doge": _causal("Doge", keep_window_size=64),
+    # attention that chooses what it looks at
+    "deepseek_v32": _causal(
+        "DeepseekV32",
+        families._LATENT,
+        index_n_heads=2,
+        index_head_dim=16,
+        index_topk=8,
+    ),
     # mixers that are no attention
     "mamba": _causal("Mamba", _SIZES, state_size=4),
     "mamba2": _causal(
@@ -193,5 +203,5 @@ FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
     ),
 }
 
-WITHOUT_QUERY = ("mamba", "mamba2", "rwkv", "xlnet", "convnext")
+WITHOUT_QUERY = ("jetmoe", "mamba", "mamba2", "rwkv", "xlnet", "convnext")
 """No linear layer of these is a query."""

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
 
 from peftkit.adapter import Adapter
 from peftkit.base.load import Base
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.events import Table
 from peftkit.files.disk import write_text
+from peftkit.methods.protocol import AdapterModule
+from peftkit.model.places import is_linear, linear_shape, stacked_shape
+from peftkit.model.roles import ALL_LINEAR
+from peftkit.quant.audit import Audit
 
 CARD = "README.md"
+SMALL_REACH = 0.5
+"""Share of the base's matrices below which all-linear is not what it sounds like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +120,43 @@ def adapter_table(adapter: Adapter) -> Table:
         own = sum(p.numel() for p in module.parameters() if p.requires_grad)
         kinds[kind] = (number + 1, values + own)
     rows = [(*kind, str(n), f"{values:,}") for kind, (n, values) in kinds.items()]
+    left_out = Counter(
+        (", ".join(site.roles) or "-", site.path.rpartition(".")[2])
+        for site in adapter.method.left_out(adapter.model)
+    )
+    rows += [
+        (role, name, str(n), "left out: smaller than the rank")
+        for (role, name), n in left_out.items()
+    ]
     total = ("all", "", str(len(adapter.modules)), f"{adapter.num_trainable:,}")
     columns = ("role", "module", "layers", "trained values")
     return Table(f"Adapter: {adapter.method.type}", columns, (*rows, total))
+
+
+def small_reach(adapter: Adapter, base: Audit) -> str:
+    """Say so where all-linear reaches less than half of the base's matrices; else return "".
+
+    Args:
+        base: Of the model without the adapter.
+    """
+    targets = adapter.method.targets
+    asked = [targets] if isinstance(targets, str) else targets
+    own = adapter.own.values()
+    reached = sum(shape.numel() for module in own for shape in _matrices(module))
+    share = reached / max(base.num_in_matrices, 1)
+    if ALL_LINEAR not in asked or share >= SMALL_REACH:
+        return ""
+    return (
+        f"{ALL_LINEAR} reaches {share:.0%} of the values in this base's matrices: the rest is in "
+        "parameters of no form known here. peftkit inspect shows what was found."
+    )
+
+
+def _matrices(module: AdapterModule) -> list[torch.Size]:
+    """Return the shapes of the matrices that an adapter module changes."""
+    if module.stacked:
+        return [torch.Size(stacked_shape(module.base, name)) for name in module.stacked]
+    return [torch.Size(linear_shape(module.base))] if is_linear(module.base) else []
 
 
 def training_card(

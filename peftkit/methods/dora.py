@@ -92,6 +92,7 @@ class DoRA(LoRA):
     """Weight-decomposed low-rank adaptation of linear layers."""
 
     files: ClassVar[str] = "PEFT, MLX"
+    sits_on_stacks: ClassVar[bool] = False
     module_class: ClassVar[Callable[..., LoRALinear]] = DoRALinear
 
     type: Literal["dora"] = "dora"  # type: ignore[assignment]

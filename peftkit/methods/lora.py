@@ -32,7 +32,7 @@ from peftkit.methods.protocol import (
     refuse_unknown,
 )
 from peftkit.methods.scales import peft_scales
-from peftkit.model.places import linear_shape, stacked_shape
+from peftkit.model.places import is_linear, linear_shape, stacked_shape, unwrap_adapter
 from peftkit.model.targets import Site
 from peftkit.quant.layers import is_quantized
 
@@ -42,6 +42,7 @@ class LoRA(Method):
 
     peft_type: ClassVar[str] = "LORA"
     files: ClassVar[str] = "PEFT, vLLM, GGUF, MLX"
+    sits_on_stacks: ClassVar[bool] = True
     module_class: ClassVar[Callable[..., LoRALinear]] = LoRALinear
 
     type: Literal["lora"] = "lora"
@@ -78,6 +79,24 @@ class LoRA(Method):
     @property
     def fresh_changes(self) -> str:
         return "it makes up for what quantising lost" if self.init == "loftq" else ""
+
+    def sites(self, model: nn.Module) -> list[Site]:
+        found = super().sites(model)
+        kept = [site for site in found if not self._is_left_out(model, site)]
+        return kept or found  # where all are too small, the first one says so
+
+    def left_out(self, model: nn.Module) -> list[Site]:
+        return [site for site in super().sites(model) if self._is_left_out(model, site)]
+
+    def _is_left_out(self, model: nn.Module, site: Site) -> bool:
+        """Tell whether a weight is smaller than its rank, and no target names it by itself."""
+        module = unwrap_adapter(model.get_submodule(site.path))
+        if not site.by_group or not (site.parameter or is_linear(module)):
+            return False
+        shape = (
+            stacked_shape(module, site.parameter)[1:] if site.parameter else linear_shape(module)
+        )
+        return self.scale_of(site)[0] > min(shape)
 
     def wrap(self, base: nn.Module, site: Site) -> LoRALinear:
         rank, scaling = self.scale_of(site)

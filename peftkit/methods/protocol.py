@@ -140,6 +140,8 @@ class Method(Config, ABC):
     """What PEFT's files have before these names."""
     unmergeable: ClassVar[str] = ""
     """Why no weights compute base and adapter at once; "" where some do."""
+    sits_on_stacks: ClassVar[bool] = False
+    """Whether it has a form for stacks of experts."""
     acts_on_input: ClassVar[bool] = False
     """Whether it sits on the input alone: its files name no targets."""
     files: ClassVar[str] = "PEFT"
@@ -162,13 +164,17 @@ class Method(Config, ABC):
         Raises:
             TargetError: A target is not in it.
         """
-        return resolve(model, self.targets)
+        return resolve(model, self.targets, stacks=self.sits_on_stacks)
+
+    def left_out(self, model: nn.Module) -> list[Site]:
+        """Return what a group of the targets names and the method cannot sit on."""
+        return []
 
     def candidates(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
         """Return the paths of all modules that it could sit on, each with its stacks of experts."""
         stacks: dict[str, tuple[str, ...]] = {}
         for place in find_places(model):
-            if place.parameter not in (None, "weight"):
+            if place.is_stack:
                 stacks[place.path] = (*stacks.get(place.path, ()), str(place.parameter))
         return {
             path: stacks.get(path, ())

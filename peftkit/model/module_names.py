@@ -42,7 +42,7 @@ def linear_role(path: str) -> str:
     context = _context(end)
     if in_block and not context:  # ask the name of the numbered list
         context = _context(segments[len(segments) - len(end) - 2 :][:1])
-    if context.endswith("router"):
+    if context in table.CHOOSING:
         return context
     if context in ("attention", "cross"):
         role = table.ATTENTION_LEAVES.get(leaf, "other")

@@ -53,6 +53,11 @@ class ModelWeight:
         return self.roles[0] in ("embed", "pos_embed")
 
     @property
+    def is_stack(self) -> bool:
+        """Whether this is a 3-D parameter, one matrix for each expert."""
+        return self.parameter is not None and self.roles[0] not in table.CHOOSING
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The roles as a user says them."""
         if not self.set_apart:
@@ -176,7 +181,7 @@ def find_places(model: nn.Module) -> list[ModelWeight]:
     tied = {id(weight) for weight in tables}
     for path, module, parent in walk(model):
         if is_linear(module):
-            if isinstance(parent, nn.MultiheadAttention) or path.endswith(".dt_proj"):
+            if isinstance(parent, nn.MultiheadAttention) or _is_read_by_mamba(path, parent):
                 continue  # torch, and Mamba, read its weight and never call it
             in_head = head is not None and (module is head or parent is head)
             in_head = in_head or id(module._parameters.get("weight")) in tied
@@ -187,7 +192,10 @@ def find_places(model: nn.Module) -> list[ModelWeight]:
         elif _is_bare_router(path, module):
             places.append(ModelWeight(path, module, ("router",), "weight"))
         else:
-            places += [_stack(ModelWeight(path, module, ("",), name)) for name in _stacks(module)]
+            places += [
+                _stack(ModelWeight(path, module, (role,), name))
+                for name, role in _stacks(path, module).items()
+            ]
     _set_sides_apart(model, places)
     return places
 
@@ -246,9 +254,18 @@ def _is_bare_router(path: str, module: nn.Module) -> bool:
     return path.rpartition(".")[2] in table.ROUTER_LEAVES and len(_shape(module, "weight")) == 2
 
 
-def _stacks(module: nn.Module) -> list[str]:
-    """Return the names of a module's own 3-D expert parameters."""
-    return [name for name in table.STACKED_LEAVES if len(_shape(module, name)) == 3]
+def _is_read_by_mamba(path: str, parent: nn.Module) -> bool:
+    """Tell whether a layer is the dt_proj of a state-space mixer; Doge calls its own."""
+    return path.endswith(".dt_proj") and hasattr(parent, "x_proj")
+
+
+def _stacks(path: str, module: nn.Module) -> dict[str, str]:
+    """Return a module's own 3-D expert parameters, name -> role."""
+    whole = table.STACKED_MODULES.get(".".join(path.split(".")[-2:]), "")
+    context = "shared" if "shared" in path else "expert"
+    roles = {name: f"{context}_{kind}" for name, kind in table.STACKED_LEAVES.items()}
+    roles |= {"weight": whole} if whole else {}
+    return {name: role for name, role in roles.items() if len(_shape(module, name)) == 3}
 
 
 def _linear(place: ModelWeight, owner: nn.Module, model: nn.Module) -> ModelWeight:
@@ -264,13 +281,10 @@ def _linear(place: ModelWeight, owner: nn.Module, model: nn.Module) -> ModelWeig
 
 def _stack(place: ModelWeight) -> ModelWeight:
     """Give a stack of experts its roles: gate and up are halves, or alternate (gpt-oss)."""
-    parameter = cast(str, place.parameter)
-    kind = table.STACKED_LEAVES[parameter]
-    context = "shared" if "shared" in place.path else "expert"
-    place.roles = (f"{context}_{kind}",)
+    context, kind = module_names.split(place.roles[0])
     if kind == "gate_up":
-        _, _, out = stacked_shape(place.module, parameter)
-        place.roles = (f"{context}_gate", f"{context}_up")
+        _, _, out = stacked_shape(place.module, cast(str, place.parameter))
+        place.roles = (f"{context}gate", f"{context}up")
         place.repeats = 1 if getattr(place.module, "is_concatenated", True) else out // 2
         place.sizes = (out // 2 // place.repeats,) * 2
     return place

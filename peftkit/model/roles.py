@@ -8,6 +8,8 @@ A role is what a weight does, whatever an architecture calls it:
 - feed-forward: gate, up, down; without a gate, up and down; gate_up is fused in an unknown order
 - mixture of experts: expert_gate, expert_up, expert_down (the routed ones, often stacked into one
   3-D parameter), shared_gate, shared_up, shared_down, router, shared_router
+- mixture of attention experts (JetMoE): expert_q, expert_o
+- indexer: what chooses the tokens that sparse attention looks at
 - beside the blocks: embed, pos_embed, head (of words or of classes), projector (from a vision or
   audio tower into the language model), other (poolers, transforms before a head)
 
@@ -24,21 +26,25 @@ CROSS_ATTENTION = tuple(f"cross_{role}" for role in ATTENTION)
 FFN = ("gate", "up", "gate_up", "down")
 SHARED = tuple(f"shared_{role}" for role in FFN)
 EXPERTS = tuple(f"expert_{role}" for role in FFN)
+ATTENTION_EXPERTS = ("expert_q", "expert_o")
 FFN_LIKE = FFN + SHARED + EXPERTS
-NAMED_ONLY = ("router", "shared_router", "head")
+CHOOSING = ("router", "shared_router", "indexer")
+"""Their output only chooses experts or tokens; often no gradient reaches them."""
+NAMED_ONLY = (*CHOOSING, "head")
 """Linear, yet in no group: they are adapted only when named."""
 UNSIDED = ("projector", "other", "head")
 """Called the same on every side of a model."""
 OUTSIDE = ("projector", "other", "embed", "pos_embed")
-ROLES = (*ATTENTION, *CROSS_ATTENTION, *FFN, *SHARED, *EXPERTS, *NAMED_ONLY, *OUTSIDE)
+_EXPERTS = EXPERTS + ATTENTION_EXPERTS
+ROLES = (*ATTENTION, *CROSS_ATTENTION, *FFN, *SHARED, *_EXPERTS, *NAMED_ONLY, *OUTSIDE)
 
 ALL_LINEAR = "all-linear"
 GROUPS: dict[str, tuple[str, ...]] = {
-    "attention": ATTENTION + CROSS_ATTENTION,
-    "self_attention": ATTENTION,
+    "attention": ATTENTION + ATTENTION_EXPERTS + CROSS_ATTENTION,
+    "self_attention": ATTENTION + ATTENTION_EXPERTS,
     "cross_attention": CROSS_ATTENTION,
     "ffn": FFN + SHARED,
-    "experts": EXPERTS,
+    "experts": _EXPERTS,
     ALL_LINEAR: tuple(role for role in ROLES if role not in (*NAMED_ONLY, "embed", "pos_embed")),
 }
 
@@ -57,6 +63,7 @@ QUALIFIERS = ("language", *TOWERS, *HALVES)
 # Context: patterns in the lower-cased segments between the block and the leaf or, where these say
 # nothing, in the name of the numbered list. The first match wins.
 CONTEXTS = (
+    ("indexer", r"indexer"),
     ("shared_router", r"^shared_expert_gate$"),
     ("router", r"router|^gate_linear$|^wg$"),
     ("shared", r"shared_?(expert|mlp)"),
@@ -96,6 +103,13 @@ STACKED_LEAVES = {"gate_up_proj": "gate_up", "gate_proj": "gate", "up_proj": "up
     "down_proj": "down"
 }
 """Names of 3-D expert parameters."""
+STACKED_MODULES = {
+    "mlp.input_linear": "expert_gate_up",
+    "mlp.output_linear": "expert_down",
+    "experts.input_linear": "expert_q",
+    "experts.output_linear": "expert_o",
+}
+"""End of a module's path -> role of its 3-D `weight` (JetMoE)."""
 ROUTER_LEAVES = ("gate", "router")
 """Modules of a weight (experts, hidden) that are no linear layers."""
 
@@ -149,7 +163,9 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
         **dict.fromkeys(_QKV_HEADS.split(), Layout(0, ("q", "k", "v"))),
         "codegen": Layout(4, ("q", "v", "k")),
     },
-    "kv": dict.fromkeys(("gpt2", "imagegpt", "decision_transformer"), Layout(1, ("k", "v"))),
+    "kv": dict.fromkeys(
+        ("gpt2", "imagegpt", "decision_transformer", "jetmoe"), Layout(1, ("k", "v"))
+    ),
     "gate_up": {
         **dict.fromkeys(_GATE_UP.split(), Layout(1, ("gate", "up"))),
         **dict.fromkeys(("moonshine", "moonshine_streaming"), Layout(1, ("up", "gate"))),

@@ -14,9 +14,10 @@ A target is one of
   expression. It takes every linear layer and stack of experts that it matches, on any side.
 
 A word that is both is a role: `q` in T5 is self-attention alone, as everywhere. `all-linear` is
-every linear layer and stack of experts on all sides, each as a whole, but no router and no head of
-words or classes: these are adapted only when named. The out_proj inside torch's own
-MultiheadAttention and the dt_proj of Mamba are no targets, because they are never called.
+every linear layer and stack of experts on all sides, each as a whole, but no router, no indexer of
+sparse attention and no head of words or classes: these are adapted only when named. The out_proj
+inside torch's own MultiheadAttention and the dt_proj of Mamba are no targets, because they are
+never called.
 
 A role of a fused weight is the rows of the output that belong to it. Modules that carry an adapter
 of ours are seen through: the site is where the adapter sits.
@@ -29,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -51,16 +53,21 @@ class Site:
             roles only. None means the whole output.
         parameter: Name of a parameter of the module at `path`: a stack of experts, or a router that
             is no linear layer. None means the module itself.
+        by_group: Only a group (all-linear, attention, ...) asked for it.
     """
 
     path: str
     roles: tuple[str, ...]
     rows: Mapping[str, Tensor] | None = None
     parameter: str | None = None
+    by_group: bool = False
 
 
-def resolve(model: nn.Module, targets: Sequence[str] | str) -> list[Site]:
+def resolve(model: nn.Module, targets: Sequence[str] | str, *, stacks: bool = True) -> list[Site]:
     """Return the sites that the targets name, each once, in the order of the model.
+
+    Args:
+        stacks: Whether stacks of experts can be adapted: an error suggests none otherwise.
 
     Raises:
         TargetError: Lists every target that names nothing here, or only a part of what it means,
@@ -70,20 +77,26 @@ def resolve(model: nn.Module, targets: Sequence[str] | str) -> list[Site]:
     places = find_places(model)
     chosen: dict[int, set[str]] = {}  # index of a place -> roles
     whole: set[int] = set()
+    named: set[int] = set()
     failed: list[str] = []
     for target in asked:
         matches = _matcher(target)
         hits = [(i, found) for i, place in enumerate(places) if (found := matches(place))]
         for index, found in hits:
             chosen.setdefault(index, set()).update(found)
+            if target.rpartition(".")[2] not in table.GROUPS:
+                named.add(index)
             # a pattern means the layer as it stands, and so does all-linear
             if found == {""} or target.endswith(table.ALL_LINEAR):
                 whole.add(index)
         if not hits or _find_unsplit_fused(places, target):
             failed.append(target)
     if failed or not asked:
-        raise _no_match(model, places, failed)
-    return [_site(places[i], chosen[i], whole=i in whole) for i in sorted(chosen)]
+        raise _no_match(model, places, failed, stacks)
+    return [
+        _site(places[i], chosen[i], whole=i in whole, by_group=i not in named)
+        for i in sorted(chosen)
+    ]
 
 
 def find_roles(model: nn.Module) -> dict[str, list[Site]]:
@@ -95,13 +108,16 @@ def find_roles(model: nn.Module) -> dict[str, list[Site]]:
     return found
 
 
-def _site(place: ModelWeight, roles: set[str], *, whole: bool = False) -> Site:
+def _site(
+    place: ModelWeight, roles: set[str], *, whole: bool = False, by_group: bool = False
+) -> Site:
     names = dict(zip(place.roles, place.names, strict=True))
     if whole and place.repeats:
-        return Site(place.path, (), None, place.parameter)
+        return Site(place.path, (), None, place.parameter, by_group)
     kept = [role for role in names if role in roles]
     rows = place.rows(kept)
-    return Site(place.path, tuple(names[role] for role in kept), rows, place.parameter)
+    roles_kept = tuple(names[role] for role in kept)
+    return Site(place.path, roles_kept, rows, place.parameter, by_group)
 
 
 def _matcher(target: str) -> Callable[[ModelWeight], set[str]]:
@@ -164,14 +180,17 @@ def _matches(names: Iterable[str], pattern: str) -> bool:
 # ------------------------------------------------------------------- errors
 
 
-def _no_match(model: nn.Module, places: list[ModelWeight], failed: list[str]) -> TargetError:
+def _no_match(
+    model: nn.Module, places: list[ModelWeight], failed: list[str], stacks: bool
+) -> TargetError:
     name = type(model).__name__
     quoted = ", ".join(f"'{target}'" for target in failed)
     asked = f"no linear layer matches target{'s' if len(failed) > 1 else ''} {quoted} in {name}."
     if not failed:
         asked = f"no targets are given for {name}."
     reasons = [reason for target in failed if (reason := _why(model, places, target))]
-    guesses = [_guess(places, target) for target in failed]
+    usable = [place for place in places if stacks or not place.is_stack]
+    guesses = [_guess(usable, target) for target in failed]
     hints = " ".join(dict.fromkeys(filter(None, guesses)))
     found = "\n".join([*reasons, " ".join(filter(None, [_roles_found(places), hints]))])
     source = getattr(getattr(model, "config", None), "_name_or_path", "") or "MODEL"
@@ -235,8 +254,8 @@ def _layers_found(places: list[ModelWeight]) -> str:
     for place in places:
         if not place.is_embedding:
             shape = (
-                stacked_shape(place.module, place.parameter)[1:]
-                if place.parameter and place.parameter != "weight"
+                stacked_shape(place.module, cast(str, place.parameter))[1:]
+                if place.is_stack
                 else linear_shape(place.module)
             )
             path = re.sub(r"(?<![^.])\d+(?=\.|$)", "*", place.path)

@@ -16,6 +16,9 @@ from peftkit.kernels.packed import Packing, packed_tensors
 from peftkit.model.places import ModelWeight, find_places, is_linear
 
 MAX_NAMES = 10
+_OUTPUT, _HEAD, _ROUTER, _TIED = "the output layer", "a head", "a router", "tied to an embedding"
+_OUTSIDE = (_OUTPUT, _HEAD, _ROUTER, _TIED)
+"""Reasons of the linear layers that are never quantised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,13 @@ class Audit:
     def num_parameters(self) -> int:
         """Number of parameters, quantised ones too, which `model.parameters()` miscounts."""
         return sum(row.num_parameters for row in self.rows)
+
+    @property
+    def num_in_matrices(self) -> int:
+        """Parameters that multiply inside the model: no vectors, embeddings, heads or routers."""
+        kinds = ("linear layers", "stacked experts", "other")
+        rows = (row for row in self.rows if row.kind in kinds and row.why not in _OUTSIDE)
+        return sum(row.num_parameters for row in rows)
 
     @property
     def num_bytes(self) -> int:
@@ -137,16 +147,16 @@ def exempt(model: nn.Module) -> dict[int, str]:
     """Return id(module) -> reason of the linear layers that are never quantised."""
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if getter else None
-    reasons = {id(module): "the output layer" for module in (head.modules() if head else ())}
+    reasons = {id(module): _OUTPUT for module in (head.modules() if head else ())}
     for place in find_places(model):
         if place.roles[0] == "head":
-            reasons.setdefault(id(place.module), "a head")
-        elif place.roles[0].endswith("router") and not place.parameter:
-            reasons[id(place.module)] = "a router"
+            reasons.setdefault(id(place.module), _HEAD)
+        elif place.roles[0] in ("router", "shared_router") and not place.parameter:
+            reasons[id(place.module)] = _ROUTER
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for module in model.modules():
         if is_linear(module) and id(module._parameters.get("weight")) in tables:
-            reasons[id(module)] = "tied to an embedding"
+            reasons[id(module)] = _TIED
     return reasons
 
 
@@ -167,7 +177,7 @@ def _kind_of(
     """Return the kind of a parameter that is not packed, and the reason why it is not."""
     if place is not None:
         if place.roles[0].endswith("router"):
-            return "routers", "a router"
+            return "routers", _ROUTER
         return "stacked experts", "stacked expert parameter"
     if "bias" in name.lower():
         return "biases", "small"

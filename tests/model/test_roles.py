@@ -143,8 +143,8 @@ def test_every_word_of_the_table_is_a_role() -> None:
     assert not {*table.ROLES, *table.GROUPS} & {*table.QUALIFIERS}
 
 
-def test_all_linear_has_every_role_but_heads_routers_and_embeddings() -> None:
-    kept = {"head", "router", "shared_router", "embed", "pos_embed"}
+def test_all_linear_has_every_role_but_heads_choosers_and_embeddings() -> None:
+    kept = {"head", "router", "shared_router", "indexer", "embed", "pos_embed"}
     assert {*table.ROLES} - {*table.GROUPS["all-linear"]} == kept
 
 

@@ -66,7 +66,7 @@ def stack_experts(source: Path, scratch: Path, model: nn.Module) -> Path:
     """
     file = read_adapter(source)
     method = _plain_lora(file)
-    places = [p for p in find_places(model) if p.parameter not in (None, "weight")]
+    places = [p for p in find_places(model) if p.is_stack]
     pairs, scales, others = _sorted(source, method, {place.path for place in places})
     state, stacked = _stacks(source, places, pairs, scales)
     if not state:

@@ -1,0 +1,102 @@
+"""What a group of targets leaves out, and who is told of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from peftkit.adapter import attach
+from peftkit.errors import TargetError
+from peftkit.formats.card import adapter_table, small_reach
+from peftkit.methods.dora import DoRA
+from peftkit.methods.ia3 import IA3
+from peftkit.methods.lora import LoRA
+from peftkit.model.targets import resolve
+from peftkit.quant.audit import audit
+from tests.families import FAMILIES
+from tests.further import FURTHER
+from tests.kinds import inputs, loss
+
+
+def test_layers_that_only_choose_are_adapted_only_when_named() -> None:
+    model = FURTHER["deepseek_v32"]()
+    for group in ("all-linear", "attention", "self_attention"):
+        assert not [site.path for site in resolve(model, group) if "indexer" in site.path]
+    named = {site.path.rpartition(".")[2] for site in resolve(model, "indexer")}
+    assert named == {"wq_b", "wk", "weights_proj"}
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "jetmoe", "doge"])
+def test_a_gradient_reaches_all_that_all_linear_adapts(name: str) -> None:
+    model = FURTHER[name]()
+    for parameter, value in model.named_parameters():
+        if parameter.endswith(".A"):  # Doge's, zero before any training: nothing passes dt_proj
+            nn.init.constant_(value, 0.5)
+    adapter = attach(model, LoRA(rank=2))
+    loss(model, inputs(model)).backward()
+    learning = [p.grad for p in adapter.parameters() if p.grad is not None and p.grad.any()]
+    assert len(learning) * 2 == len(list(adapter.parameters()))  # each B: A has none at first
+
+
+@pytest.mark.parametrize("method", [LoRA(rank=4), DoRA(rank=4)])
+def test_a_layer_smaller_than_the_rank_is_left_out_of_a_group_by_name(method: LoRA) -> None:
+    model = FURTHER["doge"]()  # its dt_proj has two rows
+    adapter = attach(model, method)
+    assert len(adapter.modules) == 14
+    assert not any(path.endswith("dt_proj") for path in adapter.modules)
+    rows = {row[1]: row for row in adapter_table(adapter).rows}
+    assert rows["dt_proj"][2] == "2"
+    assert rows["dt_proj"][3].startswith("left out")
+    smaller = adapter_table(attach(FURTHER["doge"](), method.model_copy(update={"rank": 2})))
+    assert {row[1]: row for row in smaller.rows}["dt_proj"][3].isdigit()
+
+
+def test_a_layer_smaller_than_the_rank_is_refused_when_it_is_named() -> None:
+    for targets in (("all-linear", "dt_proj"), ("*.dt_proj",), ("q", "other")):
+        with pytest.raises(TargetError, match=r"rank 4 is larger than the matrix of .*dt_proj"):
+            attach(FURTHER["doge"](), LoRA(rank=4, targets=targets))
+
+
+def test_a_group_of_layers_that_are_all_too_small_is_refused() -> None:
+    with pytest.raises(TargetError, match="rank 64 is larger"):
+        attach(FAMILIES["llama"](), LoRA(rank=64, targets=("attention",)))
+
+
+class Mixed(nn.Module):
+    """A small linear layer beside a large matrix of a form that nobody knows."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(8, 8, bias=False)
+        self.core = nn.Parameter(torch.zeros(size, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q_proj(x) @ self.core.sum(0)
+
+
+def test_whoever_asks_for_all_linear_hears_that_it_reaches_little() -> None:
+    def told(size: int, *targets: str) -> str:
+        model = Mixed(size)
+        before = audit(model)
+        return small_reach(attach(model, LoRA(rank=2, targets=targets)), before)
+
+    assert "20%" in told(4, "all-linear")
+    assert told(1, "all-linear") == ""
+    assert told(4, "q_proj") == ""
+
+
+def test_all_linear_reaches_the_matrices_of_common_models() -> None:
+    for name in ("llama", "mixtral", "gpt2"):
+        model = FAMILIES[name]()
+        before = audit(model)
+        assert small_reach(attach(model, LoRA(rank=2)), before) == ""
+
+
+def test_a_method_without_a_form_for_stacks_is_not_pointed_to_them() -> None:
+    model = FAMILIES["mixtral"]()
+    with pytest.raises(TargetError) as error:
+        attach(model, IA3())
+    assert "Did you mean 'expert_down'" not in str(error.value)
+    with pytest.raises(TargetError, match="Did you mean 'expert_down'"):
+        attach(model, LoRA(targets=("down",)))
