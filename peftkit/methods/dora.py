@@ -43,9 +43,10 @@ class DoRALinear(LoRALinear):
 
     def full_magnitude(self) -> Tensor:
         """Return m of every output row (out,): the frozen norm where nothing is adapted."""
-        if self.rows is None:
+        rows = self.slice.rows
+        if rows is None:
             return self.lora_magnitude
-        return self.squared_norms.sqrt().index_put((self.rows,), self.lora_magnitude.float())
+        return self.squared_norms.sqrt().index_put((rows,), self.lora_magnitude.float())
 
     def _row_norms(self, weight: Tensor, squared_norms: Tensor) -> Tensor:
         return adapted_row_norms(
@@ -68,7 +69,7 @@ class DoRALinear(LoRALinear):
         super().init_from(*start)
         # by the same formula as in forward, so that the ratio starts at exactly one
         norms = self._row_norms(weight_of(self.base), self.squared_norms)
-        self.lora_magnitude.copy_(norms if self.rows is None else norms[self.rows])
+        self.lora_magnitude.copy_(norms if self.slice.rows is None else norms[self.slice.rows])
 
     def state(self) -> dict[str, Tensor]:
         return super().state() | {MAGNITUDE: self.full_magnitude().detach().to(self.lora_A.dtype)}
@@ -79,8 +80,8 @@ class DoRALinear(LoRALinear):
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         super().load(state)
-        magnitude = state[MAGNITUDE]
-        self.lora_magnitude.copy_(magnitude if self.rows is None else magnitude[self.rows.cpu()])
+        magnitude, rows = state[MAGNITUDE], self.slice.rows
+        self.lora_magnitude.copy_(magnitude if rows is None else magnitude[rows.cpu()])
 
     def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
         direction = super().merged_weight(weight, name)

@@ -27,6 +27,7 @@ from peftkit.files.strict_json import shown
 from peftkit.kernels.stacked import AdaptedStack, NoProductError
 from peftkit.methods.lora_init import Init, drawn
 from peftkit.methods.protocol import AdapterModule
+from peftkit.methods.row_slice import RowSlice
 from peftkit.model.places import is_transposed, stacked_shape
 from peftkit.model.targets import Site
 
@@ -42,9 +43,6 @@ class LoRAStack(nn.Module):
         lora_B: (E, num_rows, r): the output rows that are adapted, all of them unless fused.
     """
 
-    rows: Tensor | None
-    columns: Tensor | None
-
     def __init__(
         self,
         experts: nn.Module,
@@ -56,39 +54,22 @@ class LoRAStack(nn.Module):
         init: Init = "default",
     ) -> None:
         super().__init__()
-        self.name, self.rank, self.scaling, self.roles = site.parameter, rank, scaling, site.roles
-        self.init = init
+        self.rank, self.scaling, self.init = rank, scaling, init
         self.num_experts, self.in_features, self.out_features = stacked_shape(
             experts, cast(str, site.parameter)
         )
         device = next(t.device for t in (*experts.parameters(), *experts.buffers()))
-        parts = list(site.rows.values()) if site.rows else []
-        rows = torch.cat(parts).to(device) if parts else None  # (num_rows,) into the outputs
-        role_of_row = torch.repeat_interleave(torch.tensor([len(part) for part in parts] or [0]))
-        columns = (role_of_row[:, None] * rank + torch.arange(rank)).to(device) if parts else None
-        num_rows = self.out_features if rows is None else len(rows)
+        self.slice = RowSlice(site, self.out_features, device, rank)
+        num_hidden, num_rows = self.slice.num_roles * rank, self.slice.num_rows
+        how: Any = {"dtype": dtype, "device": device}
         self.lora_A = nn.Parameter(
-            torch.zeros(
-                self.num_experts,
-                max(len(parts), 1) * rank,
-                self.in_features,
-                dtype=dtype,
-                device=device,
-            )
+            torch.zeros(self.num_experts, num_hidden, self.in_features, **how)
         )
-        self.lora_B = nn.Parameter(
-            torch.zeros(self.num_experts, num_rows, rank, dtype=dtype, device=device)
-        )
-        self.register_buffer("rows", rows, persistent=False)
-        self.register_buffer("columns", columns, persistent=False)  # (num_rows, r) into R
+        self.lora_B = nn.Parameter(torch.zeros(self.num_experts, num_rows, rank, **how))
 
     def full_b(self) -> Tensor:
         """Return B as it is applied: (E, out, R), zero rows where nothing is adapted."""
-        if self.rows is None or self.columns is None:
-            return self.lora_B
-        full = self.lora_B.new_zeros(self.num_experts, self.out_features, self.lora_A.shape[1])
-        every = torch.arange(self.num_experts, device=self.rows.device)[:, None, None]
-        return full.index_put((every, self.rows[:, None], self.columns), self.lora_B)
+        return self.slice.spread_matrix(self.lora_B)
 
     def over(self, weight: Tensor, *, flipped: bool) -> AdaptedStack:
         """Return what the model multiplies with instead of its weight."""
@@ -112,21 +93,11 @@ class LoRAStack(nn.Module):
         }
 
     @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor], path: str) -> None:
+    def load(self, state: Mapping[str, Tensor]) -> None:
         """Take the tensors of `state()`."""
         self.lora_A.copy_(state["lora_A.weight"].view_as(self.lora_A))
         full = state["lora_B.weight"].view(self.out_features, -1, self.num_experts)
-        full = full.permute(2, 0, 1)  # (E, out, R)
-        if self.rows is None or self.columns is None:
-            self.lora_B.copy_(full)
-            return
-        self.lora_B.copy_(full[:, self.rows[:, None].cpu(), self.columns.cpu()])
-        if torch.count_nonzero(full) != torch.count_nonzero(self.lora_B):
-            raise AdapterError(
-                f"the adapter of {path} is not one of {', '.join(self.roles)}",
-                found="its B has values in rows or columns of other roles",
-                fix=f"Load it as an adapter of the whole stack: target {self.name}.",
-            )
+        self.lora_B.copy_(self.slice.take_matrix(full.permute(2, 0, 1)))  # (E, out, R)
 
 
 class LoRAExperts(AdapterModule):
@@ -191,7 +162,7 @@ class LoRAExperts(AdapterModule):
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         for depth, stack in self._depths().values():
-            stack.load({name: state[depth + name] for name in stack.shapes()}, self.site.path)
+            stack.load({name: state[depth + name] for name in stack.shapes()})
 
     def weights(self, base: nn.Module) -> dict[str, Tensor]:
         found = {name: cast(Tensor, getattr(base, name)) for name in self.stacks}

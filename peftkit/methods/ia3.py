@@ -20,6 +20,7 @@ from peftkit.errors import AdapterError, TargetError
 from peftkit.files.safe_regex import fullmatches
 from peftkit.files.strict_json import shown
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, refuse_unknown
+from peftkit.methods.row_slice import RowSlice
 from peftkit.model.places import linear_shape
 from peftkit.model.targets import Site
 
@@ -34,8 +35,6 @@ class IA3Linear(AdapterModule):
         ia3_l: (num_scaled,): the input's features, or the adapted output rows.
     """
 
-    rows: Tensor | None
-
     def __init__(
         self, base: nn.Module, site: Site, *, feedforward: bool, dtype: torch.dtype
     ) -> None:
@@ -43,11 +42,9 @@ class IA3Linear(AdapterModule):
         self.in_features, self.out_features = linear_shape(base)
         self.kind = FEEDFORWARD if feedforward else ""
         device = next((t.device for t in (*base.parameters(), *base.buffers())), None)
-        rows = torch.cat(list(site.rows.values())).to(device) if site.rows else None
-        num_scaled = self.in_features if feedforward else self.out_features
-        num_scaled = num_scaled if rows is None else len(rows)
-        self.ia3_l = nn.Parameter(torch.ones(num_scaled, dtype=dtype, device=device))
-        self.register_buffer("rows", rows, persistent=False)  # (num_scaled,) into the outputs
+        num_features = self.in_features if feedforward else self.out_features
+        self.slice = RowSlice(site, num_features, device)
+        self.ia3_l = nn.Parameter(torch.ones(self.slice.num_rows, dtype=dtype, device=device))
 
     @property
     def scales_input(self) -> bool:
@@ -56,9 +53,7 @@ class IA3Linear(AdapterModule):
 
     def full_l(self) -> Tensor:
         """Return l of every feature: one where nothing is adapted."""
-        if self.rows is None:
-            return self.ia3_l
-        return self.ia3_l.new_ones(self.out_features).index_put((self.rows,), self.ia3_l)
+        return self.slice.spread(self.ia3_l, fill=1.0)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.enabled:
@@ -79,14 +74,7 @@ class IA3Linear(AdapterModule):
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        full = state[_L].flatten()
-        self.ia3_l.copy_(full if self.rows is None else full[self.rows.cpu()])
-        if torch.count_nonzero(full != 1) != torch.count_nonzero(self.ia3_l != 1):
-            raise AdapterError(
-                f"the adapter of {self.site.path} is not one of {', '.join(self.site.roles)}",
-                found="it scales rows of other roles",
-                fix="Load it as an adapter of the whole layer: target it by its module name.",
-            )
+        self.ia3_l.copy_(self.slice.take(state[_L].flatten(), fill=1.0))
 
     def _factor(self, like: Tensor) -> Tensor:
         return self.full_l().detach().to(like.device, torch.float32)

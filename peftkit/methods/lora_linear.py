@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from peftkit.errors import AdapterError
 from peftkit.kernels.lora import add_lora, low_rank
 from peftkit.methods.lora_init import SUBTRACTED, Init, drawn, of_weight
 from peftkit.methods.protocol import AdapterModule
+from peftkit.methods.row_slice import RowSlice
 from peftkit.model.places import linear_shape
 from peftkit.model.targets import Site
 from peftkit.quant.layers import weight_of
@@ -46,8 +46,6 @@ class LoRALinear(AdapterModule):
 
     start_A: Tensor | None
     start_B: Tensor | None
-    rows: Tensor | None
-    columns: Tensor | None
     group: Grouped | None = None
 
     def __init__(
@@ -66,15 +64,12 @@ class LoRALinear(AdapterModule):
         self.rank, self.scaling, self.init = rank, scaling, init
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         device = next((t.device for t in (*base.parameters(), *base.buffers())), None)
-        num_roles = len(site.rows) if site.rows else 1
-        rows = torch.cat(list(site.rows.values())).to(device) if site.rows else None
-        num_rows = self.out_features if rows is None else len(rows)
+        self.slice = RowSlice(site, self.out_features, device, rank)
+        how: Any = {"dtype": dtype, "device": device}
         self.lora_A = nn.Parameter(
-            torch.zeros(num_roles * rank, self.in_features, dtype=dtype, device=device)
+            torch.zeros(self.slice.num_roles * rank, self.in_features, **how)
         )
-        self.lora_B = nn.Parameter(torch.zeros(num_rows, rank, dtype=dtype, device=device))
-        self.register_buffer("rows", rows, persistent=False)  # (num_rows,) into the outputs
-        self.register_buffer("columns", self._columns(), persistent=False)  # (num_rows, r) into R
+        self.lora_B = nn.Parameter(torch.zeros(self.slice.num_rows, rank, **how))
         subtracts = init in SUBTRACTED
         for name, shape in (
             ("start_A", (rank, self.in_features)),
@@ -82,15 +77,6 @@ class LoRALinear(AdapterModule):
         ):
             start = torch.zeros(shape, dtype=dtype, device=device) if subtracts else None
             self.register_buffer(name, start, persistent=False)
-
-    def _columns(self) -> Tensor | None:
-        if not self.site.rows:
-            return None
-        blocks = [
-            (torch.arange(self.rank) + role * self.rank).expand(len(rows), -1)
-            for role, rows in enumerate(self.site.rows.values())
-        ]
-        return torch.cat(blocks).to(self.lora_A.device)
 
     def full_a(self) -> Tensor:
         """Return A as it is applied and saved: (R, in)."""
@@ -100,10 +86,7 @@ class LoRALinear(AdapterModule):
         """Return B as it is applied and saved: (out, R), zero rows where nothing is adapted."""
         if self.start_B is not None:
             return torch.cat([self.lora_B, -self.start_B], dim=1)
-        if self.rows is None or self.columns is None:
-            return self.lora_B
-        full = self.lora_B.new_zeros(self.out_features, self.lora_A.shape[0])
-        return full.index_put((self.rows[:, None], self.columns), self.lora_B)
+        return self.slice.spread_matrix(self.lora_B)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.group is not None and self.enabled and self.group.takes(x):
@@ -154,16 +137,8 @@ class LoRALinear(AdapterModule):
             self.lora_B.copy_(b[:, : self.rank])
             self.start_A.copy_(a[self.rank :])
             self.start_B.copy_(-b[:, self.rank :])
-        elif self.rows is None or self.columns is None:
-            self.lora_B.copy_(b)
         else:
-            self.lora_B.copy_(b[self.rows[:, None].cpu(), self.columns.cpu()])
-            if torch.count_nonzero(b) != torch.count_nonzero(self.full_b()):
-                raise AdapterError(
-                    f"the adapter of {self.site.path} is not one of {', '.join(self.site.roles)}",
-                    found="its B has values in rows or columns of other roles",
-                    fix="Load it as an adapter of the whole layer: target it by its module name.",
-                )
+            self.lora_B.copy_(self.slice.take_matrix(b))
 
     def add_missing_tensors(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Add the subtracted start to a file that trusts the reader to make it from the weight."""

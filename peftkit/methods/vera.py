@@ -18,8 +18,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.errors import AdapterError
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, refuse_unknown
+from peftkit.methods.row_slice import RowSlice
 from peftkit.model.places import linear_shape
 from peftkit.model.targets import Site
 
@@ -50,7 +50,6 @@ class VeRALinear(AdapterModule):
         projections: Given by `VeRA.share`.
     """
 
-    rows: Tensor | None
     projections: Projections
 
     def __init__(
@@ -68,11 +67,11 @@ class VeRALinear(AdapterModule):
         self.rank, self.d_initial = rank, d_initial
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         device = next((t.device for t in (*base.parameters(), *base.buffers())), None)
-        rows = torch.cat(list(site.rows.values())).to(device) if site.rows else None
-        num_rows = self.out_features if rows is None else len(rows)
+        self.slice = RowSlice(site, self.out_features, device)
         self.vera_lambda_d = nn.Parameter(torch.zeros(rank, dtype=dtype, device=device))
-        self.vera_lambda_b = nn.Parameter(torch.zeros(num_rows, dtype=dtype, device=device))
-        self.register_buffer("rows", rows, persistent=False)  # (num_rows,) into the outputs
+        self.vera_lambda_b = nn.Parameter(
+            torch.zeros(self.slice.num_rows, dtype=dtype, device=device)
+        )
 
     def slices(self) -> tuple[Tensor, Tensor]:
         """Return this layer's A (r, in) and B (out, r)."""
@@ -81,10 +80,7 @@ class VeRALinear(AdapterModule):
 
     def full_b(self) -> Tensor:
         """Return b of every output row: zero where nothing is adapted."""
-        if self.rows is None:
-            return self.vera_lambda_b
-        zeros = self.vera_lambda_b.new_zeros(self.out_features)
-        return zeros.index_put((self.rows,), self.vera_lambda_b)
+        return self.slice.spread(self.vera_lambda_b)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out = self.base(x, *args, **kwargs)
@@ -107,15 +103,8 @@ class VeRALinear(AdapterModule):
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        full = state[_B]
         self.vera_lambda_d.copy_(state[_D])
-        self.vera_lambda_b.copy_(full if self.rows is None else full[self.rows.cpu()])
-        if torch.count_nonzero(full) != torch.count_nonzero(self.vera_lambda_b):
-            raise AdapterError(
-                f"the adapter of {self.site.path} is not one of {', '.join(self.site.roles)}",
-                found="it scales rows of other roles",
-                fix="Load it as an adapter of the whole layer: target it by its module name.",
-            )
+        self.vera_lambda_b.copy_(self.slice.take(state[_B]))
 
     def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
         a, b = (part.to(weight.device, torch.float32) for part in self.slices())
