@@ -7,7 +7,7 @@ Sizes are bytes, times are seconds, counts are `num_*`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -63,7 +63,10 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepDone(Event):
-    """One optimizer step; `loss` is the mean over the step's target tokens on all ranks."""
+    """One optimizer step; `loss` is the mean over the step's target tokens on all ranks.
+
+    `figures` are what else the task tells, by name, such as the accuracy of preferences.
+    """
 
     step: int
     num_steps: int
@@ -75,6 +78,7 @@ class StepDone(Event):
     tokens_per_second: float
     peak_bytes: int
     seconds_left: float
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from peftkit_cli.unfailing import Unfailing
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 48
+SHOWN = ("accuracy", "margin")  # of a task's figures; metrics.jsonl has them all
 PLAIN_LINES = 40  # about as many lines of steps as a log should hold
 PLAIN_SECONDS = 60.0  # and a sign of life at least this often
 
@@ -225,6 +226,7 @@ def step_parts(step: events.StepDone) -> list[str]:
     """Return the figures of one step, each as a short text."""
     parts = [
         f"loss {step.loss:.4f}",
+        *(f"{name} {step.figures[name]:.3f}" for name in SHOWN if name in step.figures),
         f"lr {step.learning_rate:.2e}",
         f"grad {step.grad_norm:.2f}",
         f"epoch {step.epoch:.2f}",

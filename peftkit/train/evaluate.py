@@ -50,18 +50,19 @@ class Evaluator:
         self.model.eval()
         try:
             with torch.no_grad():
-                loss_sum, targets = self._sums()
+                sums, targets = self._sums()
         finally:
             self.model.train()
             rng.restore(before, self.ranks.device)
         stopped = float(self.stop.signum != 0)
         own = torch.tensor([float(targets), stopped], device=self.ranks.device)
-        summed = self.ranks.sum(torch.cat([loss_sum[None], own])).tolist()
-        if summed[2]:
+        targets, stopped, *summed = self.ranks.sum(torch.cat([own, sums])).tolist()
+        if stopped:
             return None
-        if summed[1] == 0:
+        if targets == 0:
             raise DataError("the eval rows have nothing to measure: all their labels are masked")
-        return self.figures(summed[0] / summed[1])
+        loss, *means = (each / targets for each in summed)
+        return self.figures(loss) | self.task.figures(means)
 
     def figures(self, loss: float) -> dict[str, float]:
         """Return a mean loss, and its perplexity where the task has one."""
@@ -70,7 +71,8 @@ class Evaluator:
         return {"loss": loss, "perplexity": perplexity(loss)}
 
     def _sums(self) -> tuple[Tensor, int]:
-        loss_sum, targets = torch.zeros((), device=self.ranks.device), 0
+        sums = torch.zeros(1 + self.task.num_figures, device=self.ranks.device)
+        targets = 0
         pending = self._cut(self.rows)
         while pending and not self.stop.signum:
             rows = pending.pop(0)
@@ -85,20 +87,20 @@ class Evaluator:
                 left = [row for part in (rows, *pending) for row in part]
                 pending = self._cut(left)
                 continue
-            loss_sum += result[0]
+            sums += result[0]
             targets += result[1]
-        return loss_sum, targets
+        return sums, targets
 
     def _cut(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
         return cut(rows, self.task.num_positions, self.batch_size, self._max_tokens)
 
     def _try(self, rows: Sequence[Any]) -> tuple[Tensor, int] | None:
-        """Return the summed loss and the targets of rows; None if memory ran out."""
+        """Return what is summed of rows, and their targets; None if memory ran out."""
         batch = self.task.collate(rows)
         try:
             moved = {name: tensor.to(self.ranks.device) for name, tensor in batch.items()}
             with self.ranks.autocast():
-                return self.task.loss_sum(self.model, moved), self.task.num_targets(batch)
+                return self.task.sums(self.model, moved), self.task.num_targets(batch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

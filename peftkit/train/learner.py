@@ -25,6 +25,7 @@ from peftkit.train.ranks import Ranks
 from peftkit.train.signals import StopRequest
 from peftkit.train.state import State
 from peftkit.train.task import Task
+from peftkit.train.whole_step import StepValues, step_values
 
 TOO_LARGE = (
     "Lower data.max_length, set train.gradient_checkpointing: auto, or quantise the base "
@@ -48,12 +49,14 @@ class StepFacts:
 
     Attributes:
         loss: Mean over the targets of all processes.
+        figures: What else the task tells, by name.
         num_tokens: Put through the model, all processes together.
         stop: A signal that some process got, or 0.
         notice: What the user should know of memory or compiling, if anything.
     """
 
     loss: float
+    figures: Mapping[str, float]
     grad_norm: float
     num_tokens: int
     stop: int
@@ -119,14 +122,15 @@ class Learner:
         """
         start, notice = rng.capture(self.ranks.device), ""
         while True:
-            batches = self._collated(rows)
+            known = self._looked_at(rows, start)
+            batches = self._collated(rows, known)
             targets = float(sum(self.task.num_targets(batch) for batch in batches))
             # counted over the whole group and all processes before the first backward pass, so that
             # the gradient is that of one mean over targets, not of a mean of means
             total = self.ranks.sum(torch.full((), targets, device=self.ranks.device))
-            loss, said = self._gradients(rows, batches, total.clamp(min=1), start)
+            sums, said = self._gradients(rows, batches, total.clamp(min=1), start, known)
             notice = said or notice
-            facts, grad_norm = self._summed(loss, total, rows, notice)
+            facts, grad_norm = self._summed(sums, total, rows, notice)
             if math.isfinite(facts.grad_norm) or not math.isfinite(facts.loss):
                 break
             if not self.scale.overflowed():
@@ -143,19 +147,43 @@ class Learner:
         batches: Sequence[Mapping[str, Tensor]],
         total: Tensor,
         start: rng.State,
+        known: StepValues | None,
     ) -> tuple[Tensor, str]:
-        """Return the summed loss, its gradients in place; uses less memory until it suffices."""
+        """Return what is summed, the gradients in place; uses less memory until it suffices."""
         before, said = replace(self.state), ""
-        while isinstance(loss := self._try(batches, total), str):
+        while isinstance(sums := self._try(batches, total, known), str):
             release_memory()
             rng.restore(start, self.ranks.device)
-            if loss != OUT_OF_MEMORY:
+            if sums != OUT_OF_MEMORY:
                 self.stop_compiling()
-                said = f"Blocks run as they are written from here on, which takes longer. {loss}"
+                said = f"Blocks run as they are written from here on, which takes longer. {sums}"
                 continue
             self._use_less_memory(rows)
-            batches = self._collated(rows)
-        return loss, " ".join(filter(None, (said, self._less_than(before))))
+            batches = self._collated(rows, known)
+        return sums, " ".join(filter(None, (said, self._less_than(before))))
+
+    def _looked_at(self, rows: Sequence[Any], start: rng.State) -> StepValues | None:
+        """Look at the rows of a step first, where their losses depend on each other."""
+        if not self.task.needs_whole_step:
+            return None
+        while True:
+            parts = self.micro_batches(rows)
+            if len(parts) <= 1 and self.ranks.world_size == 1:
+                return None  # the one batch is all there is
+            try:
+                with torch.no_grad(), self.blocks.eagerly():
+                    return step_values(self._seen, rows, parts, self.ranks)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            release_memory()
+            rng.restore(start, self.ranks.device)
+            self._use_less_memory(rows)
+
+    def _seen(self, rows: Sequence[Any]) -> Tensor:
+        batch = self._moved(self.task.collate(rows))
+        with self.ranks.autocast():
+            return self.task.row_values(self.model, batch)
 
     def _less_than(self, before: State) -> str:
         """Say what takes less memory from here on, if anything."""
@@ -172,34 +200,48 @@ class Learner:
         text = f"Memory ran out. From here on: {', '.join(how)}."
         return f"{text} Each step learns from the same rows."
 
-    def _try(self, batches: Iterable[Mapping[str, Tensor]], total: Tensor) -> Tensor | str:
+    def _try(
+        self,
+        batches: Iterable[Mapping[str, Tensor]],
+        total: Tensor,
+        known: StepValues | None = None,
+    ) -> Tensor | str:
         """Run forward and backward passes; returns OUT_OF_MEMORY, or why compiling failed."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss_sum = torch.zeros((), device=self.ranks.device)
+        summed = torch.zeros(1 + self.task.num_figures, device=self.ranks.device)
         try:
             for batch in batches:
-                loss = self._loss(batch)
-                (loss * (self.scale.factor / total)).backward()
-                loss_sum += loss.detach()  # stays on the device: .item() would wait for it
+                if known is not None:
+                    known.restore(batch, self.ranks.device)
+                sums = self._sums(batch)
+                (sums[0] * (self.scale.factor / total)).backward()
+                summed += sums.detach()  # stays on the device: .item() would wait for it
         except Exception as error:
             if self.blocks.compiled and is_compile_error(error):
                 return told(error)
             if is_out_of_memory(error):
                 return OUT_OF_MEMORY  # not the error: its traceback holds the activations
             raise
-        return loss_sum
+        return summed
 
     def loss(self, rows: Sequence[Any]) -> Tensor:
         """Return the summed loss of rows that go through the model at once."""
-        return self._loss(self.task.collate(rows))
+        return self._sums(self.task.collate(rows))[0]
 
-    def _loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        moved = {name: tensor.to(self.ranks.device) for name, tensor in batch.items()}
+    def _sums(self, batch: Mapping[str, Tensor]) -> Tensor:
         with self.ranks.autocast():
-            return self.task.loss_sum(self.model, moved)
+            return self.task.sums(self.model, self._moved(batch))
 
-    def _collated(self, rows: Sequence[Any]) -> list[Mapping[str, Tensor]]:
-        return [self.task.collate(part) for part in self.micro_batches(rows)]
+    def _moved(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(self.ranks.device) for name, tensor in batch.items()}
+
+    def _collated(
+        self, rows: Sequence[Any], known: StepValues | None
+    ) -> list[Mapping[str, Tensor]]:
+        parts = self.micro_batches(rows)
+        if known is None:
+            return [self.task.collate(part) for part in parts]
+        return [known.given_to(self.task.collate(part), part) for part in parts]
 
     def micro_batches(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
         """Return rows in parts that go through the model at once."""
@@ -230,7 +272,7 @@ class Learner:
             raise too_large(longest, rows, fits, fix=TOO_LARGE)
 
     def _summed(
-        self, loss: Tensor, total: Tensor, rows: Sequence[Any], notice: str
+        self, sums: Tensor, total: Tensor, rows: Sequence[Any], notice: str
     ) -> tuple[StepFacts, Tensor]:
         """Sum gradients and figures over all processes; the only wait for the device in a step."""
         gradients = complete_gradients(self.parameters)
@@ -245,10 +287,10 @@ class Learner:
             stop == signal.SIGTERM,
             notice != "",
         ]
-        figures = torch.tensor([float(figure) for figure in own], device=loss.device)
-        figures = self.ranks.sum(torch.cat([loss.float()[None], figures]))
-        both = torch.cat([figures, total[None], grad_norm.float()[None]])
-        loss_sum, tokens, interrupts, terminations, notices, targets, norm = both.tolist()
+        counts = torch.tensor([float(figure) for figure in own], device=sums.device)
+        counts = self.ranks.sum(torch.cat([counts, sums.float()]))
+        both = torch.cat([total[None], grad_norm.float()[None], counts])
+        targets, norm, tokens, interrupts, terminations, notices, *summed = both.tolist()
         if targets == 0:
             raise DataError(
                 "a step has nothing to learn: all its labels are masked",
@@ -258,7 +300,9 @@ class Learner:
         if notices and not notice:
             notice = "Memory ran out in another process; it goes on with smaller micro-batches."
         asked = signal.SIGINT if interrupts else signal.SIGTERM if terminations else 0
-        return StepFacts(loss_sum / targets, norm, round(tokens), int(asked), notice), grad_norm
+        loss, *means = (figure / targets for figure in summed)
+        told = self.task.figures(means)
+        return StepFacts(loss, told, norm, round(tokens), int(asked), notice), grad_norm
 
     def _update(self, grad_norm: Tensor, rate: float) -> None:
         if self.config.max_grad_norm is not None:

@@ -71,7 +71,8 @@ class Trackers:
         """Log a step's or an eval's figures."""
         if isinstance(event, StepDone):
             figures = {"loss", "learning_rate", "grad_norm", "epoch", "tokens_per_second"}
-            values = {f"train/{name}": getattr(event, name) for name in sorted(figures)}
+            told = {name: getattr(event, name) for name in sorted(figures)} | dict(event.figures)
+            values = {f"train/{name}": value for name, value in told.items()}
         elif isinstance(event, EvalDone):
             values = {f"eval/{name}": value for name, value in event.metrics.items()}
         else:

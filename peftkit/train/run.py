@@ -34,7 +34,7 @@ from peftkit.train.paths import paths
 from peftkit.train.ranks import Ranks
 from peftkit.train.saving import Saver
 from peftkit.train.signals import Interrupted, StopRequest
-from peftkit.train.task import Task
+from peftkit.train.task import Beginning, Task
 
 DIAGNOSIS = "diagnosis.json"
 GIVE_BACK_EVERY = 16
@@ -82,7 +82,8 @@ class Run:
         stop: StopRequest,
         on_event: Listener,
     ) -> None:
-        self.model, self.rows, self.config, self.stop = model, train_rows, config, stop
+        self.model, self.config, self.stop = model, config, stop
+        self.rows, self.eval_rows = train_rows, eval_rows
         self.ranks = Ranks(next(iter(parameters.values())).device)
         world_size = self.ranks.world_size
         self.order = Order(len(train_rows), config.rows_per_step(world_size), config.seed)
@@ -152,6 +153,7 @@ class Run:
         if self.ranks.is_main:
             self.saver.checkpoints.remove_leftovers()
         self.saver.check_disk()
+        self._begin()
         state = self.learner.state
         self._began = time.perf_counter() - state.seconds
         self._resumed = (state.step, state.seconds)
@@ -164,6 +166,19 @@ class Run:
             self._step()
             self._after_step()
         return self._result()
+
+    def _begin(self) -> None:
+        """Let the task compute what it needs once; that leaves the generators as they are."""
+        before = rng.capture(self.ranks.device)
+        beginning = Beginning(
+            rows=[*self.rows, *self.eval_rows],
+            ranks=self.ranks,
+            folder=self.config.output_dir,
+            stop=self.stop,
+            say=self.say,
+        )
+        self.learner.task.begin(self.model, beginning)
+        rng.restore(before, self.ranks.device)
 
     def _give_back(self) -> None:
         if self.ranks.device.type == "cpu":
@@ -284,6 +299,7 @@ class Run:
             tokens_per_second=facts.num_tokens / seconds,
             peak_bytes=peak_bytes(self.ranks.device),
             seconds_left=per_step * (self.num_steps - state.step),
+            figures=facts.figures,
         )
 
     def _result(self) -> Result:

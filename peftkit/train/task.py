@@ -5,9 +5,32 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+
+from peftkit.events import Listener
+from peftkit.train.ranks import Ranks
+from peftkit.train.signals import StopRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a task may use before the first step.
+
+    Attributes:
+        rows: All rows of the run, eval rows last; the same on every process.
+        folder: The run's; the main process alone writes into it.
+        say: Hears what happens, on the main process alone.
+    """
+
+    rows: Sequence[Any]
+    ranks: Ranks
+    folder: Path
+    stop: StopRequest
+    say: Listener
 
 
 class Task(Protocol):
@@ -15,8 +38,13 @@ class Task(Protocol):
 
     A row may say its `source` ("train.jsonl:7"), its `input_ids` and, where an encoder reads these,
     its `num_decoder_tokens`. Several rows have together as many targets as they have one by one,
-    and a summed loss that is the sum of theirs.
+    and a summed loss that is the sum of theirs, given what they need to know of the whole step.
     """
+
+    num_figures: int = 0
+    """How many sums `sums` gives beside the loss."""
+    needs_whole_step: bool = False
+    """Whether a row's loss depends on other rows of the step; see `row_values`."""
 
     @property
     def predicts_tokens(self) -> bool:
@@ -28,6 +56,10 @@ class Task(Protocol):
 
     def training(self, model: nn.Module) -> AbstractContextManager[object]:
         """Return a context in which the model is trained, with its fastest attention."""
+
+    def begin(self, model: nn.Module, beginning: Beginning) -> None:
+        """Compute what is computed once, before the first step or after a resume."""
+        return None
 
     @abstractmethod
     def collate(self, rows: Sequence[Any]) -> Mapping[str, Tensor]:
@@ -43,3 +75,20 @@ class Task(Protocol):
     @abstractmethod
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss summed over the targets of a batch, in fp32."""
+
+    def sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return (1 + num_figures,): the summed loss, and what is told beside it, summed too."""
+        return self.loss_sum(model, batch)[None]
+
+    def figures(self, means: Sequence[float]) -> dict[str, float]:
+        """Return what is told of rows, by name, of the means of `sums` without the loss."""
+        return {}
+
+    def row_values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return (rows, K): what the losses of other rows need to know of each row; no gradient.
+
+        Asked where a step's rows do not go through the model at once. Its batches then have
+        "step_values" (N, K), those of all N rows of the step on all processes, and "step_index"
+        (rows,), where among them the batch's own rows are. A batch without them is all there is.
+        """
+        raise TypeError(f"{type(self).__name__} takes each row alone")

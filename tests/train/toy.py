@@ -20,6 +20,7 @@ from peftkit.train.loop import fit
 from peftkit.train.ranks import Ranks
 from peftkit.train.run import Result
 from peftkit.train.signals import StopRequest
+from peftkit.train.task import Task
 
 VOCABULARY = 31
 COUNTED = 2
@@ -70,7 +71,7 @@ class Toy(nn.Module):
         return (self.base(x) + self.lora_B(self.lora_A(self.dropout(x)))) * self.magnitude
 
 
-class ToyTask:
+class ToyTask(Task):
     """Right-padded batches, summed cross-entropy."""
 
     predicts_tokens = True
