@@ -14,6 +14,7 @@ from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, Star
 from peftkit.methods.token_rows import token_modules
 from peftkit.model.places import unwrap_adapter
 from peftkit.model.targets import Site
+from peftkit.model.training import training_layouts
 
 
 class Adapter:
@@ -64,6 +65,22 @@ class Adapter:
         finally:
             for path, module in self.modules.items():
                 module.enabled = before[path]
+
+    def prepare_training(self) -> None:
+        """Compute layers that read one input together from here on, in training mode.
+
+        `fit` does so by itself. The layers are laid out for the device they are on and for the
+        precision that autocast is set to. A step of any optimizer is noticed, and a change in
+        place; after one through `.data` call it again. Before the model is moved or cast call
+        `end_training`.
+        """
+        for layout in training_layouts(self.model):
+            layout.prepare()
+
+    def end_training(self) -> None:
+        """Take down what `prepare_training` has laid out."""
+        for layout in training_layouts(self.model):
+            layout.end()
 
     def detach(self) -> None:
         """Take every adapter module out again; the model is the bare, frozen base."""

@@ -84,20 +84,32 @@ def unpack(packed: Tensor, scales: tuple[Tensor, ...], form: Form, dtype: torch.
 
 @torch.library.custom_op("peftkit::times_packed", mutates_args=())
 def times_packed(
-    x: Tensor, packed: Tensor, scales: Sequence[Tensor], kind: str, shape: Sequence[int], block: int
+    x: Tensor,
+    packed: Tensor,
+    scales: Sequence[Tensor],
+    kind: str,
+    shape: Sequence[int],
+    block: int,
+    total: Tensor | None = None,
 ) -> Tensor:
-    """Return x W, (..., in), of a packed W (out, in).
+    """Return x W, (..., in), of a packed W (out, in); added to a total (M, in) where one is given.
 
     An operator, so that torch.compile does not see W: it would make one of this W and that of the
     forward pass, and hold it in between.
     """
-    form = Form(kind, torch.Size(shape), block)
-    return x @ unpack(packed, tuple(scales), form, x.dtype)
+    weight = unpack(packed, tuple(scales), Form(kind, torch.Size(shape), block), x.dtype)
+    return x @ weight if total is None else torch.addmm(total, x, weight)
 
 
 @times_packed.register_fake
 def _like_product(
-    x: Tensor, packed: Tensor, scales: Sequence[Tensor], kind: str, shape: Sequence[int], block: int
+    x: Tensor,
+    packed: Tensor,
+    scales: Sequence[Tensor],
+    kind: str,
+    shape: Sequence[int],
+    block: int,
+    total: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], shape[-1])
 

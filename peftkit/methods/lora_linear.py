@@ -18,11 +18,14 @@ from peftkit.methods.protocol import AdapterModule
 from peftkit.methods.row_slice import RowSlice
 from peftkit.model.places import linear_shape
 from peftkit.model.targets import Site
+from peftkit.model.training import TrainingLayout
 from peftkit.quant.layers import weight_of
 
 
 class Grouped(Protocol):
-    """What computes a layer together with others that read its input (see grouping.py)."""
+    """What computes a layer together with others that read its input (see groups.py)."""
+
+    how: str
 
     def takes(self, x: Tensor) -> bool:
         """Tell whether it computes the layers now, for such an input."""
@@ -42,11 +45,13 @@ class LoRALinear(AdapterModule):
         lora_B: (num_rows, r): the output rows that are adapted, all of them unless fused.
         start_A, start_B: (r, in), (out, r): the subtracted start of PiSSA and OLoRA, or None.
         group: Computes it while it is trained; None: it does so itself.
+        training_layout: What puts it into a group (see grouping.py).
     """
 
     start_A: Tensor | None
     start_B: Tensor | None
     group: Grouped | None = None
+    training_layout: TrainingLayout | None = None
 
     def __init__(
         self,
@@ -89,7 +94,8 @@ class LoRALinear(AdapterModule):
         return self.slice.spread_matrix(self.lora_B)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.group is not None and self.enabled and self.group.takes(x):
+        alone = self.group is None or not self.enabled or args or kwargs
+        if not alone and self.group is not None and self.group.takes(x):
             return self.group.output(self, x)
         out = self.base(x, *args, **kwargs)
         if not self.enabled:

@@ -14,7 +14,7 @@ PREFIX = "peftkit_"
 
 
 def paths(model: nn.Module, blocks: Blocks, of_task: Mapping[str, str]) -> str:
-    """Return "attention: grouped; LoRA: 120 groups of 210 layers; blocks: compiled".
+    """Return "attention: grouped; LoRA: 2 groups of 5 layers beside the base; blocks: compiled".
 
     Args:
         of_task: How the task computes what.
@@ -43,6 +43,7 @@ def _layers(model: nn.Module) -> str:
         for module in model.modules()
         if hasattr(module, "group") and module._parameters
     ]
-    own, together = groups.count(None), {id(group) for group in groups if group is not None}
-    parts = [f"{len(together)} groups of {len(groups) - own} layers"] if together else []
+    own, together = groups.count(None), {id(group): group for group in groups if group is not None}
+    how = ", ".join(sorted({group.how for group in together.values()}))
+    parts = [f"{len(together)} groups of {len(groups) - own} layers {how}"] if together else []
     return ", ".join(parts + ([f"{own} layers each on its own"] if own else []))

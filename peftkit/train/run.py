@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from peftkit.errors import PeftkitError, RunError
 from peftkit.events import EvalDone, Event, Listener, Notice, RunDone, RunStarted, StepDone
 from peftkit.files.disk import write_json
 from peftkit.model.modes import modes_kept
+from peftkit.model.training import prepared_for_training, refresh_layouts
 from peftkit.quant.audit import audit
 from peftkit.train import rng
 from peftkit.train.checkpoints.identity import identity_of
@@ -113,12 +114,21 @@ class Run:
                 blocks.set_activations(self.learner.state.activations)
             with modes_kept(self.model):
                 self.model.train()
-                with self.learner.task.training(self.model):
+                with self._laid_out(), self.learner.task.training(self.model):
                     yield
         finally:
             blocks.restore()
             if trackers is not None:
                 trackers.finish()
+
+    @contextmanager
+    def _laid_out(self) -> Iterator[None]:
+        """Have a method's layers laid out for the precision that they will compute in."""
+        with ExitStack() as stack:
+            with self.ranks.autocast():
+                layout = prepared_for_training(self.model, wanted=self.config.group_layers)
+                stack.enter_context(layout)
+            yield
 
     def _record(self) -> Trackers:
         """Let metrics.jsonl and the trackers listen too."""
@@ -150,6 +160,7 @@ class Run:
             self.ranks.broadcast_parameters(self.learner.parameters.values())
         else:
             self.saver.resume(resume)
+        refresh_layouts(self.model)
         if self.ranks.is_main:
             self.saver.checkpoints.remove_leftovers()
         self.saver.check_disk()

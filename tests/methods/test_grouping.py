@@ -2,39 +2,58 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.optim import optimizer
 
 from peftkit.adapter import Adapter, attach
+from peftkit.kernels.beside import BesideLinear, Layer
 from peftkit.kernels.grouped import GroupedLinear, Member, grouped_linear_reference
 from peftkit.kernels.packed import keep_copies
-from peftkit.methods.grouping import Group
+from peftkit.methods import grouping
+from peftkit.methods.groups import BesideGroup, Group, JoinedGroup
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRALinear
+from peftkit.model.training import refresh_layouts
 from peftkit.quant.quantize import quantize_model
+from peftkit.train.memory.blocks import Blocks
+from peftkit.train.paths import paths
 from tests.families import ARCHITECTURES
 
 FAMILIES = ("llama", "gpt2", "qwen2", "gpt_neox", "phi3", "gemma2", "deepseek_v3", "qwen3_moe")
 IDS = torch.arange(36).remainder(23).view(3, 12) + 3
 
 
-def built(family: str, dtype: torch.dtype, kind: str = "none") -> nn.Module:
+def built(family: str, dtype: torch.dtype, kind: str = "none", kept: bool = True) -> nn.Module:
     torch.manual_seed(0)
     model = ARCHITECTURES[family]().to(dtype)
     if kind != "none":
         quantize_model(model, kind, double_quant=True, compute_dtype=dtype)
-        assert keep_copies(model, 1 << 30)
+        assert bool(keep_copies(model, 1 << 30 if kept else 0)) == kept
     return model.train()
 
 
-def filled(model: nn.Module, method: LoRA) -> Adapter:
+@pytest.fixture(params=[JoinedGroup, BesideGroup])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Group]:
+    """Have groups computed like this."""
+    monkeypatch.setattr(grouping, "_kind_for", lambda device: request.param)
+    return request.param
+
+
+def filled(model: nn.Module, method: LoRA, *, prepared: bool = True) -> Adapter:
     """Attach an adapter whose B is not zero."""
     adapter = attach(model, method)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in adapter.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    if prepared:
+        adapter.prepare_training()
     return adapter
 
 
@@ -52,7 +71,8 @@ def groups_of(adapter: Adapter) -> list[Group]:
 
 def plain(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, list]:
     with monkeypatch.context() as patch:
-        patch.setattr(Group, "takes", lambda self, x: False)
+        for kind in (JoinedGroup, BesideGroup):
+            patch.setattr(kind, "takes", lambda self, x: False)
         return gradients(adapter)
 
 
@@ -61,12 +81,17 @@ def plain(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tens
 @pytest.mark.parametrize("targets", ["all-linear", "attention"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_together_is_the_same_as_each_alone(
-    family: str, targets: str, dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    targets: str,
+    dtype: torch.dtype,
+    kind: str,
+    way: type[Group],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     method = LoRA(rank=3, alpha=6, targets=targets)
-    adapter = filled(built(family, dtype, kind), method)
+    adapter = filled(built(family, dtype, kind, kept=way is JoinedGroup), method)
     loss, grads = gradients(adapter)
-    assert groups_of(adapter)
+    assert {type(group) for group in groups_of(adapter)} == {way}
     want, wanted = plain(adapter, monkeypatch)
     # float32: sums in another order; bfloat16 rounds each of the two products of the reference
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
@@ -103,6 +128,122 @@ def test_gradients_are_those_of_finite_differences(with_bias: bool, dropped: boo
         torch.testing.assert_close(torch.cat(compute(x, *a, *b), dim=1), expected)
 
 
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("dropped", [True, False])
+def test_gradients_beside_the_base_are_those_of_finite_differences(
+    with_bias: bool, dropped: bool
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    a = [torch.randn(r, 7, dtype=torch.float64, requires_grad=True) for r in (2, 3)]
+    b = [torch.randn(n, r, dtype=torch.float64, requires_grad=True) for n, r in ((3, 2), (4, 3))]
+    base = [torch.randn(n, 7, dtype=torch.float64) for n in (3, 4)]
+    bias = [torch.randn(n, dtype=torch.float64) for n in (3, 4)]
+    layers = tuple(Layer(r, None, 1, with_bias) for r in (2, 3))
+    scales = torch.tensor([0.5] * 2 + [2.0] * 3, dtype=torch.float64)
+    mask = (torch.rand(5, 7) > 0.3).double() * 1.5 if dropped else None
+    frozen = [t for pair in zip(base, bias, strict=True) for t in pair] if with_bias else base
+
+    def compute(x: torch.Tensor, *masters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scaled = [s * m.detach() for s, m in zip((0.5, 2.0), masters[2:], strict=True)]
+        given = None if mask is None else x * mask
+        stacked = torch.cat([m.detach() for m in masters[:2]])
+        return BesideLinear.apply(x, given, stacked, scales, layers, *scaled, *frozen, *masters)
+
+    assert torch.autograd.gradcheck(compute, (x, *a, *b))
+    given = x if mask is None else x * mask
+    for n, found in enumerate(compute(x, *a, *b)):
+        expected = x @ base[n].t() + (0.5, 2.0)[n] * given @ a[n].t() @ b[n].t()
+        torch.testing.assert_close(found, expected + bias[n] if with_bias else expected)
+
+
+@pytest.mark.parametrize("change", ["fused", "plain", "copy", "load"])
+@pytest.mark.parametrize("part", ["whole", "without the head", "one layer"])
+def test_no_part_of_a_model_computes_with_an_adapter_that_has_changed(
+    part: str, change: str, way: type[Group]
+) -> None:
+    model = built("llama", torch.float32)
+    adapter = filled(model, LoRA(rank=3, alpha=6))
+    x = torch.randn(2, 5, model.config.hidden_size)
+
+    def said() -> torch.Tensor:
+        if part == "one layer":  # the same tensor is given to one layer now, to another later
+            return model.model.layers[0].self_attn.k_proj(x)
+        run = model if part == "whole" else model.model
+        return run(IDS, use_cache=False)[0]
+
+    changes: dict[str, Callable[[], Any]] = {
+        "copy": lambda: [p.add_(0.5) for p in adapter.parameters()],
+        "load": lambda: adapter.load_state({n: t + 0.5 for n, t in adapter.state().items()}),
+    }
+    gradients(adapter)
+    model.model.layers[0].self_attn.q_proj(x)
+    learner = torch.optim.SGD(list(adapter.parameters()), lr=1.0, fused=change == "fused")
+    if change in changes:
+        with torch.no_grad():
+            changes[change]()
+    else:
+        for parameter in adapter.parameters():
+            parameter.grad = torch.full_like(parameter, -0.5)
+        learner.step()
+    now = said()
+    adapter.end_training()
+    torch.testing.assert_close(now, said(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_nobody_prepared_is_never_laid_out() -> None:
+    model = built("llama", torch.float32)
+    storages = [p.untyped_storage().data_ptr() for p in model.parameters()]
+    adapter = filled(model, LoRA(rank=3, alpha=6), prepared=False)
+    gradients(adapter)
+    assert groups_of(adapter) == []
+    assert [p.untyped_storage().data_ptr() for p in model.parameters() if not p.requires_grad] == (
+        storages
+    )
+
+
+def test_after_its_end_nothing_is_left_and_no_step_is_listened_to() -> None:
+    adapter = filled(built("llama", torch.float32), LoRA(rank=3, alpha=6))
+    hooks = optimizer._global_optimizer_post_hooks
+    before = len(hooks)
+    adapter.end_training()
+    assert len(hooks) == before - 1
+    assert groups_of(adapter) == []
+    moved = copy.deepcopy(adapter.model).to(torch.float64)  # as after fit: moved, cast, copied
+    assert moved(input_ids=IDS).logits.dtype == torch.float64
+
+
+def test_autocast_has_its_groups_beside_a_wide_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = filled(built("qwen2", torch.float32), LoRA(rank=3, alpha=6), prepared=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        adapter.prepare_training()
+        loss, grads = gradients(adapter)
+        assert {type(group) for group in groups_of(adapter)} == {BesideGroup}
+        assert all(group.lora_a.dtype == torch.bfloat16 for group in groups_of(adapter))
+        want, wanted = plain(adapter, monkeypatch)
+    torch.testing.assert_close(loss, want, rtol=0.05, atol=0.05)
+    error = torch.stack([(a - b).norm() for a, b in zip(grads, wanted, strict=True)]).norm()
+    assert error <= 0.15 * torch.stack([b.norm() for b in wanted]).norm()
+    assert all(group.takes(torch.zeros(1)) is False for group in groups_of(adapter))  # outside
+
+
+def test_the_base_beside_its_updates_stays_where_it_is(way: type[Group]) -> None:
+    model = built("llama", torch.bfloat16)
+    before = {id(p): p.data_ptr() for p in model.parameters()}
+    adapter = filled(model, LoRA(rank=3, alpha=6))
+    gradients(adapter)
+    same = [p.data_ptr() == before[id(p)] for p in model.parameters() if id(p) in before]
+    assert all(same) == (way is BesideGroup)
+
+
+def test_the_header_of_a_run_says_what_is_computed_together(way: type[Group]) -> None:
+    model = built("llama", torch.float32)
+    adapter = filled(model, LoRA(rank=3, alpha=6), prepared=False)
+    assert "LoRA: 14 layers each on its own" in paths(model, Blocks(model), {})
+    adapter.prepare_training()
+    assert f"LoRA: 8 groups of 14 layers {way.how}" in paths(model, Blocks(model), {})
+
+
 def test_layers_of_one_input_are_one_group_and_others_are_alone() -> None:
     adapter = filled(built("llama", torch.float32), LoRA(rank=3, alpha=6))
     gradients(adapter)
@@ -119,17 +260,30 @@ def test_a_changed_adapter_is_what_computes() -> None:
     assert abs(after - before) > 1e-4
 
 
-def test_a_layer_with_another_input_breaks_its_group_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_with_another_input_breaks_its_group_up(
+    way: type[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = built("llama", torch.float32)
     adapter = filled(model, LoRA(rank=3, alpha=6))
     for layer in model.model.layers:  # k sees another tensor than q and v
         layer.self_attn.k_proj.register_forward_pre_hook(lambda module, args: (args[0] * 1.0,))
     loss, _ = gradients(adapter)
+    refresh_layouts(model)
     again, grads = gradients(adapter)
     want, wanted = plain(adapter, monkeypatch)
     torch.testing.assert_close(torch.stack([loss, again]), torch.stack([want, want]))
     torch.testing.assert_close(grads, wanted, rtol=1e-4, atol=1e-5)
     assert sorted(len(group.members) for group in groups_of(adapter)) == [1] * 10 + [2] * 2
+
+
+def test_a_layer_that_is_called_twice_and_a_pass_that_breaks_off_cost_no_group() -> None:
+    model = built("llama", torch.float32)
+    adapter = filled(model, LoRA(rank=3, alpha=6))
+    attention, x = model.model.layers[0].self_attn, torch.randn(2, 5, model.config.hidden_size)
+    torch.testing.assert_close(attention.q_proj(x), attention.q_proj(x))
+    gradients(adapter)
+    refresh_layouts(model)
+    assert sorted(len(g.members) for g in groups_of(adapter)) == [1, 1, 1, 1, 2, 2, 3, 3]
 
 
 def test_detach_gives_every_weight_memory_of_its_own() -> None:
@@ -162,7 +316,7 @@ def test_thirty_steps_end_where_those_of_single_layers_do(monkeypatch: pytest.Mo
     torch.testing.assert_close(curves[0], curves[1], rtol=1e-3, atol=1e-3)
 
 
-def test_dropout_drops_from_the_input_of_a_alone() -> None:
+def test_dropout_drops_from_the_input_of_a_alone(way: type[Group]) -> None:
     losses = []
     for dropout in (0.0, 0.5):
         adapter = filled(built("llama", torch.float32), LoRA(rank=3, alpha=6, dropout=dropout))

@@ -53,6 +53,7 @@ def adapted(family: str, dropout: float = 0.0) -> nn.Module:
     with torch.no_grad():
         for parameter in adapter.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.1)
+    adapter.prepare_training()
     model.config.use_cache = False
     return model
 
@@ -131,7 +132,7 @@ def test_scales_of_layers_and_sizes_that_are_equal_by_chance_make_no_graph_more(
     torch.manual_seed(0)
     model = ARCHITECTURES["llama"]().train()
     method = LoRA(rank=4, alpha_pattern={f"layers.0.mlp.{n}_proj": 7 for n in ("up", "down")})
-    attach(model, method)
+    attach(model, method).prepare_training()
     task = CausalLM(model, tokenizer, DataConfig(train="", max_length=64))
     same = grouped.ALIGNMENT - 2  # tokens in common are padded by two, ranks up to ALIGNMENT
     backend.setattr(head, "can_unpad", lambda model, share: True)

@@ -1,0 +1,132 @@
+"""Several adapted layers that read one input, their updates beside the products with the base.
+
+    y_i = X W_i^T + b_i + H_i (s_i B_i)^T        H = X A^T, one product for all layers
+    G_i = dy_i s_i B_i        dX = sum over layers of dy_i W_i + G A        dA = G^T X
+    dB_i = s_i dy_i^T H_i
+
+The base's weights are read as they lie, packed ones too: nothing is laid out anew, which for a
+model that fills a GPU would not fit. Each update is added to the base's product where that stands:
+one array of the output's size, not two. Neither B A nor dW is formed.
+
+Shapes: M rows of input, R sum of the ranks, in; out of each layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from peftkit.kernels.packed import Form, times_packed, unpack
+
+
+class Layer(NamedTuple):
+    """One layer of the group, and which of the tensors are its own.
+
+    Attributes:
+        num_hidden: Its rank.
+        form: How its weight is packed; None: it is not, and `num_tensors` is one.
+        num_tensors: The weight and its scales.
+        has_bias: Whether a bias follows them.
+    """
+
+    num_hidden: int
+    form: Form | None
+    num_tensors: int
+    has_bias: bool
+
+
+class BesideLinear(torch.autograd.Function):
+    """y = X W^T + b + X A^T (s B)^T of each layer, with gradients of X, A and B."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dropped: Tensor | None,
+        lora_a: Tensor,
+        scales: Tensor,
+        layers: tuple[Layer, ...],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Return (M, out) of each layer.
+
+        Args:
+            x: (M, in). dropped: The input of A where that is another one, after dropout.
+            lora_a: (R, in), in x's dtype. scales: (R,), s of each hidden column.
+            tensors: s B (out, r) of each layer; then of each its weight, scales and bias; then A
+                and then B of each: what the gradients go to; not read.
+        """
+        scaled, base, masters = _parted(layers, tensors)
+        hidden = torch.mm(x if dropped is None else dropped, lora_a.t())
+        outputs = []
+        parts = hidden.split([layer.num_hidden for layer in layers], 1)
+        for layer, own, lora_b, part in zip(layers, base, scaled, parts, strict=True):
+            bias = own[-1].to(x.dtype) if layer.has_bias else None
+            out = functional.linear(x, _weight(layer, own, x.dtype), bias)
+            outputs.append(out.addmm_(part, lora_b.t()))
+        ctx.save_for_backward(x, dropped, hidden, lora_a, scales, *scaled, *_flat(base))
+        ctx.layers, ctx.dtypes = layers, [master.dtype for master in masters]
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, dropped, and each A and B."""
+        x, dropped, hidden, lora_a, scales, *rest = ctx.saved_tensors
+        layers: tuple[Layer, ...] = ctx.layers
+        scaled, base, _ = _parted(layers, rest)
+        back = torch.cat([torch.mm(g, b) for g, b in zip(grads, scaled, strict=True)], 1)
+        grad_x = grad_dropped = None
+        if ctx.needs_input_grad[0]:  # else nothing below these layers learns
+            for grad, layer, own in zip(grads, layers, base, strict=True):
+                grad_x = _add_product(grad_x, grad, layer, own)
+            assert grad_x is not None
+            if dropped is None:
+                grad_x = torch.addmm(grad_x, back, lora_a)
+            else:
+                grad_dropped = torch.mm(back, lora_a)
+        grad_a = torch.mm(back.t(), x if dropped is None else dropped)
+        sizes = [layer.num_hidden for layer in layers]
+        grads_b = [
+            torch.mm(grad.t(), part) * scale
+            for grad, part, scale in zip(
+                grads, hidden.split(sizes, 1), scales.split(sizes), strict=True
+            )
+        ]
+        own_grads = (*grad_a.split(sizes), *grads_b)
+        cast = [g.to(dtype) for g, dtype in zip(own_grads, ctx.dtypes, strict=True)]
+        nothing = [None] * (len(scaled) + sum(map(len, base)))
+        return grad_x, grad_dropped, None, None, None, *nothing, *cast
+
+
+def _parted(
+    layers: tuple[Layer, ...], tensors: Any
+) -> tuple[list[Tensor], list[list[Tensor]], list[Tensor]]:
+    """Return s B of each layer, what its base has, and all that is left."""
+    scaled, rest = list(tensors[: len(layers)]), list(tensors[len(layers) :])
+    base = []
+    for layer in layers:
+        count = layer.num_tensors + layer.has_bias
+        base.append(rest[:count])
+        rest = rest[count:]
+    return scaled, base, rest
+
+
+def _flat(base: list[list[Tensor]]) -> list[Tensor]:
+    return [tensor for own in base for tensor in own]
+
+
+def _weight(layer: Layer, own: list[Tensor], dtype: torch.dtype) -> Tensor:
+    if layer.form is None:
+        return own[0].to(dtype)  # of another one under autocast
+    return unpack(own[0], tuple(own[1 : layer.num_tensors]), layer.form, dtype)
+
+
+def _add_product(total: Tensor | None, grad: Tensor, layer: Layer, own: list[Tensor]) -> Tensor:
+    """Return total + dy W; dy W where there is no total yet."""
+    if layer.form is not None:
+        return times_packed(grad, own[0], own[1 : layer.num_tensors], *layer.form, total)
+    weight = own[0].to(grad.dtype)
+    return torch.mm(grad, weight) if total is None else torch.addmm(total, grad, weight)

@@ -1,0 +1,279 @@
+"""LoRA layers of one input, computed together: joined with their base, or beside it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.kernels.beside import BesideLinear, Layer
+from peftkit.kernels.grouped import ALIGNMENT, GroupedLinear, Member
+from peftkit.methods.lora_linear import LoRALinear
+from peftkit.quant.layers import QuantizedLinear, frozen_weight, set_frozen_weight
+
+MISSES = 2
+"""So often in turn another input than that of the last layer: they do not read one."""
+
+
+class Group(ABC):
+    """Layers of one input.
+
+    Attributes:
+        how: In words, for the header of a run.
+        members: The layers, in the order of their rows.
+        copies: Where A of each member and then s B of each go.
+    """
+
+    how = ""
+    copies: list[Tensor]
+
+    def __init__(self, members: Sequence[LoRALinear]) -> None:
+        self.members = list(members)
+        self.sizes = tuple(Member(m.out_features, m.lora_A.shape[0]) for m in members)
+        self.dropout = members[0].dropout
+        scales = [m.scaling for m in members for _ in range(m.lora_A.shape[0])]
+        self.scales = torch.tensor(scales, device=members[0].lora_A.device)
+        self._misses = 0
+        self._input: Tensor | None = None
+        self._parts: dict[int, Tensor] = {}
+        self._seen: list[int] = []
+        for member in members:
+            member.group = self
+
+    @classmethod
+    @abstractmethod
+    def fitting(cls, layers: Sequence[LoRALinear]) -> list[list[LoRALinear]]:
+        """Return those layers that can be computed like this, as far as they are of one kind."""
+
+    @abstractmethod
+    def takes(self, x: Tensor) -> bool:
+        """Tell whether to compute together: only in training, where a rounding more is none."""
+
+    @abstractmethod
+    def products(self, x: Tensor, dropped: Tensor | None) -> Sequence[Tensor]:
+        """Return what each layer gives for x (M, in), whose A reads `dropped`."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the layers are called with different inputs."""
+        return self._misses >= MISSES and len(self.members) > 1
+
+    def output(self, layer: LoRALinear, x: Tensor) -> Tensor:
+        """Return what a layer gives for x."""
+        if not torch.compiler.is_compiling() and self._seen != self._versions():
+            copy_masters([self])
+        index = self.members.index(layer)
+        if self._input is not x or index not in self._parts:
+            if self._parts:
+                self._misses += 1
+            self._input, self._parts = x, self._compute(x)
+        part = self._parts.pop(index)
+        if not self._parts:
+            self._input, self._misses = None, 0
+        return part
+
+    def _compute(self, x: Tensor) -> dict[int, Tensor]:
+        flat = x.reshape(-1, x.shape[-1])
+        dropped = None if isinstance(self.dropout, nn.Identity) else self.dropout(flat)
+        outputs = self.products(flat, dropped)
+        return {n: out.view(*x.shape[:-1], out.shape[-1]) for n, out in enumerate(outputs)}
+
+    def _versions(self) -> list[int]:
+        return [tensor._version for m in self.members for tensor in (m.lora_A, m.lora_B)]
+
+    def mark_fresh(self) -> None:
+        """Note that `copies` are what A and B are; let go of what was computed with others."""
+        self._seen = self._versions()
+        self._input, self._parts = None, {}
+
+    def masters(self) -> list[Tensor]:
+        """Return what gradients go to: A of each member, then B of each."""
+        return [m.lora_A for m in self.members] + [m.full_b() for m in self.members]
+
+    def release(self) -> None:
+        """Let every layer compute by itself again."""
+        for member in self.members:
+            member.group = None
+
+
+@torch.no_grad()
+def copy_masters(groups: Sequence[Group]) -> None:
+    """Let groups take over A and B as they are now: a handful of kernels for all of them.
+
+    No trace is left in the versions of the copies, so that two passes may come before one backward.
+    """
+    if not groups:
+        return
+    members = [member for group in groups for member in group.members]
+    scaled = iter(
+        torch._foreach_mul([m.full_b().detach() for m in members], [m.scaling for m in members])
+    )
+    sources = []
+    for group in groups:
+        sources += [member.full_a().detach() for member in group.members]
+        sources += [next(scaled) for _ in group.members]
+    torch._foreach_copy_([copy.data for group in groups for copy in group.copies], sources)
+    for group in groups:
+        group.mark_fresh()
+
+
+class JoinedGroup(Group):
+    """Base and scaled B in one block of memory, so that one product computes both.
+
+    The layers' own weights become views of it: this costs no second copy.
+    """
+
+    how = "joined with the base"
+
+    def __init__(self, members: Sequence[LoRALinear]) -> None:
+        super().__init__(members)
+        weights = [weight for m in members if (weight := frozen_weight(m.base)) is not None]
+        num_in, like = members[0].in_features, weights[0]
+        hidden = sum(size.num_hidden for size in self.sizes)
+        padded = -(-hidden // ALIGNMENT) * ALIGNMENT
+        self.weight = like.new_zeros(sum(w.shape[0] for w in weights), num_in + padded)
+        self.lora_a = like.new_zeros(padded, num_in)
+        self.bias = self._joined_bias()
+        copies_a, copies_b, row, column = [], [], 0, 0
+        for member, weight, size in zip(members, weights, self.sizes, strict=True):
+            rows, columns = slice(row, row + size.num_out), slice(column, column + size.num_hidden)
+            view = self.weight[rows, :num_in]
+            view.copy_(weight)
+            set_frozen_weight(member.base, view)
+            copies_a.append(self.lora_a[columns])
+            copies_b.append(self.weight[rows, num_in:][:, columns])
+            row, column = rows.stop, columns.stop
+        self.copies = copies_a + copies_b
+
+    @classmethod
+    def fitting(cls, layers: Sequence[LoRALinear]) -> list[list[LoRALinear]]:
+        kinds: dict[Any, list[LoRALinear]] = {}
+        for layer in layers:
+            weight = frozen_weight(layer.base)
+            if weight is not None and layer.start_A is None:
+                kind = weight.dtype, weight.device, layer.in_features
+                kinds.setdefault(kind, []).append(layer)
+        return list(kinds.values())
+
+    def _joined_bias(self) -> Tensor | None:
+        biases = [member.bias for member in self.members]
+        if all(bias is None for bias in biases):
+            return None
+        return torch.cat(
+            [
+                self.weight.new_zeros(size.num_out) if bias is None else bias.detach()
+                for size, bias in zip(self.sizes, biases, strict=True)
+            ]
+        )
+
+    def takes(self, x: Tensor) -> bool:
+        return (
+            self.members[0].training
+            and torch.is_grad_enabled()
+            and x.dtype == self.weight.dtype
+            and x.device == self.weight.device
+            and not torch.is_autocast_enabled(x.device.type)
+        )
+
+    def products(self, x: Tensor, dropped: Tensor | None) -> Sequence[Tensor]:
+        found: Sequence[Tensor] = GroupedLinear.apply(
+            x,
+            dropped,
+            self.weight,
+            self.lora_a,
+            self.scales,
+            self.bias,
+            self.sizes,
+            *self.masters(),
+        )
+        return found
+
+    def release(self) -> None:
+        """Give the layers their weights back, each in memory of its own."""
+        super().release()
+        for member in self.members:
+            weight = frozen_weight(member.base)
+            assert weight is not None
+            set_frozen_weight(member.base, weight.clone())
+
+
+class BesideGroup(Group):
+    """The base untouched, packed or not; updates of all layers by one product with A."""
+
+    how = "beside the base"
+
+    def __init__(self, members: Sequence[LoRALinear]) -> None:
+        super().__init__(members)
+        device, first = members[0].lora_A.device, members[0].base
+        autocast = torch.is_autocast_enabled(device.type)
+        self.dtype = torch.get_autocast_dtype(device.type) if autocast else _dtype_of(first)
+        sizes = [size.num_hidden for size in self.sizes]
+        self.lora_a = torch.zeros(
+            sum(sizes), members[0].in_features, dtype=self.dtype, device=device
+        )
+        self.lora_b = [
+            torch.zeros(size.num_out, size.num_hidden, dtype=self.dtype, device=device)
+            for size in self.sizes
+        ]
+        self.copies = [*self.lora_a.split(sizes), *self.lora_b]
+
+    @classmethod
+    def fitting(cls, layers: Sequence[LoRALinear]) -> list[list[LoRALinear]]:
+        kinds: dict[Any, list[LoRALinear]] = {}
+        for layer in layers:
+            base = layer.base
+            known = isinstance(base, QuantizedLinear) or frozen_weight(base) is not None
+            if known and layer.start_A is None:
+                kind = _dtype_of(base), layer.lora_A.device, layer.in_features
+                kinds.setdefault(kind, []).append(layer)
+        return list(kinds.values())
+
+    def takes(self, x: Tensor) -> bool:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return (
+            self.members[0].training
+            and torch.is_grad_enabled()
+            and dtype == self.dtype
+            and x.device == self.lora_a.device
+        )
+
+    def products(self, x: Tensor, dropped: Tensor | None) -> Sequence[Tensor]:
+        layers, base = [], []
+        for member, size in zip(self.members, self.sizes, strict=True):
+            own, form = _base_tensors(member.base)
+            bias = member.bias
+            layers.append(Layer(size.num_hidden, form, len(own), bias is not None))
+            base += own if bias is None else [*own, bias]
+        found: Sequence[Tensor] = BesideLinear.apply(
+            x.to(self.dtype),
+            None if dropped is None else dropped.to(self.dtype),
+            self.lora_a,
+            self.scales,
+            tuple(layers),
+            *self.lora_b,
+            *base,
+            *self.masters(),
+        )
+        return found
+
+
+def _dtype_of(base: nn.Module) -> torch.dtype:
+    """Return the dtype that a base computes in."""
+    weight = frozen_weight(base)
+    if weight is not None:
+        return weight.dtype
+    assert isinstance(base, QuantizedLinear)
+    return base.packing.dtype
+
+
+def _base_tensors(base: nn.Module) -> tuple[list[Tensor], Any]:
+    """Return the weight and how it is packed; its scales follow it where it is."""
+    weight = frozen_weight(base)
+    if weight is not None:
+        return [weight], None
+    assert isinstance(base, QuantizedLinear)
+    return [base.packed, *base.packing.scales], base.packing.form

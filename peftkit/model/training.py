@@ -1,0 +1,51 @@
+"""What is laid out on a model before it is trained, and taken down after it.
+
+A method may compute several layers together while they are trained. It says so on the modules
+(`training_layout`); training finds it there and knows nothing more of methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from torch import nn
+
+
+class TrainingLayout(Protocol):
+    """How the layers of a method are computed while they are trained."""
+
+    def prepare(self) -> None:
+        """Lay them out for the device they are on, and the precision that is set by autocast."""
+
+    def refresh(self) -> None:
+        """Take over the trained tensors as they are now."""
+
+    def end(self) -> None:
+        """Leave every layer as it was."""
+
+
+def training_layouts(model: nn.Module) -> list[TrainingLayout]:
+    """Return the layouts of a model's layers, each once."""
+    found = [getattr(module, "training_layout", None) for module in model.modules()]
+    return list({id(layout): layout for layout in found if layout is not None}.values())
+
+
+@contextmanager
+def prepared_for_training(model: nn.Module, *, wanted: bool = True) -> Iterator[None]:
+    """Have a model's layers laid out within the context, if that is wanted at all."""
+    layouts = training_layouts(model) if wanted else []
+    try:
+        for layout in layouts:
+            layout.prepare()
+        yield
+    finally:
+        for layout in layouts:
+            layout.end()
+
+
+def refresh_layouts(model: nn.Module) -> None:
+    """Let layouts take over tensors that were changed in a way that torch does not tell of."""
+    for layout in training_layouts(model):
+        layout.refresh()
