@@ -13,6 +13,7 @@ from pydantic import model_validator
 from peftkit.adapter import Adapter, attach
 from peftkit.base.load import Base, BaseConfig, load_base
 from peftkit.base.new_tokens import add_tokens, save_tokenizer, token_rows
+from peftkit.base.purpose import Purpose
 from peftkit.config import schema
 from peftkit.config.schema import Config
 from peftkit.data.load import DataConfig
@@ -151,8 +152,7 @@ def run(
     check_output(recipe.train, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
     with stopping_at_once("stopped before the first step; what was there is as it was."):
         ready = prepare(recipe, resume=resume, on_event=on_event)
-    beside = partial(save_tokenizer, ready.base) if recipe.base.new_tokens else None
-    weights = AdapterFolder(ready.adapter, _provenance(recipe, ready), beside)
+    weights = adapter_folder(recipe, ready)
     result = train_prepared(
         ready.base.model,
         ready.task,
@@ -160,12 +160,7 @@ def run(
         ready.eval,
         recipe.train,
         weights=weights,
-        identity={
-            "base": {**recipe.base.model_dump(mode="json"), "fingerprint": ready.base.fingerprint},
-            "method": recipe.method.model_dump(mode="json"),
-            "data": recipe.data.model_dump(mode="json"),
-            "task": ready.settings.model_dump(mode="json"),
-        },
+        identity=identity(recipe, ready),
         resume=resume,
         overwrite=overwrite,
         allow_changes=allow_changes,
@@ -173,35 +168,59 @@ def run(
     )
     if result.is_main:
         with stop_requests() as stop:
-            weights.save(folder)
-            result = _measured(ready, result, on_event)
-            _write_papers(recipe, ready, result, on_event)
-            on_event(Saved("adapter", folder))
+            result = save_result(recipe, ready, result, on_event=on_event)
         if stop.signum:
             raise Interrupted(stop.signum, f"all is done; the adapter is in {folder}.")
     return result
 
 
-def prepare(recipe: Recipe, *, resume: bool = False, on_event: Listener = ignore) -> Prepared:
+def adapter_folder(recipe: Recipe, ready: Prepared) -> AdapterFolder:
+    """Return what a checkpoint holds of the model: an adapter folder."""
+    beside = partial(save_tokenizer, ready.base) if recipe.base.new_tokens else None
+    return AdapterFolder(ready.adapter, _provenance(recipe, ready), beside)
+
+
+def identity(recipe: Recipe, ready: Prepared) -> dict[str, Any]:
+    """Return what a resumed run must have in common with the saved one, as plain JSON."""
+    return {
+        "base": {**recipe.base.model_dump(mode="json"), "fingerprint": ready.base.fingerprint},
+        "method": recipe.method.model_dump(mode="json"),
+        "data": recipe.data.model_dump(mode="json"),
+        "task": ready.settings.model_dump(mode="json"),
+    }
+
+
+def save_result(
+    recipe: Recipe, ready: Prepared, result: Result, *, on_event: Listener = ignore
+) -> Result:
+    """Write the adapter, the recipe and the model card; return the result with its metrics."""
+    folder = recipe.train.output_dir
+    adapter_folder(recipe, ready).save(folder)
+    result = _measured(ready, result, on_event)
+    _write_papers(recipe, ready, result, on_event)
+    on_event(Saved("adapter", folder))
+    return result
+
+
+def prepare(
+    recipe: Recipe,
+    *,
+    base: Base | None = None,
+    resume: bool = False,
+    on_event: Listener = ignore,
+) -> Prepared:
     """Do everything that comes before the first step.
 
     Args:
+        base: As the recipe says, loaded already and bare.
         resume: A checkpoint is loaded next: the adapter has no values of its own until then.
 
     Raises:
         PeftkitError: The base, a target or the data is not as the recipe says.
     """
     settings = recipe.task.resolve(recipe.data)
-    base = load_base(
-        recipe.base.model,
-        revision=recipe.base.revision,
-        dtype=recipe.base.dtype,
-        quantize=recipe.base.quantize,
-        double_quant=recipe.base.double_quant,
-        purpose=settings.purpose,
-        on_event=on_event,
-    )
-    on_event(base.audit.table())
+    if base is None:
+        base = open_base(recipe, settings.purpose, on_event=on_event)
     method = _with_head_and_tokens(recipe, base)
     method, starts = _initial_values(recipe, method, settings, base, resume, on_event)
     seed = recipe.train.seed
@@ -213,6 +232,21 @@ def prepare(recipe: Recipe, *, resume: bool = False, on_event: Listener = ignore
     train = task.load(recipe.data.train)
     evaluation = task.load(recipe.data.eval) if recipe.data.eval else []
     return Prepared(base, adapter, task, settings, train, evaluation)
+
+
+def open_base(recipe: Recipe, purpose: Purpose, *, on_event: Listener = ignore) -> Base:
+    """Load the base that a recipe names, for what its task needs it for; tells how it is stored."""
+    base = load_base(
+        recipe.base.model,
+        revision=recipe.base.revision,
+        dtype=recipe.base.dtype,
+        quantize=recipe.base.quantize,
+        double_quant=recipe.base.double_quant,
+        purpose=purpose,
+        on_event=on_event,
+    )
+    on_event(base.audit.table())
+    return base
 
 
 def _with_head_and_tokens(recipe: Recipe, base: Base) -> Method:

@@ -54,7 +54,7 @@ class DoRALinear(LoRALinear):
         )
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        out = self.base(x, *args, **kwargs)
+        out = self.frozen(x, *args, **kwargs)
         if not self.enabled:
             return out
         norms = self._row_norms(weight_of(self.base), self.squared_norms)

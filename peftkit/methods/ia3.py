@@ -57,10 +57,10 @@ class IA3Linear(AdapterModule):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.enabled:
-            return self.base(x, *args, **kwargs)
+            return self.frozen(x, *args, **kwargs)
         if self.scales_input:
-            return self.base((x * self.full_l()).to(x.dtype), *args, **kwargs)
-        out = self.base(x, *args, **kwargs)
+            return self.frozen((x * self.full_l()).to(x.dtype), *args, **kwargs)
+        out = self.frozen(x, *args, **kwargs)
         return (out * self.full_l()).to(out.dtype)
 
     def reset(self, generator: torch.Generator) -> None:

@@ -97,7 +97,7 @@ class LoRALinear(AdapterModule):
         alone = self.group is None or not self.enabled or args or kwargs
         if not alone and self.group is not None and self.group.takes(x):
             return self.group.output(self, x)
-        out = self.base(x, *args, **kwargs)
+        out = self.frozen(x, *args, **kwargs)
         if not self.enabled:
             return out
         x = self.dropout(x)

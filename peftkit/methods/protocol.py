@@ -65,6 +65,13 @@ class AdapterModule(nn.Module, ABC):
         """The base's bias, likewise."""
         return cast("Tensor | None", self.base.bias)
 
+    def frozen(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what the frozen layer gives for x.
+
+        Modules beside a linear layer ask here, so that several adapters can share one product.
+        """
+        return cast(Tensor, self.base(x, *args, **kwargs))
+
     @abstractmethod
     def reset(self, generator: torch.Generator) -> None:
         """Initialise the trainable tensors, so that the output is still the base's."""

@@ -83,7 +83,7 @@ class VeRALinear(AdapterModule):
         return self.slice.spread(self.vera_lambda_b)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        out = self.base(x, *args, **kwargs)
+        out = self.frozen(x, *args, **kwargs)
         if not self.enabled:
             return out
         a, b = (part.to(out.dtype) for part in self.slices())
