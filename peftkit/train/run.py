@@ -35,7 +35,7 @@ from peftkit.train.paths import paths
 from peftkit.train.ranks import Ranks
 from peftkit.train.saving import Saver
 from peftkit.train.signals import Interrupted, StopRequest
-from peftkit.train.task import Beginning, Task
+from peftkit.train.task import Task
 
 DIAGNOSIS = "diagnosis.json"
 GIVE_BACK_EVERY = 16
@@ -149,6 +149,24 @@ class Run:
         Args:
             resume: None to start; else resume, with these changes allowed.
         """
+        self.start(resume)
+        plan_memory_and_compile(self.learner, self.rows, self.num_steps, self.say)
+        self._give_back()
+        self.say(self._started())
+        if resume is not None:
+            self.after_step()  # a run that was stopped during an evaluation owes it still
+        while not self.is_done:
+            self._step()
+            self.after_step()
+        return self.result()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last step was done."""
+        return self.learner.state.step >= self.num_steps
+
+    def start(self, resume: Sequence[str] | None) -> None:
+        """Seed the generators, or take up the newest checkpoint; see `go`."""
         device = self.ranks.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -168,43 +186,30 @@ class Run:
         state = self.learner.state
         self._began = time.perf_counter() - state.seconds
         self._resumed = (state.step, state.seconds)
-        plan_memory_and_compile(self.learner, self.rows, self.num_steps, self.say)
-        self._give_back()
-        self.say(self._started())
-        if resume is not None:
-            self._after_step()  # a run that was stopped during an evaluation owes it still
-        while self.learner.state.step < self.num_steps:
-            self._step()
-            self._after_step()
-        return self._result()
-
-    def _begin(self) -> None:
-        """Let the task compute what it needs once; that leaves the generators as they are."""
-        before = rng.capture(self.ranks.device)
-        beginning = Beginning(
-            rows=[*self.rows, *self.eval_rows],
-            ranks=self.ranks,
-            folder=self.config.output_dir,
-            stop=self.stop,
-            say=self.say,
-        )
-        self.learner.task.begin(self.model, beginning)
-        rng.restore(before, self.ranks.device)
 
     def _give_back(self) -> None:
         if self.ranks.device.type == "cpu":
             trim_malloc()
 
     def _step(self) -> None:
-        state, ranks = self.learner.state, self.ranks
-        rate = learning_rate(state.step, self.num_steps, self.config)
-        group = self.order.group(state.step, ranks.rank, ranks.world_size)
+        rows, rate = self.next_rows()
         began = time.perf_counter()
         try:
-            facts = self.learner.step([self.rows[index] for index in group], rate)
+            facts = self.learner.step(rows, rate)
         except NonFinite as error:
-            raise self._broken(error) from None
-        seconds = time.perf_counter() - began
+            raise self.broken(error) from None
+        self.stepped(facts, rate, time.perf_counter() - began)
+
+    def next_rows(self) -> tuple[list[Any], float]:
+        """Return this process's rows of the next step, and its learning rate."""
+        step, ranks = self.learner.state.step, self.ranks
+        group = self.order.group(step, ranks.rank, ranks.world_size)
+        rate = learning_rate(step, self.num_steps, self.config)
+        return [self.rows[index] for index in group], rate
+
+    def stepped(self, facts: StepFacts, rate: float, seconds: float) -> None:
+        """Count a step that was done, and tell of it."""
+        state = self.learner.state
         state.step += 1
         if state.step % GIVE_BACK_EVERY == 0:
             self._give_back()
@@ -216,7 +221,7 @@ class Run:
             self.say(Notice(f"Step {state.step}: {facts.notice}"))
         self.say(self._done(facts, rate, seconds))
 
-    def _after_step(self) -> None:
+    def after_step(self) -> None:
         """Evaluate, save and stop, as far as each is due."""
         state = self.learner.state
         due = self._is_due(self.config.eval_every) and state.evaluated_step != state.step
@@ -266,7 +271,7 @@ class Run:
         step = self.learner.state.step
         return step == self.num_steps or (every is not None and step % every == 0)
 
-    def _broken(self, error: NonFinite) -> RunError:
+    def broken(self, error: NonFinite) -> RunError:
         """Write diagnosis.json and return the error that ends the run."""
         diagnosis, last = error.diagnosis, self.saver.last
         name = DIAGNOSIS if self.ranks.is_main else f"rank{self.ranks.rank}-{DIAGNOSIS}"
@@ -313,7 +318,8 @@ class Run:
             figures=facts.figures,
         )
 
-    def _result(self) -> Result:
+    def result(self) -> Result:
+        """Return what came of the run; tells of its end."""
         state, folder = self.learner.state, self.saver.checkpoints.folder
         metrics = {
             "loss": state.loss,
