@@ -35,7 +35,7 @@ from peftkit.train.paths import paths
 from peftkit.train.ranks import Ranks
 from peftkit.train.saving import Saver
 from peftkit.train.signals import Interrupted, StopRequest
-from peftkit.train.task import Task
+from peftkit.train.task import Beginning, Task
 
 DIAGNOSIS = "diagnosis.json"
 GIVE_BACK_EVERY = 16
@@ -186,6 +186,19 @@ class Run:
         state = self.learner.state
         self._began = time.perf_counter() - state.seconds
         self._resumed = (state.step, state.seconds)
+
+    def _begin(self) -> None:
+        """Let the task compute what it needs once; that leaves the generators as they are."""
+        before = rng.capture(self.ranks.device)
+        beginning = Beginning(
+            rows=[*self.rows, *self.eval_rows],
+            ranks=self.ranks,
+            folder=self.config.output_dir,
+            stop=self.stop,
+            say=self.say,
+        )
+        self.learner.task.begin(self.model, beginning)
+        rng.restore(before, self.ranks.device)
 
     def _give_back(self) -> None:
         if self.ranks.device.type == "cpu":
