@@ -1,0 +1,257 @@
+"""`simulated`: a context in which torch finds a GPU, and what is put on it computes on the CPU."""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._dynamo  # it looks at all of torch.cuda once, and must find it as it is
+from torch import Tensor
+
+from tests.simulated_gpu import tensors
+from tests.simulated_gpu.tensors import Card, CudaTensor, Kernels
+
+STREAMS: list[Stream] = []
+
+
+class Stream:
+    """Holds the copies that were launched on it until somebody waits for them."""
+
+    def __init__(self, device: Any = None, is_default: bool = False, **_: Any) -> None:
+        self.device, self.is_default = device, is_default
+        self._tasks: list[Callable[[], Any]] = []
+        STREAMS.append(self)
+
+    def queue(self, task: Callable[[], Any]) -> None:
+        """Launch a copy."""
+        self._tasks.append(task)
+
+    def drain(self) -> None:
+        """Make all copies that were launched."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task()
+
+    def drain_all(self) -> None:
+        """Make all copies of all streams."""
+        for stream in STREAMS:
+            stream.drain()
+
+    def wait_stream(self, other: Stream) -> None:
+        """What comes next on this stream comes after what the other was given so far."""
+        other.drain()
+
+    def wait_event(self, event: Event) -> None:
+        """What comes next comes after the event."""
+        event.finish()
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Mark how far this stream is."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Let the host wait for all of it."""
+        tensors.CARD.wait("Stream.synchronize()")
+
+    def __enter__(self) -> Stream:
+        self._before, tensors.CARD.stream = tensors.CARD.stream, self
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        tensors.CARD.stream = self._before
+
+
+class Event:
+    """A mark in a stream."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._stream: Stream | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Mark how far a stream is."""
+        self._stream = stream or tensors.CARD.stream
+
+    def finish(self) -> None:
+        """Make what was launched before."""
+        if self._stream is not None:
+            self._stream.drain()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let a stream wait for it."""
+        self.finish()
+
+    def synchronize(self) -> None:
+        """Let the host wait for it."""
+        tensors.CARD.wait("Event.synchronize()")
+
+    def query(self) -> bool:
+        """Whether the device has come there."""
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        """Milliseconds: of no meaning here."""
+        return 1.0
+
+
+def _answers(card: Card) -> dict[str, Any]:
+    """What torch.cuda says."""
+    facts = types.SimpleNamespace(
+        name=card.name,
+        total_memory=card.memory,
+        major=card.capability[0],
+        minor=card.capability[1],
+        multi_processor_count=132,
+        warp_size=32,
+        gcnArchName="",
+    )
+
+    def set_device(device: Any) -> None:
+        card.current = tensors._device(device).index
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    def allocated(device: Any = None) -> int:
+        return card.allocated
+
+    def peak(device: Any = None) -> int:
+        return card.peak
+
+    def forget_peak(device: Any = None) -> None:
+        card.peak = card.allocated
+
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": nothing,
+        "_lazy_init": nothing,
+        "device_count": lambda: card.count,
+        "current_device": lambda: card.current,
+        "set_device": set_device,
+        "get_device_name": lambda device=None: card.name,
+        "get_device_capability": lambda device=None: card.capability,
+        "get_device_properties": lambda device=None: facts,
+        "is_bf16_supported": lambda *_, **__: card.capability >= (8, 0),
+        "synchronize": lambda device=None: card.wait("torch.cuda.synchronize()"),
+        "empty_cache": nothing,
+        "ipc_collect": nothing,
+        "mem_get_info": lambda device=None: (card.memory - card.allocated, card.memory),
+        "memory_allocated": allocated,
+        "memory_reserved": allocated,
+        "max_memory_allocated": peak,
+        "max_memory_reserved": peak,
+        "reset_peak_memory_stats": forget_peak,
+        "memory_stats": lambda *_, **__: {},
+        "set_per_process_memory_fraction": nothing,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "manual_seed": nothing,
+        "manual_seed_all": nothing,
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda device=None: card.stream,
+        "default_stream": lambda device=None: card.stream,
+        "stream": lambda stream: nullcontext() if stream is None else stream,
+        "device": lambda device: nullcontext(),
+        "is_current_stream_capturing": lambda: False,
+    }
+
+
+def _grouped_by_device(group: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's own grouping, of wrappers that C++ takes to be on the CPU."""
+
+    def grouped(lists: Any, *args: Any, **kwargs: Any) -> Any:
+        found = group(lists, *args, **kwargs)
+        named = {}
+        for (device, dtype), (parts, indices) in found.items():
+            first = next((t for part in parts for t in part if t is not None), None)
+            place = first.device if isinstance(first, CudaTensor) else device
+            assert all(t is None or t.device == place for t in parts[0]), "on several devices"
+            named[place, dtype] = (parts, indices)
+        return named
+
+    return grouped
+
+
+def _in_simulation(run: Callable[..., None]) -> Callable[..., None]:
+    """Thread.run, for modes are a thread's own."""
+
+    def work(thread: threading.Thread) -> None:
+        with Kernels():
+            run(thread)
+
+    return work
+
+
+def _made_on_cpu_first(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch.tensor, which asks C++ for the device; as on a real card, its copy blocks."""
+
+    def made(data: Any, *args: Any, device: Any = None, **how: Any) -> Tensor:
+        if device is None and isinstance(data, CudaTensor):
+            device = data.device
+        if device is None or torch.device(device).type != "cuda":
+            return make(data, *args, device=device, **how)
+        if isinstance(data, CudaTensor):
+            return data.to(device, how.get("dtype"))
+        if how.pop("pin_memory", False):
+            raise RuntimeError("Only dense CPU tensors can be pinned")
+        return make(data, *args, **how).to(device)
+
+    return made
+
+
+class _Autocast(torch.autocast):
+    """Autocast on the card is autocast on the CPU, of the same dtypes."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+
+@contextmanager
+def simulated(card: Card | None = None) -> Iterator[Card]:
+    """Let there be a GPU.
+
+    Args:
+        card: What it says it is; an H200 by default.
+    """
+    card = card or Card()
+    STREAMS.clear()
+    card.stream = Stream(is_default=True)
+    with ExitStack() as stack:
+        patch = mock.patch.object
+        stack.enter_context(patch(tensors, "CARD", card))
+        for name, answer in _answers(card).items():
+            stack.enter_context(patch(torch.cuda, name, answer))
+        stack.enter_context(patch(torch.Tensor, "is_pinned", lambda t, *_: tensors.is_pinned(t)))
+        stack.enter_context(
+            patch(torch.Tensor, "pin_memory", lambda t, *_: tensors.pin(t.detach().clone()))
+        )
+        stack.enter_context(patch(torch.Tensor, "to", tensors.moved))
+        stack.enter_context(patch(torch.Tensor, "cuda", tensors.to_card))
+        group = "_group_tensors_by_device_and_dtype"
+        stack.enter_context(patch(torch._C, group, _grouped_by_device(getattr(torch._C, group))))
+        stack.enter_context(patch(torch, "autocast", _Autocast))
+        for name in ("tensor", "as_tensor"):
+            stack.enter_context(patch(torch, name, _made_on_cpu_first(getattr(torch, name))))
+        stack.enter_context(patch(threading.Thread, "run", _in_simulation(threading.Thread.run)))
+        # parameters keep who they are when a module is moved, as on a real card
+        swap = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            with Kernels():
+                yield card
+                card.settle()
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swap)
+
+
+def on_cpu(tensor: Tensor) -> Tensor:
+    """Return a tensor's values, without a wait of the card."""
+    return tensor.values if isinstance(tensor, CudaTensor) else tensor

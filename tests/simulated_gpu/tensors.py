@@ -1,0 +1,491 @@
+"""Tensors that say they are on cuda:N and compute on the CPU, with real values.
+
+`CudaTensor` wraps a CPU tensor. `Kernels`, a dispatch mode, sees each operator before it runs: it
+makes what is asked for on "cuda", refuses operators that mix devices as CUDA does, and notes what
+makes the host wait for the device. To C++ the wrapper is a CPU tensor, so that autograd needs no
+CUDA build.
+
+A copy on another stream than the default one is not made at once, only when a stream or the host
+waits for it: code that forgets to wait computes with garbage. The source of a copy from pinned
+memory must stay as it is until the host next waits; `Card.wait` checks that.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
+WAITING = {
+    "_local_scalar_dense",
+    "_unique2",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "nonzero",
+    "unique_consecutive",
+    "unique_dim",
+}
+"""Operators whose result, or its shape, the host has to know."""
+INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+COMPOSED = ("torch/autograd/graph.py", "torch/nn/functional.py", "torch/nn/utils/rnn.py")
+"""Files of torch from which C++ is called that makes tensors of its own."""
+PACKAGES = ("/peftkit/", "/transformers/", "/accelerate/")
+OURS = tuple(str(Path(__file__).with_name(name)) for name in ("tensors.py", "simulation.py"))
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The host waited for the device: why, and the lines that led there, ours first."""
+
+    why: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.why} at {self.where}"
+
+
+@dataclass
+class Card:
+    """One simulated machine with GPUs, and what was seen of it."""
+
+    name: str = "NVIDIA H200"
+    memory: int = 150 * 10**9
+    capability: tuple[int, int] = (9, 0)
+    count: int = 1
+    current: int = 0
+    allocated: int = 0
+    peak: int = 0
+    launches: int = 0
+    recorded_streams: int = 0
+    waits: list[Wait] = field(default_factory=list)
+    operators: Counter[str] = field(default_factory=Counter)
+    pinned: set[int] = field(default_factory=set)
+    pinned_bytes: int = 0
+    stream: Any = None
+    host_tasks: list[Callable[[], None]] = field(default_factory=list)
+    """What is done when the host next waits."""
+    _known: dict[int, Any] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self.launches, self.recorded_streams, self.peak = 0, 0, self.allocated
+        self.waits.clear()
+        self.operators.clear()
+
+    def wait(self, why: str) -> None:
+        """Note that the host waits for all that was launched."""
+        self.waits.append(Wait(why, _where()))
+        self.settle()
+
+    def settle(self) -> None:
+        """Do what had been put off until now."""
+        if self.stream is not None:
+            self.stream.drain_all()
+        tasks, self.host_tasks = self.host_tasks, []
+        for task in tasks:
+            task()
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        """Count memory until it is given back; raise OutOfMemoryError beyond what the card has."""
+        key, size = id(storage), -(-storage.nbytes() // 512) * 512  # as CUDA's allocator rounds
+        if not size or key in self._known:
+            return
+        if self.allocated + size > self.memory:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes.")
+
+        def gone() -> None:
+            self._known.pop(key, None)
+            self.allocated -= size
+
+        self._known[key] = weakref.finalize(storage, gone)
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+
+
+def _where() -> str:
+    """Return the innermost lines of our package and of the libraries around it, as file:line."""
+    found: dict[str, str] = {}
+    frame = sys._getframe(2)
+    test = ""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        for package in PACKAGES:
+            if package in name and package not in found and name not in OURS:
+                found[package] = f"{package[1:]}{name.rsplit(package, 1)[1]}:{frame.f_lineno}"
+        if not test and "/tests/" in name and name not in OURS:
+            test = f"tests/{name.rsplit('/tests/', 1)[1]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    order = [found[package] for package in PACKAGES if package in found]
+    return ", in ".join(order) or test or "elsewhere"
+
+
+CARD = Card()
+"""The card of the simulation that is on; `simulation.simulated` puts another in its place."""
+
+
+class CudaTensor(torch.Tensor):
+    """A tensor on a card that is not there."""
+
+    values: Tensor
+    number: int
+
+    @staticmethod
+    def __new__(cls, values: Tensor, number: int = 0) -> CudaTensor:
+        assert not isinstance(values, CudaTensor)
+        made: CudaTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            values.size(),
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            layout=values.layout,
+            requires_grad=False,
+        )
+        made.values, made.number = values.detach(), number
+        CARD.note(values.untyped_storage())
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with Kernels():  # C++ has called it past the modes
+            return func(*args, **(kwargs or {}))
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", self.number)
+
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        assert isinstance(other, CudaTensor)
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.values, self.number = other.values, other.number
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"CudaTensor({self.values!r}, device='cuda:{self.number}')"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CudaTensor:
+        copied = CudaTensor(self.values.clone(), self.number).requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            copied._is_param = True  # type: ignore[attr-defined]
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a CUDA tensor was pickled")
+
+    def get_device(self) -> int:
+        return self.number
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.values.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.values.data_ptr()
+
+    def is_shared(self) -> bool:
+        return False
+
+    def is_pinned(self, *_: Any) -> bool:
+        return False
+
+    def pin_memory(self, *_: Any) -> Tensor:
+        raise RuntimeError(
+            "cannot pin 'torch.cuda.FloatTensor': only dense CPU tensors can be pinned"
+        )
+
+    def record_stream(self, stream: Any) -> None:
+        CARD.recorded_streams += 1
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+
+    __array__ = numpy  # type: ignore[assignment]
+
+    def tolist(self) -> Any:
+        CARD.wait("tolist()")
+        return self.values.tolist()
+
+    def new_tensor(self, data: Any, **how: Any) -> Tensor:
+        return torch.tensor(data, **{"dtype": self.dtype, "device": self.device, **how})
+
+    def cpu(self, *_: Any) -> Tensor:
+        return self.to("cpu")
+
+
+class _Move(torch.autograd.Function):
+    """A copy from or to a card, and of the gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, place: torch.device, non_blocking: bool) -> Tensor:
+        ctx.back = source.device
+        CARD.launches += 1
+        values = source.values if isinstance(source, CudaTensor) else source
+        target = torch.empty_like(values)
+        if place.type != "cuda":
+            _copy_to_host(target, values, False)  # the new tensor's memory is not pinned
+            return target
+        if isinstance(source, CudaTensor):
+            target.copy_(values)
+        else:
+            _copy_to_card(target, values, non_blocking)
+        return CudaTensor(target, place.index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return grad.to(ctx.back), None, None
+
+
+PLAIN_TO = torch.Tensor.to
+
+
+def moved(tensor: Tensor, *args: Any, copy: bool = False, **how: Any) -> Tensor:
+    """Take the place of Tensor.to."""
+    if args and isinstance(args[0], Tensor):
+        args = (args[0].device, args[0].dtype, *args[1:])
+    if "other" in how:
+        other = how.pop("other")
+        args = (other.device, other.dtype, *args)
+    device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **how)  # type: ignore[attr-defined]
+    place = tensor.device if device is None else _device(device)
+    if "cuda" not in (place.type, tensor.device.type):
+        return PLAIN_TO(tensor, *args, copy=copy, **how)
+    kept = tensor if dtype in (None, tensor.dtype) else PLAIN_TO(tensor, dtype)
+    if layout is not None:
+        kept = PLAIN_TO(kept, memory_format=layout)
+    if place == tensor.device:
+        return kept.clone() if copy and kept is tensor else kept
+    return _Move.apply(kept, place, non_blocking)  # type: ignore[no-any-return]
+
+
+def to_card(tensor: Tensor, device: Any = None, non_blocking: bool = False) -> Tensor:
+    """Take the place of Tensor.cuda."""
+    return moved(tensor, _device("cuda" if device is None else device), non_blocking=non_blocking)
+
+
+def _device(device: Any) -> torch.device:
+    place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if place.type != "cuda":
+        return place
+    number = CARD.current if place.index is None else place.index
+    if number >= CARD.count:
+        raise torch.AcceleratorError("CUDA error: invalid device ordinal")
+    return torch.device("cuda", number)
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    """Return whether a CPU tensor lies in pinned memory."""
+    return id(tensor.untyped_storage()) in CARD.pinned
+
+
+def pin(tensor: Tensor) -> Tensor:
+    """Let a CPU tensor's memory count as pinned."""
+    storage = tensor.untyped_storage()
+    key, size = id(storage), storage.nbytes()
+    if key not in CARD.pinned:
+        CARD.pinned.add(key)
+        CARD.pinned_bytes += size
+        weakref.finalize(storage, CARD.pinned.discard, key)
+    return tensor
+
+
+def _copy_to_host(target: Tensor, values: Tensor, non_blocking: bool) -> None:
+    """Copy from the card; what does not wait arrives when somebody waits for it."""
+    if not non_blocking:
+        CARD.wait("a copy to the CPU that blocks")
+        target.copy_(values)
+        return
+    if target.is_floating_point():
+        target.fill_(float("nan"))  # nobody may read it yet
+    _later(lambda: target.copy_(values))
+
+
+def _copy_to_card(target: Tensor, source: Tensor, non_blocking: bool) -> None:
+    """Copy to the card; memory that is not pinned makes the host wait."""
+    if source.dim() == 0 or source.numel() == 0:  # a number is an argument of a kernel
+        target.copy_(source)
+        return
+    if not non_blocking:
+        CARD.wait("a copy to the GPU that blocks")
+    elif not is_pinned(source):
+        CARD.wait("a copy to the GPU out of memory that is not pinned")
+    else:
+        _watch(source)
+    if CARD.stream is not None and not CARD.stream.is_default:
+        if target.is_floating_point():
+            target.fill_(float("nan"))
+        CARD.stream.queue(lambda: target.copy_(source))
+    else:
+        target.copy_(source)
+
+
+def _later(task: Callable[[], Any]) -> None:
+    """Do it when somebody waits for the current stream."""
+    if CARD.stream is not None and not CARD.stream.is_default:
+        CARD.stream.queue(task)
+    else:
+        CARD.host_tasks.append(lambda: (task(), None)[1])
+
+
+def _watch(source: Tensor) -> None:
+    """Check, when the host next waits, that nobody wrote over what a copy was reading."""
+    before, where = source.clone(), _where()
+
+    def check() -> None:
+        same = torch.equal(before.view(torch.uint8), source.view(torch.uint8))
+        assert same, f"pinned memory was overwritten while it was copied from, at {where}"
+
+    if source.numel() <= 1 << 16 and source.is_contiguous():
+        CARD.host_tasks.append(check)
+
+
+class Kernels(TorchDispatchMode):
+    """Runs each operator on the CPU, as the card would have it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard would cost more than the rest
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = list(_tensors((args, kwargs)))
+        ours = [tensor for tensor in tensors if isinstance(tensor, CudaTensor)]
+        place = kwargs.get("device")
+        place = None if place is None else torch.device(place)
+        if kwargs.get("pin_memory"):
+            return pin(func(*args, **{**kwargs, "pin_memory": False}))
+        if place is not None and place.type == "cpu" and _made_by_cpp():
+            place = torch.device("cuda", CARD.current)
+        if not ours and (place is None or place.type != "cuda"):
+            return func(*args, **kwargs)
+        name = func._overloadpacket.__name__
+        if func.namespace == "peftkit" and (made := _inside_of(name)) is not None:
+            with self, torch.no_grad():
+                return made(*args, **kwargs)
+        if name in COPIES and (copied := self._copied(func, name, args, kwargs, place)) is not None:
+            return copied
+        _refuse_mixing(func, name, args, tensors, ours, place)
+        self._note_waits(name, args, kwargs, ours)
+        return _run(func, name, args, kwargs, ours, place)
+
+    def _copied(
+        self, func: Any, name: str, args: Any, kwargs: Any, place: torch.device | None
+    ) -> Any:
+        """Copy between devices; None where the operator stays on one."""
+        if name == "_to_copy":
+            source = args[0]
+            if place is None or place.type == "cpu" or isinstance(source, CudaTensor):
+                return None  # a CudaTensor is moved by its own `to`
+            target = torch.empty_like(source, dtype=kwargs.get("dtype"))
+            _copy_to_card(target, source, bool(kwargs.get("non_blocking")))
+            CARD.launches += 1
+            return CudaTensor(target, _device(place).index)
+        if name == "copy_":
+            target, source = args[:2]
+            if isinstance(target, CudaTensor) == isinstance(source, CudaTensor):
+                return None
+            non_blocking = kwargs.get("non_blocking", len(args) > 2 and args[2])
+            if isinstance(target, CudaTensor):
+                _copy_to_card(target.values, source, non_blocking)
+            else:
+                _copy_to_host(target, source.values, non_blocking and is_pinned(target))
+            CARD.launches += 1
+            return target
+        return None
+
+    def _note_waits(self, name: str, args: Any, kwargs: Any, ours: list[Any]) -> None:
+        if name in WAITING and ours:
+            CARD.wait(f"{name}()")
+        elif name in INDEXED and isinstance(args[0], CudaTensor):
+            indices = [index for index in args[1] if isinstance(index, Tensor)]
+            if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+                CARD.wait(f"{name}() with a mask")
+            elif any(not isinstance(index, CudaTensor) for index in indices):
+                CARD.wait(f"{name}() with an index on the CPU")
+        elif name == "repeat_interleave" and kwargs.get("output_size") is None:
+            CARD.wait("repeat_interleave() without output_size")
+
+
+def _made_by_cpp() -> bool:
+    """Tell whether C++ makes a tensor beside another that it takes to be on the CPU."""
+    return sys._getframe(2).f_code.co_filename.endswith(COMPOSED)
+
+
+def _inside_of(name: str) -> Callable[..., Any] | None:
+    """Return what an operator of ours is written as, so that its inside is seen too."""
+    definition = torch._library.custom_ops.OPDEFS.get(f"peftkit::{name}")
+    return None if definition is None else definition._init_fn
+
+
+def _refuse_mixing(
+    func: Any, name: str, args: Any, tensors: list[Tensor], ours: list[Any], place: Any
+) -> None:
+    foreign = [t for t in tensors if not isinstance(t, CudaTensor) and t.dim() > 0]
+    if name in INDEXED and isinstance(args[0], CudaTensor):
+        foreign = [t for t in foreign if t.is_floating_point()]  # an index may be on the CPU
+    if func.namespace == "c10d":
+        return
+    devices = {str(tensor.device) for tensor in ours}
+    if (ours and foreign) or len(devices) > 1:
+        found = ", ".join(sorted(devices | {"cpu"} if foreign else devices))
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{found}! ({func} at {_where()})"
+        )
+
+
+def _run(func: Any, name: str, args: Any, kwargs: Any, ours: list[Any], place: Any) -> Any:
+    number = ours[0].number if ours else CARD.current
+    if place is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+        if place.type == "cuda":
+            number = _device(place).index
+    originals = {id(tensor.values): tensor for tensor in ours}
+    inner = _each((args, kwargs), lambda t: t.values if isinstance(t, CudaTensor) else t)
+    out = func(*inner[0], **inner[1])
+    CARD.launches += 1
+    CARD.operators[name] += 1
+    if place is not None and place.type == "cpu":
+        return out
+    return _each(out, lambda t: originals[id(t)] if id(t) in originals else CudaTensor(t, number))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in an operator's arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _each(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return arguments or results with their tensors changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)([_each(item, change) for item in value])
+    if isinstance(value, dict):
+        return {name: _each(item, change) for name, item in value.items()}
+    return value

@@ -1,0 +1,130 @@
+"""Training on a card gives the CPU's numbers: methods, bits, activations, tasks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from peftkit import recipe
+from peftkit.methods.bottleneck import Bottleneck
+from peftkit.methods.dora import DoRA
+from peftkit.methods.ia3 import IA3
+from peftkit.methods.lora import LoRA
+from peftkit.methods.prefix import PrefixTuning
+from peftkit.methods.prompt import PromptTuning
+from peftkit.methods.protocol import Method
+from peftkit.methods.vera import VeRA
+from peftkit.recipe import Recipe
+from tests.families import ARCHITECTURES
+from tests.simulated_gpu.same import CLOSE, Heard, train
+from tests.simulated_gpu.simulation import simulated
+from tests.tasks.classifiers import save_base, write_rows, write_texts, write_words
+
+METHODS: dict[str, Method] = {
+    "lora": LoRA(rank=4, alpha=8, dropout=0.1),
+    "pissa": LoRA(rank=3, alpha=6, init="pissa"),
+    "head and rows": LoRA(rank=2, targets=("q",), train_fully=("lm_head",), token_rows=(5, 12)),
+    "dora": DoRA(rank=3, alpha=6),
+    "ia3": IA3(),
+    "vera": VeRA(rank=16, d_initial=1.0),
+    "bottleneck": Bottleneck(style="pfeiffer", size=8),
+    "prompt": PromptTuning(num_virtual_tokens=4),
+    "prefix": PrefixTuning(num_virtual_tokens=4),
+}
+
+
+def assert_same(found: Heard, expected: Heard) -> None:
+    assert expected.losses[-1] < expected.losses[0]
+    assert found.figures == pytest.approx(expected.figures, abs=CLOSE * 20, rel=CLOSE)
+    assert "NVIDIA" in found.device
+    assert expected.device == "cpu"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns_what_it_learns_on_a_cpu(method: str, tmp_path: Path) -> None:
+    expected, weights = train("cpu", tmp_path, method=METHODS[method])
+    with simulated():
+        found, ours = train("cuda", tmp_path, method=METHODS[method])
+    if "dropout" in repr(METHODS[method]) and getattr(METHODS[method], "dropout", 0.0):
+        assert found.losses[-1] < found.losses[0]  # padded rows draw other masks
+        return
+    assert_same(found, expected)
+    assert ours.keys() == weights.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(ours[name], tensor, atol=2e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "packed"), [("none", False), ("none", True), ("nf4", True), ("int8", False)]
+)
+def test_every_way_of_keeping_activations_gives_the_same_numbers(
+    quantize: str, packed: bool, tmp_path: Path
+) -> None:
+    expected, _ = train("cpu", tmp_path, quantize=quantize, packed=packed)
+    peaks = {}
+    for keep in ("auto", True):
+        with simulated() as card:
+            how: dict[str, Any] = {"quantize": quantize, "gradient_checkpointing": keep}
+            found, _ = train("cuda", tmp_path, packed=packed, **how)
+            peaks[keep] = card.peak
+        assert_same(found, expected)
+        assert ("recomputed" in found.paths) == (keep is True)
+    assert peaks[True] < peaks["auto"]
+
+
+def recipe_for(task: str, folder: Path) -> Recipe:
+    """Return a recipe of three steps, its base and data in a folder."""
+    texts = [{"prompt": f"what is {n}?", "completion": "the fox " * n} for n in range(1, 7)]
+    plain = [
+        {"text": "the quick brown fox jumps over the lazy dog " * (n % 3 + 1)} for n in range(6)
+    ]
+    families = {"causal_lm": "llama", "seq2seq": "t5", "image_classification": "vit"}
+    writers: dict[str, Any] = {
+        "sequence_classification": write_texts,
+        "token_classification": write_words,
+        "masked_lm": lambda file: write_rows(file, plain),
+    }
+    write = writers.get(task, lambda file: write_rows(file, texts))
+    data = write(folder / "rows.jsonl")
+    model = ARCHITECTURES[families.get(task, "bert")]()
+    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+        setattr(model.config, name, 0.0)  # padded rows would draw other numbers
+    base = save_base(folder / "base", model=model)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
+    tokenizer.mask_token = "<unk>"
+    tokenizer.save_pretrained(base)
+    return Recipe(
+        task=task,
+        base={"model": str(base), "dtype": "fp32"},
+        method={"type": "lora", "rank": 3, "targets": ["q", "v"]},
+        data={"train": data, "eval": data, "max_length": 64},
+        train={
+            "output_dir": folder / "out",
+            "max_steps": 3,
+            "batch_size": 3,
+            "learning_rate": 0.02,
+            "eval_every": None,
+            "compile": False,
+        },
+    )
+
+
+TASKS = ("causal_lm", "seq2seq", "masked_lm", "sequence_classification", "token_classification")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_runs_from_recipe_to_adapter(task: str, tmp_path: Path) -> None:
+    asked, expected, found = recipe_for(task, tmp_path), Heard(), Heard()
+    on_cpu = recipe.run(asked, on_event=expected)
+    with simulated():
+        on_card = recipe.run(asked, overwrite=True, on_event=found)
+    assert_same(found, expected)
+    same = {n: v for n, v in on_cpu.metrics.items() if n.startswith("eval_")}
+    assert same
+    for name, value in same.items():
+        assert on_card.metrics[name] == pytest.approx(value, abs=1e-3)
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
