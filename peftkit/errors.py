@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class PeftkitError(ValueError):
@@ -75,3 +76,24 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
     """Return "Did you mean 'x'?" for the option nearest to `word`, or an empty string."""
     near = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
     return f"Did you mean '{near[0]}'?" if near else ""
+
+
+def neighbours(path: Path, pattern: str = "*/") -> str:
+    """Say what lies where `path` should be, and which name is near to it.
+
+    Args:
+        path: What is not there.
+        pattern: Of the names worth mentioning; one that ends in a slash means folders.
+    """
+    folder = path.parent
+    if not folder.is_dir():
+        return f"The folder '{folder}' is not there either."
+    # Before Python 3.11 a pattern that ends in a slash matches files too.
+    names = sorted(
+        entry.name
+        for entry in folder.glob(pattern)
+        if not entry.name.startswith(".") and (entry.is_dir() or not pattern.endswith("/"))
+    )
+    where = f"'{folder}'" if folder != Path(".") else "This folder"
+    listed = first_few(names, 8, ", ")
+    return f"{where} holds: {listed}. {did_you_mean(path.name, names)}".rstrip() if names else ""

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from peftkit.errors import ConfigError, OutputError, did_you_mean
-from peftkit_cli.arguments import Json, neighbours, note
+from peftkit.errors import ConfigError, OutputError, did_you_mean, neighbours
+from peftkit_cli.arguments import Json, note
 
 recipes = typer.Typer(
     help="Ready-made recipes: list them, read one, copy one to change it.", no_args_is_help=False

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from peftkit.errors import AdapterError
-from peftkit_cli.arguments import adapter_folder, note
+from peftkit.formats.find_adapter import adapter_folder
+from peftkit_cli.arguments import note
 
 Out = Annotated[
     Path, typer.Option(metavar="DIR", help="A new folder for the adapter.", show_default=False)

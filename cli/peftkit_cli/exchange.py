@@ -154,8 +154,8 @@ def push(
     ] = False,
 ) -> None:
     """Upload an adapter to the hub, in one commit. Prints the commit's page."""
+    from peftkit.formats.find_adapter import adapter_folder
     from peftkit.formats.hub import push_adapter
-    from peftkit.formats.open_adapter import adapter_folder
     from peftkit_cli.render import Renderer
 
     with Renderer() as on_event:

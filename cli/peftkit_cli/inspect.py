@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peftkit.errors import BaseError
-from peftkit_cli.arguments import Json, adapter_folder, neighbours, note
+from peftkit.errors import BaseError, neighbours
+from peftkit.formats.find_adapter import adapter_folder
+from peftkit_cli.arguments import Json, note
 from peftkit_cli.comparing import measure, show_comparison, show_updates
 from peftkit_cli.methods import COLUMNS, MethodFacts, method_facts, method_rows
 

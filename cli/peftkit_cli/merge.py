@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from peftkit_cli.arguments import Adapter, Base, Force, adapter_folder, note
+from peftkit.formats.find_adapter import adapter_folder
+from peftkit_cli.arguments import Adapter, Base, Force, note
 
 
 class Dtype(str, Enum):

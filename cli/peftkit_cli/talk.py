@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peftkit.errors import AdapterError, DataError
-from peftkit_cli.arguments import Adapter, Base, Force, Json, adapter_folder, neighbours, note
+from peftkit.errors import AdapterError, DataError, neighbours
+from peftkit.formats.find_adapter import adapter_folder
+from peftkit_cli.arguments import Adapter, Base, Force, Json, note
 
 if TYPE_CHECKING:
     from peftkit.formats.open_adapter import Opened

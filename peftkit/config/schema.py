@@ -26,7 +26,7 @@ from peftkit.config.strict_yaml import (
     parse,
     plain_value,
 )
-from peftkit.errors import ConfigError, first_few
+from peftkit.errors import ConfigError, first_few, neighbours
 
 MAX_BYTES = 1_000_000
 _MAX_TOLD = 50  # errors; past that a file is something else than a recipe
@@ -130,10 +130,12 @@ def _read(path: Path) -> str:
         with open(path, "rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise ConfigError(f"Cannot read {path}: no such file.", fix=_neighbours(path)) from None
+        raise ConfigError(
+            f"Cannot read {path}: no such file.", found=neighbours(path, "*.y*ml")
+        ) from None
     except IsADirectoryError:
         raise ConfigError(
-            f"Cannot read {path}: it is a folder.", fix=_neighbours(path / "recipe.yaml")
+            f"Cannot read {path}: it is a folder.", found=neighbours(path / "recipe.yaml", "*.y*ml")
         ) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or error
@@ -156,15 +158,6 @@ def _read(path: Path) -> str:
     if not text.strip():
         raise ConfigError(f"Cannot read {path}: the file is empty.")
     return text
-
-
-def _neighbours(path: Path) -> str:
-    """Name the YAML files that stand where a missing one was expected."""
-    try:
-        names = sorted(p.name for p in path.parent.iterdir() if p.suffix in {".yaml", ".yml"})
-    except OSError:
-        return ""
-    return f"YAML files in {path.parent}: {first_few(names, 8, ', ')}" if names else ""
 
 
 def _not_sections(parsed: ParsedYaml, place: SourceLocation) -> Problem:

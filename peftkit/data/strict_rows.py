@@ -9,13 +9,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from peftkit.errors import DataError
+from peftkit.files.strict_json import AmbiguousJsonError, strict_decoder
 
 Fields = dict[str, Any]
 
@@ -188,10 +188,6 @@ def _elements(path: Path, text: str) -> Iterator[tuple[int, Any]]:
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
-class _Refused(Exception):
-    """JSON that parses, and means nothing certain."""
-
-
 def _parsed(line: str, where: str) -> Any:
     start = len(line) - len(line.lstrip())
     value, end = _decode(line, start, where)
@@ -212,44 +208,20 @@ def _decode(text: str, at: int, where: str, *, skip_lines: bool = False) -> tupl
         raise DataError(
             f"Cannot read {where}:{place} as JSON.", found=f"{problem.msg}.", fix=fix
         ) from None
-    except _Refused as problem:
+    except AmbiguousJsonError as problem:
         place = f"{where}:{_place(text[:at], 1)}" if skip_lines else where
         raise DataError(f"Cannot use {place}.", found=str(problem)) from None
     except RecursionError:
         raise DataError(f"Cannot read {where}.", found="It is nested too deep.") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> Fields:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise _Refused(f"The key {twice!r} stands there twice in one object.")
-    return value
-
-
-def _no_constant(text: str) -> Any:
-    raise _Refused(f"{text} is not a JSON number.")
-
-
 def _bounded(text: str) -> int:
     if len(text) > 400:
-        raise _Refused(f"The number {text[:20]}... has {len(text):,} digits.")
+        raise AmbiguousJsonError(f"The number {text[:20]}... has {len(text):,} digits.")
     return int(text)
 
 
-def _finite(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise _Refused(f"The number {text[:40]} is out of range.")
-    return value
-
-
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_unique,
-    parse_constant=_no_constant,
-    parse_int=_bounded,
-    parse_float=_finite,
-)
+_DECODER = strict_decoder(_bounded)
 
 
 def _object(value: Any, where: str) -> Fields:

@@ -17,6 +17,24 @@ _BRACKETS = re.compile(r'\\.|["\[\]{}]', re.DOTALL)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
+class AmbiguousJsonError(ValueError):
+    """JSON that parses, but readers differ on what it means."""
+
+
+def strict_decoder(parse_int: Callable[[str], int]) -> json.JSONDecoder:
+    """Return a decoder that raises `AmbiguousJsonError` for duplicate keys, NaN and Infinity.
+
+    Args:
+        parse_int: Makes an integer, or raises the same error for one that is too large.
+    """
+    return json.JSONDecoder(
+        object_pairs_hook=_unique,
+        parse_constant=_no_constant,
+        parse_int=parse_int,
+        parse_float=_finite_float,
+    )
+
+
 def parse_json(
     data: bytes, asked: str, *, error: type[PeftkitError] = AdapterError
 ) -> dict[str, Any]:
@@ -34,20 +52,14 @@ def parse_json(
     if _nesting_exceeds(text, MAX_DEPTH):
         raise refuse(f"It is nested more than {MAX_DEPTH} deep.")
     try:
-        value = json.loads(
-            text,
-            object_pairs_hook=_unique,
-            parse_constant=_no_constant,
-            parse_int=_bounded_int,
-            parse_float=_finite_float,
-        )
+        value = _DECODER.decode(text)
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except json.JSONDecodeError as problem:
         raise refuse(f"line {problem.lineno}, column {problem.colno}: {problem.msg}") from None
     except UnicodeEncodeError:
         raise refuse("It holds an unpaired surrogate escape (\\ud800 to \\udfff).") from None
-    except ValueError as problem:  # from the hooks below
+    except AmbiguousJsonError as problem:
         raise refuse(str(problem)) from None
     if not isinstance(value, dict):
         raise refuse(f"It holds a {type(value).__name__}, not an object.")
@@ -94,21 +106,24 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"The key {shown(twice)} stands there twice.")
+        raise AmbiguousJsonError(f"The key {shown(twice)} is given twice in one object.")
     return value
 
 
 def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not a JSON number.")
+    raise AmbiguousJsonError(f"{text} is not a JSON number.")
 
 
 def _bounded_int(text: str) -> int:
     if len(text) > 20 or not -(2**63) <= int(text) < 2**64:
-        raise ValueError(f"The integer {text[:20]} does not fit 64 bits.")
+        raise AmbiguousJsonError(f"The integer {text[:20]} does not fit 64 bits.")
     return int(text)
 
 
 def _finite_float(text: str) -> float:
     if not math.isfinite(value := float(text)):
-        raise ValueError(f"The number {text[:20]} is out of range.")
+        raise AmbiguousJsonError(f"The number {text[:40]} is out of range.")
     return value
+
+
+_DECODER = strict_decoder(_bounded_int)

@@ -19,9 +19,8 @@ from peftkit.data.encode import Style, default_style
 from peftkit.errors import AdapterError
 from peftkit.events import Listener, Stage, ignore
 from peftkit.files.strict_json import shown
+from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.guard import check_safetensors
-from peftkit.formats.hub import resolve_adapter
-from peftkit.formats.hub_id import is_hub_id
 from peftkit.formats.peft.folder import (
     CONFIG,
     NOTES,
@@ -198,24 +197,3 @@ def _num_labels(file: AdapterFile) -> int:
             fix="Open it with open_adapter(..., task=...), which names them.",
         )
     return next(iter(heads.values()))[0]
-
-
-def adapter_folder(adapter: str | Path) -> Path:
-    """Return the folder that is meant; what is on the hub is fetched first.
-
-    Raises:
-        AdapterError: It does not exist, or is a file; or the hub has it not, or cannot be reached.
-    """
-    folder = Path(adapter).expanduser()
-    if folder.is_file() and folder.name in (CONFIG, "adapter_model.safetensors"):
-        folder = folder.parent
-    if folder.is_dir():
-        return folder
-    if is_hub_id(str(adapter)):
-        return resolve_adapter(str(adapter))
-    near = sorted(str(p.parent) for p in Path().glob(f"runs/*/{CONFIG}"))
-    raise AdapterError(
-        f"no adapter folder {str(adapter)!r}",
-        found="it is a file" if folder.exists() else "no such folder",
-        fix=f"Adapters here: {', '.join(near)}" if near else "Give the folder that a run wrote.",
-    )

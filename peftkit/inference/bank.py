@@ -27,7 +27,8 @@ from peftkit.base.load import Base
 from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
 from peftkit.errors import AdapterError, DataError, did_you_mean
 from peftkit.events import Listener, Stage, ignore
-from peftkit.formats.open_adapter import adapter_folder, base_of, require_causal, task_of
+from peftkit.formats.find_adapter import adapter_folder
+from peftkit.formats.open_adapter import base_of, require_causal, task_of
 from peftkit.formats.peft.folder import AdapterFile, check_weights, read_adapter
 from peftkit.formats.peft.low_rank import layers_of, read_low_rank
 from peftkit.inference.bank_layer import BankLinear, Routing, Switch, make_update

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from peftkit.adapter import Adapter
 from peftkit.errors import AdapterError, MergeError
 from peftkit.methods.protocol import AdapterModule, Method
-from peftkit.model.places import is_linear
+from peftkit.model.places import is_conv1d, is_linear
 from peftkit.model.targets import Site
 from peftkit.quant.layers import weight_of
 
@@ -158,7 +158,7 @@ def _dequantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         module = model.get_submodule(path)
         is_matrix = leaf == "weight" and is_linear(module)
         tensor = weight_of(module) if is_matrix else getattr(module, leaf)
-        if is_matrix and type(plain.get_submodule(path)).__name__ == "Conv1D":
+        if is_matrix and is_conv1d(plain.get_submodule(path)):
             tensor = tensor.t()
         assert tensor.shape == expected.shape, name
         state[name] = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype).contiguous()

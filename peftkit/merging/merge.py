@@ -16,13 +16,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from peftkit.base.load import load_base, skeleton
+from peftkit.base.load import DTYPES, load_base, skeleton
 from peftkit.base.locate import locate
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.errors import RunError
 from peftkit.events import Listener, Saved, Stage, Table, ignore
 from peftkit.formats.card import Card, write_card
-from peftkit.formats.open_adapter import Opened, adapter_folder, open_adapter, task_of
+from peftkit.formats.find_adapter import adapter_folder
+from peftkit.formats.open_adapter import Opened, open_adapter, task_of
 from peftkit.formats.peft.folder import AdapterFile, read_adapter
 from peftkit.merging.agreement import PROMPTS, Agreement, agreement, logits_on
 from peftkit.merging.fold import Tally, check_mergeable
@@ -31,7 +32,6 @@ from peftkit.merging.stream import base_of, files_of, plan_stream, usual_dtype, 
 from peftkit.merging.whole import check_kind, check_original, cost_of, write_whole
 
 Dtype = Literal["bf16", "fp16", "fp32"]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 LARGEST_DIFFERENCE = 1e-3
 """Of a logit in float32, relative to the largest logit: more is not the order of the sums."""

@@ -21,7 +21,7 @@ from peftkit.formats.shards import Shards, copy_companions, find_shards, rewrite
 from peftkit.merging.fold import Tally, TensorFold, shared_parameters
 from peftkit.methods.bitfit import BitFit
 from peftkit.methods.table import method_from_peft
-from peftkit.model.places import is_linear, linear_shape
+from peftkit.model.places import is_conv1d, is_linear, linear_shape
 from peftkit.train.memory.out_of_memory import keep_freed_memory
 
 FLOATS = {
@@ -108,7 +108,7 @@ def plan_stream(
         if getattr(module, "bias", None) is not None and method.changes_bias:
             return None
         fold = TensorFold(method, path, state, linear_shape(module)[::-1])
-        transposed = type(module).__name__ == "Conv1D"
+        transposed = is_conv1d(module)
         changes[name] = _change(fold, transposed, dtype or FLOATS[entry.dtype], tally)
     return shards, changes
 

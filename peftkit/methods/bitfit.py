@@ -25,7 +25,7 @@ from peftkit.methods.protocol import (
     Removable,
     refuse_unknown,
 )
-from peftkit.model.places import find_places, is_linear, linear_shape, walk
+from peftkit.model.places import find_places, is_conv1d, is_linear, linear_shape, walk
 from peftkit.model.targets import Site, resolve
 
 ALL = "all"
@@ -94,7 +94,7 @@ class BitFit(Method):
         path = next((path for path in modules if path in linears), next(iter(linears)))
         for module in modules.values():
             assert isinstance(module, TunedBias)
-            transposed = type(linears[path]).__name__ == "Conv1D"
+            transposed = is_conv1d(linears[path])
             module.carrier = Carrier(path, *linear_shape(linears[path]), transposed)
         return []
 

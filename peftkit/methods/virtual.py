@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import AdapterError, TargetError
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, Removable
+from peftkit.model.embeddings import embedding_of
 from peftkit.model.places import find_places, unwrap_adapter
 from peftkit.model.targets import Site
 
@@ -133,13 +134,8 @@ class VirtualMethod(Method):
         holder, config = whole, getattr(model, "config", None)
         if getattr(config, "is_encoder_decoder", False):
             holder = whole.get_decoder() if self.in_decoder else whole.get_encoder()
-        try:
-            embedding = holder.get_input_embeddings()
-        except (AttributeError, NotImplementedError):
-            embedding = None
-        if not isinstance(embedding, nn.Module) or not isinstance(
-            unwrap_adapter(embedding), nn.Embedding
-        ):
+        embedding = embedding_of(holder)
+        if embedding is None or not isinstance(unwrap_adapter(embedding), nn.Embedding):
             raise TargetError(
                 f"{self.type} needs tokens before which it could put virtual ones",
                 found=f"{type(holder).__name__} embeds none.",

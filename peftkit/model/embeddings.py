@@ -9,16 +9,22 @@ from torch import nn
 from peftkit.errors import TargetError
 
 
+def embedding_of(model: nn.Module) -> nn.Module | None:
+    """Return what a model gives as its input embedding; None where it has none of tokens."""
+    try:
+        found = cast(Any, model).get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # models of two towers have none
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
 def input_embedding(model: nn.Module) -> str:
     """Return the path of a model's input embedding.
 
     Raises:
         TargetError: It has none.
     """
-    try:
-        module = cast(Any, model).get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        module = None
+    module = embedding_of(model)
     path = next((p for p, m in model.named_modules() if m is module), None)
     if module is None or path is None:
         raise TargetError(

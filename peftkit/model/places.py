@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from peftkit.errors import TargetError
 from peftkit.model import module_names
 from peftkit.model import roles as table
+from peftkit.model.embeddings import embedding_of
 from peftkit.model.fused import split_rows
 
 
@@ -85,14 +86,15 @@ class ModelWeight:
 
 def is_linear(module: nn.Module) -> bool:
     """Tell whether a module is y = W x + b: nn.Linear, Conv1D, or any quantised form of them."""
-    if isinstance(module, nn.Linear) or _is_conv1d(module):
+    if isinstance(module, nn.Linear) or is_conv1d(module):
         return True
     sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
     has_weight = "weight" in module._parameters or hasattr(type(module), "weight")
     return has_weight and all(isinstance(size, int) for size in sizes)
 
 
-def _is_conv1d(module: nn.Module) -> bool:
+def is_conv1d(module: nn.Module) -> bool:
+    """Tell whether a linear layer keeps its weight as (in, out): GPT-2's Conv1D, or a subclass."""
     return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
 
 
@@ -176,7 +178,8 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
 def find_places(model: nn.Module) -> list[ModelWeight]:
     """Return every place of a model in the order of its modules."""
     places: list[ModelWeight] = []
-    head, embedding = _output_layer(model), _input_layer(model)
+    head, embedding = _output_layer(model), embedding_of(model)
+    embedding = None if embedding is None else unwrap_adapter(embedding)
     tables = [m.weight for _, m, _ in walk(model) if isinstance(m, nn.Embedding)]
     tied = {id(weight) for weight in tables}
     for path, module, parent in walk(model):
@@ -204,14 +207,6 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if getter else None
     return None if head is None else unwrap_adapter(head)
-
-
-def _input_layer(model: nn.Module) -> nn.Module | None:
-    try:
-        found = cast(Any, model).get_input_embeddings()
-    except (AttributeError, NotImplementedError):  # models of two towers have none
-        return None
-    return None if found is None else unwrap_adapter(found)
 
 
 # ------------------------------------------------------------------- neighbours and shapes

@@ -32,6 +32,7 @@ from peftkit.kernels.packed import (
     pack_int8,
     packed_linear,
 )
+from peftkit.model.places import is_conv1d
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -134,7 +135,7 @@ def weight_of(module: nn.Module) -> Tensor:
     if is_foreign(module):
         return adopted("", module, None).weight
     weight = cast(Tensor, module.weight)
-    return weight.t() if is_transposed(module) else weight
+    return weight.t() if is_conv1d(module) else weight
 
 
 def frozen_weight(module: nn.Module) -> Tensor | None:
@@ -144,7 +145,7 @@ def frozen_weight(module: nn.Module) -> Tensor | None:
     """
     if isinstance(module, QuantizedLinear):
         return module.packing.kept
-    if type(module) is nn.Linear or is_transposed(module):
+    if type(module) is nn.Linear or type(module).__name__ == "Conv1D":
         weight = weight_of(module)
         return weight.detach() if weight.is_floating_point() else None
     return None
@@ -155,17 +156,13 @@ def set_frozen_weight(module: nn.Module, weight: Tensor) -> None:
     if isinstance(module, QuantizedLinear):
         module.packing.kept = weight
     else:
-        cast(Tensor, module.weight).data = weight.t() if is_transposed(module) else weight
+        cast(Tensor, module.weight).data = weight.t() if is_conv1d(module) else weight
 
 
 def is_quantized(module: nn.Module) -> bool:
     """Tell whether the weight of a linear layer is kept in 4 or 8 bits."""
     packed = isinstance(module, QuantizedLinear) or parametrize.is_parametrized(module, "weight")
     return packed or is_foreign(module)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D"
 
 
 def is_foreign(module: nn.Module) -> bool:

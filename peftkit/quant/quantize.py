@@ -12,14 +12,13 @@ from torch.nn.utils import parametrize
 
 from peftkit.errors import BaseError, first_few
 from peftkit.events import Listener, Progress, ignore
-from peftkit.model.places import find_places, is_linear
+from peftkit.model.places import find_places, is_conv1d, is_linear
 from peftkit.quant.audit import Audit, audit, exempt
 from peftkit.quant.layers import (
     FLOATS,
     QuantizedLinear,
     adopted,
     is_foreign,
-    is_transposed,
     pack,
     weight_of,
 )
@@ -77,7 +76,9 @@ def quantize_model(
             if module in made or (name == "weight" and _is_plain(module)):
                 if module not in made:
                     made[module] = _quantized(module, kind, device, settings)
-                _replace(model, path, made[module])
+                if not path:
+                    raise ValueError("it is the whole model; give the model that it is a part of")
+                model.set_submodule(path, made[module])
             else:
                 _pack_parameter(module, name, kind, device, settings)
         except ValueError as error:
@@ -105,9 +106,13 @@ def _quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def _is_plain(module: nn.Module) -> bool:
     """Tell whether a layer computes x W^T + b: by its class, or for others by trying."""
-    if is_transposed(module) or type(module).forward is nn.Linear.forward:
+    plain: list[Any] = [cls for cls in type(module).__mro__ if cls.__name__ == "Conv1D"]
+    if any(type(module).forward is cls.forward for cls in (*plain, nn.Linear)):
         return True
-    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    weight: Tensor | None = module._parameters.get("weight")
+    bias = module._parameters.get("bias")
+    if weight is not None and is_conv1d(module):
+        weight = weight.t()
     if weight is None or weight.dtype not in FLOATS or weight.ndim != 2:
         return False
     x = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)[None]
@@ -145,13 +150,6 @@ def _pack_parameter(
     parametrize.register_parametrization(module, name, packing, unsafe=True)
 
 
-def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    if not name:
-        raise ValueError("it is the whole model; give the model that it is a part of")
-    setattr(model.get_submodule(parent), name, module)
-
-
 def adopt_bitsandbytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
     """Replace bitsandbytes' linear layers by ours over the same packed data; return how many.
 
@@ -164,5 +162,5 @@ def adopt_bitsandbytes(model: nn.Module, dtype: torch.dtype | None = None) -> in
     found = [(path, m) for path, m in model.named_modules(remove_duplicate=False) if is_foreign(m)]
     made = {module: adopted(path, module, dtype) for path, module in found}
     for path, module in found:
-        _replace(model, path, made[module])
+        model.set_submodule(path, made[module])
     return len(made)

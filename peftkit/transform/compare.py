@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from peftkit.formats.open_adapter import adapter_folder
+from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.peft.folder import AdapterFile
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank
 from peftkit.kernels import svd

@@ -17,16 +17,16 @@ from typing import Literal
 import torch
 from torch import nn
 
-from peftkit.base.load import load_base, skeleton
+from peftkit.base.load import DTYPES, load_base, skeleton
 from peftkit.base.locate import Location, locate
 from peftkit.errors import AdapterError, first_few
 from peftkit.events import Listener, Notice, Saved, Stage, ignore
 from peftkit.files import disk
 from peftkit.formats.card import CARD
+from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.foreign import Found, plain_folder, recognise
 from peftkit.formats.guard import read_json, read_tensors
 from peftkit.formats.mlx import read_mlx, write_mlx
-from peftkit.formats.open_adapter import adapter_folder
 from peftkit.formats.peft.folder import (
     CONFIG,
     NOTES,
@@ -49,11 +49,10 @@ from peftkit.formats.serving import (
 )
 from peftkit.formats.staged import check_free, new_adapter_folder
 from peftkit.formats.uniform import compress
-from peftkit.model.places import is_linear, linear_shape
+from peftkit.model.places import is_conv1d, is_linear, linear_shape
 
 Format = Literal["peft", "gguf", "mlx"]
 Dtype = Literal["fp32", "fp16", "bf16", "q8_0"]
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _GGUF_DTYPES = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "q8_0": "q8_0"}
 
 
@@ -287,7 +286,7 @@ def _save(
             fix="Name the base that it was trained on with --base MODEL.",
         )
     origin = _origin(known, location)
-    transposed = any(type(linears[path]).__name__ == "Conv1D" for path in modules)
+    transposed = any(is_conv1d(linears[path]) for path in modules)
     save_low_rank(
         modules, folder, origin, others=linears.keys() - modules.keys(), transposed=transposed
     )

@@ -30,7 +30,7 @@ from peftkit.formats.shards import find_shards
 from peftkit.formats.staged import check_free, new_adapter_folder
 from peftkit.kernels import svd
 from peftkit.model.module_names import linear_role
-from peftkit.model.places import is_linear
+from peftkit.model.places import is_conv1d, is_linear
 from peftkit.model.roles import ALL_LINEAR
 from peftkit.model.targets import Site, resolve
 
@@ -152,7 +152,7 @@ def extract(
             staged,
             provenance,
             others=[path for path in linears if path not in done.updates],
-            transposed=any(_transposed(model.get_submodule(path)) for path in done.updates),
+            transposed=any(is_conv1d(model.get_submodule(path)) for path in done.updates),
         )
         write_card(_card(out.name, tuned, rank, done, provenance), staged)
     _report(done, on_event)
@@ -221,7 +221,7 @@ def _take(
     if site is None:
         done.left.setdefault(_starred(name), Share()).add(squared)
         return
-    if _transposed(model.get_submodule(site.path)):
+    if is_conv1d(model.get_submodule(site.path)):
         delta = delta.t()
     role = "+".join(site.roles) or linear_role(site.path)
     if site.rows:
@@ -237,10 +237,6 @@ def _take(
     best = svd.of_matrix(delta.contiguous(), rank, seed=seed)
     done.updates[site.path] = LowRank(best.a, best.b, 1.0)
     done.roles.setdefault(role, Share()).add(squared, best.kept)
-
-
-def _transposed(module: nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D"
 
 
 def _starred(name: str) -> str:

@@ -159,8 +159,8 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "real.yaml").write_text(DATA)
     for path, told in [
-        (tmp_path / "none.yaml", "no such file.\n  YAML files in .*: real.yaml"),
-        (tmp_path, "it is a folder.\n  YAML files in .*: real.yaml"),
+        (tmp_path / "none.yaml", "no such file.\n  .* holds: real.yaml"),
+        (tmp_path, "it is a folder.\n  .* holds: real.yaml"),
         (tmp_path / "no" / "none.yaml", "no such file."),
         (tmp_path / "real.yaml" / "x", "Not a directory"),
         (Path("a\0b"), "embedded null byte"),

@@ -66,8 +66,8 @@ def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path, name: str) -> 
     [
         (ROW * 6 + '{"text": "a"\n', "a.jsonl:7:14 as JSON", "Expecting ',' delimiter"),
         (ROW + '{"text": "a"} {"text": "b"}\n', "a.jsonl:2:15 as JSON", "more after the end"),
-        (ROW + '{"text": "a", "text": "b"}\n', "a.jsonl:2.", "'text' stands there twice"),
-        (ROW + '{"text": {"a": 1, "b": {"c": 1, "c": 2}}}', "a.jsonl:2.", "'c' stands there twice"),
+        (ROW + '{"text": "a", "text": "b"}\n', "a.jsonl:2.", "'text' is given twice"),
+        (ROW + '{"text": {"a": 1, "b": {"c": 1, "c": 2}}}', "a.jsonl:2.", "'c' is given twice"),
         ('{"text": NaN}\n', "a.jsonl:1.", "NaN is not a JSON number"),
         ('{"text": -Infinity}\n', "a.jsonl:1.", "-Infinity is not a JSON number"),
         ('{"text": 1e999}\n', "a.jsonl:1.", "1e999 is out of range"),
@@ -111,7 +111,7 @@ def test_a_broken_line_is_named_with_its_place(
         ('[{"text": "a"}\n{"text": "b"}]', "a.json:2:1 as JSON", "Expecting ',' or ']'"),
         ('[{"text": "a"},\n]', "a.json:2:1 as JSON", "Expecting value"),
         ('[{"text": "a"}]\n\n3', "a.json:3:1 as JSON", "more after the end"),
-        ('[{"text": "a"},\n{"a": 1, "a": 2}]', "a.json:2:1.", "'a' stands there twice"),
+        ('[{"text": "a"},\n{"a": 1, "a": 2}]', "a.json:2:1.", "'a' is given twice"),
         ('[{"text": "a"},\n\n 3]', "a.json:3 as a row", "It is a number."),
         ("[]", "a.json.", "It holds no rows."),
         ('[{"text": "a"}', "a.json:1:15 as JSON", "Expecting ',' or ']'"),
@@ -130,7 +130,7 @@ def test_a_broken_array_is_named_with_its_place(
     [
         ("a,b\n1,2\n1,2,3\n", "a.csv:3.", "3 cells, the header 2"),
         ("a,b\n1\n", "a.csv:2.", "1 cells, the header 2"),
-        ("a,a\n1,2\n", "the header of", "'a' stands there twice"),
+        ("a,a\n1,2\n", "the header of", "'a' is given twice"),
         ("a,\n1,2\n", "the header of", "A column has no name"),
         ('a\n"1\n', "as CSV", "unexpected end"),
         ("a,b\n", "a.csv.", "It holds no rows."),

@@ -231,9 +231,9 @@ def test_sha256_is_that_of_the_bytes(tmp_path: Path) -> None:
 BAD_JSON = {
     "empty": (b"", "empty"),
     "blank": (b" \n", "empty"),
-    "duplicate key": (b'{"r": 8, "r": 4}', "'r' stands there twice"),
-    "duplicate key inside": (b'{"a": [{"b": 1, "b": 2}]}', "'b' stands there twice"),
-    "the same key by an escape": (b'{"r": 8, "\\u0072": 4}', "'r' stands there twice"),
+    "duplicate key": (b'{"r": 8, "r": 4}', "'r' is given twice"),
+    "duplicate key inside": (b'{"a": [{"b": 1, "b": 2}]}', "'b' is given twice"),
+    "the same key by an escape": (b'{"r": 8, "\\u0072": 4}', "'r' is given twice"),
     "NaN": (b'{"r": NaN}', "NaN is not"),
     "Infinity": (b'{"r": -Infinity}', "-Infinity is not"),
     "out of range": (b'{"r": 1e999}', "out of range"),

@@ -291,8 +291,29 @@ def test_compiled_layer_computes_the_same_without_a_graph_break(kind, double) ->
     assert torch.equal(found, expected)
 
 
-def test_conv1d_becomes_a_linear_the_right_way_round() -> None:
-    plain = Conv1D(24, 40)
+class OwnConv1D(Conv1D):
+    """As a model with code of its own may have it."""
+
+
+class ScaledConv1D(Conv1D):
+    """One that does more than multiply."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_layer_that_does_more_than_multiply_keeps_doing_it_over_a_packed_weight() -> None:
+    plain = ScaledConv1D(24, 40)
+    holder = nn.Sequential(copy.deepcopy(plain))
+    quantize_model(holder, "int8")
+    assert weight_of(holder[0]).shape == (24, 40)
+    x = torch.randn(5, 40)
+    torch.testing.assert_close(holder(x), plain(x), atol=4e-3, rtol=0)  # half a step of int8
+
+
+@pytest.mark.parametrize("kind", [Conv1D, OwnConv1D])
+def test_conv1d_becomes_a_linear_the_right_way_round(kind) -> None:
+    plain = kind(24, 40)
     holder = nn.Sequential(copy.deepcopy(plain))
     quantize_model(holder, "int8")
     assert linear_shape(holder[0]) == (40, 24)

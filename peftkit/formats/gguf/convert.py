@@ -36,6 +36,7 @@ from peftkit.formats.gguf.names import (
 )
 from peftkit.formats.peft.folder import CONFIG, Provenance
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
+from peftkit.model.places import is_conv1d
 
 DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 ALPHA = "adapter.lora.alpha"
@@ -154,7 +155,7 @@ def import_gguf(path: str | Path, out: str | Path, *, base: str, force: bool = F
     location = locate(base)
     commit = getattr(model.config, "_commit_hash", None)
     provenance = Provenance(base=location.name, hub_id=location.hub_id, revision=commit)
-    conv1d = any(type(model.get_submodule(p)).__name__ == "Conv1D" for p in modules)
+    conv1d = any(is_conv1d(model.get_submodule(p)) for p in modules)
     others = places.keys() - modules.keys()
     return save_low_rank(modules, out, provenance, others=others, transposed=conv1d)
 

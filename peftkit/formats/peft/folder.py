@@ -30,6 +30,7 @@ from peftkit.formats.peft.target_modules import check_targets
 from peftkit.methods.protocol import Method
 from peftkit.methods.table import method_from_peft
 from peftkit.methods.virtual import NAME as PROMPT
+from peftkit.model.places import is_conv1d
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
@@ -136,7 +137,7 @@ def _config_fields(adapter: Adapter, provenance: Provenance) -> dict[str, Any]:
     fields = written_fields(adapter)
     where = where_fields(adapter.method, provenance, fields["target_modules"])
     if "fan_in_fan_out" in where:
-        transposed = any(type(m.base).__name__ == "Conv1D" for m in adapter.modules.values())
+        transposed = any(is_conv1d(m.base) for m in adapter.modules.values())
         where["fan_in_fan_out"] = transposed
     fields = where | fields
     return {k: v for k, v in fields.items() if k not in adapter.method.foreign_fields}
