@@ -30,6 +30,7 @@ from peftkit.formats.card import (
     write_card,
 )
 from peftkit.formats.peft.folder import AdapterFolder, Provenance, read_adapter
+from peftkit.formats.peft.limits import refused_by_peft
 from peftkit.methods.data_init import init_from_rows, with_saved_ranks
 from peftkit.methods.loftq import loftq_starts
 from peftkit.methods.lora import LoRA
@@ -196,6 +197,8 @@ def save_result(
     """Write the adapter, the recipe and the model card; return the result with its metrics."""
     folder = recipe.train.output_dir
     adapter_folder(recipe, ready).save(folder)
+    if told := refused_by_peft(ready.adapter):
+        on_event(Notice(told))
     result = _measured(ready, result, on_event)
     _write_papers(recipe, ready, result, on_event)
     on_event(Saved("adapter", folder))

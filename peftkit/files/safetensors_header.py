@@ -112,7 +112,8 @@ def read_header(
     if not text.startswith(b"{"):
         raise error(asked, found=f"Its header begins with {shown(text[:8])}, not with '{{'.")
     content = parse_json(text, f"cannot read the header of {path}", error=error)
-    metadata = content.pop("__metadata__", {})
+    metadata = content.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata  # mlx writes null where there is none
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise error(asked, found="Its __metadata__ is not an object of strings.")
     try:

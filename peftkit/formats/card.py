@@ -14,6 +14,7 @@ from peftkit.base.load import Base
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.events import Table
 from peftkit.files.disk import write_text
+from peftkit.formats.peft.limits import refused_by_peft
 from peftkit.methods.protocol import AdapterModule
 from peftkit.model.places import is_linear, linear_shape, stacked_shape
 from peftkit.model.roles import ALL_LINEAR
@@ -176,6 +177,7 @@ def training_card(
         recipe: As YAML.
     """
     share = adapter.num_trainable / base.audit.num_parameters
+    refused = refused_by_peft(adapter)
     return Card(
         title=f"{adapter.method.type} adapter for {base.name}",
         base=base.name,
@@ -189,5 +191,6 @@ def training_card(
         },
         metrics=metrics,
         recipe=recipe,
-        usage=usage,
+        usage=[way for way in usage if not (refused and way[0] == "PEFT")],
+        notes=[refused] if refused else [],
     )

@@ -16,11 +16,14 @@ from peftkit.formats.guard import (
     read_tensors,
     what_is,
 )
+from peftkit.formats.mlx import MLX_TENSORS
 from peftkit.formats.peft.folder import CONFIG, NOTES, PREFIX, TENSORS
 from peftkit.methods.experts import check_layout
 
 GGUF = "a GGUF file"
 _MAX_FILES = 200
+_MLX_FILE = re.compile(r"(\d+_)?adapters\.safetensors")
+"""What mlx-lm's trainer writes."""
 _ADAPTER_NAME = re.compile(
     r"(?<=\.)(lora_[AB]|lora_magnitude_vector)\.(?!weight$|bias$)[A-Za-z0-9_-]+(?=\.weight$|$)"
 )
@@ -101,6 +104,8 @@ def _only_file(folder: Path, asked: str) -> Path:
     usable = [p for p, kind in kinds.items() if kind in (SAFETENSORS, GGUF)]
     if len(usable) == 1:
         return usable[0]
+    if folder / MLX_TENSORS in usable and all(_MLX_FILE.fullmatch(p.name) for p in usable):
+        return folder / MLX_TENSORS  # the last; the others are of earlier steps
     if usable:
         raise AdapterError(
             asked,

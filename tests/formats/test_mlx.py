@@ -195,3 +195,41 @@ def test_mlx_lm_itself_computes_the_same(name: str, family: str, tmp_path: Path)
     out = torch.tensor(loaded(mx.array(IDS.tolist())).astype(mx.float32).tolist())
     # float32 sums in another order; logits are of order one
     torch.testing.assert_close(out, expected, atol=3e-5, rtol=0)
+
+
+def written_by_mlx(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write a file as mlx does when it is given no metadata: with null."""
+    save_file(tensors, file)
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8 : 8 + length]) | {"__metadata__": None}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+
+
+def test_a_folder_of_mlx_lms_trainer_is_imported(tmp_path: Path) -> None:
+    model, adapter = trained("llama", METHODS["lora"])
+    expected = logits(model)
+    save_adapter(adapter, tmp_path / "ours")
+    export_adapter(tmp_path / "ours", tmp_path / "mlx", to="mlx")
+    last = tmp_path / "mlx" / MLX_TENSORS
+    tensors = load_file(last)
+    written_by_mlx(tensors, last)
+    earlier = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    written_by_mlx(earlier, tmp_path / "mlx" / "0000100_adapters.safetensors")
+    base = base_folder("llama", tmp_path / "base")
+    import_adapter(tmp_path / "mlx", tmp_path / "back", base=base)
+    adapter.detach()
+    load_adapter(model, tmp_path / "back")
+    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
+    with pytest.raises(AdapterError, match="peftkit import"):
+        load_adapter(model, tmp_path / "mlx")
+
+
+def test_other_adapters_beside_mlx_lms_are_not_guessed(tmp_path: Path) -> None:
+    _, adapter = trained("llama", METHODS["lora"])
+    save_adapter(adapter, tmp_path / "ours")
+    export_adapter(tmp_path / "ours", tmp_path / "mlx", to="mlx")
+    tensors = load_file(tmp_path / "mlx" / MLX_TENSORS)
+    save_file(tensors, tmp_path / "mlx" / "mine.safetensors")
+    with pytest.raises(AdapterError, match="several"):
+        import_adapter(tmp_path / "mlx", tmp_path / "back", base="unused")

@@ -59,6 +59,8 @@ NOTES = {
     "t": "not merged: the head shares its weight with the embedding, and merging says so",
     "p": "PEFT does not load it: it takes some linear layers of this model for its experts",
     "h": "PEFT does not load it: it finds no number of heads in the model's config",
+    "o": "PEFT does not load it: it takes rows for columns in these stacks of experts",
+    "s": "PEFT does not load it: it takes no LoRA on out_proj in models of this type",
     "v": "PEFT puts no virtual tokens into this kind of model",
     "a": "PEFT's own file is refused: its `bias: all` also means biases that BitFit leaves out",
 }
@@ -76,6 +78,8 @@ REASONS = {
 PEFT_LIMITS = {
     r"lora\.ParamWrapper does not work with use_dora=True": "p",
     r"Please specify `num_attention_heads`": "h",
+    r"'out_proj' is incompatible with Mamba-based models": "s",
+    r"size mismatch for .*\.experts\.(base_layer\.)?lora_A": "o",
 }
 """What PEFT says of a file of ours that is right -> code of NOTES."""
 

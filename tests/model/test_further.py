@@ -25,7 +25,7 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
 @pytest.mark.parametrize("name", FURTHER)
 def test_every_linear_layer_is_adapted_and_the_laws_hold(name: str, quantize: str) -> None:
-    asked = (*laws.CHEAP, laws.merged_is_the_same)
+    asked = (*laws.CHEAP, laws.peft_agrees, laws.merged_is_the_same)
     outcome = laws.check("lora", name, quantize, asked)
     assert not outcome.failures, "\n".join(outcome.failures)
 

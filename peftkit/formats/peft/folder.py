@@ -22,9 +22,11 @@ from peftkit.adapter import Adapter, attach
 from peftkit.data.encode import Style
 from peftkit.errors import AdapterError, TargetError
 from peftkit.files.disk import write_json, write_tensors
+from peftkit.files.safetensors_header import Header
 from peftkit.formats.guard import check_safetensors, read_json, read_tensors
 from peftkit.formats.peft.config_fields import written_fields
 from peftkit.formats.peft.fit_to_model import check_targets_of, completed, fit_to_model
+from peftkit.formats.peft.limits import with_implied_heads
 from peftkit.formats.peft.notes import OLDEST_FIELDS, read_notes, write_notes
 from peftkit.formats.peft.target_modules import check_targets
 from peftkit.methods.protocol import Method
@@ -164,14 +166,23 @@ def read_adapter(folder: str | Path) -> AdapterFile:
     """
     folder = Path(folder)
     fields = read_json(_existing(folder, CONFIG))
+    if "peft_type" not in fields and {"fine_tune_type", "lora_parameters"} & fields.keys():
+        raise AdapterError(
+            f"{folder} is an adapter of mlx-lm",
+            found=f"{CONFIG} has no peft_type",
+            fix=f"Make it one of peftkit's first: peftkit import {folder} --base MODEL --out DIR",
+        )
     for name in ("target_modules", "target_parameters"):
         check_targets(fields.get(name), f"cannot use {folder / CONFIG}", name)
     foreign = method_from_peft(fields)
     if not (folder / NOTES).exists():
+        header = check_safetensors(_existing(folder, TENSORS))
+        fields = dict(with_implied_heads(fields, header.tensors))
+        foreign = method_from_peft(fields)
         provenance = Provenance(
             base=fields.get("base_model_name_or_path") or None,
             revision=fields.get("revision"),
-            fingerprint=_fingerprint_inside(folder),
+            fingerprint=_fingerprint_inside(header),
             task_type=fields.get("task_type"),
         )
         return AdapterFile(folder, foreign, fields, provenance, made_here=False)
@@ -227,9 +238,9 @@ def load_adapter(
     return adapter
 
 
-def _fingerprint_inside(folder: Path) -> str | None:
+def _fingerprint_inside(header: Header) -> str | None:
     """Return the base's fingerprint from the tensor file, where it outlives our notes."""
-    text = check_safetensors(_existing(folder, TENSORS)).metadata.get(FINGERPRINT, "")
+    text = header.metadata.get(FINGERPRINT, "")
     return text if re.fullmatch("sha256:[0-9a-f]{64}", text) else None
 
 
@@ -260,6 +271,12 @@ def named_tensors(folder: Path) -> dict[str, Tensor]:
     prefix = BARE if PROMPT in tensors else PREFIX
     for name, tensor in tensors.items():
         plain = DEFAULT_NAME.sub("", name.removeprefix(prefix).removeprefix(BARE))
+        if f".{BARE}" in plain:
+            raise AdapterError(
+                f"{folder / TENSORS} holds a tensor of no adapter",
+                found=f"{plain}: {BARE} stands in the middle of its name",
+                fix="Save it again with the tool that made it; PEFT's names begin with it.",
+            )
         if plain in named:
             raise AdapterError(f"{folder / TENSORS} holds {plain} twice", found=f"again as {name}")
         named[plain] = tensor
