@@ -117,7 +117,7 @@ def read_csv(path: Path) -> Iterator[tuple[int, Fields]]:
 def _check_header(path: Path, header: list[str]) -> None:
     twice = sorted({name for name in header if header.count(name) > 1})
     if twice or "" in header:
-        found = f"The column {twice[0]!r} stands there twice." if twice else "A column has no name."
+        found = f"The column {twice[0]!r} is given twice." if twice else "A column has no name."
         raise DataError(f"Cannot use the header of {path}.", found=found)
 
 

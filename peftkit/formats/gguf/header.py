@@ -89,7 +89,7 @@ def read_header(path: Path, file: BinaryIO) -> GGUFHeader:
     for _ in range(num_keys):
         key = cursor.string()
         if key in keys:
-            raise AdapterError(asked, found=f"The key {shown(key)} stands there twice.")
+            raise AdapterError(asked, found=f"The key {shown(key)} is given twice.")
         keys[key] = cursor.value(cursor.number("I"))
         if key == "general.type" and keys[key] != "adapter":
             break  # whatever follows (a base's vocabulary) is not ours

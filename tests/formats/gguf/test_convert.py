@@ -429,7 +429,7 @@ def _info(name: bytes, dims: tuple[int, ...], kind: int, offset: int = 0) -> byt
         (HEAD + struct.pack("<QQ", 1, 1) + ARRAY + struct.pack("<IQ", 8, 2**62), "ends within"),
         (HEAD + struct.pack("<QQ", 1, 1) + ARRAY + struct.pack("<IQ", 9, 5), "unknown type 9"),
         (HEAD + struct.pack("<QQ", 1, 1) + _string(b"x") + struct.pack("<I", 77), "type 77"),
-        (HEAD + struct.pack("<QQ", 1, 2) + TYPE + TYPE, "'general.type' stands there twice"),
+        (HEAD + struct.pack("<QQ", 1, 2) + TYPE + TYPE, "'general.type' is given twice"),
         (HEAD + struct.pack("<QQ", 0, 1) + TYPE, "It holds no tensors"),
         (ONE_KEY + _string(b"t") + struct.pack("<I", 2**31), "2,147,483,648 dimensions"),
         (ONE_KEY + _info(b"t", (2**40, 2**40), 0) + b"\0" * 64, "'t': ends at byte"),
