@@ -70,8 +70,7 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _data_suits_the_method(self) -> Recipe:
-        packs = self.data.packing and "packing" in self.task.data_fields
-        if self.method.acts_on_input and packs:
+        if self.packs_beside_virtual_tokens and self.data.asks_to_pack:
             raise ConfigError(
                 f"data.packing does not go with method.type: {self.method.type}.",
                 found="Every row of text wants virtual tokens of its own before it.",
@@ -84,6 +83,12 @@ class Recipe(Config):
                 fix="Leave one of them out.",
             )
         return self
+
+    @property
+    def packs_beside_virtual_tokens(self) -> bool:
+        """Whether rows would share the virtual tokens before them."""
+        packs = self.data.packing and "packing" in self.task.data_fields
+        return self.method.acts_on_input and packs
 
     @model_validator(mode="after")
     def _data_suits_the_task(self) -> Recipe:
@@ -104,9 +109,11 @@ class Prepared:
     """All that comes before the first step: the adapter on its base, and the encoded rows.
 
     Attributes:
+        recipe: With its defaults as they are used here.
         task: On this base. settings: What makes it again, labels and all.
     """
 
+    recipe: Recipe
     base: Base
     adapter: Adapter
     task: Task
@@ -153,6 +160,7 @@ def run(
     check_output(recipe.train, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
     with stopping_at_once("stopped before the first step; what was there is as it was."):
         ready = prepare(recipe, resume=resume, on_event=on_event)
+    recipe = ready.recipe
     weights = adapter_folder(recipe, ready)
     result = train_prepared(
         ready.base.model,
@@ -231,10 +239,17 @@ def prepare(
     on_event(adapter_table(adapter))
     if told := small_reach(adapter, base.audit):
         on_event(Notice(told))
-    task = settings.on(base.model, base.processor, recipe.data, on_event=on_event)
+    data = recipe.data
+    if recipe.packs_beside_virtual_tokens:
+        data = data.without_packing()
+        on_event(
+            Notice(f"Rows are not packed: with {method.type} each has its own virtual tokens.")
+        )
+    task = settings.on(base.model, base.processor, data, on_event=on_event)
+    recipe = recipe.model_copy(update={"data": task.data_used(data)})
     train = task.load(recipe.data.train)
     evaluation = task.load(recipe.data.eval) if recipe.data.eval else []
-    return Prepared(base, adapter, task, settings, train, evaluation)
+    return Prepared(recipe, base, adapter, task, settings, train, evaluation)
 
 
 def open_base(recipe: Recipe, purpose: Purpose, *, on_event: Listener = ignore) -> Base:

@@ -14,7 +14,7 @@ import transformers
 from peftkit import recipe
 from peftkit.config.schema import Config
 from peftkit.errors import ConfigError, DataError, PeftkitError, TargetError
-from peftkit.events import EvalDone, Event, RunStarted, Saved, StepDone, Table
+from peftkit.events import EvalDone, Event, Notice, RunStarted, Saved, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.recipe import Recipe
 
@@ -233,4 +233,15 @@ def test_virtual_tokens_and_packed_rows_are_refused_before_anything_is_loaded(
 ) -> None:
     settings["method"] = {"type": "prompt_tuning"}
     with pytest.raises(ConfigError, match=r"data\.packing does not go with .*prompt_tuning"):
-        parse(settings)
+        parse(settings, data={"packing": True})
+
+
+def test_packing_that_was_not_asked_for_gives_way(settings: dict[str, Any]) -> None:
+    settings["method"] = {"type": "prompt_tuning", "num_virtual_tokens": 3}
+    events: list[Event] = []
+    asked = parse(settings)
+    recipe.run(asked, on_event=events.append)
+    assert [e for e in events if isinstance(e, Notice) and "not packed" in e.text]
+    kept = recipe.load(asked.train.output_dir / "recipe.yaml")  # and can be trained again
+    assert not kept.data.packing
+    recipe.run(kept, overwrite=True)

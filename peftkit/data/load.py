@@ -36,12 +36,22 @@ class DataConfig(Config):
     max_length: Annotated[int, Field(ge=2)] | None = 1024
     """Longest row in tokens, longer ones are cut; null: as long as the model can read."""
     packing: bool = True
-    """Put several short rows beside each other, isolated, instead of padding."""
+    """Put several short rows beside each other, isolated, instead of padding. Where the model
+    cannot keep them apart, true is an error; the default then is false, and the run says so."""
     chat_template: str | None = None
     """How a conversation becomes text; null: the tokenizer's own template, "chatml": ChatML,
     else a .jinja file."""
     max_dropped: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Largest share of rows with nothing to learn that is left out without being an error."""
+
+    @property
+    def asks_to_pack(self) -> bool:
+        """Whether packing was asked for, and is not only the default."""
+        return self.packing and "packing" in self.model_fields_set
+
+    def without_packing(self) -> DataConfig:
+        """Return the same with one document in each row."""
+        return self.model_copy(update={"packing": False})
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from peftkit.data.encode import Encoder, Style
 from peftkit.data.format import parse
 from peftkit.data.load import DataConfig, read_records
 from peftkit.data.pack import IGNORE, Row, collate, pack
-from peftkit.errors import DataError
+from peftkit.errors import DataError, PeftkitError
 from peftkit.events import Listener, Notice, Progress, Stage, Table, ignore
 from peftkit.tasks.head import TokenTask, head_of
 from peftkit.tasks.isolation import Isolation, check_causal, check_packing, isolating_mask
@@ -67,7 +67,7 @@ class CausalLM(TokenTask):
         self.config, self.tokenizer = config, tokenizer
         check_causal(model)
         self.max_length = exact_length(model, tokenizer, config.max_length)
-        self.isolation: Isolation | None = check_packing(model) if config.packing else None
+        self.isolation = self._isolation_in(model, on_event)
         self._head = head_of(model)
         template = choose_template(tokenizer, config.chat_template)
         if style is not None and style.kind == "chat":
@@ -77,6 +77,23 @@ class CausalLM(TokenTask):
         self._on_event = on_event
         pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self._pad_id: int = next(token for token in pads if token is not None)
+
+    def _isolation_in(self, model: nn.Module, on_event: Listener) -> Isolation | None:
+        """Return how packed documents are kept apart; None where they are not to be packed."""
+        if not self.config.packing:
+            return None
+        try:
+            return check_packing(model)
+        except PeftkitError as error:
+            if self.config.asks_to_pack:
+                raise
+            self.config = self.config.without_packing()
+            found = error.found or str(error)
+            on_event(Notice(f"Rows are not packed, which only takes longer. {found}"))
+            return None
+
+    def data_used(self, data: DataConfig) -> DataConfig:
+        return self.config
 
     @property
     def style(self) -> Style:

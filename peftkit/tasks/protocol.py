@@ -46,6 +46,10 @@ class Task(loop.Task, ABC):
         """How generation prompts what learnt it; None where nothing is generated from a prompt."""
         return None
 
+    def data_used(self, data: DataConfig) -> DataConfig:
+        """Return the settings of the data as they are used: a default may give way to the model."""
+        return data
+
     @abstractmethod
     def load(self, where: str) -> list[Any]:
         """Read a file or data set (see `DataConfig.train`) as rows; emits the counts.

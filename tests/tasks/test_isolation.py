@@ -133,7 +133,14 @@ def test_a_model_that_cannot_isolate_documents_is_refused_by_name(name: str) -> 
     model = MODELS[name]()
     with pytest.raises(DataError, match=rf"(?s){type(model).__name__}.*data\.packing: false"):
         check_packing(model)
-    task = CausalLM(model, tiny_tokenizer(), DataConfig(train="", packing=False, max_length=64))
+    with pytest.raises(DataError, match=r"data\.packing: false"):
+        CausalLM(model, tiny_tokenizer(), DataConfig(train="", packing=True, max_length=64))
+    told: list[object] = []
+    task = CausalLM(  # nobody asked for the default
+        model, tiny_tokenizer(), DataConfig(train="", max_length=64), on_event=told.append
+    )
+    assert [event for event in told if "not packed" in getattr(event, "text", "")]
+    assert task.isolation is None
     row = documents()[2]
     loss = task.loss_sum(model, task.collate([row, documents()[3]]))
     apart = [task.loss_sum(model, task.collate([one])) for one in (row, documents()[3])]
