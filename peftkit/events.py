@@ -25,11 +25,12 @@ class Stage(Event):
 
 @dataclass(frozen=True, slots=True)
 class Progress(Event):
-    """A long piece of work advances."""
+    """A long piece of work advances; `unit` is "B" where bytes are counted, not pieces."""
 
     text: str
     done: int
     total: int
+    unit: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 48
 SHOWN = ("accuracy", "margin")  # of a task's figures; metrics.jsonl has them all
 PLAIN_LINES = 40  # about as many lines of steps as a log should hold
+PLAIN_BYTES = 1 << 30  # less is loaded in a second or two
 PLAIN_SECONDS = 60.0  # and a sign of life at least this often
 
 
@@ -80,9 +81,10 @@ class PlainScreen:
             show_table(self.tables, event)
         elif isinstance(event, events.Progress):
             tenth = (event.text, 10 * event.done // max(event.total, 1))
-            if tenth != self._last_tenth and tenth[1] > 0:
+            is_short = event.unit == "B" and event.total < PLAIN_BYTES
+            if tenth != self._last_tenth and tenth[1] > 0 and not is_short:
                 self._last_tenth = tenth
-                self._line(f"{event.text} {event.done:,}/{event.total:,}")
+                self._line(f"{event.text} {how_far(event)}")
         elif isinstance(event, events.StepDone):
             if self._is_due(event):
                 self._line("  ".join([f"step {event.step}/{event.num_steps}", *step_parts(event)]))
@@ -158,9 +160,8 @@ class LiveScreen:
         if self._step is not None:
             parts.append(self._draw_training(self._step))
         if self._progress is not None:
-            parts.append(
-                _bar(self._progress.text, self._progress.done, max(self._progress.total, 1))
-            )
+            seconds = 0.0 if self._stage is None else time.monotonic() - self._stage[1]
+            parts.append(_bar(self._progress, seconds))
         elif self._stage is not None:
             self._spinner.update(text=Text(self._stage[0]))
             parts.append(self._spinner)
@@ -170,7 +171,7 @@ class LiveScreen:
         figures = Grid.grid(padding=(0, 2))
         figures.add_row(*(Text(part) for part in step_parts(step)))
         curve = Text.assemble(("loss ", "dim"), (sparkline(self._losses), "cyan"))
-        return Group(_bar("step", step.step, step.num_steps), figures, curve)
+        return Group(_bar(events.Progress("step", step.step, step.num_steps), 0.0), figures, curve)
 
 
 def show_table(console: Console, table: events.Table) -> None:
@@ -288,10 +289,22 @@ def metric(name: str, value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 2 else f"{value:.4g}"
 
 
-def _bar(text: str, done: int, total: int) -> RenderableType:
-    row = Grid.grid(padding=(0, 1))
-    bar = ProgressBar(total=total, completed=done, width=40)
-    row.add_row(Text(text), bar, Text(f"{done:,}/{total:,}"), Text(f"{100 * done // total} %"))
+def how_far(event: events.Progress) -> str:
+    """Return how much is done of how much: 3/14, 1.2 GiB/4.5 GiB."""
+    shown = size if event.unit == "B" else "{:,}".format
+    return f"{shown(event.done)}/{shown(event.total)}"
+
+
+def _bar(event: events.Progress, seconds: float) -> RenderableType:
+    """Return a bar of what is done, and where bytes are counted the time left."""
+    row, total = Grid.grid(padding=(0, 1)), max(event.total, 1)
+    bar = ProgressBar(total=total, completed=event.done, width=40)
+    cells: list[RenderableType] = [Text(event.text), bar, Text(how_far(event))]
+    cells.append(Text(f"{100 * event.done // total} %"))
+    if event.unit == "B" and event.done and seconds > 1:
+        left = seconds * (event.total - event.done) / event.done
+        cells.append(Text(f"{duration(left)} left"))
+    row.add_row(*cells)
     return row
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 SAMPLES = 64
 """Values of each tensor that count."""
@@ -20,7 +20,12 @@ VOLATILE = {
 """Fields of a model's config that do not change what it computes; names with _ are others."""
 
 
-def fingerprint(model: nn.Module, *, without: Collection[str] = ()) -> str:
+def fingerprint(
+    model: nn.Module,
+    *,
+    without: Collection[str] = (),
+    taken: Mapping[int, bytes] | None = None,
+) -> str:
     """Return "sha256:..." of a model's config and of a fixed sample of each of its tensors.
 
     It is the same in whatever precision and on whatever device the model was loaded (values count
@@ -28,20 +33,26 @@ def fingerprint(model: nn.Module, *, without: Collection[str] = ()) -> str:
 
     Args:
         without: Names of tensors that do not count: those of a new head.
+        taken: id(tensor) to the `sample` of what it was before it was packed or rounded.
     """
     config = getattr(model, "config", None)
     settings = _settings(config.to_diff_dict() if config is not None else {})
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        if name in without:
-            continue
-        flat = tensor.detach().reshape(-1)
-        number = min(SAMPLES, len(flat))
-        positions = torch.arange(number, device=flat.device) * len(flat) // max(number, 1)
-        values = flat[positions].to(torch.bfloat16).cpu().view(torch.int16)
-        digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        digest.update(values.numpy().tobytes())
+    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+        if name not in without:
+            digest.update(f"{name} ".encode())
+            known = (taken or {}).get(id(tensor))
+            digest.update(sample(tensor) if known is None else known)
     return f"sha256:{digest.hexdigest()}"
+
+
+def sample(tensor: Tensor) -> bytes:
+    """Return what the fingerprint holds of a tensor: its shape, and some of its values."""
+    flat = tensor.detach().reshape(-1)
+    number = min(SAMPLES, len(flat))
+    positions = torch.arange(number, device=flat.device) * len(flat) // max(number, 1)
+    values = flat[positions].to(torch.bfloat16).cpu().view(torch.int16)
+    return f"{tuple(tensor.shape)}".encode() + values.numpy().tobytes()
 
 
 def _settings(value: Any) -> Any:

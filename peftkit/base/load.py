@@ -11,15 +11,13 @@ import torch
 from torch import nn
 
 from peftkit.base import pretrained
-from peftkit.base.class_head import head_of_classes, owners
-from peftkit.base.fingerprint import fingerprint
+from peftkit.base.build import Form, build, convert
 from peftkit.base.locate import Location, locate
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.config.schema import Config, from_dict
 from peftkit.events import Listener, Stage, ignore
 from peftkit.kernels.packed import keep_copies
 from peftkit.quant.audit import Audit, audit
-from peftkit.quant.quantize import adopt_bitsandbytes, quantize_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -92,9 +90,9 @@ def load_base(
         model: Folder, GGUF file, hub id or short name.
         revision: Branch, tag or commit on the hub.
         dtype: "bf16", "fp16", "fp32", or "auto": bf16 where this machine is fast at it.
-        quantize: "none", "nf4", "fp4" or "int8"; layer by layer, so that the device never holds
-            more than one in 16 bits. On a CPU with memory to spare the dequantised weights are
-            kept beside, for speed. A checkpoint that is quantised already stays as it is.
+        quantize: "none", "nf4", "fp4" or "int8"; weight by weight as they are loaded, so that
+            no more than one is held in 16 bits. On a CPU with memory to spare the dequantised
+            weights are kept beside, for speed. A checkpoint that is quantised already stays so.
         double_quant: Quantise the scales of nf4 and fp4 as well.
         purpose: What the model is for, as a task says it: its class, and its head of classes.
         device: By default a GPU where there is one.
@@ -107,44 +105,29 @@ def load_base(
     asked = {"model": model, "dtype": dtype, "quantize": quantize, "double_quant": double_quant}
     from_dict(BaseConfig, asked, "load_base(...)")
     place = _default_device() if device is None else torch.device(device)
-    wanted = DTYPES.get(dtype) or fast_dtype(place)
-    location = pretrained.convert(locate(model, revision), on_event)
+    form = Form(quantize, double_quant, DTYPES.get(dtype) or fast_dtype(place), place)
+    location = convert(locate(model, revision), on_event)
     location, revision = pretrained.reachable(location, revision)
     on_event(Stage(f"Loading the base {location.name}"))
-    pretrained.check_config(location, revision, purpose)
+    config = pretrained.check_config(location, revision, purpose)
     tokenizer, images = _processors(location, revision, purpose, on_event)
-    loaded, fresh = pretrained.load_model(location, revision, purpose, wanted, on_event)
-    loaded.requires_grad_(False).eval()
-    if purpose.head is not None and tokenizer is not None:
-        _say_padding(loaded.config.get_text_config(), tokenizer)
-    adopt_bitsandbytes(loaded, wanted)
-    pretrained.forget_quantization(loaded)
-    identity = fingerprint(loaded, without=fresh)
-    pretrained.cast(loaded, wanted)
-    head = _trained_head(loaded, fresh) if purpose.head else ()
-    if quantize != "none":
-        quantize_model(
-            loaded,
-            quantize,
-            double_quant=double_quant,
-            device=place,
-            keep=head,
-            on_event=on_event,
-        )
-    loaded.to(place)
+    padding = None if tokenizer is None else tokenizer.pad_token_id
+    built = build(
+        location, revision, purpose, config, form, pad_token_id=padding, on_event=on_event
+    )
     if place.type == "cpu":
-        keep_copies(loaded)
+        keep_copies(built.model)
     return Base(
-        model=loaded,
+        model=built.model,
         tokenizer=tokenizer,
         name=location.name,
         hub_id=location.hub_id,
-        revision=getattr(loaded.config, "_commit_hash", None) or revision,
-        fingerprint=identity,
-        audit=audit(loaded),
+        revision=getattr(built.model.config, "_commit_hash", None) or revision,
+        fingerprint=built.fingerprint,
+        audit=audit(built.model),
         device=place,
         image_processor=images,
-        head=head,
+        head=built.head,
     )
 
 
@@ -187,17 +170,6 @@ def _processors(
     if purpose.processor == "tokenizer":
         return pretrained.load_tokenizer(location, revision, on_event), None
     return None, pretrained.load_image_processor(location, revision)
-
-
-def _say_padding(config: Any, tokenizer: Any) -> None:
-    """Let a decoder know where a text ends: its head of classes reads the last token."""
-    if config.pad_token_id is None:
-        config.pad_token_id = tokenizer.pad_token_id
-
-
-def _trained_head(model: Any, fresh: tuple[str, ...]) -> tuple[str, ...]:
-    head = head_of_classes(model)
-    return tuple(dict.fromkeys((*owners(fresh, head).values(), *head)))
 
 
 def _default_device() -> torch.device:

@@ -1,19 +1,14 @@
-"""What transformers makes of a model's files: whole and quiet, or a BaseError.
+"""What transformers makes of a model's files, quietly, or a BaseError.
 
-Its progress bars and log lines stay off the terminal. Weights that are missing, which it would fill
-with random numbers after one such line, are an error; no pickle is read and no code is run.
+Its progress bars and log lines stay off the terminal; no pickle is read and no code is run.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import io
-import os
-import secrets
-import shutil
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -25,84 +20,10 @@ from torch import nn
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
-from peftkit.base.class_head import head_of_classes, owners, renew
 from peftkit.base.locate import KNOWN, Location, hub_answers, suggest
-from peftkit.base.purpose import CAUSAL_LM, Purpose, set_head
-from peftkit.errors import BaseError, OutputError, PeftkitError, first_few
-from peftkit.events import Listener, Notice, Stage
-from peftkit.files.disk import fsync_dir
-from peftkit.kernels.packed import Packing
-
-
-def load_model(
-    location: Location,
-    revision: str | None,
-    purpose: Purpose,
-    dtype: torch.dtype,
-    on_event: Listener,
-) -> tuple[Any, tuple[str, ...]]:
-    """Load a model on the CPU; its weights come in `dtype`, or, for float16, in the files' own.
-
-    (What float16 rounds away the fingerprint would miss: `cast` comes after it.)
-
-    Returns:
-        The model, and the names of the parameters of its head that the files do not hold.
-
-    Raises:
-        BaseError: The files are damaged, incomplete, or no model for this task.
-    """
-    cls, where = getattr(transformers, purpose.auto_class), _arguments(location, revision)
-    if purpose.head is not None:
-        where["config"] = check_config(location, revision, purpose)
-    if location.gguf:
-        where["dtype"] = torch.float32 if dtype == torch.float16 else dtype
-        if hasattr(transformers, "GgufConfig"):  # before it, GGUF files were always dequantised
-            where["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    else:
-        where["dtype"] = "auto" if dtype == torch.float16 else dtype
-        where["use_safetensors"] = True
-    if location.is_local and not location.gguf:
-        _check_weights(Path(location.source))
-    # the bar of this one loader knows no switch
-    silence = redirect_stderr(io.StringIO()) if location.gguf else nullcontext()
-    with quiet(), _explained(location), silence:
-        model, info = cls.from_pretrained(
-            location.source, output_loading_info=True, ignore_mismatched_sizes=True, **where
-        )  # what does not match is looked at below
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise BaseError(
-            f"{location.name} is not a base model.", found="It is an adapter.", fix="Name its base."
-        )
-    fresh = _fresh(location.name, model, purpose, info)
-    if info["unexpected_keys"]:
-        keys = first_few(sorted(info["unexpected_keys"]), 5, ", ")
-        on_event(Notice(f"{type(model).__name__} does not use these weights of its files: {keys}"))
-    return model, fresh
-
-
-def _fresh(name: str, model: Any, purpose: Purpose, info: Mapping[str, Any]) -> tuple[str, ...]:
-    """Make what the files lack of a head of classes; lacking anything else is an error."""
-    head = head_of_classes(model) if purpose.head else ()
-    lacking = owners(info["missing_keys"], head) if purpose.head else {}
-    if purpose.head and purpose.head.fresh:
-        lacking |= owners((n for n, _ in model.named_parameters() if n.startswith(head)), head)
-    problems = [f"missing: {key}" for key in sorted(info["missing_keys"] - lacking.keys())]
-    problems += [
-        f"misshapen: {key} is {tuple(found)}, not {tuple(wanted)}"
-        for key, found, wanted in sorted(info["mismatched_keys"])
-        if key not in lacking
-    ]
-    if problems:
-        fix = "These weights would be random. Download it again, or give another model."
-        if all(problem.split()[1].startswith(head) for problem in problems) and head:
-            fix = "It was made for other labels. Set task.fresh_head: true to make a new head."
-        raise BaseError(
-            f"{name} is not a whole {type(model).__name__}.",
-            found=first_few(problems, 5),
-            fix=fix,
-        )
-    renew(model, lacking)
-    return tuple(sorted(lacking))
+from peftkit.base.purpose import Purpose, set_head
+from peftkit.errors import BaseError, PeftkitError, first_few
+from peftkit.events import Listener, Notice
 
 
 def check_config(location: Location, revision: str | None, purpose: Purpose) -> Any:
@@ -134,8 +55,8 @@ def load_image_processor(location: Location, revision: str | None) -> Any:
     Raises:
         BaseError: There is one and it cannot be used, or the base does not say its images' size.
     """
-    where = _arguments(location, revision)
-    with quiet(), _explained(location, "the image processor of "):
+    where = loader_arguments(location, revision)
+    with quiet(), explained(location, "the image processor of "):
         for name in ("preprocessor_config.json", "processor_config.json"):
             found = cached_file(
                 location.source,
@@ -163,9 +84,9 @@ def load_tokenizer(location: Location, revision: str | None, on_event: Listener)
     Raises:
         BaseError: There is none, or it can neither end nor pad a text.
     """
-    with quiet(), _explained(location, "the tokenizer of "):
+    with quiet(), explained(location, "the tokenizer of "):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
-            location.source, **_arguments(location, revision)
+            location.source, **loader_arguments(location, revision)
         )
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise BaseError(
@@ -193,7 +114,7 @@ def build_skeleton(location: Location, revision: str | None, purpose: Purpose) -
     """
     config = check_config(location, revision, purpose)
     cls = getattr(transformers, purpose.auto_class)
-    with quiet(), _explained(location), torch.device("meta"):
+    with quiet(), explained(location), torch.device("meta"):
         return cls.from_config(config, trust_remote_code=False).eval()
 
 
@@ -236,65 +157,6 @@ def snapshot(location: Location, revision: str | None) -> Path | None:
     return Path(found).parent if found else None
 
 
-def convert(location: Location, on_event: Listener) -> Location:
-    """Convert a GGUF file out of a package into the folder in the cache that it is to have.
-
-    Raises:
-        BaseError: The file cannot be read.
-        OutputError: The cache cannot be written.
-    """
-    target = location.convert_to
-    if target is None:
-        return location
-    on_event(Stage(f"Converting {location.gguf} into {target} (once)"))
-    model, _ = load_model(location, None, CAUSAL_LM, torch.float32, on_event)
-    tokenizer = load_tokenizer(location, None, on_event)
-    forget_quantization(model)
-    temporary = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
-    try:
-        temporary.mkdir(parents=True)
-        with quiet():
-            model.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
-        mode = (temporary / "config.json").stat().st_mode  # safetensors writes for its owner alone
-        for path in temporary.iterdir():
-            path.chmod(mode)
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        if not target.exists():  # another process may have been faster
-            temporary.rename(target)
-            fsync_dir(target.parent)
-    except OSError as error:
-        raise OutputError(
-            f"cannot write {target}.", found=str(error), fix="Set PEFTKIT_CACHE to another folder."
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return Location(location.name, str(target), location.hub_id)
-
-
-def forget_quantization(model: Any) -> None:
-    """Take away what transformers says of a quantisation that is not, or no longer, its own."""
-    for name in ("hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit"):
-        model.__dict__.pop(name, None)
-    model.is_quantized = False
-    model.config.__dict__.pop("quantization_config", None)
-
-
-def cast(model: Any, dtype: torch.dtype) -> None:
-    """Cast the parameters that are not packed, but for those that the model keeps in float32."""
-    plan = [model._keep_in_fp32_modules_strict or ()]
-    if dtype == torch.float16:
-        plan.append(model._keep_in_fp32_modules or ())
-    keep = {f".{name}." for names in plan for name in names}
-    for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            kept = isinstance(module, Packing) or any(k in f".{path}.{name}." for k in keep)
-            if parameter is not None and parameter.is_floating_point() and not kept:
-                parameter.data = parameter.data.to(dtype)
-    model.config.dtype = dtype
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep progress bars and log lines of transformers and bitsandbytes off the terminal."""
@@ -326,7 +188,7 @@ _REASONS = {
 
 
 @contextmanager
-def _explained(location: Location, what: str = "") -> Iterator[None]:
+def explained(location: Location, what: str = "") -> Iterator[None]:
     """Turn whatever a library makes of a model's files into a BaseError."""
     try:
         yield
@@ -341,13 +203,13 @@ def _explained(location: Location, what: str = "") -> Iterator[None]:
 
 
 def _load_config(location: Location, revision: str | None) -> Any:
-    with quiet(), _explained(location):
+    with quiet(), explained(location):
         return transformers.AutoConfig.from_pretrained(
-            location.source, **_arguments(location, revision)
+            location.source, **loader_arguments(location, revision)
         )
 
 
-def _arguments(location: Location, revision: str | None) -> dict[str, Any]:
+def loader_arguments(location: Location, revision: str | None) -> dict[str, Any]:
     """Return the arguments with which transformers' loaders find a model, and run no code of it."""
     if location.gguf and importlib.util.find_spec("gguf") is None:
         raise BaseError(
@@ -364,7 +226,12 @@ def _arguments(location: Location, revision: str | None) -> dict[str, Any]:
     return found
 
 
-def _check_weights(folder: Path) -> None:
+def check_weights(folder: Path) -> None:
+    """See that a folder has weights that can be read without running code.
+
+    Raises:
+        BaseError: It has none.
+    """
     if any(folder.glob("*.safetensors")):
         return
     pickles = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt*")))

@@ -39,9 +39,15 @@ class Form(NamedTuple):
 
 def pack_int8(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 values and fp32 scales (..., 1), whose product is the tensor (..., in)."""
-    rows = tensor.float()
-    scales = rows.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
-    return (rows / scales).round_().to(torch.int8), scales
+    flat = tensor.reshape(-1, tensor.shape[-1])
+    pieces = []
+    for chunk in flat.split(max(_CHUNK // flat.shape[-1], 1)):
+        rows = chunk.float()
+        scales = rows.abs().amax(-1, keepdim=True)
+        scales = scales.clamp_min_(torch.finfo(torch.float32).tiny) / 127
+        pieces.append(((rows / scales).round_().to(torch.int8), scales))
+    values, scales = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    return values.view(tensor.shape), scales.view(*tensor.shape[:-1], 1)
 
 
 def pack_4bit(tensor: Tensor, kind: str) -> tuple[Tensor, Tensor]:

@@ -18,11 +18,11 @@ from peftkit.events import Listener, Progress
 from peftkit.files.safetensors_header import DTYPE_NAMES, Entry
 from peftkit.formats.peft.folder import AdapterFile, named_tensors
 from peftkit.formats.shards import Shards, copy_companions, find_shards, rewrite_shards
+from peftkit.kernels.host_memory import keep_freed_memory
 from peftkit.merging.fold import Tally, TensorFold, shared_parameters
 from peftkit.methods.bitfit import BitFit
 from peftkit.methods.table import method_from_peft
 from peftkit.model.places import is_conv1d, is_linear, linear_shape
-from peftkit.train.memory.out_of_memory import keep_freed_memory
 
 FLOATS = {
     DTYPE_NAMES[dtype]: dtype

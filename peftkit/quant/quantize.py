@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 
 from peftkit.errors import BaseError, first_few
 from peftkit.events import Listener, Progress, ignore
+from peftkit.kernels.packed import Packing
 from peftkit.model.places import find_places, is_conv1d, is_linear
 from peftkit.quant.audit import Audit, audit, exempt
 from peftkit.quant.layers import (
@@ -60,10 +61,7 @@ def quantize_model(
     if kind not in KINDS:
         raise BaseError(f"cannot quantise to {kind!r}.", fix=f"Use one of {', '.join(KINDS)}.")
     adopt_bitsandbytes(model, compute_dtype)
-    kept = set(exempt(model)) | {
-        id(m) for path in keep for m in model.get_submodule(path).modules()
-    }
-    work = [job for job in _quantizable(model) if id(job[1]) not in kept]
+    work = quantizable(model, keep)
     made: dict[nn.Module, QuantizedLinear] = {}
     problems = []
     for done, (path, module, name) in enumerate(work, start=1):
@@ -85,12 +83,78 @@ def quantize_model(
             problems.append(f"{path}.{name} of {type(module).__name__}: {error}")
         on_event(Progress("Quantising the base", done, len(work)))
     if problems or not work:
-        raise BaseError(
-            f"cannot quantise {type(model).__name__} to {kind}.",
-            found=first_few(problems, MAX_LISTED) or "It has no linear layers.",
-            fix="Load it with quantize: none, or give a model in 16 or 32 bits.",
-        )
+        raise not_quantizable(model, kind, problems)
     return audit(model)
+
+
+def not_quantizable(model: nn.Module, kind: str, problems: Sequence[str]) -> BaseError:
+    """Return the error that lists why weights of a model cannot be quantised."""
+    return BaseError(
+        f"cannot quantise {type(model).__name__} to {kind}.",
+        found=first_few(problems, MAX_LISTED) or "It has no linear layers.",
+        fix="Load it with quantize: none, or give a model in 16 or 32 bits.",
+    )
+
+
+Job = tuple[str, nn.Module, str]
+"""Module path, module, name of the parameter."""
+
+
+def quantizable(model: nn.Module, keep: Collection[str] = ()) -> list[Job]:
+    """Return every weight that is to be quantised: linear layers under each path, stacks once.
+
+    Args:
+        keep: Paths of modules that are left as they are, with all that is in them.
+    """
+    kept = set(exempt(model)) | {
+        id(m) for path in keep for m in model.get_submodule(path).modules()
+    }
+    return [job for job in _quantizable(model) if id(job[1]) not in kept]
+
+
+def install_packed(
+    model: nn.Module, jobs: Iterable[Job], packings: Mapping[int, Packing], device: torch.device
+) -> None:
+    """Let layers compute with weights that lie packed in the parameters' own places.
+
+    Args:
+        jobs: What `quantizable` said when the weights were not packed yet.
+        packings: id(parameter) to how it is read; a parameter without one is left as it is.
+        device: Where biases go, as the packed weights are there.
+    """
+    made: dict[nn.Module, QuantizedLinear] = {}
+    for path, module, name in jobs:
+        packed = module._parameters.get(name)
+        if module in made:
+            model.set_submodule(path, made[module])
+            continue
+        if packed is None or (packing := packings.get(id(packed))) is None:
+            continue
+        plain = name == "weight" and _packed_is_plain(module, packed, packing)
+        if not plain:
+            parametrize.register_parametrization(module, name, packing, unsafe=True)
+            continue
+        bias = cast("Tensor | None", module.bias)
+        moved = None if bias is None else bias.to(device)
+        made[module] = QuantizedLinear(packed.data, packing, moved).train(module.training)
+        module._parameters.pop("weight", None)
+        model.set_submodule(path, made[module])
+
+
+def _packed_is_plain(module: nn.Module, packed: Tensor, packing: Packing) -> bool:
+    if has_plain_forward(module):
+        return True
+    module._parameters["weight"] = nn.Parameter(packing(packed), requires_grad=False)
+    try:
+        return _is_plain(module)
+    finally:
+        module._parameters["weight"] = cast(nn.Parameter, packed)
+
+
+def has_plain_forward(module: nn.Module) -> bool:
+    """Tell by its class alone that a layer computes x W^T + b."""
+    plain: list[Any] = [cls for cls in type(module).__mro__ if cls.__name__ == "Conv1D"]
+    return any(type(module).forward is cls.forward for cls in (*plain, nn.Linear))
 
 
 def _quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -106,8 +170,7 @@ def _quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def _is_plain(module: nn.Module) -> bool:
     """Tell whether a layer computes x W^T + b: by its class, or for others by trying."""
-    plain: list[Any] = [cls for cls in type(module).__mro__ if cls.__name__ == "Conv1D"]
-    if any(type(module).forward is cls.forward for cls in (*plain, nn.Linear)):
+    if has_plain_forward(module):
         return True
     weight: Tensor | None = module._parameters.get("weight")
     bias = module._parameters.get("bias")

@@ -16,6 +16,7 @@ from torch import nn
 from peftkit.errors import PeftkitError, RunError
 from peftkit.events import EvalDone, Event, Listener, Notice, RunDone, RunStarted, StepDone
 from peftkit.files.disk import write_json
+from peftkit.kernels.host_memory import keep_freed_memory, trim_malloc
 from peftkit.model.modes import modes_kept
 from peftkit.model.training import prepared_for_training, refresh_layouts
 from peftkit.quant.audit import audit
@@ -25,7 +26,6 @@ from peftkit.train.checkpoints.weights import Weights
 from peftkit.train.config import TrainConfig
 from peftkit.train.evaluate import Evaluator
 from peftkit.train.learner import Learner, NonFinite, StepFacts
-from peftkit.train.memory.out_of_memory import keep_freed_memory, trim_malloc
 from peftkit.train.memory.prepare import plan_memory_and_compile
 from peftkit.train.metrics import MetricsFile, Trackers, peak_bytes, start_trackers
 from peftkit.train.model import device_name

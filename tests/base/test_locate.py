@@ -138,7 +138,7 @@ def test_short_name_is_converted_once_and_is_the_same_model(tiny_known, package,
     assert len(modes) == 1
     seen.clear()
     again = load_base("tiny", on_event=seen.append)
-    assert [type(event) for event in seen] == [Stage]
+    assert sum(isinstance(event, Stage) for event in seen) == 1
     direct = load_base(str(package / "tiny.gguf"))
     assert first.fingerprint == again.fingerprint == direct.fingerprint
     assert torch.equal(logits(again.model), logits(direct.model))

@@ -1,0 +1,275 @@
+"""A base built out of its files: whole, frozen, on its device, packed if asked; or a BaseError.
+
+Weights that are missing, which transformers would fill with random numbers, are an error.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from contextlib import nullcontext, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from peftkit.base.class_head import head_of_classes, owners, renew
+from peftkit.base.fingerprint import fingerprint
+from peftkit.base.locate import Location
+from peftkit.base.pretrained import (
+    check_config,
+    check_weights,
+    explained,
+    load_tokenizer,
+    loader_arguments,
+    quiet,
+)
+from peftkit.base.purpose import CAUSAL_LM, Purpose
+from peftkit.base.stream import Stream, StreamConfig, kept_in_float32
+from peftkit.errors import BaseError, OutputError, first_few
+from peftkit.events import Listener, Notice, Stage, ignore
+from peftkit.files.disk import fsync_dir
+from peftkit.kernels.packed import Packing
+from peftkit.quant.quantize import adopt_bitsandbytes, quantize_model
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a base is held in memory.
+
+    Attributes:
+        quantize: "none", "nf4", "fp4" or "int8".
+        double_quant: Quantise the scales of nf4 and fp4 as well.
+        dtype: Of all computing and of what is not packed.
+        device: Where it is.
+    """
+
+    quantize: str
+    double_quant: bool
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A frozen model in eval mode.
+
+    Attributes:
+        fingerprint: Of config and weights as they were before packing.
+        head: Paths of the modules of its head, if it was loaded for one.
+    """
+
+    model: Any
+    fingerprint: str
+    head: tuple[str, ...]
+
+
+def build(
+    location: Location,
+    revision: str | None,
+    purpose: Purpose,
+    config: Any,
+    form: Form,
+    *,
+    pad_token_id: int | None = None,
+    on_event: Listener = ignore,
+) -> Built:
+    """Build a base out of its files.
+
+    A checkpoint of safetensors is packed weight by weight, on its device: main memory holds what is
+    kept and the weight in hand. A GGUF file, and a checkpoint that is quantised already, is loaded
+    as it is first.
+
+    Args:
+        config: What `check_config` says of it.
+        pad_token_id: For a decoder with a head of classes that does not know its own.
+
+    Raises:
+        BaseError: The files are damaged, incomplete, no model for this task, or cannot be packed.
+    """
+    stream = None
+    if not location.gguf and not _is_quantized(config):
+        stream = Stream(
+            form.quantize,
+            form.dtype,
+            form.device,
+            double_quant=form.double_quant,
+            has_head=purpose.head is not None,
+            on_event=on_event,
+        )
+    model, fresh = load_model(location, revision, purpose, form.dtype, stream, on_event)
+    model.requires_grad_(False).eval()
+    text = model.config.get_text_config()
+    if purpose.head is not None and text.pad_token_id is None and pad_token_id is not None:
+        text.pad_token_id = pad_token_id  # its head reads the last token
+    head = _trained_head(model, fresh) if purpose.head else ()
+    adopt_bitsandbytes(model, form.dtype)
+    forget_quantization(model)
+    identity = fingerprint(model, without=fresh, taken=stream.taken if stream else None)
+    if stream is not None:
+        stream.install(model)
+    cast(model, form.dtype)
+    if form.quantize != "none":  # what did not come through the stream
+        quantize_model(
+            model,
+            form.quantize,
+            double_quant=form.double_quant,
+            device=form.device,
+            keep=head,
+            on_event=ignore if stream else on_event,
+        )
+    return Built(model.to(form.device), identity, head)
+
+
+def _is_quantized(config: Any) -> bool:
+    """Tell whether a checkpoint is quantised already."""
+    return any(
+        getattr(each, "quantization_config", None) for each in (config, config.get_text_config())
+    )
+
+
+def _trained_head(model: Any, fresh: tuple[str, ...]) -> tuple[str, ...]:
+    head = head_of_classes(model)
+    return tuple(dict.fromkeys((*owners(fresh, head).values(), *head)))
+
+
+def load_model(
+    location: Location,
+    revision: str | None,
+    purpose: Purpose,
+    dtype: torch.dtype,
+    stream: Stream | None = None,
+    on_event: Listener = ignore,
+) -> tuple[Any, tuple[str, ...]]:
+    """Load a model; its weights come in `dtype`, or, for float16, in the files' own.
+
+    (What float16 rounds away the fingerprint would miss: it is rounded afterwards.)
+
+    Returns:
+        The model, and the names of the parameters of its head that the files do not hold.
+
+    Raises:
+        BaseError: The files are damaged, incomplete, or no model for this task.
+    """
+    cls, where = getattr(transformers, purpose.auto_class), loader_arguments(location, revision)
+    if purpose.head is not None:
+        where["config"] = check_config(location, revision, purpose)
+    if location.gguf:
+        where["dtype"] = torch.float32 if dtype == torch.float16 else dtype
+        if hasattr(transformers, "GgufConfig"):  # before it, GGUF files were always dequantised
+            where["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    else:
+        where["dtype"] = "auto" if dtype == torch.float16 else dtype
+        where["use_safetensors"] = True
+    if stream is not None:
+        where["quantization_config"] = StreamConfig(stream)
+        if stream.device.type != "cpu":
+            where["device_map"] = {"": stream.device}
+    if location.is_local and not location.gguf:
+        check_weights(Path(location.source))
+    # the bar of this one loader knows no switch
+    silence = redirect_stderr(io.StringIO()) if location.gguf else nullcontext()
+    with quiet(), explained(location), silence:
+        try:
+            model, info = cls.from_pretrained(
+                location.source, output_loading_info=True, ignore_mismatched_sizes=True, **where
+            )  # what does not match is looked at below
+        except Exception:
+            if stream is not None and stream.broken is not None:
+                raise stream.broken from None
+            raise
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise BaseError(
+            f"{location.name} is not a base model.", found="It is an adapter.", fix="Name its base."
+        )
+    fresh = _fresh(location.name, model, purpose, info)
+    if info["unexpected_keys"]:
+        keys = first_few(sorted(info["unexpected_keys"]), 5, ", ")
+        on_event(Notice(f"{type(model).__name__} does not use these weights of its files: {keys}"))
+    return model, fresh
+
+
+def _fresh(name: str, model: Any, purpose: Purpose, info: Mapping[str, Any]) -> tuple[str, ...]:
+    """Make what the files lack of a head of classes; lacking anything else is an error."""
+    head = head_of_classes(model) if purpose.head else ()
+    lacking = owners(info["missing_keys"], head) if purpose.head else {}
+    if purpose.head and purpose.head.fresh:
+        lacking |= owners((n for n, _ in model.named_parameters() if n.startswith(head)), head)
+    problems = [f"missing: {key}" for key in sorted(info["missing_keys"] - lacking.keys())]
+    problems += [
+        f"misshapen: {key} is {tuple(found)}, not {tuple(wanted)}"
+        for key, found, wanted in sorted(info["mismatched_keys"])
+        if key not in lacking
+    ]
+    if problems:
+        fix = "These weights would be random. Download it again, or give another model."
+        if all(problem.split()[1].startswith(head) for problem in problems) and head:
+            fix = "It was made for other labels. Set task.fresh_head: true to make a new head."
+        raise BaseError(
+            f"{name} is not a whole {type(model).__name__}.",
+            found=first_few(problems, 5),
+            fix=fix,
+        )
+    renew(model, lacking)
+    return tuple(sorted(lacking))
+
+
+def convert(location: Location, on_event: Listener) -> Location:
+    """Convert a GGUF file out of a package into the folder in the cache that it is to have.
+
+    Raises:
+        BaseError: The file cannot be read.
+        OutputError: The cache cannot be written.
+    """
+    target = location.convert_to
+    if target is None:
+        return location
+    on_event(Stage(f"Converting {location.gguf} into {target} (once)"))
+    model, _ = load_model(location, None, CAUSAL_LM, torch.float32, on_event=on_event)
+    tokenizer = load_tokenizer(location, None, on_event)
+    forget_quantization(model)
+    temporary = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    try:
+        temporary.mkdir(parents=True)
+        with quiet():
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+        mode = (temporary / "config.json").stat().st_mode  # safetensors writes for its owner alone
+        for path in temporary.iterdir():
+            path.chmod(mode)
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        if not target.exists():  # another process may have been faster
+            temporary.rename(target)
+            fsync_dir(target.parent)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {target}.", found=str(error), fix="Set PEFTKIT_CACHE to another folder."
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return Location(location.name, str(target), location.hub_id)
+
+
+def forget_quantization(model: Any) -> None:
+    """Take away what transformers says of a quantisation that is not, or no longer, its own."""
+    for name in ("hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit"):
+        model.__dict__.pop(name, None)
+    model.is_quantized = False
+    model.config.__dict__.pop("quantization_config", None)
+
+
+def cast(model: Any, dtype: torch.dtype) -> None:
+    """Cast the parameters that are not packed, but for those that the model keeps in float32."""
+    in_float32 = kept_in_float32(model, dtype)
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            kept = isinstance(module, Packing) or in_float32(f"{path}.{name}")
+            if parameter is not None and parameter.is_floating_point() and not kept:
+                parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype

@@ -1,0 +1,157 @@
+"""Loading weight by weight: the same base to the bit, and no more memory than what is kept."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import nn
+
+from peftkit.base.build import Form, build, cast, load_model
+from peftkit.base.fingerprint import fingerprint
+from peftkit.base.load import load_base
+from peftkit.base.locate import Location
+from peftkit.base.purpose import Purpose
+from peftkit.errors import BaseError
+from peftkit.quant.audit import audit
+from peftkit.quant.quantize import quantize_model
+from tests.families import ARCHITECTURES
+
+CPU = torch.device("cpu")
+CLASSES = (
+    *("CausalLM", "Seq2SeqLM", "MaskedLM", "SequenceClassification", "TokenClassification"),
+    *("ImageClassification", "ImageTextToText", "SpeechSeq2Seq"),
+)
+FAST = (
+    *("llama", "gpt2", "t5", "bert", "vit", "phi3", "falcon_new", "mpt"),
+    *("mixtral", "gpt_oss", "deepseek_v3", "idefics"),
+)
+"""Plain, transposed, tied, shared, fused and stacked weights; the others are in the whole grid."""
+
+
+def purpose_of(config: Any) -> Purpose | None:
+    """Return a purpose whose class loads this config back as what was saved."""
+    for name in CLASSES:
+        mapping = getattr(transformers, f"AutoModelFor{name}")._model_mapping
+        if type(config) in mapping and config.architectures[0] == mapping[type(config)].__name__:
+            return Purpose(name, f"AutoModelFor{name}")
+    return None
+
+
+def whole_then_quantised(where: Location, purpose: Purpose, form: Form) -> tuple[nn.Module, str]:
+    """Load all in 16 bits first, then quantise in place."""
+    model, _ = load_model(where, None, purpose, form.dtype)
+    model.requires_grad_(False).eval()
+    identity = fingerprint(model)
+    cast(model, form.dtype)
+    if form.quantize != "none":
+        quantize_model(model, form.quantize, double_quant=form.double_quant)
+    return model, identity
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in ARCHITECTURES],
+)
+def test_streamed_base_equals_one_that_was_loaded_whole(family, tmp_path) -> None:
+    model = ARCHITECTURES[family]()
+    model.save_pretrained(tmp_path)
+    where = Location(str(tmp_path), str(tmp_path))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    purpose = purpose_of(config)
+    if purpose is None:
+        pytest.skip("no task loads a model of this class")
+    for form in (
+        Form("nf4", True, torch.bfloat16, CPU),
+        Form("int8", False, torch.float16, CPU),
+        Form("none", False, torch.bfloat16, CPU),
+    ):
+        expected, identity = whole_then_quantised(where, purpose, form)
+        built = build(where, None, purpose, config, form)
+        assert built.fingerprint == identity
+        found, known = state_of(built.model), state_of(expected)
+        assert found.keys() == known.keys()
+        for name, tensor in known.items():
+            assert found[name].dtype == tensor.dtype, name
+            assert torch.equal(found[name], tensor), name
+        assert audit(built.model) == audit(expected)
+        modules = {n: type(m).__name__ for n, m in expected.named_modules()}
+        assert {n: type(m).__name__ for n, m in built.model.named_modules()} == modules
+
+
+def test_weight_that_is_not_finite_is_named(llama, tokenizer, tmp_path) -> None:
+    llama.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    path, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = safetensors.torch.load_file(path)
+    tensors[name][3, 4] = float("nan")
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(BaseError) as error:
+        load_base(str(tmp_path), quantize="nf4")
+    assert name in str(error.value)
+
+
+PEAK = """
+import sys, threading, time
+import torch
+import transformers
+from peftkit.base.build import Form, build
+from peftkit.base.locate import Location
+from peftkit.base.purpose import CAUSAL_LM
+from peftkit.base.pretrained import check_config
+from peftkit.quant.quantize import quantize_model
+
+def anonymous():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+folder = sys.argv[1]
+where, form = Location(folder, folder), Form("nf4", True, torch.float32, torch.device("cpu"))
+torch.set_num_threads(1)
+# what only a first model loads
+quantize_model(torch.nn.Sequential(torch.nn.Linear(64, 64)), "nf4")
+with torch.device("meta"):
+    transformers.AutoModelForCausalLM.from_config(check_config(where, None, CAUSAL_LM))
+before, most, done = anonymous(), 0, False
+def watch():
+    global most
+    while not done:
+        most = max(most, anonymous())
+        time.sleep(0.001)
+thread = threading.Thread(target=watch)
+thread.start()
+kept = build(where, None, CAUSAL_LM, check_config(where, None, CAUSAL_LM), form)
+done = True
+thread.join()
+print(most - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's figures")
+def test_peak_is_what_is_kept_and_the_weight_in_hand(tmp_path) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        vocab_size=512,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    size = sum(p.nbytes for p in model.parameters())
+    del model
+    command = [sys.executable, "-c", PEAK, str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    kept = size * 0.6 / 4 + 2 * 512 * 512 * 4
+    assert int(ran.stdout) < kept + 80e6 < 0.8 * size
