@@ -65,6 +65,8 @@ class MaskedLM(TokenTask):
         DataError: A length that cannot be.
     """
 
+    draws_in_collate = True  # what is hidden of a row, anew each time
+
     def __init__(
         self,
         model: nn.Module,

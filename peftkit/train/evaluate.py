@@ -12,6 +12,7 @@ from peftkit.errors import DataError
 from peftkit.train import rng
 from peftkit.train.batches import cut
 from peftkit.train.config import TrainConfig
+from peftkit.train.feed import Feed, on_device
 from peftkit.train.learner import TOO_LARGE
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
 from peftkit.train.metrics import perplexity
@@ -43,6 +44,7 @@ class Evaluator:
         )
         self.rows = rows[ranks.rank :: ranks.world_size]
         self.ranks, self.stop = ranks, stop
+        self.feed = Feed(task, ranks.device)
 
     def run(self) -> dict[str, float] | None:
         """Return what `figures` does, or None if some process was asked to stop meanwhile."""
@@ -55,7 +57,7 @@ class Evaluator:
             self.model.train()
             rng.restore(before, self.ranks.device)
         stopped = float(self.stop.signum != 0)
-        own = torch.tensor([float(targets), stopped], device=self.ranks.device)
+        own = on_device([targets, stopped], self.ranks.device)
         targets, stopped, *summed = self.ranks.sum(torch.cat([own, sums])).tolist()
         if stopped:
             return None
@@ -76,7 +78,7 @@ class Evaluator:
         pending = self._cut(self.rows)
         while pending and not self.stop.signum:
             rows = pending.pop(0)
-            result = self._try(rows)
+            result = self._try(rows, pending[:1])
             if result is None:
                 release_memory()
                 if len(rows) == 1:
@@ -94,11 +96,19 @@ class Evaluator:
     def _cut(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
         return cut(rows, self.task.num_positions, self.batch_size, self._max_tokens)
 
-    def _try(self, rows: Sequence[Any]) -> tuple[Tensor, int] | None:
-        """Return what is summed of rows, and their targets; None if memory ran out."""
-        batch = self.task.collate(rows)
+    def _try(
+        self, rows: Sequence[Any], coming: Sequence[Sequence[Any]] = ()
+    ) -> tuple[Tensor, int] | None:
+        """Return what is summed of rows, and their targets; None if memory ran out.
+
+        Args:
+            coming: The rows after these: they may be collated meanwhile.
+        """
+        (batch,) = self.feed.batches([rows])
+        if coming:
+            self.feed.expect(coming)
         try:
-            moved = {name: tensor.to(self.ranks.device) for name, tensor in batch.items()}
+            moved = self.feed.moved(batch)
             with self.ranks.autocast():
                 return self.task.sums(self.model, moved), self.task.num_targets(batch)
         except Exception as error:

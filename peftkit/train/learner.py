@@ -17,6 +17,7 @@ from peftkit.train import rng
 from peftkit.train.batches import cut
 from peftkit.train.config import TrainConfig
 from peftkit.train.diagnosis import Diagnosis, diagnose, sources
+from peftkit.train.feed import Feed, on_device
 from peftkit.train.memory.blocks import Activations, Blocks
 from peftkit.train.memory.compiled import is_compile_error, told
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
@@ -90,6 +91,7 @@ class Learner:
         self.scale = LossScale(
             needed=on_gpu and any(p.dtype == torch.float16 for p in model.parameters())
         )
+        self.feed = Feed(task, ranks.device)
         self.blocks = Blocks(model)
         self.ways = self.blocks.ways(config.gradient_checkpointing, on_gpu)
         self._asked = config.batch_size, config.tokens_at_once(ranks.device.type)
@@ -112,8 +114,13 @@ class Learner:
         self.blocks.compile(False)
         self.state.compiled = False
 
-    def step(self, rows: Sequence[Any], rate: float) -> StepFacts:
+    def step(
+        self, rows: Sequence[Any], rate: float, coming: Sequence[Any] | None = None
+    ) -> StepFacts:
         """Learn from this process's rows of a step, possibly none.
+
+        Args:
+            coming: The rows of the step after this one: they may be collated meanwhile.
 
         Raises:
             NonFinite: The loss or a gradient is not finite.
@@ -124,6 +131,8 @@ class Learner:
         while True:
             known = self._looked_at(rows, start)
             batches = self._collated(rows, known)
+            if coming is not None and self.feed.is_ahead:
+                self.feed.expect(self.micro_batches(coming))
             targets = float(sum(self.task.num_targets(batch) for batch in batches))
             # counted over the whole group and all processes before the first backward pass, so that
             # the gradient is that of one mean over targets, not of a mean of means
@@ -181,9 +190,9 @@ class Learner:
             self._use_less_memory(rows)
 
     def _seen(self, rows: Sequence[Any]) -> Tensor:
-        batch = self._moved(self.task.collate(rows))
+        (batch,) = self.feed.batches([rows])
         with self.ranks.autocast():
-            return self.task.row_values(self.model, batch)
+            return self.task.row_values(self.model, self.feed.moved(batch))
 
     def _less_than(self, before: State) -> str:
         """Say what takes less memory from here on, if anything."""
@@ -226,22 +235,21 @@ class Learner:
 
     def loss(self, rows: Sequence[Any]) -> Tensor:
         """Return the summed loss of rows that go through the model at once."""
-        return self._sums(self.task.collate(rows))[0]
+        (batch,) = self.feed.batches([rows])
+        return self._sums(batch)[0]
 
     def _sums(self, batch: Mapping[str, Tensor]) -> Tensor:
         with self.ranks.autocast():
-            return self.task.sums(self.model, self._moved(batch))
-
-    def _moved(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.to(self.ranks.device) for name, tensor in batch.items()}
+            return self.task.sums(self.model, self.feed.moved(batch))
 
     def _collated(
         self, rows: Sequence[Any], known: StepValues | None
     ) -> list[Mapping[str, Tensor]]:
         parts = self.micro_batches(rows)
+        batches = self.feed.batches(parts)
         if known is None:
-            return [self.task.collate(part) for part in parts]
-        return [known.given_to(self.task.collate(part), part) for part in parts]
+            return batches
+        return [known.given_to(batch, part) for batch, part in zip(batches, parts, strict=True)]
 
     def micro_batches(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
         """Return rows in parts that go through the model at once."""
@@ -267,7 +275,7 @@ class Learner:
             longest = max(rows, key=num_tokens)
 
             def fits(row: Any) -> bool:
-                return self._try([self.task.collate([row])], one) is not OUT_OF_MEMORY
+                return self._try(self.feed.batches([[row]]), one) is not OUT_OF_MEMORY
 
             raise too_large(longest, rows, fits, fix=TOO_LARGE)
 
@@ -287,7 +295,7 @@ class Learner:
             stop == signal.SIGTERM,
             notice != "",
         ]
-        counts = torch.tensor([float(figure) for figure in own], device=sums.device)
+        counts = on_device(own, sums.device)
         counts = self.ranks.sum(torch.cat([counts, sums.float()]))
         both = torch.cat([total[None], grad_norm.float()[None], counts])
         targets, norm, tokens, interrupts, terminations, notices, *summed = both.tolist()

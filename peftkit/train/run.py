@@ -117,6 +117,8 @@ class Run:
                 with self._laid_out(), self.learner.task.training(self.model):
                     yield
         finally:
+            self.learner.feed.close()
+            self.evaluator.feed.close()
             blocks.restore()
             if trackers is not None:
                 trackers.finish()
@@ -208,17 +210,22 @@ class Run:
         rows, rate = self.next_rows()
         began = time.perf_counter()
         try:
-            facts = self.learner.step(rows, rate)
+            facts = self.learner.step(rows, rate, self._rows_of(self.learner.state.step + 1))
         except NonFinite as error:
             raise self.broken(error) from None
         self.stepped(facts, rate, time.perf_counter() - began)
 
     def next_rows(self) -> tuple[list[Any], float]:
         """Return this process's rows of the next step, and its learning rate."""
-        step, ranks = self.learner.state.step, self.ranks
-        group = self.order.group(step, ranks.rank, ranks.world_size)
-        rate = learning_rate(step, self.num_steps, self.config)
-        return [self.rows[index] for index in group], rate
+        step = self.learner.state.step
+        return self._rows_of(step), learning_rate(step, self.num_steps, self.config)
+
+    def _rows_of(self, step: int) -> list[Any]:
+        """Return this process's rows of a step; none after the last."""
+        if step >= self.num_steps:
+            return []
+        group = self.order.group(step, self.ranks.rank, self.ranks.world_size)
+        return [self.rows[index] for index in group]
 
     def stepped(self, facts: StepFacts, rate: float, seconds: float) -> None:
         """Count a step that was done, and tell of it."""

@@ -46,6 +46,9 @@ class Task(Protocol):
     needs_whole_step: bool = False
     """Whether a row's loss depends on other rows of the step; see `row_values`."""
 
+    draws_in_collate: bool = False
+    """Whether `collate` draws from torch's own generator; others are collated a step ahead."""
+
     @property
     def predicts_tokens(self) -> bool:
         """Whether the loss is that of each token of a text: its exp is then a perplexity."""

@@ -9,8 +9,10 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+# these look at torch.cuda once, when they are imported, and must find it as it is
+import bitsandbytes  # noqa: F401
 import torch
-import torch._dynamo  # it looks at all of torch.cuda once, and must find it as it is
+import torch._dynamo
 from torch import Tensor
 
 from tests.simulated_gpu import tensors
