@@ -108,7 +108,7 @@ def spread(x: Tensor, tokens: Tensor) -> Tensor:
     An operator, so that torch.compile does not make it part of a loop over single numbers: whole
     heads are copied in a fraction of the time. They come out as products want them.
     """
-    heads = torch.arange(x.shape[2])[:, None]
+    heads = torch.arange(x.shape[2], device=x.device)[:, None]
     index = tokens[:, None] * len(heads) + heads  # (R, H, T)
     return x.flatten(0, 2).index_select(0, index.flatten()).unflatten(0, index.shape)
 
@@ -134,7 +134,7 @@ def collected(x: Tensor, places: Tensor, shared: Tensor | None, copies: Tensor |
         """Return (*places, H, D)."""
         heads, width = x.shape[1:3]
         first = places + places.div(width, rounding_mode="floor") * (heads - 1) * width
-        index = first[..., None] + torch.arange(0, heads * width, width)
+        index = first[..., None] + torch.arange(0, heads * width, width, device=x.device)
         return flat.index_select(0, index.flatten()).unflatten(0, index.shape)
 
     out = heads_at(places)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -18,10 +18,17 @@ from torch import Tensor, nn
 
 from peftkit.kernels.cross_entropy import chunked_cross_entropy
 from peftkit.model.places import is_linear, linear_shape, unwrap_adapter
-from peftkit.tasks.cpu_attention import cpu_attention, set_document_layout
+from peftkit.tasks.attention import TrainingAttention, training_attention
 from peftkit.tasks.loss import accepted, cross_entropy_sum, find_head, target_rows, unwrapped
 from peftkit.tasks.protocol import Task
-from peftkit.tasks.unpadding import can_unpad, faster, grids_in, num_positions, unpadded
+from peftkit.tasks.unpadding import (
+    can_unpad,
+    faster,
+    laid_out,
+    layout_in,
+    num_positions,
+    unpadded,
+)
 
 TOLERANCE = 2e-3
 """Of the largest logit: the same rows in a product of another shape."""
@@ -64,40 +71,50 @@ class TokenTask(Task):
     is_causal: ClassVar[bool] = False
     """Whether what is computed of a token depends on none after it."""
     _head: Head | None
-    _in_one_row = False
+    _attention: TrainingAttention | None = None
+    """While documents are in one row: the model's."""
 
     @property
     def paths(self) -> dict[str, str]:
         """Whether logits are made chunk by chunk, and whether rows are padded."""
         loss = "label rows alone, in chunks" if self._head else "label rows, all logits at once"
-        rows = "padded"
-        if self._in_one_row:
-            rows = "without padding" + ", common beginnings once" * self.is_causal
-        return {"loss": loss, "rows": rows}
+        if self._attention is None:
+            return {"loss": loss, "rows": "padded"}
+        rows = "without padding" + ", common beginnings once" * self.is_causal
+        return {"attention": self._attention.kernel, "loss": loss, "rows": rows}
 
     @contextmanager
     def training(self, model: nn.Module) -> Iterator[None]:
         """Besides, have documents in one row, without padding, where the model can."""
-        with cpu_attention(unwrapped(model)) as in_use:
-            self._in_one_row = in_use and can_unpad(model, share=self.is_causal)
+        with ExitStack() as stack:
+            bare = unwrapped(model)
+            attention = stack.enter_context(training_attention(bare, on_gpu=True))
+            if attention and can_unpad(model, attention, share=self.is_causal):
+                self._attention = attention
+            elif bare.device.type != "cpu":
+                stack.close()  # of no use to padded rows
             try:
                 yield
             finally:
-                self._in_one_row = False
+                self._attention = None
 
     def num_positions(self, rows: Sequence[Any]) -> int:
         """Return how many positions rows take that go through the model at once."""
         padded = super().num_positions(rows)
-        if not self._in_one_row:
+        if self._attention is None:
             return padded
         alone = super().num_positions
         lengths = [n for row in rows for n in getattr(row, "lengths", (alone([row]),))]
-        return min(padded, num_positions(lengths))
+        return sum(lengths) if self._attention.takes_spans else min(padded, num_positions(lengths))
 
     def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         """Return rows as a batch: padded, or in one row if that is faster."""
         batch = self.padded(rows)
-        return faster(batch, unpadded(batch, share=self.is_causal)) if self._in_one_row else batch
+        if self._attention is None:
+            return batch
+        if self._attention.takes_spans:
+            return unpadded(batch, share=self.is_causal, spans=True)
+        return faster(batch, unpadded(batch, share=self.is_causal))
 
     @abstractmethod
     def padded(self, rows: Sequence[Any]) -> dict[str, Tensor]:
@@ -113,14 +130,18 @@ class TokenTask(Task):
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross entropy summed over the learnt tokens of a batch, in fp32."""
-        grids = grids_in(batch)
-        set_document_layout(*grids)
-        given = batch if grids else self.inputs(model, batch)
-        inputs = accepted(model, {**given, "use_cache": False})
+        inputs = self.model_inputs(model, batch)
         loss = token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
-        if not loss.requires_grad:  # there is no backward pass that asks again
-            set_document_layout()
+        if not loss.requires_grad and self._attention:  # there is no backward pass that asks again
+            self._attention.layout = ()
         return loss
+
+    def model_inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return what the model is called with; attention knows the layout of its documents."""
+        given: Mapping[str, Any] = laid_out(batch, self._attention)
+        if not layout_in(batch):
+            given = self.inputs(model, batch)
+        return accepted(model, {**given, "use_cache": False})
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         """Return how many tokens a batch teaches; it never waits for the GPU."""

@@ -24,7 +24,7 @@ from peftkit.data.encode import Style
 from peftkit.data.lengths import num_tokens, padded
 from peftkit.data.load import DataConfig
 from peftkit.events import Listener, Progress, ignore
-from peftkit.tasks.cpu_attention import cpu_attention
+from peftkit.tasks.attention import training_attention
 from peftkit.tasks.loss import unwrapped
 from peftkit.train import task as loop
 
@@ -62,7 +62,7 @@ class Task(loop.Task, ABC):
         return len(rows) * padded(*rows)
 
     def training(self, model: nn.Module) -> AbstractContextManager[object]:
-        return cpu_attention(unwrapped(model))
+        return training_attention(unwrapped(model))
 
     @abstractmethod
     def spans(self, row: Any) -> list[tuple[str, str]]:

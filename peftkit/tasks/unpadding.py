@@ -3,8 +3,9 @@
 Padding costs all layers as much as tokens do; in a row it is but the few tokens that round its
 length. And what several documents begin with, a system prompt or the same question, is the same to
 a causal model: it is there once, and learns from all of them. Attention takes the documents apart
-(`peftkit.kernels.grid`). A model may mix tokens elsewhere too (convolutions, states), or count
-positions its own way: so it is asked, on a few tokens, before it is trained like this.
+(`peftkit.kernels.grid`; on a GPU `peftkit.kernels.varlen`, where that serves the model). A model
+may mix tokens elsewhere too (convolutions, states), or count positions its own way: so it is
+asked, on a few tokens, before it is trained like this.
 
 An encoder-decoder has its sources in rows and its targets in others. They are not one row each, for
 T5 makes a bias for all pairs of a row's places; no shorter than the longest document, for that
@@ -23,8 +24,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from peftkit.kernels.grid import Grid, grid_of, one_of_few, width_of
+from peftkit.kernels.varlen import Spans, spans_of
 from peftkit.model.modes import evaluating
-from peftkit.tasks.cpu_attention import set_document_layout
+from peftkit.tasks.attention import Layout, TrainingAttention
 from peftkit.tasks.isolation import are_apart, logits_of, rms_difference
 from peftkit.tasks.length import num_virtual
 from peftkit.tasks.loss import unwrapped
@@ -43,6 +45,9 @@ HALVES = ("", "decoder_")
 
 GRID = "grid_"
 """How the names of a batch begin, after that, that are fields of its `Grid`."""
+
+SPAN = "span_"
+"""Of its `Spans`."""
 
 LENGTHS = (11, 9, 2)
 """Of the documents that a model is asked with."""
@@ -71,7 +76,7 @@ def faster(padded: dict[str, Tensor], one_row: dict[str, Tensor]) -> dict[str, T
     return one_row if tokens(one_row, GRID + "tokens") < tokens(padded, "input_ids") else padded
 
 
-def unpadded(batch: Mapping[str, Tensor], *, share: bool) -> dict[str, Tensor]:
+def unpadded(batch: Mapping[str, Tensor], *, share: bool, spans: bool = False) -> dict[str, Tensor]:
     """Return a padded batch in one row.
 
     Args:
@@ -80,10 +85,12 @@ def unpadded(batch: Mapping[str, Tensor], *, share: bool) -> dict[str, Tensor]:
             before, if it is for an encoder and a decoder; target_index, places in the flattened
             (B * T) tokens, of the decoder if there is one; and what else there is.
         share: Have what several documents begin with once. The model has to be causal.
+        spans: Say where documents begin and end instead of making a grid; without a decoder.
 
     Returns:
         input_ids and position_ids (1, N), or with a decoder's any number of rows; the fields of
-        `Grid`; target_index, places among the flattened tokens; and what else there is.
+        `Grid`, or of `Spans`; target_index, places among the flattened tokens; and what else there
+        is.
     """
     made = {name: tensor for name, tensor in batch.items() if name not in PADDED}
     halves = {half: _half(batch, half, share) for half in HALVES if half + "input_ids" in batch}
@@ -91,7 +98,12 @@ def unpadded(batch: Mapping[str, Tensor], *, share: bool) -> dict[str, Tensor]:
     count = 1 if len(halves) == 1 else min(half.most_rows for half in halves.values())
     length = 0
     for name, half in halves.items():
-        row, number = _in_rows(half, _shape(half.num_tokens, count, other=length))
+        shape = _shape(half.num_tokens, count, other=length)
+        row, number = _in_rows(half, shape)
+        if spans:
+            row |= _named(SPAN, spans_of(half.numbers, shape[1]))
+        else:
+            row |= _named(GRID, grid_of(half.numbers, shape))
         made |= {name + field: tensor for field, tensor in row.items()}
         length = row["input_ids"].shape[1]
     return made | {"target_index": number[batch["target_index"]]}  # of the last half
@@ -136,7 +148,7 @@ def _half(batch: Mapping[str, Tensor], name: str, share: bool) -> _Half:
 
 
 def _in_rows(half: _Half, shape: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor]:
-    """Return tokens in rows and their grid, and the new number of each padded one."""
+    """Return tokens in rows, and the new number of each padded one."""
     number = torch.tensor([n for document in half.numbers for n in document])
     made = {  # filled with no token that pads: of all zeros some norms have no gradient
         "input_ids": half.ids.new_full(shape, int(half.ids[0])),
@@ -144,11 +156,13 @@ def _in_rows(half: _Half, shape: tuple[int, int]) -> tuple[dict[str, Tensor], Te
     }
     made["input_ids"].view(-1)[number] = half.ids
     made["position_ids"].view(-1)[number] = half.positions
-    grid = grid_of(half.numbers, shape)._asdict()
-    made |= {GRID + name: tensor for name, tensor in grid.items()}
     now = torch.zeros(half.num_padded, dtype=torch.long)
     now[half.old] = number
     return made, now
+
+
+def _named(start: str, fields: Grid | Spans) -> dict[str, Tensor]:
+    return {start + name: tensor for name, tensor in fields._asdict().items()}
 
 
 def _shape(used: int, count: int, *, other: int) -> tuple[int, int]:
@@ -180,8 +194,10 @@ def _numbered(documents: Sequence[Sequence[int]], *, share: bool) -> list[list[i
     return numbers
 
 
-def grids_in(batch: Mapping[str, Tensor]) -> tuple[Grid, ...]:
-    """Return the grids of a batch that is in one row: an encoder's, a decoder's; else none."""
+def layout_in(batch: Mapping[str, Tensor]) -> Layout:
+    """Return how the documents of a batch lie: in spans; in grids, an encoder's and a decoder's."""
+    if SPAN + Spans._fields[0] in batch:
+        return Spans(*(batch[SPAN + name] for name in Spans._fields))
     return tuple(
         Grid(*(batch[half + GRID + name] for name in Grid._fields))
         for half in HALVES
@@ -189,19 +205,20 @@ def grids_in(batch: Mapping[str, Tensor]) -> tuple[Grid, ...]:
     )
 
 
-def can_unpad(model: nn.Module, *, share: bool) -> bool:
+def can_unpad(model: nn.Module, attention: TrainingAttention, *, share: bool) -> bool:
     """Tell whether documents in one row are to this model what they are alone.
 
-    Runs it on a few tokens, without gradients. It must be within `cpu_attention`.
+    Runs it on a few tokens, without gradients; `attention` then knows what its layers see.
 
     Args:
+        attention: The model's, in use.
         share: As `unpadded` will be told.
     """
     bare = unwrapped(model)
     if num_virtual(model):
         return False
     halves = HALVES if bare.config.is_encoder_decoder else HALVES[:1]
-    vocab = bare.config.get_text_config().vocab_size
+    vocab, device = bare.config.get_text_config().vocab_size, bare.device
     documents = torch.arange(3, 3 + sum(LENGTHS)).mul(7).remainder(vocab).split(LENGTHS)
     seen, common = documents[1], len(documents[1]) // 2 if share else 0
     seen[:common] = documents[0][:common]
@@ -210,7 +227,8 @@ def can_unpad(model: nn.Module, *, share: bool) -> bool:
         document[common:] = document[common:].add(vocab // 2).remainder(vocab)
 
     def said(inputs: Mapping[str, Tensor]) -> Tensor:
-        set_document_layout(*grids_in(inputs))
+        inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+        inputs = laid_out(inputs, attention)
         return logits_of(model, inputs["input_ids"], inputs).flatten(0, 1)
 
     def said_in_one_row(documents: Sequence[Tensor]) -> Tensor:
@@ -219,13 +237,14 @@ def can_unpad(model: nn.Module, *, share: bool) -> bool:
         batch = {"target_index": torch.arange(ids.shape[1], ids.shape[1] + len(seen))}
         for half in halves:
             batch |= {half + "input_ids": ids, half + "attention_mask": mask}
-        row = unpadded(batch, share=share)
-        return said(row)[row["target_index"]]
+        row = unpadded(batch, share=share, spans=attention.takes_spans)
+        return said(row)[row["target_index"].to(device)]
 
     def said_as_they_are(ids: Tensor) -> Tensor:
         return said({half + "input_ids": ids[None] for half in halves})
 
     first = len(documents[0])
+    _listen(model, attention, seen.to(device), halves)
     with evaluating(model):
         alone = said_as_they_are(seen)
         together = said_as_they_are(torch.cat(documents))[first : first + len(seen)]
@@ -234,6 +253,32 @@ def can_unpad(model: nn.Module, *, share: bool) -> bool:
         except Exception:  # a model's own way of saying that it takes no such row
             return False
         finally:
-            set_document_layout()
+            attention.layout = ()
     open_door = rms_difference([together], [alone])
     return are_apart([here], [there], [alone], open_door, bare.dtype)
+
+
+@torch.no_grad()
+def _listen(
+    model: nn.Module, attention: TrainingAttention, ids: Tensor, halves: Sequence[str]
+) -> None:
+    """Have attention find out what layers see, in the mode the model is in: it may drop some."""
+    cuda = [ids.device] if ids.device.type == "cuda" else []
+    inputs = {half + "input_ids": ids[None] for half in halves}
+    with torch.random.fork_rng(devices=cuda), attention.listening():
+        logits_of(model, ids[None], inputs)
+
+
+def laid_out(batch: Mapping[str, Tensor], attention: TrainingAttention | None) -> dict[str, Tensor]:
+    """Lay the documents of a batch out for attention; return what the model is called with.
+
+    A mask of ones is given where attention needs none: without any, transformers looks for
+    documents in the positions, and waits for a GPU to do so.
+    """
+    layout = layout_in(batch)
+    given = dict(batch)
+    if attention is not None:
+        attention.layout = layout
+        if layout and not attention.needs_mask:
+            given["attention_mask"] = torch.ones_like(batch["input_ids"])
+    return given

@@ -20,7 +20,9 @@ def paths(model: nn.Module, blocks: Blocks, of_task: Mapping[str, str]) -> str:
         of_task: How the task computes what.
     """
     parts = []
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    of_task = dict(of_task)
+    found = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    attention = of_task.pop("attention", found)
     if attention is not None:
         parts.append(f"attention: {str(attention).removeprefix(PREFIX)}")
     if (layers := _layers(model)) != "":

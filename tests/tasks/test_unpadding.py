@@ -21,8 +21,8 @@ from peftkit.kernels.grid import grid_of, into_grid, one_of_few, out_of_grid
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
+from peftkit.tasks.attention import training_attention
 from peftkit.tasks.causal_lm import CausalLM
-from peftkit.tasks.cpu_attention import cpu_attention
 from peftkit.tasks.head import TokenTask
 from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
 from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
@@ -200,8 +200,9 @@ def test_absolute_positions_of_a_decoder_are_padded(tokenizer: Tokenizer) -> Non
 
 def test_what_counts_positions_its_own_way_is_padded(tokenizer: Tokenizer) -> None:
     model = ARCHITECTURES["roberta"]().eval()  # its first position is not the first
-    with cpu_attention(model):
-        assert not can_unpad(model, share=True)
+    with training_attention(model) as attention:
+        assert attention is not None
+        assert not can_unpad(model, attention, share=True)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mistral_swa", "qwen3_moe"])
@@ -232,8 +233,9 @@ def test_recomputed_blocks_find_their_documents(way: Any, tokenizer: Tokenizer) 
 def test_virtual_tokens_before_every_row_need_rows(method: Any) -> None:
     model = ARCHITECTURES["llama"]().eval()
     attach(model, method)
-    with cpu_attention(model):
-        assert not can_unpad(model, share=True)
+    with training_attention(model) as attention:
+        assert attention is not None
+        assert not can_unpad(model, attention, share=True)
 
 
 def test_asking_leaves_the_model_and_the_generator_as_they_were(tokenizer: Tokenizer) -> None:

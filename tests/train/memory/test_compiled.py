@@ -18,8 +18,8 @@ from peftkit.events import RunStarted
 from peftkit.kernels import grouped
 from peftkit.methods.lora import LoRA
 from peftkit.tasks import head
+from peftkit.tasks.attention import training_attention
 from peftkit.tasks.causal_lm import CausalLM
-from peftkit.tasks.cpu_attention import cpu_attention
 from peftkit.train.config import TrainConfig
 from peftkit.train.memory import blocks as blocks_module
 from peftkit.train.memory import compiled, prepare
@@ -61,7 +61,7 @@ def adapted(family: str, dropout: float = 0.0) -> nn.Module:
 def gradients(model: nn.Module, *batches: Tensor) -> dict[str, Tensor]:
     torch.manual_seed(3)
     model.zero_grad(set_to_none=True)
-    with cpu_attention(model):
+    with training_attention(model):
         for ids in batches:
             model(input_ids=ids, labels=ids).loss.backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -119,7 +119,8 @@ def test_documents_in_one_row_are_one_graph_whatever_their_lengths(
     wanted = learnt()
     blocks = Blocks(model)
     blocks.compile()
-    backend.setattr(head, "can_unpad", lambda model, share: True)  # a run asks before it compiles
+    # a run asks before it compiles
+    backend.setattr(head, "can_unpad", lambda model, attention, share: True)
     assert_close(learnt(), wanted)
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1
@@ -135,7 +136,7 @@ def test_scales_of_layers_and_sizes_that_are_equal_by_chance_make_no_graph_more(
     attach(model, method).prepare_training()
     task = CausalLM(model, tokenizer, DataConfig(train="", max_length=64))
     same = grouped.ALIGNMENT - 2  # tokens in common are padded by two, ranks up to ALIGNMENT
-    backend.setattr(head, "can_unpad", lambda model, share: True)
+    backend.setattr(head, "can_unpad", lambda model, attention, share: True)
     blocks = Blocks(model)
     blocks.compile()
     with task.training(model):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from peftkit.adapter import attach
 from peftkit.kernels import attention
 from peftkit.methods.lora import LoRA
-from peftkit.tasks import cpu_attention as module
+from peftkit.tasks import attention_kernels
+from peftkit.tasks.attention import training_attention
 from tests.families import ARCHITECTURES
 from tests.further import FURTHER
 
@@ -30,14 +31,14 @@ MASK[1, 7:] = MASK[2, 10:] = 0
 def counted(monkeypatch: pytest.MonkeyPatch, way: str) -> Iterator[list[bool]]:
     """Count the calls that a kind of attention takes."""
     calls: list[bool] = []
-    whole = getattr(module, way)
+    whole = getattr(attention_kernels, way)
 
     def counting(*args: Tensor) -> Tensor:
         calls.append(True)
         return whole(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, way, counting)
+        patch.setattr(attention_kernels, way, counting)
         yield calls
 
 
@@ -63,7 +64,7 @@ def test_loss_and_gradients_are_those_of_torchs_attention(
         nn.init.normal_(parameter, std=0.1)
     mask = MASK if padded else torch.ones_like(MASK)
     want, wanted = trained(model, mask)
-    with module.cpu_attention(model) as used, counted(monkeypatch, way) as calls:
+    with training_attention(model) as used, counted(monkeypatch, way) as calls:
         loss, grads = trained(model, mask)
     assert used
     assert calls or family in SHORT_ONLY

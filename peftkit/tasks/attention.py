@@ -1,0 +1,271 @@
+"""A model's attention while it trains, through transformers' own extension point.
+
+transformers hands documents' bounds to attention in no way that all models pass on: their keyword
+arguments are dropped by some, and a recomputed block asks again in the backward pass. So the layout
+of the documents is a field of an object that belongs to one model for as long as it trains
+(`TrainingAttention`), whose methods transformers calls by a name of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from peftkit.kernels.attention import MAX_BYTES, additive
+from peftkit.kernels.grid import Grid, into_grid, out_of_grid
+from peftkit.kernels.varlen import Spans
+from peftkit.tasks.attention_kernels import Call, attend, takes_varlen
+
+PREFIX = "peftkit_"
+"""Of the names that attention is registered under."""
+
+Layout = tuple[Grid, ...] | Spans
+"""How documents lie in rows. (): each row is one. Two grids: an encoder's and a decoder's."""
+
+_taken: set[str] = set()
+
+
+class MaskKind(NamedTuple):
+    """What a query sees: keys up to itself, or all; of these the last `window`, or all."""
+
+    is_causal: bool
+    window: int | None
+
+
+class TrainingAttention:
+    """The attention of one model, and the layout of the documents that it is given.
+
+    Attributes:
+        layout: Of the next forward pass and its backward pass.
+        is_causal: Whether all layers are known to see what was before and nothing else, so that
+            documents in rows of their own need no mask.
+        takes_spans: Whether all layers can be given documents of a row as they stand.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.layout: Layout = ()
+        self.is_causal = self.takes_spans = False
+        self._kinds: dict[int, MaskKind | None] | None = None
+        self._heard: list[tuple[MaskKind | None, bool]] = []
+        self._masks: list[Tensor] = []
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether documents, as they are laid out, are kept apart by a mask.
+
+        Causal ones in rows of their own are not: what stands after them they do not see. (On a CPU
+        our kernels have a mask all the same: it says which of the grid's places are worth a look.)
+        """
+        on_cpu = self.model.device.type == "cpu"
+        return not isinstance(self.layout, Spans) and (on_cpu or not self.is_causal)
+
+    @property
+    def kernel(self) -> str:
+        """The name of what computes most of it, for the header of a run."""
+        if self.takes_spans:
+            return "varlen"
+        return "grouped" if self.model.device.type == "cpu" else "sdpa"
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Find out what the layers see in a forward pass on one row, without a layout."""
+        self._kinds, self._heard, self._masks = {}, [], []
+        try:
+            yield
+            kinds = [kind for kind, _ in self._heard]
+            self.is_causal = bool(kinds) and all(kind == MaskKind(True, None) for kind in kinds)
+            self.takes_spans = bool(kinds) and all(takes for _, takes in self._heard)
+        finally:
+            self._kinds, self._heard, self._masks = None, [], []
+
+    def mask(
+        self,
+        *,
+        mask_function: Callable[..., Tensor],
+        dtype: torch.dtype = torch.float32,
+        **asked: Any,
+    ) -> Tensor | None:
+        """Return what attention may see, as transformers' own function does; of a grid, if any.
+
+        Made additive once for all layers, unless large: they would take twice as long to read it.
+        """
+        asked["mask_function"] = mask_function
+        if self._kinds is not None:
+            whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            heard = sdpa_mask(**{**asked, **whole})
+            assert heard is not None
+            self._masks.append(heard)  # so that no other is in its place
+            window = getattr(asked.get("config"), "sliding_window", None)
+            self._kinds[heard.data_ptr()] = kind_of(mask_function, window)
+            return heard
+        if self.layout and not self.needs_mask:
+            return None
+        seen = self._seen_in_grid(**asked) if self.layout else sdpa_mask(**asked)
+        if seen is None or seen.numel() * dtype.itemsize > MAX_BYTES:
+            return seen
+        # under autocast scores are of another dtype
+        return seen if torch.is_autocast_enabled(seen.device.type) else additive(seen, dtype)
+
+    def _grid_with(self, length: int) -> Grid:
+        """Return the grid whose tokens are in rows of this length."""
+        assert not isinstance(self.layout, Spans)
+        first, *others = self.layout
+        return next((grid for grid in others if grid.places.shape[1] == length), first)
+
+    def _seen_in_grid(
+        self, *, mask_function: Callable[..., Tensor], attention_mask: Tensor | None, **more: Any
+    ) -> Tensor:
+        """Return what attention may see (R, 1, T, T).
+
+        The model's function of any two tokens is asked for those of the longest document, which has
+        the first ones of the first row and stands there as it would alone.
+        """
+        queries, keys = self._grid_with(more["q_length"]), self._grid_with(more["kv_length"])
+        if attention_mask is not None or more.get("use_vmap"):
+            raise RuntimeError("documents in one row have no mask but their own")
+        if (more["batch_size"], more["q_length"]) != queries.places.shape:
+            raise RuntimeError("these are other rows than the layout of the documents")
+        row, column = queries.tokens.amin(0)[:, None], keys.tokens.amin(0)
+        real = (keys.tokens < keys.places.numel() - 1)[:, None, None]
+        seen = (mask_function(0, 0, row, column) & real).expand(-1, -1, len(row), -1)
+        if queries is not keys:
+            return seen
+        # padding has to see something
+        return seen | torch.eye(len(row), dtype=torch.bool, device=seen.device)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        position_bias: Tensor | None = None,
+        softcap: float | None = None,
+        **more: Any,
+    ) -> tuple[Tensor, None]:
+        """Return what transformers' attention functions do, and no probabilities."""
+        layout = self.layout
+        spans = layout if isinstance(layout, Spans) else None
+        grids = () if isinstance(layout, Spans) else layout
+        if grids:
+            grid, keys = self._grid_with(query.shape[2]), self._grid_with(key.shape[2])
+            query, key, value = into_grid(query, grid), into_grid(key, keys), into_grid(value, keys)
+            if position_bias is not None:  # of distances: each document's is the longest one's
+                position_bias = position_bias[..., : query.shape[2], : key.shape[2]]
+            own = attention_mask is not None and attention_mask.shape[0] == len(query)
+            if not own and (attention_mask is not None or self.needs_mask):
+                raise RuntimeError("documents in one row have a mask of their grid")
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        call = Call(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout,
+            query.shape[-1] ** -0.5 if scaling is None else scaling,
+            causal and attention_mask is None,
+            is_causal,
+            position_bias,
+            softcap,
+            spans,
+            more,
+        )
+        if self._kinds is not None:
+            self._hear(call, causal)
+        out = attend(call)
+        return out_of_grid(out.transpose(1, 2), grid) if grids else out.contiguous(), None
+
+    def _hear(self, call: Call, causal: bool) -> None:
+        """Note what a layer sees, and whether the model's words for it are the same."""
+        assert self._kinds is not None
+        mask = call.mask
+        kind = None if mask is None else self._kinds.get(mask.data_ptr())
+        told = MaskKind(causal, call.more.get("sliding_window"))
+        self._heard.append((kind, kind == told and takes_varlen(call)))
+
+
+def kind_of(mask_function: Callable[..., Tensor], window: int | None) -> MaskKind | None:
+    """Return what a mask function of transformers lets a query see; None: neither of the two.
+
+    It is asked for queries near and far; it must not depend on the batch.
+
+    Args:
+        window: One that the model may have: keys well beyond it are asked for.
+    """
+    reach = 2 * (window or 0) + 1024
+    queries = torch.tensor([0, 1, 7, reach // 2, reach - 9, reach - 1])[:, None]
+    keys = torch.arange(reach)[None]
+    try:
+        seen = mask_function(0, 0, queries, keys).expand(len(queries), reach)
+    except Exception:  # it reads something of the batch
+        return None
+    distance = queries - keys
+    count = int(seen[-1].sum())
+    for kind in (MaskKind(False, None), MaskKind(True, None), MaskKind(True, count)):
+        within = distance < (reach if kind.window is None else kind.window)
+        if torch.equal(seen, (distance >= 0) & within if kind.is_causal else within | True):
+            return kind
+    return None
+
+
+@contextmanager
+def training_attention(model: Any, *, on_gpu: bool = False) -> Iterator[TrainingAttention | None]:
+    """Train with our own attention where that is exact; yields None where it is not.
+
+    It is where the model dispatches its attention to torch's SDPA. Each call that asks for more
+    than a kernel of ours knows (sinks, dropout, a bias on long rows) goes to SDPA as before. A
+    model that caps its scores, which SDPA cannot, takes it in place of its eager attention.
+
+    Args:
+        on_gpu: Also where the model is not on a CPU: only of use to documents in one row.
+    """
+    if not _applies(model, on_gpu):
+        yield None
+        return
+    before = model.config._attn_implementation
+    name = _free_name()
+    attention = TrainingAttention(model)
+    AttentionInterface.register(name, attention.attend)
+    AttentionMaskInterface.register(name, attention.mask)
+    model.set_attn_implementation(name)
+    try:
+        yield attention
+    finally:
+        attention.layout = ()
+        model.set_attn_implementation(before)
+        for table in (AttentionInterface, AttentionMaskInterface):
+            table._global_mapping.pop(name, None)
+        _taken.discard(name)
+
+
+def _free_name() -> str:
+    """Return a name that no other model trains under."""
+    names = (f"{PREFIX}grouped" + (f"_{n}" if n else "") for n in range(len(_taken) + 1))
+    name = next(name for name in names if name not in _taken)
+    _taken.add(name)
+    return name
+
+
+def _applies(model: Any, on_gpu: bool) -> bool:
+    parameter = next(model.parameters(), None)
+    if parameter is None or not (parameter.device.type == "cpu" or on_gpu):
+        return False
+    config: Any = getattr(model, "config", None)
+    implementation = getattr(config, "_attn_implementation", None)
+    capped = getattr(config, "attn_logit_softcapping", None) and not config.attention_dropout
+    if implementation != "sdpa" and not (implementation == "eager" and capped):
+        return False
+    can = getattr(type(model), "_can_set_attn_implementation", None)
+    return bool(can and can())

@@ -1,0 +1,163 @@
+"""Which kernel computes a call of attention: a table, read from its top.
+
+`varlen`: documents of a row as they stand, on a GPU. `grouped`: plain products, for short rows on
+a CPU, and wherever scores are capped. `blocked`: long rows on a CPU. `sdpa`: torch's own choice,
+which takes all others.
+
+Shapes: B rows, H heads, L queries, S keys, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from peftkit.kernels import varlen
+from peftkit.kernels.attention import blocked_attention, grouped_attention, is_short
+from peftkit.kernels.varlen import Spans, spans_attention
+
+PLAIN = {
+    *("position_ids", "use_cache", "output_router_logits", "output_attentions"),
+    "sliding_window",  # which the mask has in it, as for SDPA
+}
+"""Arguments that do not change what attention computes; others are left to transformers."""
+
+
+class Call(NamedTuple):
+    """What a layer asks for.
+
+    Attributes:
+        query: (B, H, L, D). key, value: (B, K, S, D). mask: As transformers made it.
+        is_causal: Of what has no mask: query i sees keys up to i.
+        is_causal_asked: What the model said of it, for SDPA; None: nothing.
+        spans: Documents of a row that have no mask.
+        more: Whatever else the model gives its attention.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout: float
+    scale: float
+    is_causal: bool
+    is_causal_asked: bool | None
+    position_bias: Tensor | None
+    softcap: float | None
+    spans: Spans | None
+    more: dict[str, Any]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is asked that only transformers knows (sinks, for one)."""
+        return not ({name for name, value in self.more.items() if value is not None} - PLAIN)
+
+    @property
+    def trains(self) -> bool:
+        return torch.is_grad_enabled() and self.query.requires_grad
+
+    @property
+    def is_short(self) -> bool:
+        return is_short(self.query, self.key, biased=self.position_bias is not None)
+
+
+class Kernel(NamedTuple):
+    """One row of the table: what it takes; what it returns for it, (B, L, H, D)."""
+
+    name: str
+    takes: Callable[[Call], bool]
+    run: Callable[[Call], Tensor]
+
+
+def attend(call: Call) -> Tensor:
+    """Return (B, L, H, D), by the first kernel that takes the call."""
+    for kernel in KERNELS:
+        if kernel.takes(call):
+            return kernel.run(call)
+    raise AssertionError("the last kernel takes all")
+
+
+def takes_varlen(call: Call) -> bool:
+    """Tell whether the documents of a row, if there were any, could be taken as they stand."""
+    asks = call.dropout or call.position_bias is not None or call.softcap is not None
+    return call.is_plain and not asks and varlen.serves(call.query, call.key, call.value)
+
+
+def _takes_grouped(call: Call) -> bool:
+    if not call.is_plain:
+        return False
+    if call.softcap is not None:  # SDPA cannot
+        return True
+    return call.query.device.type == "cpu" and call.trains and not call.dropout and call.is_short
+
+
+def _takes_blocked(call: Call) -> bool:
+    on_cpu = call.query.device.type == "cpu"
+    bare = call.is_plain and call.softcap is None and call.position_bias is None
+    return on_cpu and bare and call.trains and not call.dropout
+
+
+def _varlen(call: Call) -> Tensor:
+    assert call.spans is not None
+    window = call.more.get("sliding_window")
+    return spans_attention(
+        call.query,
+        call.key,
+        call.value,
+        call.spans,
+        is_causal=call.is_causal,
+        scale=call.scale,
+        window=window if call.is_causal else None,
+    )
+
+
+def _grouped(call: Call) -> Tensor:
+    return grouped_attention(
+        call.query,
+        call.key,
+        call.value,
+        call.mask,
+        call.is_causal and call.query.shape[2] > 1,
+        call.scale,
+        call.position_bias,
+        call.softcap,
+    ).transpose(1, 2)
+
+
+def _blocked(call: Call) -> Tensor:
+    causal = call.is_causal and call.query.shape[2] > 1
+    return blocked_attention(
+        call.query, call.key, call.value, call.mask, causal, call.scale
+    ).transpose(1, 2)
+
+
+def _sdpa(call: Call) -> Tensor:
+    more = dict(call.more, position_bias=call.position_bias, softcap=call.softcap)
+    if call.spans is not None:
+        raise RuntimeError("documents of a row, as they stand, are for the varlen kernel alone")
+    found: Tensor
+    found, _ = sdpa_attention_forward(
+        call.module,
+        call.query,
+        call.key,
+        call.value,
+        call.mask,
+        call.dropout,
+        call.scale,
+        call.is_causal_asked,
+        **more,
+    )
+    return found
+
+
+KERNELS = (
+    Kernel("varlen", lambda call: call.spans is not None and takes_varlen(call), _varlen),
+    Kernel("grouped", _takes_grouped, _grouped),
+    Kernel("blocked", _takes_blocked, _blocked),
+    Kernel("sdpa", lambda call: True, _sdpa),
+)

@@ -1,0 +1,129 @@
+"""Documents of one row, each attended to by itself: where they are, and what becomes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from peftkit.kernels import varlen
+from peftkit.kernels.varlen import Spans, reference_varlen_attn, spans_attention, spans_of
+
+APART = [[0, 1, 2, 3, 4], [5, 6, 7], [8]]
+SHARED = [[0, 1, 2, 3, 4], [0, 1, 5, 6], [0, 1, 5, 7], [0, 1], [8, 9]]
+"""Two that branch off within others, one that is how others begin, one of its own."""
+
+
+@pytest.fixture(autouse=True)
+def reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute what the GPU's kernel does, and refuse what it refuses."""
+
+    def checked(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Tensor:
+        assert {x.stride(-1) for x in (query, key, value)} == {1}
+        assert [x.dtype for x in rest[:2]] == [torch.int32] * 2
+        assert all(type(size) is int for size in rest[2:])
+        assert int(rest[0][-1]) == len(query)
+        assert int(rest[1][-1]) == len(key) == len(value)
+        return reference_varlen_attn(query, key, value, *rest, **more)
+
+    monkeypatch.setattr(varlen.varlen, "varlen_attn", checked)
+
+
+def alone(inputs: list[Tensor], document: list[int], *, causal: bool, window: int | None) -> Tensor:
+    """Return (H, T, D) of a document by itself."""
+    query, key, value = (x[0][:, document] for x in inputs)
+    keys, values = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
+    place = torch.arange(len(document))
+    distance = place[:, None] - place
+    seen = (distance >= 0) & (distance < (window or len(document))) if causal else None
+    return torch.nn.functional.scaled_dot_product_attention(query, keys, values, seen, scale=0.3)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 3), (True, 1), (False, None)])
+@pytest.mark.parametrize("documents", [APART, SHARED], ids=["apart", "shared"])
+def test_each_document_is_attended_to_as_it_is_alone(
+    documents: list[list[int]], causal: bool, window: int | None
+) -> None:
+    if not causal and documents is SHARED:
+        return  # what begins alike ends otherwise, and is seen
+    total = 16
+    inputs = [torch.randn(1, h, total, 8, requires_grad=True) for h in (4, 2, 2)]
+    spans = spans_of(documents, total)
+    found = spans_attention(*inputs, spans, is_causal=causal, scale=0.3, window=window)
+    assert found.shape == (1, total, 4, 8)
+    weights = torch.randn(total, 4, 8)
+    weights[max(map(max, documents)) + 1 :] = 0
+    wanted, heard = found.new_zeros(()), set()
+    for document in sorted(documents, key=max):
+        own = alone(inputs, document, causal=causal, window=window)
+        for place, token in enumerate(document):
+            torch.testing.assert_close(found[0, token], own[:, place])
+            if token not in heard:  # one place of each token speaks
+                wanted = wanted + (own[:, place] * weights[token]).sum()
+                heard.add(token)
+    grads = torch.autograd.grad((found[0] * weights).sum(), inputs)
+    for a, b in zip(grads, torch.autograd.grad(wanted, inputs), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_row_is_cut_where_documents_begin_and_padded_by_one_of_its_own() -> None:
+    spans = spans_of(APART, 16)
+    assert spans.queries.tolist() == spans.keys.tolist() == [0, 5, 8, 9, 16]
+    assert len(spans.tokens) == 0  # nothing is gathered where nothing is shared
+    assert spans.longest.shape == (7, 7, 0)
+
+
+def test_of_documents_that_begin_alike_only_what_is_new_asks() -> None:
+    spans = spans_of(SHARED, 12)
+    assert spans.queries.tolist() == [0, 5, 7, 8, 10, 12]  # [0, 1] has nothing of its own
+    assert spans.keys.tolist() == [0, 5, 9, 13, 15, 17]
+    assert spans.tokens.tolist() == [*range(5), 0, 1, 5, 6, 0, 1, 5, 7, 8, 9, 10, 11]
+    assert spans.longest.shape == (5, 5, 0)
+    assert spans.owners.tolist() == [0, 1, 0, 1, 5]
+
+
+def test_sizes_travel_with_the_batch() -> None:
+    moved = Spans(*(x.to("meta") for x in spans_of(SHARED, 12)))
+    assert moved.longest.shape[:2] == (5, 5)
+
+
+def test_what_is_shared_by_many_is_summed_in_float32() -> None:
+    documents = [[0, n] for n in range(1, 301)]
+    spans = spans_of(documents, 304)
+    x = torch.ones(304, 1, 8, dtype=torch.bfloat16, requires_grad=True)
+    gathered = varlen._Gathered.apply(x, *spans[2:6])
+    (grad,) = torch.autograd.grad(gathered.sum(), x)
+    assert grad[0].unique().tolist() == [300.0]  # bfloat16 alone stands still at 256
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "takes"),
+    [
+        ((64, 64), torch.bfloat16, True),
+        ((256, 256), torch.float16, True),
+        ((64, 64), torch.float32, False),
+        ((288, 288), torch.bfloat16, False),
+        ((20, 20), torch.bfloat16, False),
+        ((192, 128), torch.bfloat16, False),
+    ],
+)
+def test_the_kernel_takes_what_flash_attention_takes(
+    sizes: tuple[int, int], dtype: torch.dtype, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, value = (torch.zeros(1, 2, 4, size, dtype=dtype) for size in sizes)
+    assert not varlen.serves(query, query, value)  # not on a CPU
+    monkeypatch.setattr(varlen, "is_available", lambda device: True)
+    assert varlen.serves(query, query, value) == takes
+
+
+def test_torch_has_the_arguments_that_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    varlen.is_available.cache_clear()
+    assert varlen.is_available(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    varlen.is_available.cache_clear()
+    assert not varlen.is_available(torch.device("cuda", 0))
+    varlen.is_available.cache_clear()

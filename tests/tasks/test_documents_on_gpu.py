@@ -1,0 +1,212 @@
+"""The ways that documents of one row take on a GPU, walked on a CPU: they teach what rows teach."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from peftkit.data.load import DataConfig
+from peftkit.kernels import varlen
+from peftkit.kernels.varlen import reference_varlen_attn
+from peftkit.tasks import attention, attention_kernels, unpadding
+from peftkit.tasks.attention import MaskKind, TrainingAttention, kind_of
+from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
+from peftkit.train.memory.blocks import Blocks
+from tests.families import ARCHITECTURES
+from tests.tasks.test_unpadding import MODELS, PACKED, ROWS, SHARING, a_row, learnt, task_on
+
+Tokenizer = PreTrainedTokenizerFast
+SPANS = ["llama", "qwen3", "gemma3_text", "mistral_swa", "olmo2", "gpt_neox", "qwen3_moe", "phi3"]
+GRID = ["gemma2", "minimax"]
+"""Capped scores; another mixing of tokens, for which rows are padded."""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Have the GPU's kernel here, by its reference; count what attention takes."""
+    found: Counter[str] = Counter()
+    monkeypatch.setattr(varlen, "is_available", lambda device: True)
+    monkeypatch.setattr(varlen, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(varlen.varlen, "varlen_attn", reference_varlen_attn)
+    for n, kernel in enumerate(attention_kernels.KERNELS):
+
+        def counted(
+            call: Any, name: str = kernel.name, run: Callable[..., Tensor] = kernel.run
+        ) -> Tensor:
+            found[name] += 1
+            return run(call)
+
+        table = list(attention_kernels.KERNELS)
+        table[n] = kernel._replace(run=counted)
+        monkeypatch.setattr(attention_kernels, "KERNELS", tuple(table))
+    return found
+
+
+def assert_same(task: Any, model: nn.Module, rows: Any, field: str) -> None:
+    with task.training(model):
+        batch = task.collate(rows)
+        assert field in batch
+        loss, grads = learnt(task, model, batch)
+    want, wanted = learnt(task, model, task.collate(rows))
+    torch.testing.assert_close(loss, want, rtol=1e-4, atol=1e-4)
+    for a, b in zip(grads, wanted, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", SPANS)
+def test_spans_teach_what_rows_teach(name: str, calls: Counter[str], tokenizer: Tokenizer) -> None:
+    model = MODELS[name]().eval()
+    task = task_on(model, tokenizer)
+    for rows in (ROWS, SHARING):
+        calls.clear()
+        assert_same(task, model, rows, "span_queries")
+        assert calls["varlen"] > 0
+    with task.training(model):
+        assert task.paths["attention"] == "varlen"
+        assert task.paths["rows"].startswith("without padding")
+        calls.clear()
+        task.loss_sum(model, task.collate(SHARING))
+        assert set(calls) == {"varlen"}  # all layers, windows too
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_swa"])
+def test_packed_documents_need_no_mask(
+    name: str, calls: Counter[str], tokenizer: Tokenizer
+) -> None:
+    model = MODELS[name]().eval()
+    assert_same(task_on(model, tokenizer, packing=True), model, PACKED, "span_queries")
+
+
+def test_of_an_encoder_all_is_seen(calls: Counter[str], tokenizer: Tokenizer) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.mask_token = "<unk>"
+    model: Any = ARCHITECTURES["bert"]().eval()
+    task = MaskedLM(model, own, MaskedLMConfig(), DataConfig(train="", max_length=64))
+    rows = [MaskedRow(row.input_ids, tuple(range(len(row.input_ids))), "") for row in ROWS]
+    assert_same(task, model, rows, "span_queries")
+    assert calls["varlen"]
+
+
+@pytest.mark.parametrize("way", ["recompute", "keep"])
+def test_recomputed_blocks_find_their_spans(
+    way: Any, calls: Counter[str], tokenizer: Tokenizer
+) -> None:
+    model = MODELS["llama"]().train()
+    blocks = Blocks(model)
+    blocks.set_activations(way)
+    assert_same(task_on(model, tokenizer), model, SHARING, "span_queries")
+    blocks.restore()
+
+
+@pytest.mark.parametrize("name", GRID)
+def test_what_spans_cannot_serve_takes_another_way_by_name(
+    name: str, calls: Counter[str], tokenizer: Tokenizer
+) -> None:
+    model = MODELS[name]().eval()
+    task = task_on(model, tokenizer)
+    with task.training(model):
+        calls.clear()
+        batch = task.collate(ROWS)
+        assert "span_queries" not in batch
+        assert ("grid_tokens" in batch) == (name == "gemma2")
+        task.loss_sum(model, batch)
+        assert not calls["varlen"]
+
+
+def test_dropout_of_attention_is_no_work_for_spans(
+    calls: Counter[str], tokenizer: Tokenizer
+) -> None:
+    model = MODELS["llama"]()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    task = task_on(model, tokenizer)
+    before = torch.get_rng_state()
+    with task.training(model.train()):
+        assert "grid_tokens" in task.collate(ROWS)
+    assert torch.equal(torch.get_rng_state(), before)
+    with task.training(model.eval()):
+        assert "span_queries" in task.collate(ROWS)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_swa", "gemma2", "gpt2"])
+def test_causal_documents_in_rows_of_their_own_need_no_mask(
+    name: str, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    masks: list[Tensor | None] = []
+    monkeypatch.setattr(
+        TrainingAttention, "needs_mask", property(lambda self: not self.is_causal)
+    )  # as on a GPU
+    attend = attention_kernels.attend
+
+    def heard(call: Any) -> Tensor:
+        masks.append(call.mask)
+        return attend(call)
+
+    monkeypatch.setattr(attention, "attend", heard)
+    model = MODELS[name]().eval()
+    task = task_on(model, tokenizer)
+    for rows in (ROWS, SHARING):
+        assert_same(task, model, rows, "grid_tokens")
+    with task.training(model):
+        masks.clear()
+        task.loss_sum(model, task.collate(SHARING))
+    windows = name in ("mistral_swa", "gemma2")
+    assert all(mask is None for mask in masks) == (not windows)
+
+
+def test_generating_meanwhile_sees_its_own_masks(calls: Counter[str], tokenizer: Tokenizer) -> None:
+    model: Any = MODELS["llama"]().eval()
+    ids = torch.tensor([[0, 0, 5, 6, 7], [3, 4, 5, 6, 7]])
+    mask = (ids > 0).long()
+    settings: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    wanted = model.generate(ids, **settings)
+    task = task_on(model, tokenizer)
+    with task.training(model):
+        task.loss_sum(model, task.collate(ROWS)).backward()
+        task._attention.layout = ()
+        assert torch.equal(model.generate(ids, **settings), wanted)
+
+
+@pytest.mark.parametrize(
+    ("function", "window", "kind"),
+    [
+        (causal_mask_function, None, MaskKind(True, None)),
+        (causal_mask_function, 4096, MaskKind(True, None)),
+        (bidirectional_mask_function, None, MaskKind(False, None)),
+        (sliding_window_causal_mask_function(4), 4, MaskKind(True, 4)),
+        (sliding_window_causal_mask_function(3000), 3000, MaskKind(True, 3000)),
+        (chunked_causal_mask_function(512, torch.zeros(1, dtype=torch.long)), 512, None),
+        (chunked_causal_mask_function(7, torch.zeros(1, dtype=torch.long)), None, None),
+        (lambda b, h, q, k: (k <= q) & (k % 2 == 0), None, None),
+        (lambda b, h, q, k: torch.zeros(1, 9)[b, q] > 0, None, None),
+    ],
+)
+def test_masks_are_known_by_what_they_let_through(
+    function: Any, window: int | None, kind: MaskKind | None
+) -> None:
+    assert kind_of(function, window) == kind
+
+
+def test_tokens_of_spans_are_counted_as_they_are(calls: Counter[str], tokenizer: Tokenizer) -> None:
+    model = MODELS["llama"]()
+    task = task_on(model, tokenizer)
+    with task.training(model):
+        assert task.num_positions(ROWS) == sum(len(row.input_ids) for row in ROWS)
+        one = task.collate([a_row(16), a_row(16)])
+        assert one["input_ids"].shape[0] == 1
+    assert unpadding.layout_in({}) == ()
