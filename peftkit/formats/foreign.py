@@ -18,7 +18,7 @@ from peftkit.formats.guard import (
 )
 from peftkit.formats.mlx import MLX_TENSORS
 from peftkit.formats.peft.folder import CONFIG, NOTES, PREFIX, TENSORS
-from peftkit.methods.experts import check_layout
+from peftkit.methods.lora_format import check_layout
 
 GGUF = "a GGUF file"
 _MAX_FILES = 200

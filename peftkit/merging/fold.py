@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from peftkit.adapter import Adapter
 from peftkit.errors import AdapterError, MergeError
 from peftkit.methods.protocol import AdapterModule, Method
+from peftkit.methods.table import format_of
 from peftkit.model.places import is_conv1d, is_linear
 from peftkit.model.targets import Site
 from peftkit.quant.layers import weight_of
@@ -225,7 +226,7 @@ class TensorFold:
 
     def _check(self, module: AdapterModule) -> None:
         try:
-            state = module.add_missing_tensors(self._state)
+            state = format_of(self._method).with_missing(module, self._state)
         except KeyError as problem:
             raise AdapterError(f"{self._path} has no tensor {problem}") from problem
         expected = module.state_shapes()
@@ -242,5 +243,5 @@ class TensorFold:
         """Return the merged weight, float32, for a weight (out, in) in float32."""
         module = self._module(weight)
         module.reset(torch.Generator().manual_seed(0))  # some files leave out what it starts from
-        module.load(module.add_missing_tensors(self._state))
+        module.load(format_of(self._method).with_missing(module, self._state))
         return module.merged_weight(weight)

@@ -16,7 +16,7 @@ Shapes: n the adapter's width, `...` is any leading shape.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
@@ -27,7 +27,8 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import AdapterError, TargetError, did_you_mean
-from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, refuse_unknown
+from peftkit.methods.peft_format import LAYERS, PeftFormat
+from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method
 from peftkit.model import roles as table
 from peftkit.model.sublayers import Sublayer, find_sublayers, width_of
 from peftkit.model.targets import Site, resolve
@@ -39,6 +40,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "tanh": torch.tanh,
 }
+_COMPUTING = ("style", "reduction", "size", "activation", "scale", "dropout")
+"""Settings that a file gives; they have the same names there."""
 _NAMES = ("adapter_down.weight", "adapter_down.bias", "adapter_up.weight", "adapter_up.bias")
 
 
@@ -128,12 +131,8 @@ class BottleneckModule(AdapterModule):
 class Bottleneck(Method):
     """Small networks after, or beside, the sublayers of each block."""
 
-    peft_type: ClassVar[str] = "BOTTLENECK"
     files: ClassVar[str] = ""
     unmergeable: ClassVar[str] = "it adds layers with a nonlinearity, which no weight can hold"
-    foreign_fields: ClassVar[frozenset[str]] = frozenset(
-        {"bias", "fan_in_fan_out", "layers_pattern", "layers_to_transform"}
-    )
 
     type: Literal["bottleneck"] = "bottleneck"
     targets: tuple[str, ...] | str = ALL
@@ -209,29 +208,26 @@ class Bottleneck(Method):
                 handles.append(reader.register_forward_pre_hook(module.read, with_kwargs=True))
         return handles
 
-    def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _COMPUTING}
 
-    @classmethod
-    def from_peft(cls, fields: Mapping[str, Any]) -> Method:
-        refuse_unknown(fields, _READ_FIELDS, cls.peft_type)
+class BottleneckFormat(PeftFormat[Bottleneck]):
+    """Files of our own in PEFT's manner: PEFT has no such method."""
+
+    peft_type: ClassVar[str] = "BOTTLENECK"
+    known_fields: ClassVar[Collection[str]] = ("target_modules", *_COMPUTING)
+    absent_fields: ClassVar[Collection[str]] = ("bias", "fan_in_fan_out", *LAYERS)
+
+    def method(self, fields: Mapping[str, Any]) -> Bottleneck:
         missing = [name for name in _COMPUTING if name not in fields]
         if missing:
             raise AdapterError(
                 "the adapter's config is not valid", found=f"it has no {', '.join(missing)}"
             )
-        return cls(**{name: fields[name] for name in _COMPUTING})
+        return Bottleneck(**{name: fields[name] for name in _COMPUTING})
 
-
-_COMPUTING = ("style", "reduction", "size", "activation", "scale", "dropout")
-_READ_FIELDS: dict[str, Any] = dict.fromkeys(
-    (
-        "peft_type", "task_type", "auto_mapping", "base_model_name_or_path", "revision",
-        "inference_mode", "target_modules", *_COMPUTING,
-    ),
-    ...,
-)  # fmt: skip
-"""Fields of the config that are acted on, or that say nothing about the tensors."""
+    def fields(
+        self, method: Bottleneck, model: nn.Module, modules: Mapping[str, AdapterModule]
+    ) -> dict[str, Any]:
+        return {name: getattr(method, name) for name in _COMPUTING}
 
 
 def _chosen(model: nn.Module, parts: list[Sublayer], target: str) -> set[str]:

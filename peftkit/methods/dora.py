@@ -102,6 +102,3 @@ class DoRA(LoRA):
 
     def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
         return Method.wrap_experts(self, experts, sites)  # norms of rows there are not made
-
-    def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
-        return super().to_peft(modules) | {"use_dora": True}

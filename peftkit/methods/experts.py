@@ -15,24 +15,19 @@ Shapes: E experts, r rank, R = r times the roles of a fused stack, S routed toke
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from peftkit.errors import AdapterError, TargetError
-from peftkit.files.strict_json import shown
+from peftkit.errors import TargetError
 from peftkit.kernels.stacked import AdaptedStack, NoProductError
 from peftkit.methods.lora_init import Init, drawn
 from peftkit.methods.protocol import AdapterModule
 from peftkit.methods.row_slice import RowSlice
 from peftkit.model.places import is_transposed, stacked_shape
 from peftkit.model.targets import Site
-
-EXPERTS_SINCE = (0, 19)
-"""The version of PEFT whose layout of stacked experts is read and written here."""
 
 
 class LoRAStack(nn.Module):
@@ -183,18 +178,3 @@ class _Lens:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def check_layout(fields: Mapping[str, Any]) -> None:
-    """Refuse stacked experts in the layout of old PEFT: A and B of a square one look alike."""
-    version = re.match(r"(\d+)\.(\d+)", str(fields.get("peft_version")))
-    named = fields.get("target_parameters") or ()  # a linear layer's weight has one layout
-    if any(not name.endswith(".weight") for name in named) and not (
-        version and (int(version[1]), int(version[2])) >= EXPERTS_SINCE
-    ):
-        raise AdapterError(
-            "cannot tell the layout of the adapter's stacked experts",
-            found=f"peft_version: {shown(fields.get('peft_version'))}; before 0.19 rows and "
-            "columns were the other way round, which the file does not say",
-            fix="Merge it with the PEFT that it was made with.",
-        )

@@ -9,7 +9,7 @@ Shapes: `...` is any leading shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from peftkit.errors import AdapterError, TargetError
 from peftkit.files.safe_regex import fullmatches
 from peftkit.files.strict_json import shown
-from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, refuse_unknown
+from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
+from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method
 from peftkit.methods.row_slice import RowSlice
 from peftkit.model.places import linear_shape
 from peftkit.model.targets import Site
 
-FEEDFORWARD = "feedforward"
+_FEEDFORWARD = "feedforward_modules"
 _L = "ia3_l"
 
 
@@ -33,6 +34,7 @@ class IA3Linear(AdapterModule):
 
     Attributes:
         ia3_l: (num_scaled,): the input's features, or the adapted output rows.
+        scales_input: Whether l is applied before the weight.
     """
 
     def __init__(
@@ -40,16 +42,11 @@ class IA3Linear(AdapterModule):
     ) -> None:
         super().__init__(base, site)
         self.in_features, self.out_features = linear_shape(base)
-        self.kind = FEEDFORWARD if feedforward else ""
+        self.scales_input = feedforward
         device = next((t.device for t in (*base.parameters(), *base.buffers())), None)
         num_features = self.in_features if feedforward else self.out_features
         self.slice = RowSlice(site, num_features, device)
         self.ia3_l = nn.Parameter(torch.ones(self.slice.num_rows, dtype=dtype, device=device))
-
-    @property
-    def scales_input(self) -> bool:
-        """Whether l is applied before the weight."""
-        return self.kind == FEEDFORWARD
 
     def full_l(self) -> Tensor:
         """Return l of every feature: one where nothing is adapted."""
@@ -91,12 +88,7 @@ class IA3Linear(AdapterModule):
 class IA3(Method):
     """Learned scaling of keys, values and feed-forward activations."""
 
-    peft_type: ClassVar[str] = "IA3"
-    kind_fields: ClassVar[Mapping[str, str]] = {FEEDFORWARD: "feedforward_modules"}
     changes_bias: ClassVar[bool] = True
-    foreign_fields: ClassVar[frozenset[str]] = frozenset(
-        {"bias", "layers_pattern", "layers_to_transform"}
-    )
 
     type: Literal["ia3"] = "ia3"
     targets: tuple[str, ...] | str = ("k", "v", "down")
@@ -122,24 +114,27 @@ class IA3(Method):
         # PEFT's own rule, which takes no notice of dots
         return any(site.path.endswith(ending) for ending in self.feedforward)
 
-    def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
-        return {"init_ia3_weights": True}
 
-    @classmethod
-    def from_peft(cls, fields: Mapping[str, Any]) -> Method:
-        refuse_unknown(fields, _READ_FIELDS, cls.peft_type)
-        named = fields.get("feedforward_modules")
+class IA3Format(PeftFormat[IA3]):
+    """(IA)^3 in PEFT's files."""
+
+    peft_type: ClassVar[str] = "IA3"
+    known_fields: ClassVar[Collection[str]] = (
+        *TARGETS, _FEEDFORWARD, "fan_in_fan_out", "init_ia3_weights",
+    )  # fmt: skip
+    absent_fields: ClassVar[Collection[str]] = ("bias", *LAYERS)
+    subset_fields: ClassVar[Collection[str]] = (_FEEDFORWARD,)
+
+    def method(self, fields: Mapping[str, Any]) -> IA3:
+        named = fields.get(_FEEDFORWARD)
         if named is not None and not isinstance(named, str | list):
             raise AdapterError("the adapter's config is not valid", found=shown(named))
-        return cls(feedforward=named if isinstance(named, str) else tuple(named or ()))
+        return IA3(feedforward=named if isinstance(named, str) else tuple(named or ()))
 
+    def fields(
+        self, method: IA3, model: nn.Module, modules: Mapping[str, AdapterModule]
+    ) -> dict[str, Any]:
+        return {"init_ia3_weights": True}
 
-_READ_FIELDS: dict[str, Any] = dict.fromkeys(
-    (
-        "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path",
-        "revision", "inference_mode", "runtime_config", "target_modules", "exclude_modules",
-        "feedforward_modules", "fan_in_fan_out", "init_ia3_weights",
-    ),
-    ...,
-) | {"bias": "none"}  # fmt: skip
-"""Fields of PEFT's IA3 config that are acted on, or that say nothing about the tensors."""
+    def subset_of(self, module: AdapterModule) -> str:
+        return _FEEDFORWARD if isinstance(module, IA3Linear) and module.scales_input else ""

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
@@ -12,7 +12,8 @@ from torch import nn
 
 from peftkit.errors import TargetError, did_you_mean
 from peftkit.methods.modules_to_save import TunedModule
-from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, refuse_unknown
+from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
+from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method
 from peftkit.model.places import walk
 from peftkit.model.targets import Site
 
@@ -22,11 +23,7 @@ ALL = "norms"
 class LNTuning(Method):
     """Training of the normalisation layers alone."""
 
-    peft_type: ClassVar[str] = "LN_TUNING"
     changes_bias: ClassVar[bool] = True
-    foreign_fields: ClassVar[frozenset[str]] = frozenset(
-        {"bias", "fan_in_fan_out", "layers_pattern", "layers_to_transform"}
-    )
 
     type: Literal["ln_tuning"] = "ln_tuning"
     targets: tuple[str, ...] | str = ALL
@@ -59,23 +56,21 @@ class LNTuning(Method):
         dtype = ADAPTER_DTYPES[self.dtype]
         return TunedModule(base, site, names=names, dtype=dtype, prefix="ln_tuning_layers.")
 
-    def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
+
+class LNTuningFormat(PeftFormat[LNTuning]):
+    """LayerNorm tuning in PEFT's files."""
+
+    peft_type: ClassVar[str] = "LN_TUNING"
+    known_fields: ClassVar[Collection[str]] = TARGETS
+    absent_fields: ClassVar[Collection[str]] = ("bias", "fan_in_fan_out", *LAYERS)
+
+    def method(self, fields: Mapping[str, Any]) -> LNTuning:
+        return LNTuning()
+
+    def fields(
+        self, method: LNTuning, model: nn.Module, modules: Mapping[str, AdapterModule]
+    ) -> dict[str, Any]:
         return {}
-
-    @classmethod
-    def from_peft(cls, fields: Mapping[str, Any]) -> Method:
-        refuse_unknown(fields, _READ_FIELDS, cls.peft_type)
-        return cls()
-
-
-_READ_FIELDS: dict[str, Any] = dict.fromkeys(
-    (
-        "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path",
-        "revision", "inference_mode", "runtime_config", "target_modules", "exclude_modules",
-    ),
-    ...,
-)  # fmt: skip
-"""Fields of PEFT's config that are acted on, or that say nothing about the tensors."""
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 from peftkit.errors import ConfigError, TargetError
 from peftkit.files.safe_regex import is_pattern, is_simple
 from peftkit.files.strict_json import shown
-from peftkit.methods.experts import EXPERTS_SINCE, LoRAExperts, LoRAStack, check_layout
+from peftkit.methods.experts import LoRAExperts, LoRAStack
 from peftkit.methods.grouping import Grouping
 from peftkit.methods.lora_init import DATA_INITS, SUBTRACTED, Init
 from peftkit.methods.lora_linear import LoRALinear
@@ -29,9 +29,7 @@ from peftkit.methods.protocol import (
     AdapterModule,
     Method,
     Removable,
-    refuse_unknown,
 )
-from peftkit.methods.scales import peft_scales
 from peftkit.model.places import is_linear, linear_shape, stacked_shape, unwrap_adapter
 from peftkit.model.targets import Site
 from peftkit.quant.layers import is_quantized
@@ -40,7 +38,7 @@ from peftkit.quant.layers import is_quantized
 class LoRA(Method):
     """Low-rank adaptation of linear layers and of stacked experts."""
 
-    peft_type: ClassVar[str] = "LORA"
+    takes_token_rows: ClassVar[bool] = True
     files: ClassVar[str] = "PEFT, vLLM, GGUF, MLX"
     sits_on_stacks: ClassVar[bool] = True
     module_class: ClassVar[Callable[..., LoRALinear]] = LoRALinear
@@ -201,42 +199,6 @@ class LoRA(Method):
                 return value
         return default
 
-    def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
-        ranks, scalings = {}, {}
-        for path, module in modules.items():
-            if isinstance(module, LoRAExperts):
-                for name, stack in module.parts().items():
-                    ranks[f"{path}.{name}"] = stack.lora_A.shape[1]
-                    scalings[f"{path}.{name}"] = stack.scaling
-                continue
-            assert isinstance(module, LoRALinear)
-            ranks[path] = module.state_shapes()["lora_A.weight"][0]
-            scalings[path] = module.scaling
-        # a subtracted start is part of the tensors, so what is on disk is a plain LoRA
-        init = "gaussian" if self.init == "gaussian" else True
-        fields = {"lora_dropout": self.dropout, "init_lora_weights": init}
-        if any(module.stacked for module in modules.values()):
-            fields["peft_version"] = ".".join(map(str, (*EXPERTS_SINCE, 0)))
-        return fields | peft_scales(ranks, scalings, rslora=self.rslora)
-
-    @classmethod
-    def from_peft(cls, fields: Mapping[str, Any]) -> Method:
-        refuse_unknown(fields, _READ_FIELDS, cls.peft_type)
-        check_layout(fields)
-        init = fields.get("init_lora_weights", True)
-        if init not in ("pissa", "olora"):
-            # every other start is a value of A and B that the file replaces
-            init = "gaussian" if init == "gaussian" else "default"
-        return cls(
-            rank=fields.get("r", 8),
-            alpha=fields.get("lora_alpha", 8),
-            dropout=fields.get("lora_dropout", 0.0),
-            rslora=fields.get("use_rslora", False),
-            init=init,
-            rank_pattern=fields.get("rank_pattern") or {},
-            alpha_pattern=fields.get("alpha_pattern") or {},
-        )
-
     @model_validator(mode="after")
     def _check_rho(self) -> LoRA:
         if self.init != "eva" and self.eva_rho != type(self).model_fields["eva_rho"].default:
@@ -253,20 +215,6 @@ class LoRA(Method):
                     fix="Name roles, or the ends of module names.",
                 )
         return self
-
-
-_READ_FIELDS: dict[str, Any] = dict.fromkeys(
-    (
-        "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path",
-        "revision", "inference_mode", "runtime_config", "r", "lora_alpha", "lora_dropout",
-        "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
-        "fan_in_fan_out", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern",
-        "init_lora_weights", "loftq_config", "eva_config", "megatron_core", "qalora_group_size",
-        "ensure_weight_tying", "target_parameters",
-    ),
-    ...,
-) | {"bias": "none"}  # fmt: skip
-"""Fields of PEFT's LoRA config that are acted on, or that say nothing about the tensors."""
 
 
 def _check_rank(rank: int, path: str, shape: tuple[int, ...]) -> None:

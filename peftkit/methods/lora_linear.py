@@ -146,17 +146,6 @@ class LoRALinear(AdapterModule):
         else:
             self.lora_B.copy_(self.slice.take_matrix(b))
 
-    def add_missing_tensors(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Add the subtracted start to a file that trusts the reader to make it from the weight."""
-        if self.start_A is None or self.start_B is None:
-            return state
-        a, b = state["lora_A.weight"], state["lora_B.weight"]
-        return {
-            **state,
-            "lora_A.weight": torch.cat([a, self.start_A.to(a)]),
-            "lora_B.weight": torch.cat([b, -self.start_B.to(b)], dim=1),
-        }
-
     def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
         a, b = self.full_a().float(), self.full_b().float()
         return torch.addmm(weight, b.to(weight.device), a.to(weight.device), alpha=self.scaling)

@@ -9,7 +9,7 @@ Shapes: B rows, V virtual tokens, L layers, K key-value heads, D size of one hea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -19,10 +19,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, EncoderDecoderCache
 
 from peftkit.errors import AdapterError, TargetError
-from peftkit.methods.protocol import AdapterModule, Method, refuse_unknown
+from peftkit.methods.protocol import AdapterModule
 from peftkit.methods.virtual import (
-    READ_FIELDS,
     StackInputs,
+    VirtualFormat,
     VirtualMethod,
     VirtualTokens,
     arguments,
@@ -87,7 +87,6 @@ class Prefix(VirtualTokens):
 class PrefixTuning(VirtualMethod):
     """Trained keys and values before those of the input, in each layer."""
 
-    peft_type: ClassVar[str] = "PREFIX_TUNING"
     in_decoder: ClassVar[bool] = True
 
     type: Literal["prefix_tuning"] = "prefix_tuning"
@@ -113,27 +112,31 @@ class PrefixTuning(VirtualMethod):
             stack.register_forward_hook(hooks.after, always_call=True),
         ]
 
-    def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
+
+class PrefixTuningFormat(VirtualFormat[PrefixTuning]):
+    """Prefix tuning in PEFT's files."""
+
+    peft_type: ClassVar[str] = "PREFIX_TUNING"
+    known_fields: ClassVar[Collection[str]] = (
+        *VirtualFormat.known_fields, "init_weights", "encoder_hidden_size", "prefix_projection",
+    )  # fmt: skip
+
+    def method(self, fields: Mapping[str, Any]) -> PrefixTuning:
+        return PrefixTuning(num_virtual_tokens=fields.get("num_virtual_tokens", 0))
+
+    def fields(
+        self, method: PrefixTuning, model: nn.Module, modules: Mapping[str, AdapterModule]
+    ) -> dict[str, Any]:
         module = next(iter(modules.values()))
         assert isinstance(module, Prefix)
         layers, heads, size = module.shape
         return {
-            "num_virtual_tokens": self.num_virtual_tokens,
+            "num_virtual_tokens": method.num_virtual_tokens,
             "num_layers": layers,
             "num_attention_heads": heads,
             "token_dim": heads * size,
             "num_transformer_submodules": module.stride,
         }
-
-    @classmethod
-    def from_peft(cls, fields: Mapping[str, Any]) -> Method:
-        refuse_unknown(fields, _READ_FIELDS, cls.peft_type)
-        return cls(num_virtual_tokens=fields.get("num_virtual_tokens", 0))
-
-
-_READ_FIELDS = READ_FIELDS | dict.fromkeys(
-    ("init_weights", "encoder_hidden_size", "prefix_projection"), ...
-)
 
 
 class ReadCache(DynamicCache):

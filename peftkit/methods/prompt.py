@@ -9,7 +9,7 @@ Shapes: B rows, T tokens, V virtual tokens, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import TargetError
-from peftkit.methods.protocol import AdapterModule, Method, refuse_unknown
+from peftkit.methods.protocol import AdapterModule
 from peftkit.methods.virtual import (
-    READ_FIELDS,
     StackInputs,
+    VirtualFormat,
     VirtualMethod,
     VirtualTokens,
     arguments,
@@ -55,7 +55,6 @@ class Prompt(VirtualTokens):
 class PromptTuning(VirtualMethod):
     """Trained embeddings before those of the input."""
 
-    peft_type: ClassVar[str] = "PROMPT_TUNING"
     in_decoder: ClassVar[bool] = False
 
     type: Literal["prompt_tuning"] = "prompt_tuning"
@@ -98,38 +97,37 @@ class PromptTuning(VirtualMethod):
             handles.append(decoder.register_forward_pre_hook(hooks.across, with_kwargs=True))
         return handles
 
-    def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
-        module = next(iter(modules.values()))
-        assert isinstance(module, Prompt)
-        return {
-            "num_virtual_tokens": self.num_virtual_tokens,
-            "token_dim": module.prompt_embeddings.shape[1],
-            "num_transformer_submodules": self.num_transformer_submodules,
-            "prompt_tuning_init": _INITS[self.init],
-        }
 
-    @classmethod
-    def from_peft(cls, fields: Mapping[str, Any]) -> Method:
-        refuse_unknown(fields, _READ_FIELDS, cls.peft_type)
+class PromptTuningFormat(VirtualFormat[PromptTuning]):
+    """Prompt tuning in PEFT's files."""
+
+    peft_type: ClassVar[str] = "PROMPT_TUNING"
+    known_fields: ClassVar[Collection[str]] = (
+        *VirtualFormat.known_fields, "prompt_tuning_init", "prompt_tuning_init_text",
+        "tokenizer_name_or_path", "tokenizer_kwargs",
+    )  # fmt: skip
+
+    def method(self, fields: Mapping[str, Any]) -> PromptTuning:
         copies: Any = fields.get("num_transformer_submodules")
         if copies is None:
             copies = 2 if fields.get("task_type") == "SEQ_2_SEQ_LM" else 1
-        return cls(
+        return PromptTuning(
             num_virtual_tokens=fields.get("num_virtual_tokens", 0),
             num_transformer_submodules=copies,
             init="random" if fields.get("prompt_tuning_init") == "RANDOM" else "sampled",
         )
 
-
-_READ_FIELDS = READ_FIELDS | dict.fromkeys(
-    (
-        "prompt_tuning_init",
-        "prompt_tuning_init_text",
-        "tokenizer_name_or_path",
-        "tokenizer_kwargs",
-    ),
-    ...,
-)
+    def fields(
+        self, method: PromptTuning, model: nn.Module, modules: Mapping[str, AdapterModule]
+    ) -> dict[str, Any]:
+        module = next(iter(modules.values()))
+        assert isinstance(module, Prompt)
+        return {
+            "num_virtual_tokens": method.num_virtual_tokens,
+            "token_dim": module.prompt_embeddings.shape[1],
+            "num_transformer_submodules": method.num_transformer_submodules,
+            "prompt_tuning_init": _INITS[method.init],
+        }
 
 
 class _Hooks(StackInputs):

@@ -1,6 +1,7 @@
-"""The seam between methods and everything else.
+"""What every method provides: the interface between methods and everything else.
 
-A method is a frozen config that says *where* it sits (`sites`) and *what* it puts there (`wrap`).
+A method is a frozen config that says *where* it sits (`sites`) and *what* it puts there (`wrap`),
+and its modules how they *merge* (`merged_weight`). Its files are the business of peft_format.py.
 Freezing, saving, loading, disabling and merging are derived from the two, once, for all methods.
 One module of the model carries one adapter module, whatever number of its weights that adapts.
 """
@@ -15,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.config.schema import Config
-from peftkit.errors import AdapterError, TargetError
-from peftkit.files.strict_json import shown
+from peftkit.errors import TargetError
 from peftkit.model.places import find_places, is_linear
 from peftkit.model.targets import Site, resolve
 from peftkit.quant.layers import weight_of
@@ -42,11 +42,9 @@ class AdapterModule(nn.Module, ABC):
     Attributes:
         base: The frozen module, untouched: switching the adapter off gives it back to the bit.
         enabled: False while `Adapter.disabled()` holds.
-        kind: Which of `Method.kind_fields` lists this module; "" for none.
-        changes_ties: Whether its likes sit on all modules that share the base's weight.
+        changes_ties: True if all modules tied to the base's weight are wrapped too.
     """
 
-    kind = ""
     changes_ties = False
 
     def __init__(self, base: nn.Module, site: Site) -> None:
@@ -92,10 +90,6 @@ class AdapterModule(nn.Module, ABC):
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of `state()` without making the tensors."""
 
-    def add_missing_tensors(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return a foreign file's tensors with those added that it leaves to be made again."""
-        return state
-
     @property
     def stacked(self) -> tuple[str, ...]:
         """Names of the base's stacks of expert weights that are adapted; () of a linear layer."""
@@ -133,24 +127,18 @@ class AdapterModule(nn.Module, ABC):
 class Method(Config, ABC):
     """What every method's config has, and what the rest of the house asks of it."""
 
-    peft_type: ClassVar[str]
-    """PEFT's name of the file format."""
-    kind_fields: ClassVar[Mapping[str, str]] = {}
-    """Config fields that name the modules of one `AdapterModule.kind`, as a part of the targets."""
-    foreign_fields: ClassVar[frozenset[str]] = frozenset()
-    """Fields of PEFT's LoRA config that this method's has not."""
     changes_bias: ClassVar[bool] = False
     """Whether a merge replaces biases too."""
     shared_names: ClassVar[tuple[str, ...]] = ()
     """Tensors that belong to the adapter as a whole, not to one module."""
-    shared_prefix: ClassVar[str] = "base_model."
-    """What PEFT's files have before these names."""
     unmergeable: ClassVar[str] = ""
     """Why no weights compute base and adapter at once; "" where some do."""
     sits_on_stacks: ClassVar[bool] = False
     """Whether it has a form for stacks of experts."""
     acts_on_input: ClassVar[bool] = False
     """Whether it sits on the input alone: its files name no targets."""
+    takes_token_rows: ClassVar[bool] = False
+    """Whether `token_rows` may stand beside it: PEFT has them beside a LoRA only."""
     files: ClassVar[str] = "PEFT"
     """Who else reads its files; "" where nobody does."""
 
@@ -233,58 +221,3 @@ class Method(Config, ABC):
     def shared(self, modules: Mapping[str, AdapterModule]) -> dict[str, Tensor]:
         """Return what is saved of that, by name."""
         return {}
-
-    def to_file(
-        self, state: Mapping[str, Tensor], modules: Mapping[str, AdapterModule]
-    ) -> Mapping[str, Tensor]:
-        """Return what PEFT's file holds of `Adapter.state()`, where it differs."""
-        return state
-
-    def from_file(
-        self, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
-        """Return a file's config and tensors with what `to_file` did undone.
-
-        Raises:
-            AdapterError: The tensors are more than this method computes.
-        """
-        return fields, tensors
-
-    @abstractmethod
-    def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
-        """Return the method's own fields of adapter_config.json for these modules."""
-
-    @classmethod
-    @abstractmethod
-    def from_peft(cls, fields: Mapping[str, Any]) -> Method:
-        """Return the method that a PEFT config describes.
-
-        Raises:
-            AdapterError: The config asks for something this method does not do.
-        """
-
-
-def refuse_unknown(fields: Mapping[str, Any], known: Mapping[str, Any], peft_type: str) -> None:
-    """Refuse every config field that is set and that nothing here would act on.
-
-    Args:
-        fields: The file's config.
-        known: Field name to the value that means "not used"; `...` where any value is handled.
-        peft_type: For the message.
-
-    Raises:
-        AdapterError: Lists all such fields.
-    """
-    bad = [
-        f"{shown(name)}: {shown(value)}"
-        for name, value in fields.items()
-        if not (name in known and (known[name] is ... or value == known[name]))
-        and value not in (None, False, [], {})
-    ]
-    if bad:
-        raise AdapterError(
-            f"this {peft_type} adapter uses features that peftkit does not read",
-            found="; ".join(sorted(bad)),
-            fix="Loading it without them would change its output. Merge it with the tool that "
-            "made it, or save it again without these.",
-        )

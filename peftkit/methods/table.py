@@ -9,16 +9,18 @@ from pydantic import Field
 
 from peftkit.errors import AdapterError, ConfigError, did_you_mean
 from peftkit.files.strict_json import shown
-from peftkit.methods.bitfit import BitFit
-from peftkit.methods.bottleneck import Bottleneck
+from peftkit.methods.bitfit import BitFit, BitFitFormat
+from peftkit.methods.bottleneck import Bottleneck, BottleneckFormat
 from peftkit.methods.dora import DoRA
-from peftkit.methods.ia3 import IA3
-from peftkit.methods.ln_tuning import LNTuning
+from peftkit.methods.ia3 import IA3, IA3Format
+from peftkit.methods.ln_tuning import LNTuning, LNTuningFormat
 from peftkit.methods.lora import LoRA
-from peftkit.methods.prefix import PrefixTuning
-from peftkit.methods.prompt import PromptTuning
+from peftkit.methods.lora_format import DoRAFormat, LoRAFormat
+from peftkit.methods.peft_format import PeftFormat
+from peftkit.methods.prefix import PrefixTuning, PrefixTuningFormat
+from peftkit.methods.prompt import PromptTuning, PromptTuningFormat
 from peftkit.methods.protocol import Method
-from peftkit.methods.vera import VeRA
+from peftkit.methods.vera import VeRA, VeRAFormat
 
 METHODS: dict[str, type[Method]] = {
     "lora": LoRA,
@@ -32,6 +34,18 @@ METHODS: dict[str, type[Method]] = {
     "prefix_tuning": PrefixTuning,
 }
 
+FORMATS: dict[str, PeftFormat[Any]] = {
+    "lora": LoRAFormat(),
+    "dora": DoRAFormat(),
+    "ia3": IA3Format(),
+    "vera": VeRAFormat(),
+    "ln_tuning": LNTuningFormat(),
+    "bitfit": BitFitFormat(),
+    "bottleneck": BottleneckFormat(),
+    "prompt_tuning": PromptTuningFormat(),
+    "prefix_tuning": PrefixTuningFormat(),
+}
+
 AnyMethod = Annotated[
     LoRA | DoRA | IA3 | VeRA | LNTuning | BitFit | Bottleneck | PromptTuning | PrefixTuning,
     Field(discriminator="type"),
@@ -39,6 +53,11 @@ AnyMethod = Annotated[
 
 BESIDE = {"train_fully": "modules_to_save", "token_rows": "trainable_token_indices"}
 """Fields of all methods, and what PEFT's configs call them."""
+
+
+def format_of(method: Method) -> PeftFormat[Any]:
+    """Return how adapters of a method are kept in PEFT's files."""
+    return FORMATS[method.type]
 
 
 def method_from_peft(fields: Mapping[str, Any]) -> Method:
@@ -49,17 +68,14 @@ def method_from_peft(fields: Mapping[str, Any]) -> Method:
     """
     fields, peft_type = dict(fields), str(fields.get("peft_type"))
     beside = {name: fields.pop(theirs, None) or () for name, theirs in BESIDE.items()}
-    kinds = [method for method in METHODS.values() if method.peft_type == peft_type]
-    if peft_type == LoRA.peft_type:
-        biased = fields.get("bias") not in (None, "none")
-        kinds = [BitFit if biased else DoRA if fields.get("use_dora") else LoRA]
-    if kinds:
+    found = next((form for form in FORMATS.values() if form.describes(fields)), None)
+    if found is not None:
         try:
-            read = kinds[0].from_peft(fields)
+            read = found.read(fields)
             return type(read)(**dict(read) | beside)
         except ConfigError as error:
             raise AdapterError("the adapter's config is not valid", found=str(error)) from error
-    known = sorted({method.peft_type for method in METHODS.values()})
+    known = sorted({form.peft_type for form in FORMATS.values()})
     raise AdapterError(
         f"no method reads an adapter of type {shown(peft_type)}",
         found=did_you_mean(peft_type, known),

@@ -143,7 +143,7 @@ def find_rows(model: nn.Module, method: Method) -> dict[str, Rows]:
     """
     if not method.token_rows:
         return {}
-    if method.peft_type != "LORA":
+    if not method.takes_token_rows:
         raise TargetError(
             f"token_rows are not for an adapter of type '{method.type}'",
             found="PEFT has them beside a LoRA only, and would read its file without them",

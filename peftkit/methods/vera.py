@@ -10,7 +10,7 @@ shape.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,7 +18,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, refuse_unknown
+from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
+from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method
 from peftkit.methods.row_slice import RowSlice
 from peftkit.model.places import linear_shape
 from peftkit.model.targets import Site
@@ -116,7 +117,6 @@ class VeRALinear(AdapterModule):
 class VeRA(Method):
     """Vector-based random matrix adaptation of linear layers."""
 
-    peft_type: ClassVar[str] = "VERA"
     shared_names: ClassVar[tuple[str, ...]] = ("vera_A", "vera_B")
 
     type: Literal["vera"] = "vera"
@@ -157,26 +157,6 @@ class VeRA(Method):
             return {}
         return {"vera_A": first.projections.vera_A, "vera_B": first.projections.vera_B}
 
-    def to_peft(self, modules: Mapping[str, AdapterModule]) -> dict[str, Any]:
-        return {
-            "r": self.rank,
-            "vera_dropout": self.dropout,
-            "d_initial": self.d_initial,
-            "projection_prng_key": self.projection_seed,
-            "save_projection": self.save_projection,
-        }
-
-    @classmethod
-    def from_peft(cls, fields: Mapping[str, Any]) -> Method:
-        refuse_unknown(fields, _READ_FIELDS, cls.peft_type)
-        return cls(
-            rank=fields.get("r", 256),
-            dropout=fields.get("vera_dropout", 0.0),
-            d_initial=fields.get("d_initial", 0.1),
-            projection_seed=fields.get("projection_prng_key", 0),
-            save_projection=fields.get("save_projection", True),
-        )
-
 
 def _kaiming(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
     """Draw as torch's kaiming_uniform_ does, on the CPU, so that a seed means one pair."""
@@ -184,13 +164,31 @@ def _kaiming(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-_READ_FIELDS: dict[str, Any] = dict.fromkeys(
-    (
-        "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path",
-        "revision", "inference_mode", "runtime_config", "target_modules", "exclude_modules",
-        "layers_to_transform", "layers_pattern", "fan_in_fan_out", "r", "vera_dropout",
-        "d_initial", "projection_prng_key", "save_projection", "init_weights",
-    ),
-    ...,
-) | {"bias": "none"}  # fmt: skip
-"""Fields of PEFT's VeRA config that are acted on, or that say nothing about the tensors."""
+class VeRAFormat(PeftFormat[VeRA]):
+    """VeRA in PEFT's files."""
+
+    peft_type: ClassVar[str] = "VERA"
+    known_fields: ClassVar[Collection[str]] = (
+        *TARGETS, *LAYERS, "fan_in_fan_out", "init_weights", "r", "vera_dropout", "d_initial",
+        "projection_prng_key", "save_projection",
+    )  # fmt: skip
+
+    def method(self, fields: Mapping[str, Any]) -> VeRA:
+        return VeRA(
+            rank=fields.get("r", 256),
+            dropout=fields.get("vera_dropout", 0.0),
+            d_initial=fields.get("d_initial", 0.1),
+            projection_seed=fields.get("projection_prng_key", 0),
+            save_projection=fields.get("save_projection", True),
+        )
+
+    def fields(
+        self, method: VeRA, model: nn.Module, modules: Mapping[str, AdapterModule]
+    ) -> dict[str, Any]:
+        return {
+            "r": method.rank,
+            "vera_dropout": method.dropout,
+            "d_initial": method.d_initial,
+            "projection_prng_key": method.projection_seed,
+            "save_projection": method.save_projection,
+        }

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import AdapterError, TargetError
+from peftkit.methods.peft_format import LAYERS, M, PeftFormat
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, Removable
 from peftkit.model.embeddings import embedding_of
 from peftkit.model.places import find_places, unwrap_adapter
@@ -32,17 +33,6 @@ NAME = "prompt_embeddings"
 """PEFT's name of the tensor."""
 INPUT = "input"
 """The only target."""
-READ_FIELDS: dict[str, Any] = dict.fromkeys(
-    (
-        "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path",
-        "revision", "inference_mode", "runtime_config", "num_virtual_tokens", "token_dim",
-        "num_transformer_submodules", "num_attention_heads", "num_layers",
-    ),
-    ...,
-)  # fmt: skip
-"""Fields of PEFT's config that are acted on, or that the tensor and the model say too."""
-
-
 _POSITIONS = re.compile(r"^(?!rel).*(position|wpe)")
 """Names of tables of learned positions."""
 
@@ -92,10 +82,6 @@ class VirtualMethod(Method):
 
     acts_on_input: ClassVar[bool] = True
     shared_names: ClassVar[tuple[str, ...]] = (NAME,)
-    shared_prefix: ClassVar[str] = ""
-    foreign_fields: ClassVar[frozenset[str]] = frozenset(
-        {"bias", "fan_in_fan_out", "layers_pattern", "layers_to_transform", "target_modules"}
-    )
     unmergeable: ClassVar[str] = "it adds tokens to the input and changes no weight"
     fresh_changes: ClassVar[str] = "every token attends to the virtual ones, trained or not"
     in_decoder: ClassVar[bool]
@@ -174,6 +160,19 @@ class VirtualMethod(Method):
         self, model: nn.Module, stack: Any, module: VirtualTokens
     ) -> list[RemovableHandle]:
         """Register the hooks that put the virtual tokens to use."""
+
+
+class VirtualFormat(PeftFormat[M]):
+    """What prompt tuning and prefix tuning have in common in PEFT's files."""
+
+    absent_fields: ClassVar[Collection[str]] = (
+        "bias", "fan_in_fan_out", "target_modules", *LAYERS,
+    )  # fmt: skip
+    known_fields: ClassVar[Collection[str]] = (
+        "num_virtual_tokens", "token_dim", "num_transformer_submodules", "num_attention_heads",
+        "num_layers",
+    )  # fmt: skip
+    shared_prefix: ClassVar[str] = ""
 
 
 def _sees_more(stack: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from peftkit.adapter import Adapter
 from peftkit.formats.peft.target_modules import shortest_endings, targeted
 from peftkit.methods.modules_to_save import named_modules
 from peftkit.methods.protocol import AdapterModule
+from peftkit.methods.table import format_of
 from peftkit.methods.token_rows import TokenRows
 from peftkit.model.targets import Site
 
@@ -24,25 +25,25 @@ _TAKEN = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 def written_fields(adapter: Adapter) -> dict[str, Any]:
     """Return the config fields of the adapter's method and targets."""
-    modules, method = adapter.own, adapter.method
+    modules, method, form = adapter.own, adapter.method, format_of(adapter.method)
     places = method.candidates(adapter.model)
-    as_weights = _as_weights(modules, places) if method.peft_type == "LORA" else set()
+    as_weights = _as_weights(modules, places) if form.peft_type == "LORA" else set()
     parameters = {f"{path}.{name}" for path, module in modules.items() for name in module.stacked}
     parameters |= {f"{path}.weight" for path in as_weights}
-    kinds: dict[str, set[str]] = {kind: set() for kind in ("", *method.kind_fields)}
+    subsets: dict[str, set[str]] = {field: set() for field in ("", *form.subset_fields)}
     for path, module in modules.items():
         if not module.stacked and path not in as_weights:
-            kinds[module.kind].add(path)
+            subsets[form.subset_of(module)].add(path)
     others = {path.removesuffix(".base") for path, _ in adapter.model.named_modules()}
     others |= modules.keys()
-    endings = {kind: shortest_endings(paths, others - paths) for kind, paths in kinds.items()}
+    endings = {field: shortest_endings(paths, others - paths) for field, paths in subsets.items()}
     fields: dict[str, Any] = {"target_modules": sorted({e for es in endings.values() for e in es})}
-    fields |= {field: endings[kind] for kind, field in method.kind_fields.items()}
+    fields |= {field: endings[field] for field in form.subset_fields}
     if parameters:
         rest = {name.replace(".base.", ".") for name, _ in adapter.model.named_parameters()}
         rest |= _stacks(places)
         fields["target_parameters"] = shortest_endings(parameters, rest - parameters)
-    fields |= method.to_peft(modules)
+    fields |= form.fields(method, adapter.model, modules)
     rows = {path: m for path, m in adapter.modules.items() if isinstance(m, TokenRows)}
     if whole := set(named_modules(adapter.model, method.train_fully)):
         fields["modules_to_save"] = _bare_endings(whole, others - whole)

@@ -15,6 +15,7 @@ from peftkit.formats.peft.config_fields import sites_of
 from peftkit.formats.peft.target_modules import ANY, shortest_endings, targeted, unmatched
 from peftkit.methods.modules_to_save import named_modules
 from peftkit.methods.protocol import Method
+from peftkit.methods.table import format_of
 from peftkit.methods.token_rows import find_rows
 from peftkit.model.targets import Site
 
@@ -147,7 +148,7 @@ def completed(adapter: Adapter, tensors: Mapping[str, Tensor]) -> dict[str, Tens
             n.removeprefix(path + "."): t for n, t in tensors.items() if n.startswith(path + ".")
         }
         try:
-            own = dict(module.add_missing_tensors(own))
+            own = dict(format_of(adapter.method).with_missing(module, own))
         except KeyError as error:
             raise AdapterError(
                 f"{path} has no tensor {error}", fix="The file is incomplete."

@@ -30,7 +30,7 @@ from peftkit.formats.peft.limits import with_implied_heads
 from peftkit.formats.peft.notes import OLDEST_FIELDS, read_notes, write_notes
 from peftkit.formats.peft.target_modules import check_targets
 from peftkit.methods.protocol import Method
-from peftkit.methods.table import method_from_peft
+from peftkit.methods.table import format_of, method_from_peft
 from peftkit.methods.virtual import NAME as PROMPT
 from peftkit.model.places import is_conv1d
 
@@ -98,7 +98,7 @@ def save_adapter(
     """
     provenance = provenance or Provenance()
     fields = _config_fields(adapter, provenance)
-    state = adapter.method.to_file(adapter.state(), adapter.own)
+    state = format_of(adapter.method).to_file(adapter.state(), adapter.model, adapter.own)
     return write_folder(Path(folder), state, fields, adapter.method, provenance)
 
 
@@ -131,7 +131,7 @@ def write_folder(
 
 def _prefix(method: Method, name: str) -> str:
     if name in method.shared_names:
-        return method.shared_prefix
+        return format_of(method).shared_prefix
     return BARE if method.acts_on_input else PREFIX
 
 
@@ -142,15 +142,16 @@ def _config_fields(adapter: Adapter, provenance: Provenance) -> dict[str, Any]:
         transposed = any(is_conv1d(m.base) for m in adapter.modules.values())
         where["fan_in_fan_out"] = transposed
     fields = where | fields
-    return {k: v for k, v in fields.items() if k not in adapter.method.foreign_fields}
+    return {k: v for k, v in fields.items() if k not in format_of(adapter.method).absent_fields}
 
 
 def where_fields(method: Method, provenance: Provenance, targets: list[str]) -> dict[str, Any]:
     """Return the config fields that say where an adapter sits, with the oldest ones' defaults."""
-    oldest = {k: v for k, v in OLDEST_FIELDS.items() if k not in method.foreign_fields}
+    form = format_of(method)
+    oldest = {k: v for k, v in OLDEST_FIELDS.items() if k not in form.absent_fields}
     return {
         **oldest,
-        "peft_type": method.peft_type,
+        "peft_type": form.peft_type,
         "task_type": provenance.task_type,
         "base_model_name_or_path": provenance.hub_id or provenance.base,
         "revision": provenance.revision,
@@ -214,7 +215,7 @@ def load_adapter(
     file = read_adapter(folder)
     if fingerprint and not force:
         check_weights(file, fingerprint)
-    fields, tensors = file.method.from_file(file.fields, named_tensors(file.folder))
+    fields, tensors = format_of(file.method).from_file(file.fields, named_tensors(file.folder))
     try:
         method, sites = fit_to_model(
             model, file.method, fields, tensors, folder=file.folder, made_here=file.made_here
@@ -322,5 +323,5 @@ class AdapterFolder:
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Take the tensors of a checkpoint's adapter files, bit for bit."""
-        _, tensors = self._adapter.method.from_file({}, named_tensors(folder))
+        _, tensors = format_of(self._adapter.method).from_file({}, named_tensors(folder))
         self._adapter.load_state(tensors)

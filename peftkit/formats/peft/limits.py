@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from peftkit.adapter import Adapter
+from peftkit.methods.table import format_of
 from peftkit.model.places import is_transposed
 
 _IMPLIED = dict.fromkeys(("SEQ_CLS", "TOKEN_CLS"), ("classifier", "score"))
@@ -40,7 +41,7 @@ def refused_by_peft(adapter: Adapter) -> str:
     experts as (experts, out, in) unless the module has the attribute is_transposed (Llama 4's has
     not). peftkit computes what the model computes.
     """
-    if adapter.method.peft_type != "LORA":
+    if format_of(adapter.method).peft_type != "LORA":
         return ""
     kind = getattr(getattr(adapter.model, "config", None), "model_type", "")
     reason = ""

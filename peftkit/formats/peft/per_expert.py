@@ -34,8 +34,8 @@ from peftkit.formats.peft.folder import (
     write_folder,
 )
 from peftkit.methods.dora import DoRA
-from peftkit.methods.experts import EXPERTS_SINCE
 from peftkit.methods.lora import LoRA
+from peftkit.methods.lora_format import EXPERTS_SINCE
 from peftkit.methods.scales import peft_scales
 from peftkit.model.places import ModelWeight, find_places, is_linear, stacked_shape
 from peftkit.model.roles import FFN_LEAVES

@@ -1,0 +1,137 @@
+"""LoRA and DoRA in PEFT's files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.errors import AdapterError
+from peftkit.files.strict_json import shown
+from peftkit.methods.dora import DoRA
+from peftkit.methods.experts import LoRAExperts
+from peftkit.methods.lora import LoRA
+from peftkit.methods.lora_linear import LoRALinear
+from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
+from peftkit.methods.protocol import AdapterModule
+from peftkit.methods.scales import peft_scales
+
+EXPERTS_SINCE = (0, 19)
+"""The version of PEFT whose layout of stacked experts is read and written here."""
+IGNORED = (
+    "init_lora_weights", "loftq_config", "eva_config", "megatron_core", "qalora_group_size",
+    "ensure_weight_tying",
+)  # fmt: skip
+"""Fields of PEFT's LoRA config that say how A and B were made, or nothing about them."""
+SCALES = ("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern")
+
+
+class LoRAFormat(PeftFormat[LoRA]):
+    """LoRA on linear layers and on stacked experts."""
+
+    peft_type: ClassVar[str] = "LORA"
+    known_fields: ClassVar[Collection[str]] = (
+        *TARGETS, *LAYERS, *SCALES, *IGNORED, "fan_in_fan_out", "target_parameters",
+    )  # fmt: skip
+
+    def describes(self, fields: Mapping[str, Any]) -> bool:
+        return super().describes(fields) and not (fields.get("use_dora") or trains_biases(fields))
+
+    def method(self, fields: Mapping[str, Any]) -> LoRA:
+        return LoRA(**_settings(fields))
+
+    def fields(
+        self, method: LoRA, model: nn.Module, modules: Mapping[str, AdapterModule]
+    ) -> dict[str, Any]:
+        ranks, scalings = {}, {}
+        for path, module in modules.items():
+            if isinstance(module, LoRAExperts):
+                for name, stack in module.parts().items():
+                    ranks[f"{path}.{name}"] = stack.lora_A.shape[1]
+                    scalings[f"{path}.{name}"] = stack.scaling
+                continue
+            assert isinstance(module, LoRALinear)
+            ranks[path] = module.state_shapes()["lora_A.weight"][0]
+            scalings[path] = module.scaling
+        # a subtracted start is part of the tensors, so what is on disk is a plain LoRA
+        init = "gaussian" if method.init == "gaussian" else True
+        fields = {"lora_dropout": method.dropout, "init_lora_weights": init}
+        if any(module.stacked for module in modules.values()):
+            fields["peft_version"] = ".".join(map(str, (*EXPERTS_SINCE, 0)))
+        return fields | peft_scales(ranks, scalings, rslora=method.rslora)
+
+    def with_missing(
+        self, module: AdapterModule, state: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Add the subtracted start that PEFT's PiSSA and OLoRA make again from the weight."""
+        start_a, start_b = (getattr(module, name, None) for name in ("start_A", "start_B"))
+        if start_a is None or start_b is None:
+            return state
+        a, b = state["lora_A.weight"], state["lora_B.weight"]
+        return {
+            **state,
+            "lora_A.weight": torch.cat([a, start_a.to(a)]),
+            "lora_B.weight": torch.cat([b, -start_b.to(b)], dim=1),
+        }
+
+
+class DoRAFormat(LoRAFormat):
+    """DoRA: a LoRA with `use_dora`."""
+
+    known_fields: ClassVar[Collection[str]] = (*LoRAFormat.known_fields, "use_dora")
+
+    def describes(self, fields: Mapping[str, Any]) -> bool:
+        ours = fields.get("peft_type") == self.peft_type and not trains_biases(fields)
+        return ours and bool(fields.get("use_dora"))
+
+    def method(self, fields: Mapping[str, Any]) -> LoRA:
+        return DoRA(**_settings(fields))
+
+    def fields(
+        self, method: LoRA, model: nn.Module, modules: Mapping[str, AdapterModule]
+    ) -> dict[str, Any]:
+        return super().fields(method, model, modules) | {"use_dora": True}
+
+
+def trains_biases(fields: Mapping[str, Any]) -> bool:
+    """Tell whether a LoRA's config says that biases are trained beside it."""
+    return fields.get("bias") not in (None, "none")
+
+
+def _settings(fields: Mapping[str, Any]) -> dict[str, Any]:
+    check_layout(fields)
+    init = fields.get("init_lora_weights", True)
+    if init not in ("pissa", "olora"):
+        # every other start is a value of A and B that the file replaces
+        init = "gaussian" if init == "gaussian" else "default"
+    return {
+        "rank": fields.get("r", 8),
+        "alpha": fields.get("lora_alpha", 8),
+        "dropout": fields.get("lora_dropout", 0.0),
+        "rslora": fields.get("use_rslora", False),
+        "init": init,
+        "rank_pattern": fields.get("rank_pattern") or {},
+        "alpha_pattern": fields.get("alpha_pattern") or {},
+    }
+
+
+def check_layout(fields: Mapping[str, Any]) -> None:
+    """Refuse stacked experts in the layout of old PEFT: A and B of a square one look alike.
+
+    Raises:
+        AdapterError: `target_parameters`, and a version before `EXPERTS_SINCE` or none.
+    """
+    version = re.match(r"(\d+)\.(\d+)", str(fields.get("peft_version")))
+    named = fields.get("target_parameters") or ()  # a linear layer's weight has one layout
+    if any(not name.endswith(".weight") for name in named) and not (
+        version and (int(version[1]), int(version[2])) >= EXPERTS_SINCE
+    ):
+        raise AdapterError(
+            "cannot tell the layout of the adapter's stacked experts",
+            found=f"peft_version: {shown(fields.get('peft_version'))}; before 0.19 rows and "
+            "columns were the other way round, which the file does not say",
+            fix="Merge it with the PEFT that it was made with.",
+        )
