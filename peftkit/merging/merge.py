@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from peftkit.base.load import DTYPES, load_base, skeleton
 from peftkit.base.locate import locate
@@ -37,6 +37,13 @@ LARGEST_DIFFERENCE = 1e-3
 """Of a logit in float32, relative to the largest logit: more is not the order of the sums."""
 EXACT = 1e-3
 """Rounding relative to the update up to which the merged model must compute the same."""
+STEPS = 8
+"""Of a 16-bit number's precision: what rounding in all layers may do to a logit, at most."""
+SHARE = 0.5
+"""Of the adapter's own effect, up to which a merged model that is rounded may miss it. One that
+leaves the adapter out misses all of it, one that subtracts it twice as much."""
+FLOAT32_ROOM = 1.3
+"""Times the weights in float32: what a GPU must have free to compute in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +67,12 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """Logits of each prompt, with the adapter and without, and where they were computed."""
+    """Logits of each prompt, with the adapter and without; where and in what they were computed."""
 
     adapted: Sequence[Tensor]
     bare: Sequence[Tensor]
     device: torch.device
+    dtype: torch.dtype
 
 
 def merge(
@@ -115,14 +123,13 @@ def merge(
 
     with new_folder(out, overwrite, (file.folder, Path(name))) as folder:
         source = None if from_quantized else files_of(name, revision)
-        plan = source and plan_stream(
-            file, source, skeleton(name, revision=revision, purpose=purpose), stored, tally
-        )
-        reference = effect = agreed = None
+        reference = effect = agreed = plan = None
+        if source:
+            bones = skeleton(name, revision=revision, purpose=purpose)
+            plan = plan_stream(file, source, bones, stored, tally)
         if plan:
             if verify:
-                # float32 shows every difference; but a GPU has no memory to spare for it
-                computing = "auto" if torch.cuda.is_available() else "fp32"
+                computing = "fp32" if _room_for_float32(bones) else "auto"
                 reference = _reference(load(quantize="none", dtype=computing), prompts)
             write_streamed(*plan, folder, stored, on_event)
         else:
@@ -135,7 +142,7 @@ def merge(
         if reference is not None:
             on_event(Stage("Comparing the merged model with base and adapter"))
             effect = agreement(reference.adapted, reference.bare)
-            agreed = _verified(folder, purpose, reference, tally, prompts)
+            agreed = _verified(folder, purpose, reference, tally, prompts, effect)
         merged = Merged(out, name, tally, effect, agreed)
         card = _card(merged, file, purpose, from_quantized, locate(name, revision).hub_id)
         write_card(card, folder)
@@ -171,25 +178,41 @@ def _reference(opened: Opened, prompts: Sequence[str]) -> _Reference:
     base, purpose = opened.base, opened.task.purpose
     adapted = logits_on(base, prompts, purpose)
     with opened.adapter.disabled():
-        return _Reference(adapted, logits_on(base, prompts, purpose), base.device)
+        bare = logits_on(base, prompts, purpose)
+    return _Reference(adapted, bare, base.device, base.model.dtype)
+
+
+def _room_for_float32(bones: nn.Module) -> bool:
+    """Tell whether a model can compute in float32 here, where every difference shows."""
+    if not torch.cuda.is_available():
+        return True
+    free, _ = torch.cuda.mem_get_info()
+    return FLOAT32_ROOM * 4 * sum(p.numel() for p in bones.parameters()) < free
 
 
 def _verified(
-    folder: Path, purpose: Purpose, reference: _Reference, tally: Tally, prompts: Sequence[str]
+    folder: Path,
+    purpose: Purpose,
+    reference: _Reference,
+    tally: Tally,
+    prompts: Sequence[str],
+    effect: Agreement,
 ) -> Agreement:
     """Load the merged model as anyone would, and compare.
 
     Raises:
         RunError: It computes something else than base and adapter.
     """
-    computing = "fp32" if reference.device.type == "cpu" else "auto"
+    computing = next(name for name, kind in DTYPES.items() if kind == reference.dtype)
     if purpose.head is not None:  # it has one now
         purpose = replace(purpose, head=replace(purpose.head, fresh=False))
     base = load_base(str(folder), dtype=computing, purpose=purpose, device=reference.device)
     found = agreement(logits_on(base, prompts, purpose), reference.adapted)
     limit = LARGEST_DIFFERENCE * found.largest
-    exact = tally.relative_rounding < EXACT
-    if found.max_difference == float("inf") or (exact and found.max_difference > limit):
+    if reference.dtype != torch.float32 or tally.relative_rounding >= EXACT:
+        step = max(torch.finfo(reference.dtype).eps, 2**-7 if tally.relative_rounding else 0.0)
+        limit += STEPS * step * found.largest + SHARE * effect.max_difference
+    if not found.max_difference <= limit:
         raise RunError(
             "the merged model does not compute what base and adapter compute",
             found=f"logits differ by up to {found.max_difference:.3g}, more than {limit:.3g}; "

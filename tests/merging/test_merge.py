@@ -34,6 +34,7 @@ from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.ln_tuning import LNTuning
 from peftkit.methods.lora import LoRA
+from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.protocol import Method
 from peftkit.methods.vera import VeRA
 from peftkit.quant.quantize import quantize_model
@@ -309,6 +310,24 @@ def test_the_card_says_what_was_merged_and_how_well(saved: Saver) -> None:
     assert "| same next token | 100.0% |" in card
     assert merged.agreement is not None
     assert f"{merged.agreement.max_difference:.3g}" in card
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factor", [0.0, -1.0])
+def test_a_merge_that_leaves_the_adapter_out_or_subtracts_it_is_found(
+    saved: Saver, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, factor: float
+) -> None:
+    saved(dtype=dtype, size=0.2)
+    right = LoRALinear.merged_weight
+
+    def wrong(self: LoRALinear, weight: Tensor, name: str = "weight") -> Tensor:
+        update = right(self, weight, name) - weight
+        return weight + (factor or 1e-2) * update  # a little, or it would be the base
+
+    monkeypatch.setattr(LoRALinear, "merged_weight", wrong)
+    with pytest.raises(RunError, match="does not compute what base and adapter compute"):
+        merge(saved.adapter, saved.out)
+    assert not saved.out.exists()
 
 
 def test_without_verification_nothing_is_loaded_and_the_card_says_so(saved: Saver) -> None:

@@ -1,0 +1,122 @@
+"""What is done with a trained adapter on a card: generating, measuring, the bank, merging."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peftkit import recipe
+from peftkit.errors import RunError
+from peftkit.formats.open_adapter import open_adapter
+from peftkit.inference.bank import open_bank
+from peftkit.inference.evaluate import evaluate
+from peftkit.inference.generate import generate
+from peftkit.inference.generate import stream as stream_ids
+from peftkit.merging.merge import merge
+from peftkit.methods.lora_linear import LoRALinear
+from tests.simulated_gpu.simulation import simulated
+from tests.simulated_gpu.test_training import recipe_for
+
+PROMPTS = ["what is 3?", "what is the fox doing over there?", "1"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter that has learnt something, trained on a CPU. Do not write into it."""
+    folder = tmp_path_factory.mktemp("trained")
+    asked = recipe_for("causal_lm", folder)
+    return Path(recipe.run(asked).checkpoint).parents[1]
+
+
+def opened(folder: Path, **how: Any) -> Any:
+    return open_adapter(folder, **how)
+
+
+def test_generating_gives_the_same_words(trained: Path) -> None:
+    def answers() -> tuple[list[str], list[str]]:
+        found = opened(trained).base
+        greedy = generate(found.model, found.tokenizer, PROMPTS, max_new_tokens=6)
+        sampled = generate(
+            found.model, found.tokenizer, PROMPTS, max_new_tokens=6, temperature=1.0, seed=3
+        )
+        return greedy, sampled
+
+    expected = answers()
+    with simulated() as card:
+        assert answers() == expected
+        assert card.launches > 1000
+
+
+def test_streaming_from_a_thread_gives_the_same_words(trained: Path) -> None:
+    def words() -> str:
+        base = opened(trained).base
+        return "".join(stream_ids(base.model, base.tokenizer, [7, 8, 9], max_new_tokens=6))
+
+    expected = words()
+    with simulated():
+        assert words() == expected
+
+
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_measuring_gives_the_same_figures(trained: Path, quantize: str) -> None:
+    def figures() -> dict[str, float]:
+        found = opened(trained, quantize=quantize)
+        return evaluate(found.base, trained.parent / "rows.jsonl", task=found.task)
+
+    expected = figures()
+    with simulated():
+        assert figures() == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_bank_serves_each_row_its_adapter(trained: Path) -> None:
+    def answers() -> list[str]:
+        bank = open_bank({"a": trained, "b": trained / "checkpoints" / "step-3"})
+        return bank.generate(PROMPTS, ["a", None, "b"], max_new_tokens=6)
+
+    expected = answers()
+    with simulated():
+        assert answers() == expected
+
+
+@pytest.mark.parametrize("room", [1.3, 1e9])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_merging_verifies_in_float32_where_there_is_room(
+    trained: Path, tmp_path: Path, dtype: Any, room: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peftkit.merging.merge.FLOAT32_ROOM", room)
+    with simulated():
+        merged = merge(trained, tmp_path / "out", dtype=dtype)
+    assert merged.agreement is not None
+    assert merged.effect is not None
+    assert merged.agreement.max_difference < 0.5 * merged.effect.max_difference
+    if dtype == "fp32" and room < 2:
+        assert merged.agreement.max_difference < 1e-4
+
+
+def test_a_wrong_merge_is_found_on_a_small_card_too(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = LoRALinear.merged_weight
+    monkeypatch.setattr(LoRALinear, "merged_weight", lambda *args: 2 * args[1] - right(*args))
+    monkeypatch.setattr("peftkit.merging.merge.FLOAT32_ROOM", 1e9)
+    with simulated(), pytest.raises(RunError, match="does not compute"):
+        merge(trained, tmp_path / "out", dtype="bf16")
+
+
+def test_a_quantised_base_is_merged_on_the_card(trained: Path, tmp_path: Path) -> None:
+    found = tmp_path / "adapter"
+    asked = recipe_for("causal_lm", tmp_path)
+    asked = asked.model_copy(
+        update={
+            "base": asked.base.model_copy(update={"quantize": "nf4"}),
+            "train": asked.train.model_copy(update={"output_dir": found}),
+        }
+    )
+    with simulated():
+        recipe.run(asked)
+        merged = merge(found, tmp_path / "merged", from_quantized=True)
+    assert merged.agreement is not None
+    assert torch.isfinite(torch.tensor(merged.agreement.max_difference))
