@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from peftkit.recipe import load as load_recipe
     from peftkit.recipe import prepare as prepare_recipe
     from peftkit.recipe import run as run_recipe
+    from peftkit.sweeps.sweep import sweep as sweep
     from peftkit.tasks.causal_lm import CausalLM as CausalLM
     from peftkit.tasks.causal_lm import CausalLMConfig as CausalLMConfig
     from peftkit.tasks.image_classification import ImageClassification as ImageClassification
@@ -171,6 +172,7 @@ _HOME = {
     "run_recipe": "recipe:run",
     "save_adapter": "formats.peft.folder",
     "stream": "inference.generate",
+    "sweep": "sweeps.sweep",
 }
 """Public name to the module that defines it, and to its name there where that is another."""
 

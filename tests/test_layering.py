@@ -28,6 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("formats/",),
     ("inference/", "merging/"),
     ("transform/", "recipe"),
+    ("sweeps/",),
     ("__init__",),
     ("cli/",),
 )

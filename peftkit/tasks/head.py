@@ -15,11 +15,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from peftkit.kernels.cross_entropy import chunked_cross_entropy
 from peftkit.model.places import is_linear, linear_shape, unwrap_adapter
 from peftkit.tasks.attention import TrainingAttention, training_attention
-from peftkit.tasks.loss import accepted, cross_entropy_sum, find_head, target_rows, unwrapped
+from peftkit.tasks.loss import accepted, find_head, target_logits, target_rows, unwrapped
 from peftkit.tasks.protocol import Task
 from peftkit.tasks.unpadding import (
     can_unpad,
@@ -98,6 +99,15 @@ class TokenTask(Task):
             finally:
                 self._attention = None
 
+    @contextmanager
+    def training_with(self, other: TokenTask) -> Iterator[None]:
+        """Use the attention of another task on the same model, which is in its `training`."""
+        self._attention = other._attention
+        try:
+            yield
+        finally:
+            self._attention = None
+
     def num_positions(self, rows: Sequence[Any]) -> int:
         """Return how many positions rows take that go through the model at once."""
         padded = super().num_positions(rows)
@@ -147,6 +157,36 @@ class TokenTask(Task):
         """Return how many tokens a batch teaches; it never waits for the GPU."""
         return batch["targets"].numel()
 
+    def joined(
+        self, parts: Sequence[Sequence[Any]]
+    ) -> tuple[dict[str, Tensor], list[int], list[int]]:
+        """Return the rows of several adapters as one batch, each adapter's in one piece.
+
+        Returns:
+            The batch; of each part how many targets it has, and how many tokens in one row.
+        """
+        batch = self.padded([row for part in parts for row in part])
+        sizes = torch.tensor([len(part) for part in parts])
+        part_of = torch.repeat_interleave(torch.arange(len(parts)), sizes)  # (B,)
+        width = batch.get("decoder_input_ids", batch["input_ids"]).shape[1]
+        targets = part_of[batch["target_index"] // width].bincount(minlength=len(parts))
+        tokens = torch.zeros(len(parts))
+        if self._attention is not None and self.is_causal:
+            spans = self._attention.takes_spans
+            in_one_row = unpadded(batch, share=True, spans=spans, owners=part_of)
+            tokens = in_one_row.pop("owner_tokens")
+            batch = in_one_row if spans else faster(batch, in_one_row)
+        return batch, targets.tolist(), tokens.long().tolist()
+
+    def loss_sums(
+        self, model: nn.Module, batch: Mapping[str, Tensor], num_targets: Sequence[int]
+    ) -> list[Tensor]:
+        """Return the loss of each part of a batch of `joined`, summed over its targets, in fp32."""
+        inputs = self.model_inputs(model, batch)
+        return token_losses(
+            model, self._head, inputs, batch["target_index"], batch["targets"], num_targets
+        )
+
 
 def head_of(model: nn.Module) -> Head | None:
     """Return a model's head, or None where it cannot be had apart from the model.
@@ -178,15 +218,30 @@ def token_loss(
         head: The model's own, or None: all logits at once.
         inputs, target_index, targets: As in `peftkit.tasks.loss.cross_entropy_sum`.
     """
+    (loss,) = token_losses(model, head, inputs, target_index, targets, [len(targets)])
+    return loss
+
+
+def token_losses(
+    model: nn.Module,
+    head: Head | None,
+    inputs: Mapping[str, Any],
+    target_index: Tensor,
+    targets: Tensor,
+    sizes: Sequence[int],
+) -> list[Tensor]:
+    """Return what `token_loss` does, of each of several pieces of the targets."""
     if head is None:
-        return cross_entropy_sum(model, inputs, target_index, targets)
-    return chunked_cross_entropy(
-        target_rows(model, inputs, target_index),
-        targets,
-        head,
-        trainable=head.trainable,
-        vocab_size=head.vocab_size,
-    )
+        logits = target_logits(model, inputs, target_index).float()
+        pairs = zip(logits.split(list(sizes)), targets.split(list(sizes)), strict=True)
+        return [functional.cross_entropy(some, those, reduction="sum") for some, those in pairs]
+    rows = target_rows(model, inputs, target_index)
+    return [
+        chunked_cross_entropy(
+            some, those, head, trainable=head.trainable, vocab_size=head.vocab_size
+        )
+        for some, those in zip(rows.split(list(sizes)), targets.split(list(sizes)), strict=True)
+    ]
 
 
 @torch.no_grad()

@@ -76,7 +76,13 @@ def faster(padded: dict[str, Tensor], one_row: dict[str, Tensor]) -> dict[str, T
     return one_row if tokens(one_row, GRID + "tokens") < tokens(padded, "input_ids") else padded
 
 
-def unpadded(batch: Mapping[str, Tensor], *, share: bool, spans: bool = False) -> dict[str, Tensor]:
+def unpadded(
+    batch: Mapping[str, Tensor],
+    *,
+    share: bool,
+    spans: bool = False,
+    owners: Tensor | None = None,
+) -> dict[str, Tensor]:
     """Return a padded batch in one row.
 
     Args:
@@ -86,14 +92,18 @@ def unpadded(batch: Mapping[str, Tensor], *, share: bool, spans: bool = False) -
             (B * T) tokens, of the decoder if there is one; and what else there is.
         share: Have what several documents begin with once. The model has to be causal.
         spans: Say where documents begin and end instead of making a grid; without a decoder.
+        owners: (B,) 0, 0, 1, ...: whose each row is, ascending. What is one owner's stands in one
+            piece, and is not shared with another's. The longest document is to be the first one's.
 
     Returns:
         input_ids and position_ids (1, N), or with a decoder's any number of rows; the fields of
-        `Grid`, or of `Spans`; target_index, places among the flattened tokens; and what else there
-        is.
+        `Grid`, or of `Spans`; target_index, places among the flattened tokens; what else there is;
+        and with owners owner_tokens (owners,), how many tokens are whose.
     """
     made = {name: tensor for name, tensor in batch.items() if name not in PADDED}
-    halves = {half: _half(batch, half, share) for half in HALVES if half + "input_ids" in batch}
+    halves = {
+        half: _half(batch, half, share, owners) for half in HALVES if half + "input_ids" in batch
+    }
     # as many rows of each: models read of one half how many there are of the other
     count = 1 if len(halves) == 1 else min(half.most_rows for half in halves.values())
     length = 0
@@ -106,6 +116,8 @@ def unpadded(batch: Mapping[str, Tensor], *, share: bool, spans: bool = False) -
             row |= _named(GRID, grid_of(half.numbers, shape))
         made |= {name + field: tensor for field, tensor in row.items()}
         length = row["input_ids"].shape[1]
+    if owners is not None:
+        made["owner_tokens"] = half.owner_tokens
     return made | {"target_index": number[batch["target_index"]]}  # of the last half
 
 
@@ -116,6 +128,7 @@ class _Half(NamedTuple):
         ids, positions: (D,) of all documents, one after the other.
         numbers: Of each document's tokens, those that stand in the rows.
         old: (D,) where the tokens stood among the padded ones. num_padded: How many these were.
+        owner_tokens: (owners,) how many tokens in the rows are whose.
     """
 
     ids: Tensor
@@ -123,6 +136,7 @@ class _Half(NamedTuple):
     numbers: list[list[int]]
     old: Tensor
     num_padded: int
+    owner_tokens: Tensor
 
     @property
     def num_tokens(self) -> int:
@@ -135,7 +149,9 @@ class _Half(NamedTuple):
         return 1 << max(most.bit_length() - 1, 0)
 
 
-def _half(batch: Mapping[str, Tensor], name: str, share: bool) -> _Half:
+def _half(
+    batch: Mapping[str, Tensor], name: str, share: bool, owners: Tensor | None = None
+) -> _Half:
     """Take what is read out of its padding, and number it."""
     mask = batch[name + "attention_mask"]
     positions = batch.get(name + "position_ids", torch.arange(mask.shape[1]).expand_as(mask))
@@ -143,8 +159,16 @@ def _half(batch: Mapping[str, Tensor], name: str, share: bool) -> _Half:
     ids, positions = batch[name + "input_ids"].flatten()[real], positions.flatten()[real]
     begins = (positions == 0).nonzero().flatten()
     lengths: list[int] = begins.diff(append=begins.new_tensor([len(ids)])).tolist()
-    numbers = _numbered([document.tolist() for document in ids.split(lengths)], share=share)
-    return _Half(ids, positions, numbers, real, mask.numel())
+    rows = real[begins] // mask.shape[1]
+    whose = [0] * len(lengths) if owners is None else owners[rows].tolist()
+    numbers = _numbered(
+        [document.tolist() for document in ids.split(lengths)], share=share, owners=whose
+    )
+    ends = [0] * (max(whose) + 1)
+    for owner, document in zip(whose, numbers, strict=True):
+        ends[owner] = max(ends[owner], *document)
+    sizes = torch.tensor(ends).add(1).diff(prepend=torch.tensor([0]))
+    return _Half(ids, positions, numbers, real, mask.numel(), sizes)
 
 
 def _in_rows(half: _Half, shape: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor]:
@@ -178,16 +202,18 @@ def _shape(used: int, count: int, *, other: int) -> tuple[int, int]:
     return count, length
 
 
-def _numbered(documents: Sequence[Sequence[int]], *, share: bool) -> list[list[int]]:
-    """Return the number in the row of each document's tokens; the longest has the first ones.
+def _numbered(
+    documents: Sequence[Sequence[int]], *, share: bool, owners: Sequence[int]
+) -> list[list[int]]:
+    """Return the number in the row of each document's tokens; an owner's longest has the first.
 
     A causal model computes of a token what depends on its document up to there. So beginnings are
     numbered: the one that ends here, by the one that ends a token before and by this token.
     """
     number: dict[tuple[int, int], int] = {}
     numbers: list[list[int]] = [[] for _ in documents]
-    for which in sorted(range(len(documents)), key=lambda row: -len(documents[row])):
-        before = -1 if share else -1 - which
+    for which in sorted(range(len(documents)), key=lambda n: (owners[n], -len(documents[n]))):
+        before = -1 - owners[which] if share else -1 - which
         for token in documents[which]:
             before = number.setdefault((before, token), len(number))
             numbers[which].append(before)

@@ -150,6 +150,29 @@ class Learner:
         self._update(grad_norm, rate)
         return facts
 
+    def finish(
+        self, sums: Tensor, total: Tensor, rows: Sequence[Any], rate: float
+    ) -> StepFacts | None:
+        """Let the optimizer step with gradients that were computed elsewhere, and are in place.
+
+        Args:
+            sums: As `Task.sums`, of all rows. total: Their targets, on all processes.
+
+        Returns:
+            None where the gradients overflowed the loss scale, which is lower then: to be tried
+            again.
+
+        Raises:
+            NonFinite: The loss or a gradient is not finite.
+        """
+        facts, grad_norm = self._summed(sums, total, rows, "")
+        if not (math.isfinite(facts.loss) and math.isfinite(facts.grad_norm)):
+            if math.isfinite(facts.loss) and self.scale.overflowed():
+                return None
+            raise NonFinite(self._diagnosis(rows, rng.capture(self.ranks.device), facts))
+        self._update(grad_norm, rate)
+        return facts
+
     def _gradients(
         self,
         rows: Sequence[Any],

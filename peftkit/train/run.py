@@ -108,11 +108,10 @@ class Run:
     def prepared(self) -> Iterator[None]:
         """Put the model into training mode, and leave it as it was; record events meanwhile."""
         blocks, wish = self.learner.blocks, self.config.gradient_checkpointing
-        trackers = self._record() if self.ranks.is_main else None
         try:
             if wish != "auto":
                 blocks.set_activations(self.learner.state.activations)
-            with modes_kept(self.model):
+            with self.recorded(), modes_kept(self.model):
                 self.model.train()
                 with self._laid_out(), self.learner.task.training(self.model):
                     yield
@@ -120,6 +119,14 @@ class Run:
             self.learner.feed.close()
             self.evaluator.feed.close()
             blocks.restore()
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Let metrics.jsonl and the trackers hear of events meanwhile."""
+        trackers = self._record() if self.ranks.is_main else None
+        try:
+            yield
+        finally:
             if trackers is not None:
                 trackers.finish()
 
@@ -154,7 +161,7 @@ class Run:
         self.start(resume)
         plan_memory_and_compile(self.learner, self.rows, self.num_steps, self.say)
         self._give_back()
-        self.say(self._started())
+        self.say(self.header())
         if resume is not None:
             self.after_step()  # a run that was stopped during an evaluation owes it still
         while not self.is_done:
@@ -246,7 +253,7 @@ class Run:
         state = self.learner.state
         due = self._is_due(self.config.eval_every) and state.evaluated_step != state.step
         if due and self.has_eval and not self._stopping:
-            self._evaluate()
+            self.evaluate()
         best = state.best_step == state.step
         if not (best or self._is_due(self.config.save_every) or self._stopping):
             return  # and a signal that comes right now is one of the next step
@@ -262,7 +269,8 @@ class Run:
                 "Go on with --resume.",
             )
 
-    def _evaluate(self) -> None:
+    def evaluate(self) -> None:
+        """Measure the eval rows, and tell."""
         state, batch_size = self.learner.state, self.evaluator.batch_size
         with self.learner.blocks.eagerly():
             metrics = self.evaluator.run()
@@ -309,7 +317,8 @@ class Run:
             fix="Look at these rows; lower train.learning_rate; try base.dtype: fp32.",
         )
 
-    def _started(self) -> RunStarted:
+    def header(self) -> RunStarted:
+        """Return what is known of the run before its first step."""
         return RunStarted(
             num_steps=self.num_steps,
             start_step=self.learner.state.step,

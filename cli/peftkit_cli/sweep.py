@@ -1,0 +1,82 @@
+"""`peftkit sweep`: several runs over one base, trained together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from peftkit.errors import ConfigError
+from peftkit_cli.about import unknown_recipe_file
+from peftkit_cli.arguments import Json, Overrides, note
+
+
+def sweep(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE.yaml]", help="A recipe.", show_default=False)
+    ] = None,
+    over: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE,VALUE",
+            help="Train with each of these values, as method.rank=8,16,64. Repeatable: the grid.",
+            show_default=False,
+        ),
+    ] = None,
+    pick: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Train the members that a YAML file names: {NAME: {method.rank: 8}}.",
+            show_default=False,
+        ),
+    ] = None,
+    each: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="RECIPE.yaml", help="Train several recipes. Repeatable.", show_default=False
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="A folder for each member is made in it.")
+    ] = Path("runs/sweep"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the sweep in DIR.")] = False,
+    halve: Annotated[
+        bool,
+        typer.Option("--halve", help="After each third of the steps stop the worse half."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Train many adapters over one base in one pass. Prints the folder of the best."""
+    ways = [over, pick, each]
+    if sum(bool(way) for way in ways) != 1 or (recipe is None) == (not each):
+        raise ConfigError(
+            "a sweep is RECIPE with --over or with --pick, or --each RECIPE ... alone",
+            fix="peftkit sweep RECIPE.yaml --over method.rank=8,16 --out runs/sweep",
+        )
+    for path in [*([recipe] if recipe else []), *(each or [])]:
+        if not path.exists():
+            raise unknown_recipe_file(path)
+    from peftkit.sweeps import members as made
+    from peftkit.sweeps.sweep import BEST, SWEEP
+    from peftkit.sweeps.sweep import sweep as train_together
+    from peftkit_cli.render import Renderer
+
+    if each:
+        members = made.each(each, overrides or (), out=out)
+    elif pick:
+        assert recipe is not None
+        members = made.pick(recipe, pick, overrides or (), out=out)
+    else:
+        assert recipe is not None
+        members = made.grid(recipe, over or (), overrides or (), out=out)
+    with Renderer() as on_event:
+        train_together(members, out, resume=resume, halve=halve, on_event=on_event)
+    if as_json:
+        typer.echo(json.dumps(json.loads((out / SWEEP).read_text(encoding="utf-8"))))
+    else:
+        typer.echo(out / BEST)
+        note(f"Next: peftkit chat {out / BEST}; all members: {out / SWEEP}")

@@ -1,0 +1,1 @@
+"""Several adapters trained over one base in one pass."""

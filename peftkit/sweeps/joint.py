@@ -1,0 +1,142 @@
+"""One optimizer step of several runs: their micro-batches go through the model together.
+
+Each run's rows, loss, gradients and optimizer are its own: a row sees only its run's adapter, and
+the loss of a run is divided by its own targets. Frozen products are made once for all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peftkit.sweeps.layers import Piece, Routing
+from peftkit.tasks.head import TokenTask
+from peftkit.train import rng
+from peftkit.train.learner import NonFinite, StepFacts
+from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory
+from peftkit.train.run import Run
+
+Part = tuple[str, Sequence[Any]]
+"""A run, and rows of its that go through the model at once."""
+Asked = Mapping[str, tuple[list[Any], float]]
+"""Run to its rows of a step and its learning rate."""
+
+
+class JointLearner:
+    """Computes the gradients of several runs in joint passes.
+
+    Args:
+        runs: On one model. task: Of one of them, which makes the batches of all.
+
+    Attributes:
+        most: Tokens of a pass with several runs; lower once memory ran out.
+    """
+
+    def __init__(self, runs: Mapping[str, Run], task: TokenTask, routing: Routing) -> None:
+        self.runs, self.task, self.routing = runs, task, routing
+        first = next(iter(runs.values()))
+        self.model, self.ranks = first.model, first.ranks
+        self.most = first.config.tokens_at_once(self.ranks.device.type)
+
+    def step(self, asked: Asked) -> dict[str, StepFacts | NonFinite]:
+        """Let each run learn from its rows; a run whose numbers are not finite is told as such."""
+        while True:
+            try:
+                sums, totals = self._gradients(asked)
+                break
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            release_memory()
+            if not self._use_less_memory(asked):
+                return {name: self._alone(name, *own) for name, own in asked.items()}
+        return {
+            name: self._finished(name, sums[name], totals[name], rows, rate)
+            for name, (rows, rate) in asked.items()
+        }
+
+    def _gradients(self, asked: Asked) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the summed loss and the number of targets of each run; gradients are in place."""
+        device = self.ranks.device
+        passes = list(self._passes(asked))
+        joined = [self.task.joined([rows for _, rows in parts]) for parts in passes]
+        targets = dict.fromkeys(asked, 0)
+        for parts, (_, counts, _) in zip(passes, joined, strict=True):
+            for (name, _), count in zip(parts, counts, strict=True):
+                targets[name] += count
+        sums = {name: torch.zeros(1, device=device) for name in asked}
+        for name in asked:
+            self.runs[name].learner.optimizer.zero_grad(set_to_none=True)
+        for parts, (batch, counts, tokens) in zip(passes, joined, strict=True):
+            pieces = [
+                Piece(name, len(rows), size)
+                for (name, rows), size in zip(parts, tokens, strict=True)
+            ]
+            moved = {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
+            with self.routing.to(*pieces), self.ranks.autocast():
+                losses = self.task.loss_sums(self.model, moved, counts)
+                scaled = [
+                    loss * (self.runs[name].learner.scale.factor / max(targets[name], 1))
+                    for (name, _), loss in zip(parts, losses, strict=True)
+                ]
+                torch.stack(scaled).sum().backward()
+            for (name, _), loss in zip(parts, losses, strict=True):
+                sums[name] += loss.detach()
+        totals = {
+            name: torch.full((), float(count), device=device) for name, count in targets.items()
+        }
+        return sums, totals
+
+    def _passes(self, asked: Asked) -> Iterator[list[Part]]:
+        """Yield what goes through the model at once: micro-batches of as many runs as fit."""
+        of_runs = [
+            [(name, part) for part in self.runs[name].learner.micro_batches(rows)]
+            for name, (rows, _) in asked.items()
+        ]
+        for turn in zip_longest(*of_runs):  # of a run one micro-batch at a time
+            parts: list[Part] = []
+            for part in filter(None, turn):
+                rows = [row for _, some in (*parts, part) for row in some]
+                if parts and self.most and self.task.num_positions(rows) > self.most:
+                    yield sorted(parts, key=_longest, reverse=True)
+                    parts = []
+                parts.append(part)
+            yield sorted(parts, key=_longest, reverse=True)
+
+    def _use_less_memory(self, asked: Asked) -> bool:
+        """Lower `most`; False where every pass is of one run already."""
+        joint = [parts for parts in self._passes(asked) if len(parts) > 1]
+        if not joint:
+            return False
+        rows = [[row for _, some in parts for row in some] for parts in joint]
+        self.most = max(map(self.task.num_positions, rows)) // 2
+        return True
+
+    def _finished(
+        self, name: str, sums: Tensor, total: Tensor, rows: list[Any], rate: float
+    ) -> StepFacts | NonFinite:
+        with self.routing.alone(name):
+            try:
+                facts = self.runs[name].learner.finish(sums, total, rows, rate)
+            except NonFinite as error:
+                return error
+            return self._alone(name, rows, rate) if facts is None else facts
+
+    def _alone(self, name: str, rows: list[Any], rate: float) -> StepFacts | NonFinite:
+        """Let one run take its step by itself, as it would outside of a sweep."""
+        before = rng.capture(self.ranks.device)
+        with self.routing.alone(name):
+            try:
+                return self.runs[name].learner.step(rows, rate)
+            except NonFinite as error:
+                rng.restore(before, self.ranks.device)
+                return error
+
+
+def _longest(part: Part) -> int:
+    """Return the length of a part's longest document: `unpadded` wants the longest of all first."""
+    return max(n for row in part[1] for n in getattr(row, "lengths", (len(row.input_ids),)))

@@ -1,0 +1,241 @@
+"""The members of a sweep: recipes over one base that differ in what does not change the base."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peftkit.config import schema
+from peftkit.config.strict_yaml import SourceLocation, parse
+from peftkit.errors import ConfigError
+from peftkit.recipe import Recipe, load
+
+METHODS = ("lora", "dora", "ia3", "vera")
+"""Methods that sit beside linear layers."""
+TASKS = ("causal_lm", "seq2seq")
+"""Tasks whose rows become the same batch whatever stands beside them."""
+MAX_MEMBERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One run of a sweep.
+
+    Attributes:
+        name: Of its folder. settings: What it was asked to have of its own, by dotted key.
+    """
+
+    name: str
+    recipe: Recipe
+    settings: Mapping[str, Any]
+
+
+def grid(
+    path: str | Path, over: Sequence[str], overrides: Sequence[str] = (), *, out: Path
+) -> list[Member]:
+    """Return a member for each combination of values.
+
+    Args:
+        path: The recipe. overrides: "section.key=value", of all members.
+        over: "section.key=value,value,..." each.
+        out: Each member trains into a folder of its own below this one.
+
+    Raises:
+        ConfigError: As `load`; or a key has no values, or stands twice.
+    """
+    axes = [_axis(text) for text in over]
+    keys = [key for key, _ in axes]
+    if not axes or len(set(keys)) < len(keys):
+        raise ConfigError(
+            "a sweep varies at least one setting, each once",
+            found=f"--over: {', '.join(keys) or 'nothing'}",
+            fix="peftkit sweep RECIPE --over method.rank=8,16 --over train.learning_rate=1e-4,3e-4",
+        )
+    choices = list(itertools.product(*(values for _, values in axes)))
+    picked = {
+        _name(dict(zip(keys, values, strict=True))): dict(zip(keys, values, strict=True))
+        for values in choices
+    }
+    if len(picked) < len(choices):
+        raise ConfigError("two members of the sweep are the same", found="; ".join(over))
+    return _members(path, picked, overrides, out)
+
+
+def pick(
+    path: str | Path, file: str | Path, overrides: Sequence[str] = (), *, out: Path
+) -> list[Member]:
+    """Return the members that a YAML file names: {small: {method.rank: 8}, ...}.
+
+    Raises:
+        ConfigError: As `load`; or the file is not like that.
+    """
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from None
+    parsed = parse(text, lambda line: SourceLocation(str(file), line))
+    data = parsed.data
+    if (
+        parsed.problems
+        or not isinstance(data, dict)
+        or not data
+        or not all(isinstance(settings, dict) for settings in data.values())
+    ):
+        raise ConfigError(
+            f"{file} does not name the members of a sweep",
+            fix="Write a line for each: NAME: {method.rank: 8, train.learning_rate: 1e-4}",
+        )
+    picked = {
+        str(name): {str(key): _text(value) for key, value in settings.items()}
+        for name, settings in data.items()
+    }
+    return _members(path, picked, overrides, out)
+
+
+def each(paths: Sequence[str | Path], overrides: Sequence[str] = (), *, out: Path) -> list[Member]:
+    """Return a member for each recipe, named after its file.
+
+    Raises:
+        ConfigError: As `load`; or two files have one name.
+    """
+    names = [Path(path).stem for path in paths]
+    if len(set(names)) < len(names):
+        raise ConfigError("two recipes of the sweep have one name", found=", ".join(names))
+    recipes = [
+        load(path, [*overrides, _output_dir(out / name)])
+        for path, name in zip(paths, names, strict=True)
+    ]
+    flat = [dict(_flat(recipe.model_dump(mode="json"))) for recipe in recipes]
+    keys = dict.fromkeys(key for settings in flat for key in settings)
+    own = [key for key in keys if len({json.dumps(s.get(key)) for s in flat}) > 1]
+    return [
+        Member(name, recipe, {k: s[k] for k in own if k in s and k != "train.output_dir"})
+        for name, recipe, s in zip(names, recipes, flat, strict=True)
+    ]
+
+
+def check_members(members: Sequence[Member]) -> None:
+    """Make sure that the members can be trained together.
+
+    Raises:
+        ConfigError: Names what differs, or is not of this kind, and in which members.
+    """
+    if len(members) < 2 or len(members) > MAX_MEMBERS:
+        raise ConfigError(
+            f"a sweep has from 2 to {MAX_MEMBERS} members", found=f"There are {len(members)}."
+        )
+    first = members[0]
+    for name, why in (("base", "one base"), ("task", "one task")):
+        _same(members, name, why, lambda m, n=name: getattr(m.recipe, n).model_dump(mode="json"))
+    for name in ("max_length", "packing", "format", "chat_template"):
+        _same(
+            members, f"data.{name}", "rows of one kind", lambda m, n=name: getattr(m.recipe.data, n)
+        )
+    for member in members:
+        method = member.recipe.method
+        if method.type not in METHODS:
+            raise _alone(member, f"method.type {method.type}", f"Methods: {', '.join(METHODS)}.")
+        if method.train_fully or method.token_rows or member.recipe.base.new_tokens:
+            raise _alone(member, "modules or rows of tokens that are trained whole")
+    if first.recipe.task.type not in TASKS:
+        raise _alone(first, f"the task {first.recipe.task.type}", f"Tasks: {', '.join(TASKS)}.")
+
+
+def _same(members: Sequence[Member], name: str, why: str, read: Any) -> None:
+    first = members[0]
+    for other in members[1:]:
+        if read(other) != read(first):
+            raise ConfigError(
+                f"the members of a sweep have {why}; {name} differs",
+                found=f"{first.name}: {read(first)}\n{other.name}: {read(other)}",
+                fix="Sweep over these one after the other.",
+            )
+
+
+def _alone(member: Member, what: str, found: str = "") -> ConfigError:
+    return ConfigError(
+        f"{member.name} cannot be trained together with others: {what}",
+        found=found,
+        fix="Train it with peftkit train.",
+    )
+
+
+def _members(
+    path: str | Path, picked: Mapping[str, Mapping[str, str]], overrides: Sequence[str], out: Path
+) -> list[Member]:
+    members = []
+    for name, settings in picked.items():
+        if not re.fullmatch(r"\w[\w.=+-]*", name):
+            raise ConfigError(f"'{name}' cannot be the name of a member, and of its folder")
+        own = [f"{key}={value}" for key, value in settings.items()]
+        recipe = load(path, [*overrides, *own, _output_dir(out / name)])
+        flat = dict(_flat(recipe.model_dump(mode="json")))
+        members.append(
+            Member(name, recipe, {key: flat.get(key, settings[key]) for key in settings})
+        )
+    return members
+
+
+def _output_dir(folder: Path) -> str:
+    return f"train.output_dir={json.dumps(str(folder))}"
+
+
+def _axis(text: str) -> tuple[str, list[str]]:
+    key, _, values = text.partition("=")
+    found = list(_split(values))
+    if not key or not all(found) or len(found) < 1 or not values:
+        raise ConfigError(
+            f"--over {text}: no values to try", fix="Write KEY=VALUE,VALUE: method.rank=8,16,64"
+        )
+    return key, found
+
+
+def _split(text: str) -> Iterator[str]:
+    """Yield the parts between commas that are in no brackets or quotes."""
+    depth, quote, start = 0, "", 0
+    for place, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char in "[{":
+            depth += 1
+        elif char in "]}":
+            depth -= 1
+        elif char == "," and not depth:
+            yield text[start:place].strip()
+            start = place + 1
+    yield text[start:].strip()
+
+
+def _name(settings: Mapping[str, str]) -> str:
+    """Return "rank=8-learning_rate=1e-4", fit for the name of a folder."""
+    pairs = (f"{key.rpartition('.')[2]}={value}" for key, value in settings.items())
+    return re.sub(r"[^\w.=+-]+", "_", "-".join(pairs)).strip("_")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            yield from _flat(inner, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", inner
+
+
+def settings_of(member: Member) -> dict[str, Any]:
+    """Return a member as sweep.json has it, to compare and to read."""
+    return {"name": member.name, "settings": dict(member.settings)}
+
+
+def recipe_text(member: Member) -> str:
+    """Return a member's whole recipe as YAML."""
+    return schema.dump_yaml(member.recipe)

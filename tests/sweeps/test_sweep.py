@@ -1,0 +1,232 @@
+"""A member of a sweep is the run that it would be alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from peftkit.errors import ConfigError, OutputError
+from peftkit.events import Event, Notice, Progress
+from peftkit.formats.peft.folder import named_tensors
+from peftkit.recipe import load, run
+from peftkit.sweeps import joint
+from peftkit.sweeps.members import check_members, each, grid, pick
+from peftkit.sweeps.sweep import sweep
+from tests.families import FAMILIES, tiny_tokenizer
+
+WORDS = ("yes", "no", "perhaps", "of course not", "why do you ask")
+ROWS = [
+    {"instruction": f"Say {word} {n}.", "output": f"{word} {n}"} for n in range(4) for word in WORDS
+]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for family in ("llama", "gpt2", "gemma2"):
+        torch.manual_seed(0)
+        folder = tmp_path_factory.mktemp(family)
+        model = FAMILIES[family]()
+        for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):  # else draws are another batch's
+            setattr(model.config, name, 0.0)
+        model.save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+        found[family] = folder
+    return found
+
+
+def write(folder: Path, model: Path, **sections: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    data = folder / "train.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    settings: dict[str, dict[str, Any]] = {
+        "base": {"model": str(model), "dtype": "fp32"},
+        "method": {"type": "lora", "rank": 4, "targets": ["attention"]},
+        "data": {"train": str(data), "eval": str(data), "max_length": 64, "packing": False},
+        "train": {"max_steps": 4, "batch_size": 3, "learning_rate": 5.0e-3, "eval_every": 2},
+    }
+    merged = {name: {**section, **sections.get(name, {})} for name, section in settings.items()}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(merged))
+    return folder / "recipe.yaml"
+
+
+def losses(folder: Path) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [entry["loss"] for entry in map(json.loads, lines) if "learning_rate" in entry]
+
+
+def alone(recipe: Path, overrides: list[str], folder: Path) -> list[float]:
+    run(load(recipe, [*overrides, f"train.output_dir={folder}"]))
+    return losses(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "over", "sections"),
+    [
+        ("llama", ["method.rank=2,7", "train.learning_rate=1e-3,1e-2"], {}),
+        ("llama", ["method.type=lora,dora,ia3,vera"], {"method": {"rank": None}}),
+        ("gpt2", ["method.targets=[q],[v,o],attention"], {}),
+        ("gemma2", ["train.batch_size=1,4", "train.seed=1,2"], {}),
+        ("llama", ["method.init=default,pissa,olora"], {"base": {"quantize": "nf4"}}),
+        ("llama", ["train.gradient_accumulation=1,3"], {"data": {"packing": True}}),
+    ],
+    ids=["rank", "method", "fused", "batch", "init-nf4", "accumulation-packed"],
+)
+def test_a_member_is_the_run_that_it_would_be_alone(
+    family: str,
+    over: list[str],
+    sections: dict[str, dict[str, Any]],
+    bases: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    recipe = write(tmp_path / "data", bases[family], **sections)
+    if sections.get("method"):  # methods differ in their settings
+        settings = yaml.safe_load(recipe.read_text())
+        settings["method"] = {"type": "lora", "targets": ["q", "v"]}
+        recipe.write_text(yaml.safe_dump(settings))
+    members = grid(recipe, over, out=tmp_path / "out")
+    outcomes = sweep(members, tmp_path / "out")
+    assert {outcome.state for outcome in outcomes} == {"done"}
+    by_name = {outcome.name: outcome for outcome in outcomes}
+    for member in members:
+        own = [f"{key}={json.dumps(value)}" for key, value in member.settings.items()]
+        expected = alone(recipe, own, tmp_path / f"alone-{member.name}")
+        found = losses(tmp_path / "out" / member.name)
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        one, other = (
+            named_tensors(folder)
+            for folder in (tmp_path / "out" / member.name, tmp_path / f"alone-{member.name}")
+        )
+        assert one.keys() == other.keys()
+        for name, tensor in one.items():
+            torch.testing.assert_close(tensor, other[name], rtol=1e-3, atol=1e-4)
+        assert by_name[member.name].eval_loss is not None
+    best = json.loads((tmp_path / "out" / "sweep.json").read_text())["best"]
+    assert best == outcomes[0].name
+    assert named_tensors(tmp_path / "out" / "best").keys()
+
+
+def test_a_member_that_breaks_stops_alone(bases: dict[str, Path], tmp_path: Path) -> None:
+    recipe = write(tmp_path / "data", bases["llama"])
+    members = grid(recipe, ["train.learning_rate=1e-3,1e30"], out=tmp_path / "out")
+    heard: list[Event] = []
+    outcomes = sweep(members, tmp_path / "out", on_event=heard.append)
+    assert [outcome.state for outcome in outcomes] == ["done", "failed"]
+    assert any(isinstance(e, Notice) and "the others go on" in e.text for e in heard)
+    expected = alone(recipe, ["train.learning_rate=1e-3"], tmp_path / "alone")
+    assert losses(Path(outcomes[0].folder)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_stopped_sweep_is_resumed_to_the_same_end(
+    bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = write(tmp_path / "data", bases["llama"], train={"save_every": 1})
+    over = ["train.max_steps=3,5", "method.rank=2,3"]
+    whole = sweep(grid(recipe, over, out=tmp_path / "whole"), tmp_path / "whole")
+
+    class Stop:
+        signum = 0
+
+    def stop_after_two(event: Event) -> None:
+        if isinstance(event, Progress) and event.done == 2 and "Training" in event.text:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(grid(recipe, over, out=tmp_path / "out"), tmp_path / "out", on_event=stop_after_two)
+    members = grid(recipe, over, out=tmp_path / "out")
+    with pytest.raises(OutputError, match="already holds a sweep"):
+        sweep(members, tmp_path / "out")
+    rest = sweep(members, tmp_path / "out", resume=True)
+    assert [o.name for o in rest] == [o.name for o in whole]
+    for outcome in rest:
+        found = named_tensors(Path(outcome.folder))
+        for name, tensor in named_tensors(tmp_path / "whole" / outcome.name).items():
+            assert torch.equal(found[name], tensor)
+
+
+def test_memory_that_runs_out_makes_passes_smaller(
+    bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = write(tmp_path / "data", bases["llama"])
+    over = ["method.rank=2,3,4,5"]
+    whole = sweep(grid(recipe, over, out=tmp_path / "whole"), tmp_path / "whole")
+    real = joint.Routing.to
+
+    def small(self: Any, *pieces: Any) -> Any:
+        if len(pieces) > 2:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return real(self, *pieces)
+
+    monkeypatch.setattr(joint.Routing, "to", small)
+    less = sweep(grid(recipe, over, out=tmp_path / "less"), tmp_path / "less")
+    for a, b in zip(whole, less, strict=True):
+        assert losses(Path(a.folder)) == pytest.approx(losses(Path(b.folder)), rel=1e-5)
+
+
+def test_halving_stops_the_worse_half(bases: dict[str, Path], tmp_path: Path) -> None:
+    recipe = write(tmp_path / "data", bases["llama"], train={"max_steps": 6, "eval_every": None})
+    over = ["train.learning_rate=1e-6,1e-3,3e-3,1e-2"]
+    outcomes = sweep(grid(recipe, over, out=tmp_path / "out"), tmp_path / "out", halve=True)
+    assert sorted(outcome.steps for outcome in outcomes) == [2, 2, 4, 6]
+    assert [outcome.state for outcome in outcomes].count("halved") == 3
+    slowest = next(o for o in outcomes if o.settings["train.learning_rate"] == 1e-6)
+    assert slowest.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("over", "told"),
+    [
+        (["base.dtype=fp32,bf16"], "base differs"),
+        (["data.max_length=32,64"], "data.max_length differs"),
+        (["method.type=lora,bitfit"], "bitfit"),
+        (["method.rank=8,8"], "the same"),
+        (["method.rank="], "no values"),
+        (["method.rank=8", "method.rank=9"], "each once"),
+        ([], "at least one"),
+    ],
+)
+def test_what_cannot_go_together_is_refused_by_name(
+    over: list[str], told: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    recipe = write(tmp_path / "data", bases["llama"], method={})
+    settings = yaml.safe_load(recipe.read_text())
+    settings["method"] = {"type": "lora"}
+    recipe.write_text(yaml.safe_dump(settings))
+    with pytest.raises(ConfigError) as error:
+        check_members(grid(recipe, over, out=tmp_path / "out"))
+    assert told in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_members_are_picked_by_name_or_are_recipes(bases: dict[str, Path], tmp_path: Path) -> None:
+    recipe = write(tmp_path / "data", bases["llama"])
+    file = tmp_path / "members.yaml"
+    file.write_text("small: {method.rank: 2}\nlarge: {method.rank: 9, train.seed: 3}\n")
+    found = {m.name: dict(m.settings) for m in pick(recipe, file, out=tmp_path)}
+    assert found == {"small": {"method.rank": 2}, "large": {"method.rank": 9, "train.seed": 3}}
+    other = tmp_path / "other.yaml"
+    other.write_text(recipe.read_text().replace("rank: 4", "rank: 6"))
+    first, second = each([recipe, other], out=tmp_path)
+    assert (first.name, second.name) == ("recipe", "other")
+    assert first.settings == {"method.rank": 4}
+    file.write_text("- 1\n")
+    with pytest.raises(ConfigError, match="does not name the members"):
+        pick(recipe, file, out=tmp_path)
+
+
+def test_a_recipe_of_a_member_is_trained_alone_just_as_well(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    recipe = write(tmp_path / "data", bases["llama"])
+    members = grid(recipe, ["method.rank=2,3"], out=tmp_path / "out")
+    sweep(members, tmp_path / "out")
+    found, _ = json.loads((tmp_path / "out/sweep.json").read_text())["members"]
+    assert math.isfinite(found["eval_loss"])
+    again = load(Path(found["folder"]) / "recipe.yaml")
+    assert again == members[0].recipe
