@@ -27,6 +27,7 @@ from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.loss import unwrapped
 from peftkit.train import task as loop
+from peftkit.train.batches import cut
 
 BATCH_SIZE = 8
 
@@ -146,7 +147,8 @@ def batches(
     """Yield rows, shortest first, as batches where the model is; emits progress under a text."""
     device = next(model.parameters()).device
     order = sorted(rows, key=num_tokens)  # little padding
-    for start in range(0, len(order), BATCH_SIZE):
-        on_event(Progress(text, start, len(order)))
-        batch = task.collate(order[start : start + BATCH_SIZE])
-        yield {name: tensor.to(device) for name, tensor in batch.items()}
+    done = 0
+    for part in cut(order, task.num_positions, BATCH_SIZE, kind=task.kind):
+        on_event(Progress(text, done, len(order)))
+        done += len(part)
+        yield {name: tensor.to(device) for name, tensor in task.collate(part).items()}
