@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from peftkit.files.safetensors_header import Entry
+    from peftkit.formats.peft.folder import AdapterFile
     from peftkit.model.targets import Site
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -106,6 +107,7 @@ def adapter_facts(folder: Path) -> tuple[dict[str, Any], list[Group]]:
         "kind": "adapter",
         "folder": str(folder),
         **file.method.model_dump(mode="json"),
+        "targets": _targets(file),
         "base": origin.base,
         "base_revision": origin.revision,
         "base_fingerprint": origin.fingerprint,
@@ -117,6 +119,19 @@ def adapter_facts(folder: Path) -> tuple[dict[str, Any], list[Group]]:
         "num_bytes": (folder / TENSORS).stat().st_size,
     }
     return facts, _tensor_groups(tensors)
+
+
+def _targets(file: AdapterFile) -> Any:
+    """Return the targets as they were asked for; of another tool's adapter, as its config has them.
+
+    A list is one of endings of module names, a text one regular expression.
+    """
+    if file.made_here:
+        return file.method.model_dump(mode="json")["targets"]
+    named, parameters = (file.fields.get(f"target_{what}") for what in ("modules", "parameters"))
+    if parameters and not isinstance(named, str):
+        return [*(named or []), *parameters]
+    return named
 
 
 def _tensor_groups(tensors: Mapping[str, Entry]) -> list[Group]:

@@ -176,9 +176,9 @@ class LiveScreen:
 
 def show_table(console: Console, table: events.Table) -> None:
     """Print a table; off a terminal as wide as its text, so that no cell is cut."""
+    if table.title:  # by itself: a grid's own title is as narrow as its columns
+        console.print(Text(table.title, style="bold"), soft_wrap=True)
     grid = Grid(
-        title=Text(table.title, style="bold") if table.title else None,
-        title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         show_header=any(table.columns),

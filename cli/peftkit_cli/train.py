@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from peftkit.errors import ConfigError, neighbours
 from peftkit_cli.about import unknown_recipe_file
 from peftkit_cli.arguments import Overrides, note
 
@@ -20,11 +21,23 @@ RecipeFile = Annotated[
 
 
 def train(
-    recipe: RecipeFile,
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RECIPE.yaml]", help="A recipe.", show_default=False),
+    ] = None,
     overrides: Overrides = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Where to write; the same as --set train.output_dir=DIR."),
+    ] = None,
+    run_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="Train anew by the recipe of a finished run; with --set and --out.",
+            show_default=False,
+        ),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on exactly where the run in that folder stopped.")
@@ -43,7 +56,8 @@ def train(
     ] = None,
 ) -> None:
     """Train an adapter as a recipe says. Prints the adapter's folder."""
-    settings = _load(recipe, [*(overrides or ()), *_output_dir(out)])
+    file = _recipe_file(recipe, run_folder)
+    settings = _load(file, [*(overrides or ()), *_output_dir(out)])
     from peftkit.recipe import run
     from peftkit_cli.render import Renderer
 
@@ -70,6 +84,27 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
     with Renderer(tables=Console(highlight=False)) as on_event:
         check_recipe(settings, on_event=on_event)
+
+
+def _recipe_file(recipe: Path | None, run_folder: Path | None) -> Path:
+    """Return the recipe that is meant: by itself, or in the folder of a run."""
+    if (recipe is None) == (run_folder is None):
+        raise ConfigError(
+            "peftkit train takes either a recipe or --from RUN",
+            found="both" if recipe else "neither",
+            fix="Use peftkit train RECIPE.yaml, or peftkit train --from RUN --out DIR.",
+        )
+    if run_folder is None:
+        assert recipe is not None
+        return recipe
+    file = run_folder / "recipe.yaml"
+    if not file.is_file():
+        raise ConfigError(
+            f"there is no recipe.yaml in '{run_folder}'.",
+            found=neighbours(run_folder) if not run_folder.exists() else "",
+            fix="A run writes it when it is done: finish it with --resume, or give its recipe.",
+        )
+    return file
 
 
 def _load(path: Path, overrides: list[str] | tuple[str, ...]) -> Recipe:

@@ -32,10 +32,10 @@ from peftkit.base.pretrained import (
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.stream import Stream, StreamConfig, kept_in_float32
 from peftkit.errors import BaseError, OutputError, first_few
-from peftkit.events import Listener, Notice, Stage, ignore
+from peftkit.events import Listener, Notice, Progress, Stage, ignore
 from peftkit.files.disk import fsync_dir
 from peftkit.kernels.packed import Packing
-from peftkit.quant.quantize import adopt_bitsandbytes, quantize_model, tower_paths
+from peftkit.quant.quantize import adopt_bitsandbytes, quantize_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,12 @@ class Form:
         double_quant: Quantise the scales of nf4 and fp4 as well.
         dtype: Of all computing and of what is not packed.
         device: Where it is.
-        quantize_towers: Pack what stands beside a language model too.
     """
 
     quantize: str
     double_quant: bool
     dtype: torch.dtype
     device: torch.device
-    quantize_towers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +100,6 @@ def build(
             form.device,
             double_quant=form.double_quant,
             has_head=purpose.head is not None,
-            towers=form.quantize_towers,
             on_event=on_event,
         )
     model, fresh = load_model(location, revision, purpose, form.dtype, stream, on_event)
@@ -123,7 +120,7 @@ def build(
             form.quantize,
             double_quant=form.double_quant,
             device=form.device,
-            keep=head if form.quantize_towers else (*head, *tower_paths(model)),
+            keep=head,
             on_event=ignore if stream else on_event,
         )
     return Built(model.to(form.device), identity, head)
@@ -233,8 +230,11 @@ def convert(location: Location, on_event: Listener) -> Location:
     if target is None:
         return location
     on_event(Stage(f"Converting {location.gguf} into {target} (once)"))
+    doing = f"Converting {location.gguf}"
     model, _ = load_model(location, None, CAUSAL_LM, torch.float32, on_event=on_event)
+    on_event(Progress(doing, 2, 4))  # transformers reads the whole file for each of these
     tokenizer = load_tokenizer(location, None, on_event)
+    on_event(Progress(doing, 3, 4))
     forget_quantization(model)
     temporary = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
@@ -250,6 +250,7 @@ def convert(location: Location, on_event: Listener) -> Location:
         if not target.exists():  # another process may have been faster
             temporary.rename(target)
             fsync_dir(target.parent)
+        on_event(Progress(doing, 4, 4))
     except OSError as error:
         raise OutputError(
             f"cannot write {target}.", found=str(error), fix="Set PEFTKIT_CACHE to another folder."

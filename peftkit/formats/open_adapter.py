@@ -129,7 +129,6 @@ def base_of(
         dtype=dtype or str(loading.get("dtype", "auto")),
         quantize=quantize or str(loading.get("quantize", "none")),
         double_quant=bool(loading.get("double_quant", True)),
-        quantize_towers=bool(loading.get("quantize_towers", True)),  # before it, all were
         purpose=(task or task_of(file)).purpose,
         device=device,
         on_event=on_event,

@@ -39,13 +39,24 @@ class Tally:
     """Values that differ once stored."""
 
     def add(self, before: Tensor, exact: Tensor, stored: Tensor) -> None:
-        """Count one weight: as it was, as it should be, as it is kept (in its own dtype)."""
+        """Count one weight: as it was, as it should be, as it is kept (in its own dtype).
+
+        Raises:
+            MergeError: It overflows.
+        """
         self.num_weights += 1
         self.weight += _squares(before)
         self.update += _squares(exact - before)
         kept = stored.float()
         self.rounding += _squares(kept - exact)
         self.num_changed += int(torch.count_nonzero(kept != before))
+        if not math.isfinite(self.update):
+            raise too_large_values()
+        if not math.isfinite(self.rounding):
+            raise MergeError(
+                f"the merged weights are too large for {str(stored.dtype).removeprefix('torch.')}",
+                fix="Merge with --dtype bf16 or fp32.",
+            )
 
     @property
     def relative_update(self) -> float:
@@ -70,6 +81,15 @@ class Tally:
         if not self.num_changed:
             fix = "Merge with --dtype fp32."
             raise MergeError(asked, found="the update is lost when it is rounded", fix=fix)
+
+
+def too_large_values() -> MergeError:
+    """Return the error for an adapter with which its base computes no finite numbers."""
+    return MergeError(
+        "the adapter cannot be merged",
+        found="its values are so large that the base computes infinities or NaN with it",
+        fix="Its training diverged, or its file is damaged: take an earlier checkpoint.",
+    )
 
 
 def _squares(values: Tensor) -> float:
@@ -200,7 +220,7 @@ def check_mergeable(method: Method) -> None:
         raise MergeError(
             f"an adapter of type '{method.type}' cannot be merged",
             found=method.unmergeable,
-            fix=f"Use it as it is: peftkit generate ADAPTER{others}.",
+            fix=f"Use it as it is, unmerged{others}.",
         )
 
 

@@ -21,12 +21,13 @@ from peftkit.base.locate import locate
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.errors import RunError
 from peftkit.events import Listener, Saved, Stage, Table, ignore
+from peftkit.files.disk import is_finite
 from peftkit.formats.card import Card, write_card
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.open_adapter import Opened, open_adapter, task_of
 from peftkit.formats.peft.folder import AdapterFile, read_adapter
 from peftkit.merging.agreement import PROMPTS, Agreement, agreement, logits_on
-from peftkit.merging.fold import Tally, check_mergeable
+from peftkit.merging.fold import Tally, check_mergeable, too_large_values
 from peftkit.merging.output import new_folder
 from peftkit.merging.stream import base_of, files_of, plan_stream, usual_dtype, write_streamed
 from peftkit.merging.whole import check_kind, check_original, cost_of, write_whole
@@ -179,6 +180,8 @@ def _reference(opened: Opened, prompts: Sequence[str]) -> _Reference:
     adapted = logits_on(base, prompts, purpose)
     with opened.adapter.disabled():
         bare = logits_on(base, prompts, purpose)
+    if all(map(is_finite, bare)) and not all(map(is_finite, adapted)):
+        raise too_large_values()
     return _Reference(adapted, bare, base.device, base.model.dtype)
 
 

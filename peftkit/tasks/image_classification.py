@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -23,7 +24,7 @@ from peftkit.files.strict_json import shown
 from peftkit.tasks.labels import field_of, label_name, number_of, sorted_names
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.metrics import class_metrics
-from peftkit.tasks.protocol import Task, TaskConfig, batches
+from peftkit.tasks.protocol import Task, TaskConfig, over_batches
 
 PROGRESS_EVERY = 500
 
@@ -107,8 +108,8 @@ class ImageClassification(Task):
     ) -> dict[str, float]:
         """Return loss, accuracy and F1 (see `peftkit.tasks.metrics.class_metrics`)."""
         loss, predicted, true = 0.0, [], []
-        for batch in batches(self, model, rows, "Classifying", on_event):
-            logits = self._logits(model, batch)
+        logits_of = partial(self._logits, model)
+        for batch, logits in over_batches(self, model, rows, "Classifying", on_event, logits_of):
             loss += float(F.cross_entropy(logits, batch["labels"], reduction="sum"))
             predicted.append(logits.argmax(-1).cpu())
             true.append(batch["labels"].cpu())

@@ -31,7 +31,7 @@ from peftkit.events import Listener, Stage, Table, ignore
 from peftkit.tasks.head import TokenTask, head_of
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import accepted, target_logits, unwrapped
-from peftkit.tasks.protocol import Task, TaskConfig, batches
+from peftkit.tasks.protocol import Task, TaskConfig, over_batches
 from peftkit.tasks.rows import check_dropped, named
 from peftkit.train.metrics import perplexity
 
@@ -176,9 +176,12 @@ class MaskedLM(TokenTask):
     ) -> dict[str, float]:
         """Return loss and perplexity of the hidden tokens, and the share guessed right."""
         loss, num_right, num_tokens = 0.0, 0, 0
-        for batch in batches(self, model, rows, "Filling the masks", on_event):
+
+        def logits_of(batch: Mapping[str, Tensor]) -> Tensor:
+            return target_logits(model, self.inputs(model, batch), batch["target_index"])
+
+        for batch, logits in over_batches(self, model, rows, "Filling", on_event, logits_of):
             targets = batch["targets"]
-            logits = target_logits(model, self.inputs(model, batch), batch["target_index"])
             loss += float(nn.functional.cross_entropy(logits.float(), targets, reduction="sum"))
             num_right += int((logits.argmax(-1) == targets).sum())
             num_tokens += len(targets)

@@ -11,12 +11,13 @@ class, head, processor, saving, opening, evaluating and checking follow from the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from peftkit.base.purpose import Processor, Purpose
 from peftkit.config.schema import Config
@@ -27,9 +28,10 @@ from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.loss import unwrapped
 from peftkit.train import task as loop
-from peftkit.train.batches import cut
+from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
 
 BATCH_SIZE = 8
+_FIX = "Cut the rows (data.max_length), or load the base quantised (nf4)."
 
 
 class Task(loop.Task, ABC):
@@ -135,20 +137,57 @@ def mean_loss(
 ) -> tuple[float, int]:
     """Return the mean loss of rows and the number of targets: what most metrics begin with."""
     total, num_targets = 0.0, 0
-    for batch in batches(task, model, rows, "Measuring the loss", on_event):
-        total += float(task.loss_sum(model, batch))
+    measured = over_batches(
+        task, model, rows, "Measuring the loss", on_event, partial(task.loss_sum, model)
+    )
+    for batch, loss in measured:
+        total += float(loss)
         num_targets += task.num_targets(batch)
     return total / num_targets, num_targets
 
 
-def batches(
-    task: Task, model: nn.Module, rows: Sequence[Any], text: str, on_event: Listener
-) -> Any:
-    """Yield rows, shortest first, as batches where the model is; emits progress under a text."""
+def over_batches(
+    task: Task,
+    model: nn.Module,
+    rows: Sequence[Any],
+    text: str,
+    on_event: Listener,
+    compute: Callable[[Mapping[str, Tensor]], Tensor],
+) -> Iterator[tuple[Mapping[str, Tensor], Tensor]]:
+    """Yield rows, shortest first, as batches where the model is, each with what is computed of it.
+
+    Batches that do not fit into memory are halved, they and those after them.
+
+    Args:
+        text: Of the progress.
+        compute: Makes the logits, or the loss, of a batch.
+
+    Raises:
+        RunError: Not even one row fits.
+    """
     device = next(model.parameters()).device
     order = sorted(rows, key=num_tokens)  # little padding
-    done = 0
-    for part in cut(order, task.num_positions, BATCH_SIZE, kind=task.kind):
-        on_event(Progress(text, done, len(order)))
-        done += len(part)
-        yield {name: tensor.to(device) for name, tensor in task.collate(part).items()}
+
+    def attempt(some: Sequence[Any]) -> tuple[Mapping[str, Tensor], Tensor] | None:
+        batch = {name: tensor.to(device) for name, tensor in task.collate(some).items()}
+        try:
+            return batch, compute(batch)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+
+    start, size = 0, BATCH_SIZE
+    while start < len(order):
+        on_event(Progress(text, start, len(order)))
+        some = order[start : start + size]
+        done = attempt(some)
+        if done is not None:
+            yield done
+            start += len(some)
+            continue
+        release_memory()
+        if len(some) == 1:
+            fits = lambda row: attempt([row]) is not None  # noqa: E731
+            raise too_large(some[0], order, fits, fix=_FIX)
+        size = len(some) // 2

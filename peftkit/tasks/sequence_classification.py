@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -33,7 +34,7 @@ from peftkit.tasks.labels import (
 )
 from peftkit.tasks.loss import accepted, unwrapped
 from peftkit.tasks.metrics import class_metrics, multi_label_metrics, number_metrics
-from peftkit.tasks.protocol import Task, TaskConfig, batches
+from peftkit.tasks.protocol import Task, TaskConfig, over_batches
 from peftkit.tasks.texts import Texts
 
 PROBLEM_TYPES: dict[Problem, ProblemType] = {
@@ -146,8 +147,8 @@ class SequenceClassification(Task):
     ) -> dict[str, float]:
         """Return the loss, and accuracy and F1, or squared error and correlation."""
         found, true, loss = [], [], 0.0
-        for batch in batches(self, model, rows, "Classifying", on_event):
-            logits = self._logits(model, batch)
+        logits_of = partial(self._logits, model)
+        for batch, logits in over_batches(self, model, rows, "Classifying", on_event, logits_of):
             loss += float(self._loss(logits, batch["targets"]))
             found.append(logits.cpu())
             true.append(batch["targets"].cpu())

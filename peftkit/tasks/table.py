@@ -8,7 +8,6 @@ from pydantic import BeforeValidator, Field
 
 from peftkit.tasks.causal_lm import CausalLMConfig
 from peftkit.tasks.image_classification import ImageClassificationConfig
-from peftkit.tasks.image_text import ImageTextConfig
 from peftkit.tasks.masked_lm import MaskedLMConfig
 from peftkit.tasks.protocol import TaskConfig
 from peftkit.tasks.seq2seq import Seq2SeqConfig
@@ -22,7 +21,6 @@ TASKS: dict[str, type[TaskConfig]] = {
     "seq2seq": Seq2SeqConfig,
     "masked_lm": MaskedLMConfig,
     "image_classification": ImageClassificationConfig,
-    "image_text": ImageTextConfig,
 }
 
 
@@ -37,8 +35,7 @@ _Section = Annotated[
     | TokenClassificationConfig
     | Seq2SeqConfig
     | MaskedLMConfig
-    | ImageClassificationConfig
-    | ImageTextConfig,
+    | ImageClassificationConfig,
     Field(discriminator="type"),
 ]
 AnyTask = Annotated[_Section, BeforeValidator(_spelled_out, json_schema_input_type=str | _Section)]

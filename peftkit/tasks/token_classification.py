@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -25,7 +26,7 @@ from peftkit.files.strict_json import shown
 from peftkit.tasks.labels import check_names, label_name, list_of, number_of, sorted_names
 from peftkit.tasks.loss import accepted, unwrapped
 from peftkit.tasks.metrics import are_spans, entity_metrics, tag_metrics
-from peftkit.tasks.protocol import Task, TaskConfig, batches
+from peftkit.tasks.protocol import Task, TaskConfig, over_batches
 from peftkit.tasks.texts import Texts
 
 PROGRESS_EVERY = 500
@@ -151,8 +152,9 @@ class TokenClassification(Task):
         found: list[list[str]] = []
         true: list[list[str]] = []
         loss, num_words = 0.0, 0
-        for batch in batches(self, model, rows, "Tagging", on_event):
-            logits, targets = self._logits(model, batch), batch["targets"]
+        logits_of = partial(self._logits, model)
+        for batch, logits in over_batches(self, model, rows, "Tagging", on_event, logits_of):
+            targets = batch["targets"]
             loss += float(functional.cross_entropy(logits, targets, reduction="sum"))
             num_words += len(targets)
             for texts, numbers in ((found, logits.argmax(-1)), (true, targets)):

@@ -94,8 +94,7 @@ class Evaluator:
         return sums, targets
 
     def _cut(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
-        task = self.task
-        return cut(rows, task.num_positions, self.batch_size, self._max_tokens, task.kind)
+        return cut(rows, self.task.num_positions, self.batch_size, self._max_tokens)
 
     def _try(
         self, rows: Sequence[Any], coming: Sequence[Sequence[Any]] = ()

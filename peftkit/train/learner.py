@@ -277,8 +277,7 @@ class Learner:
     def micro_batches(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
         """Return rows in parts that go through the model at once."""
         state = self.state
-        task = self.task
-        return cut(rows, task.num_positions, state.micro_batch, state.micro_tokens, task.kind)
+        return cut(rows, self.task.num_positions, state.micro_batch, state.micro_tokens)
 
     def _use_less_memory(self, rows: Sequence[Any]) -> None:
         """Halve what goes through at once; below one row, keep less of it, else raise RunError."""
@@ -296,7 +295,7 @@ class Learner:
             state.micro_batch, state.micro_tokens = self._asked
         else:
             one = torch.ones((), device=self.ranks.device)
-            longest = max(rows, key=lambda row: self.task.num_positions([row]))
+            longest = max(rows, key=num_tokens)
 
             def fits(row: Any) -> bool:
                 return self._try(self.feed.batches([[row]]), one) is not OUT_OF_MEMORY

@@ -15,7 +15,9 @@ from peftkit_cli import about, app
 from tests.cli.conftest import Run, environment
 
 COMMANDS: dict[str, list[str]] = {
-    "train": ["RECIPE.yaml", "--set", "--out", "--resume", "--overwrite", "--allow-changes"],
+    "train": [
+        "[RECIPE.yaml]", "--set", "--out", "--from", "--resume", "--overwrite", "--allow-changes",
+    ],
     "check": ["RECIPE.yaml", "--set"],
     "generate": [
         "ADAPTER", "--prompt", "--base", "--max-new-tokens", "--temperature", "--seed", "--force",
@@ -95,7 +97,7 @@ def test_every_command_has_help_that_loads_no_torch(command: str) -> None:
     ("args", "told"),
     [
         (["trian", "x.yaml"], "No such command 'trian'. Did you mean 'train'?"),
-        (["train"], "Missing argument 'RECIPE.yaml'"),
+        (["check"], "Missing argument 'RECIPE.yaml'"),
         (["train", "x.yaml", "--sett", "a=1"], "--set"),
         (["generate", "x", "--prompt", "hi", "--max-new-tokens", "0"], "'--max-new-tokens'"),
         (["generate", "x", "--prompt", "hi", "--temperature", "hot"], "'--temperature'"),

@@ -60,6 +60,15 @@ def test_predict_prints_a_label_and_its_probability(peftkit: Run, classifier) ->
     assert set(json.loads(done.out)[0]) == set(LABELS)
 
 
+def test_what_a_classifier_is_good_for_is_not_generation(peftkit: Run, classifier) -> None:
+    told = peftkit("inspect", classifier / "out").err
+    assert "peftkit predict" in told
+    assert "peftkit generate" not in told
+    refused = peftkit("export", classifier / "out", "--to", "mlx", "--out", "mlx")
+    assert refused.code == 2
+    assert "peftkit generate" not in refused.err
+
+
 def test_eval_prints_the_tasks_metrics(peftkit: Run, classifier) -> None:
     done = peftkit("eval", classifier / "out", "--data", classifier / "rows.jsonl", "--json")
     assert done.code == 0, done.err

@@ -64,7 +64,8 @@ def test_resume_refuses_changes_that_are_not_allowed(project: Path, peftkit: Run
     assert peftkit(*train, "--set", "train.max_steps=2").code == 0
     refused = peftkit(*train, "--set", "train.max_steps=4", "--resume")
     assert (refused.code, refused.out) == (2, "")
-    assert "train.max_steps" in refused.err
+    assert "--allow-changes train.max_steps" in refused.err
+    assert "peftkit train --from RUN" in refused.err
     allowed = peftkit(
         *train, "--set", "train.max_steps=4", "--resume", "--allow-changes", "train.max_steps"
     )
@@ -73,12 +74,31 @@ def test_resume_refuses_changes_that_are_not_allowed(project: Path, peftkit: Run
     assert "step 2/4" not in allowed.err
 
 
+def test_a_finished_run_gives_its_recipe_to_another(inside: Run, tmp_path: Path) -> None:
+    done = inside(
+        *("train", "--from", "runs/demo", "--set", "train.max_steps=2"),
+        *("--set", "train.eval_every=null", "--out", tmp_path / "other"),
+    )
+    assert (done.code, done.out) == (0, f"{tmp_path / 'other'}\n"), done.err
+    assert "step 2/2" in done.err
+    kept = (tmp_path / "other" / "recipe.yaml").read_text()
+    assert "rank: 4" in kept
+    assert "max_steps: 2" in kept
+    for wrong in (("--from", "runs"), ("--from", "run/demo"), (), ("recipe.yaml", "--from", "x")):
+        refused = inside("train", *wrong)
+        assert (refused.code, refused.out) == (2, "")
+        assert "ConfigError: " in refused.err
+
+
 def test_check_shows_the_rows_as_the_loss_sees_them_and_writes_nothing(
     project: Path, peftkit: Run
 ) -> None:
     before = sorted(project.rglob("*"))
     done = peftkit("check", "recipe.yaml")
     assert done.code == 0
+    assert (done.out + done.err).count("All is well") == 1
+    title = next(line for line in done.out.splitlines() if line.startswith("train.jsonl:1"))
+    assert title.endswith("as the loss sees it")
     learnt = [line for line in done.out.splitlines() if line.strip().startswith("learnt  ")]
     assert any(line.endswith("the quick dog<|im_end|>") for line in learnt)
     assert not any("what is" in line for line in learnt)
@@ -188,6 +208,16 @@ def test_inspect_tells_what_an_adapter_is(inside: Run, model_folder: Path) -> No
     told = inside("inspect", "runs/demo/adapter_config.json")
     assert told.code == 0
     assert "model.layers.*.self_attn.q_proj" in told.out
+
+
+def test_inspect_shows_the_targets_that_another_tools_config_has(
+    inside: Run, trained: Path, tmp_path: Path
+) -> None:
+    assert json.loads(inside("inspect", "runs/demo", "--json").out)["targets"] == ["q", "v"]
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(trained / "runs" / "demo" / name, tmp_path / name)
+    found = json.loads(inside("inspect", tmp_path, "--json").out)
+    assert found["targets"] == ["q_proj", "v_proj"]
 
 
 def test_inspect_tells_the_roles_of_a_model(inside: Run, model_folder: Path) -> None:

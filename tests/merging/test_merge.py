@@ -353,6 +353,21 @@ def test_an_update_lost_in_rounding_is_refused(saved: Saver) -> None:
     merge(saved.adapter, saved.out, dtype="fp32")
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_values_that_overflow_are_the_adapters_fault(saved: Saver, verify: bool) -> None:
+    saved(size=1e25)
+    with pytest.raises(MergeError, match="so large") as error:
+        merge(saved.adapter, saved.out, verify=verify)
+    assert error.value.exit_code == 2
+    assert not saved.out.exists()
+
+
+def test_weights_that_overflow_their_dtype_are_said_to(saved: Saver) -> None:
+    saved(size=1000.0)
+    with pytest.raises(MergeError, match="too large for float16"):
+        merge(saved.adapter, saved.out, dtype="fp16", verify=False)
+
+
 def test_a_folder_that_is_taken_is_left_alone(saved: Saver) -> None:
     saved()
     saved.out.mkdir()

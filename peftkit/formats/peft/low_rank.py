@@ -72,7 +72,7 @@ def read_low_rank(folder: str | Path) -> tuple[AdapterFile, dict[str, LowRank]]:
         raise AdapterError(
             f"{file.folder} is no LoRA alone",
             found=f"{beside[0]}: {shown(file.fields[beside[0]])}; these weights are trained beside",
-            fix="Use it alone: peftkit generate ADAPTER. Or merge it: peftkit merge ADAPTER",
+            fix=f"Use it alone: {_use_of(file)}. Or merge it: peftkit merge ADAPTER",
         )
     if method.init in ("pissa", "olora"):
         raise AdapterError(
@@ -109,6 +109,16 @@ def read_low_rank(folder: str | Path) -> tuple[AdapterFile, dict[str, LowRank]]:
             fix="Get the adapter again.",
         )
     return file, found
+
+
+def _use_of(file: AdapterFile) -> str:
+    """Return the command that uses an adapter by itself."""
+    origin = file.provenance
+    task = str((origin.task or {}).get("type", origin.task_type))
+    if task in ("causal_lm", "CAUSAL_LM", "None"):
+        return "peftkit generate ADAPTER"
+    texts = ("sequence_classification", "token_classification", "SEQ_CLS", "TOKEN_CLS")
+    return "peftkit predict ADAPTER" if task in texts else "peftkit eval ADAPTER --data FILE"
 
 
 def _misshapen(path: str, part: Mapping[str, Tensor], rank: int) -> list[str]:

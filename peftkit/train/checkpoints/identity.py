@@ -68,8 +68,8 @@ def check_same_run(saved: Identity, now: Identity, allowed: Sequence[str]) -> li
         raise CheckpointError(
             "cannot resume: this is not the run that was saved",
             found="\n".join(line for _, line in refused),
-            fix="Undo the change, or train into another folder, or accept it (the run is then no "
-            f"exact continuation): {keys}",
+            fix=f"Undo the change; or go on with it, no longer bit-equal: {keys}\n"
+            "Or train anew with it: peftkit train --from RUN --set KEY=VALUE --out DIR",
         )
     known = before.keys() | after.keys()
     for name in allowed:

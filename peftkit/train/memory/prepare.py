@@ -53,8 +53,7 @@ def plan_memory_and_compile(
     Raises:
         RunError: Not even one row fits, or blocks that have to be compiled cannot be.
     """
-    positions = learner.task.num_positions
-    by_length = sorted(rows, key=lambda row: (positions([row]), num_tokens(row)))
+    by_length = sorted(rows, key=num_tokens)
     short = _saved(learner, by_length[len(rows) // 2])
     if not learner.state.planned:
         _plan(learner, by_length, short, say)

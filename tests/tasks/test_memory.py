@@ -1,0 +1,71 @@
+"""Measuring a task when memory is short: batches are halved, and one row too large is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from peftkit.data.load import DataConfig
+from peftkit.errors import RunError
+from peftkit.tasks.causal_lm import CausalLM
+from tests.tasks.classifiers import TEXTS, save_base, write_texts
+from tests.tasks.test_sequence_classification import made
+
+SIGN = "CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+def short_of_memory(model: torch.nn.Module, positions: int) -> None:
+    """Have a model fail where a batch has more places for tokens than this."""
+
+    def refuse(_: object, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+        if inputs["input_ids"].numel() > positions:
+            raise RuntimeError(SIGN)
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+
+
+def rows_of(tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel, folder: Path) -> Any:
+    texts = [f'{{"text": "{"the fox " * length}"}}\n' for length in range(1, 11)]
+    (folder / "rows.jsonl").write_text("".join(texts))
+    config = DataConfig(train="", max_length=64, packing=False)
+    task = CausalLM(model, tokenizer, config)
+    return task, task.load(str(folder / "rows.jsonl"))
+
+
+def test_a_loss_is_measured_in_smaller_batches_where_memory_is_short(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    task, rows = rows_of(tokenizer, llama, tmp_path)
+    expected = task.metrics(llama, rows)
+    longest = max(len(row.input_ids) for row in rows)
+    short_of_memory(llama, 2 * longest)
+    found = task.metrics(llama, rows)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)  # sums in another order
+    assert found["num_tokens"] == expected["num_tokens"]
+
+
+def test_a_row_that_does_not_fit_by_itself_is_named_and_so_is_what_would_fit(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    task, rows = rows_of(tokenizer, llama, tmp_path)
+    fitting = max(len(row.input_ids) for row in rows if len(row.input_ids) <= 16)
+    short_of_memory(llama, 16)  # rows are padded to multiples of some size
+    with pytest.raises(RunError, match=rf"rows\.jsonl[\s\S]*Rows of {fitting} tokens would fit"):
+        task.metrics(llama, rows)
+
+
+def test_classifying_shrinks_its_batches_too(tmp_path: Path) -> None:
+    data = write_texts(tmp_path / "rows.jsonl")
+    base, task = made(save_base(tmp_path / "base"), data)
+    rows = task.load(data)
+    expected = task.metrics(base.model, rows)
+    short_of_memory(base.model, 64)
+    assert len(TEXTS) > 2
+    assert task.metrics(base.model, rows) == pytest.approx(expected, rel=1e-4)
+    short_of_memory(base.model, 0)
+    with pytest.raises(RunError, match="one row alone"):
+        task.metrics(base.model, rows)
