@@ -313,8 +313,7 @@ def _copy_to_host(target: Tensor, values: Tensor, non_blocking: bool) -> None:
         CARD.wait("a copy to the CPU that blocks")
         target.copy_(values)
         return
-    if target.is_floating_point():
-        target.fill_(float("nan"))  # nobody may read it yet
+    _spoil(target)
     _later(lambda: target.copy_(values))
 
 
@@ -327,14 +326,21 @@ def _copy_to_card(target: Tensor, source: Tensor, non_blocking: bool) -> None:
         CARD.wait("a copy to the GPU that blocks")
     elif not is_pinned(source):
         CARD.wait("a copy to the GPU out of memory that is not pinned")
-    else:
-        _watch(source)
     if CARD.stream is not None and not CARD.stream.is_default:
-        if target.is_floating_point():
-            target.fill_(float("nan"))
+        _spoil(target)
         CARD.stream.queue(lambda: target.copy_(source))
-    else:
-        target.copy_(source)
+        return
+    if non_blocking and is_pinned(source):
+        _watch(source)
+    target.copy_(source)
+
+
+def _spoil(target: Tensor) -> None:
+    """Fill what a copy has yet to arrive in: nobody may read it."""
+    if target.is_floating_point():
+        target.fill_(float("nan"))
+    elif target.dtype == torch.uint8:
+        target.fill_(255)  # NaN in all floats
 
 
 def _later(task: Callable[[], Any]) -> None:

@@ -62,6 +62,7 @@ class Blocks:
         self.activations: Activations = "recompute" if found else "keep"
         self._name = type(model).__name__
         self._offload = Offload()
+        self._draws: dict[tuple[Any, bool], bool] = {}
         self._call: Callable[..., Any] = _call
         self._while_compiled = ExitStack()
 
@@ -173,10 +174,30 @@ class Blocks:
                 module._gradient_checkpointing_func = function
 
     def _recomputed(self, run: Callable[..., Any], *args: Any) -> Any:
-        return checkpoint(recomputing()(self._inner(run)), *args, use_reentrant=False)
+        inner = self._inner(run)
+        if not _on_gpu(args):  # there packed weights are unpacked once more in next to no time
+            inner = recomputing()(inner)
+        again = functools.partial(checkpoint, use_reentrant=False)
+        return self._with_rng(run, lambda kept: again(inner, *args, preserve_rng_state=kept))
 
     def _offloaded(self, run: Callable[..., Any], *args: Any) -> Any:
-        return self._offload(self._inner(run), *args)
+        inner = self._inner(run)
+        return self._with_rng(run, lambda kept: self._offload(inner, *args, preserve_rng=kept))
+
+    def _with_rng(self, run: Callable[..., Any], call: Callable[[bool], Any]) -> Any:
+        """Call a block, which keeps the generators' state only if it draws random numbers.
+
+        The first time it is watched: a block has dropout or not.
+        """
+        bound = getattr(run, "args", None) or (getattr(run, "__self__", None),)
+        key = (bound[0], getattr(bound[0], "training", True))  # transformers passes either
+        if key in self._draws:
+            return call(self._draws[key])
+        before = _generators()
+        out = call(True)
+        if torch.is_grad_enabled():
+            self._draws[key] = not all(map(torch.equal, before, _generators()))
+        return out
 
     def _inner(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return what is computed twice: compiled inside of what computes it again."""
@@ -188,6 +209,18 @@ def _with_gradient(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
     if args and isinstance(args[0], Tensor) and not args[0].requires_grad:
         args = args[0].detach().requires_grad_(torch.is_grad_enabled()), *args[1:]
     return call(*args, **more)
+
+
+def _on_gpu(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(arg, Tensor) and arg.device.type == "cuda" for arg in args)
+
+
+def _generators() -> list[Tensor]:
+    """Return the state of torch's own generators, which lives on the CPU for a GPU too."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return states
 
 
 def _call(run: Callable[..., Any], *args: Any) -> Any:

@@ -2,7 +2,11 @@
 
 While the forward pass goes on, each block's input is copied into pinned memory on a stream of its
 own; in the backward pass the input of the block before is fetched while one block is computed
-again, so that at most two are on the device. On a CPU the same is done by plain copies.
+again. Two inputs at most are on the device: in the forward pass the last ones, whose copies may
+not have been made yet, in the backward pass those in two buffers that are filled in turn. The
+host runs ahead of the device: were tensors freed as soon as it has passed them and marked by
+`record_stream`, all of them would be held until the device has come as far. On a CPU the same is
+done by plain copies.
 
 Shapes: a block's hidden states are (..., T, H), whatever stands before.
 """
@@ -10,6 +14,7 @@ Shapes: a block's hidden states are (..., T, H), whatever stands before.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,47 +22,104 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from peftkit.train.memory.pinned import PinnedSpace
+
+ON_DEVICE = 2
+"""Inputs: one is in use, one on its way."""
+
 
 class Offload:
     """Computes blocks as `torch.utils.checkpoint.checkpoint` does, their inputs kept elsewhere."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._lanes: dict[torch.device, Lane] = {}
         self._last: Callable[[], OffloadedInput | None] = lambda: None
 
-    def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
+    def __call__(self, run: Callable[..., Any], *args: Any, preserve_rng: bool = True) -> Any:
         """Return run(*args), to be computed again in the backward pass.
 
         Args:
             args: The hidden states and what else a block takes. Only the former are moved away: the
                 rest is shared by all blocks.
+            preserve_rng: Compute it again with the random numbers of the first time.
         """
         hidden, *others = args
+        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng}
         if not (isinstance(hidden, Tensor) and torch.is_grad_enabled()):
-            return checkpoint(run, *args, use_reentrant=False)
-        parcel = OffloadedInput(hidden, self._stream(hidden.device), self._last)
+            return checkpoint(run, *args, **how)
+        parcel = OffloadedInput(hidden, self._lane(hidden.device), self._last)
         self._last = weakref.ref(parcel)
 
         def again(_: Tensor, *rest: Any) -> Any:
             return run(parcel.take(), *rest)
 
         # the empty tensor tells torch on which device the generator is to be set back
-        out = checkpoint(again, hidden.new_empty(0), *others, use_reentrant=False)
+        out = checkpoint(again, hidden.new_empty(0), *others, **how)
         parcel.live = None
         return out
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
+    def _lane(self, device: torch.device) -> Lane | None:
         if device.type != "cuda":
             return None
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
+        if device not in self._lanes:
+            self._lanes[device] = Lane(device)
+        return self._lanes[device]
+
+
+class Lane:
+    """A device's way to main memory and back: a stream, pinned memory, two buffers to return to."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.space = device, PinnedSpace()
+        self._stream = torch.cuda.Stream(device)
+        self._leaving: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._buffers: list[Tensor | None] = [None] * ON_DEVICE
+        self._turn = 0
+
+    def send(self, hidden: Tensor) -> Any:
+        """Begin to copy a tensor away; return the range where it will be."""
+        # what was sent before the last one is gone by now, or the device waits until it is: its
+        # memory is then free on the stream that it came from, in that stream's order
+        while len(self._leaving) >= ON_DEVICE:
+            self._let_go()
+        flat = as_bytes(hidden)
+        taken = self.space.take(len(flat))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            taken.store(flat)
+            self._leaving.append((flat, self._stream.record_event()))
+        return taken
+
+    def fetch(self, kept: Any) -> tuple[Tensor, torch.cuda.Event]:
+        """Begin to copy a range back; return the bytes, and what to wait for before they are read.
+
+        They are valid until two more were fetched.
+        """
+        while self._leaving:
+            self._let_go()
+        size = kept.stop - kept.start
+        self._turn = (self._turn + 1) % ON_DEVICE
+        buffer = self._buffers[self._turn]
+        current = torch.cuda.current_stream(self.device)
+        if buffer is None or len(buffer) < size:
+            current.wait_stream(self._stream)  # which may still fill the smaller one
+            buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._buffers[self._turn] = buffer
+        self._stream.wait_stream(current)  # which reads what was in this buffer before
+        with torch.cuda.stream(self._stream):
+            kept.fetch(buffer[:size])
+            return buffer[:size], self._stream.record_event()
+
+    def _let_go(self) -> None:
+        _, sent = self._leaving.popleft()
+        torch.cuda.current_stream(self.device).wait_event(sent)
 
 
 class OffloadedInput:
     """One block's input on its way to main memory and back.
 
     Args:
+        lane: The way; None on a CPU.
         before: Returns the parcel of the block before, if it is still there.
 
     Attributes:
@@ -67,21 +129,16 @@ class OffloadedInput:
     def __init__(
         self,
         hidden: Tensor,
-        stream: torch.cuda.Stream | None,
+        lane: Lane | None,
         before: Callable[[], OffloadedInput | None],
     ) -> None:
         self.live: Tensor | None = hidden
-        self._stream, self._before = stream, before
-        self._device, self._needs_grad = hidden.device, hidden.requires_grad
+        self._lane, self._before = lane, before
+        self._needs_grad = hidden.requires_grad
+        self._shape, self._dtype = hidden.shape, hidden.dtype
         self._fetched: Tensor | None = None
-        if stream is None:
-            self._kept = hidden.detach().clone()
-            return
-        self._kept = torch.empty_like(hidden, device="cpu", pin_memory=True)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            self._kept.copy_(hidden.detach(), non_blocking=True)
-        hidden.record_stream(stream)  # its memory is not given away before the copy is made
+        self._arrived: torch.cuda.Event | None = None
+        self._kept = hidden.detach().clone() if lane is None else lane.send(hidden.detach())
 
     def take(self) -> Tensor:
         """Return the input: the live one at first, then one that was fetched."""
@@ -90,10 +147,8 @@ class OffloadedInput:
         self.fetch()
         taken, self._fetched = self._fetched, None
         assert taken is not None
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._stream)
-            taken.record_stream(current)
+        if self._lane is not None and self._arrived is not None:
+            torch.cuda.current_stream(self._lane.device).wait_event(self._arrived)
         if (before := self._before()) is not None:
             before.fetch()
         return taken.requires_grad_(self._needs_grad)
@@ -102,8 +157,13 @@ class OffloadedInput:
         """Begin to bring the input back, if that has not begun."""
         if self._fetched is not None or self.live is not None:
             return
-        if self._stream is None:
+        if self._lane is None:
             self._fetched = self._kept.clone()
             return
-        with torch.cuda.stream(self._stream):
-            self._fetched = self._kept.to(self._device, non_blocking=True)
+        flat, self._arrived = self._lane.fetch(self._kept)
+        self._fetched = flat.view(self._dtype).view(self._shape)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes (N,), as a view of it where its memory is in one piece."""
+    return tensor.contiguous().flatten().view(torch.uint8)

@@ -1,0 +1,157 @@
+"""Memory on a card: what offloading holds, and what is given up when memory runs out."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from peftkit.train.memory import offload, pinned
+from peftkit.train.memory.blocks import Activations, Blocks
+from peftkit.train.memory.offload import Offload
+from peftkit.train.memory.pinned import PinnedSpace
+from tests.simulated_gpu.same import make_model
+from tests.simulated_gpu.simulation import on_cpu, simulated
+from tests.simulated_gpu.tensors import Card
+
+
+def gradients(model: Any, device: str, steps: int = 2) -> dict[str, Tensor]:
+    ids = torch.arange(96).remainder(290).view(3, 32) + 5
+    torch.manual_seed(3)
+    for _ in range(steps):
+        model.zero_grad(set_to_none=True)
+        for rows in (ids, ids[:1, :7]):
+            rows = rows.to(device)
+            model(input_ids=rows, labels=rows, use_cache=False).loss.backward()
+    named = model.named_parameters()
+    return {n: on_cpu(p.grad).clone() for n, p in named if p.grad is not None}
+
+
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_offloaded_gradients_are_those_of_kept_activations(quantize: str) -> None:
+    expected = gradients(make_model("cpu", quantize)[0].train(), "cpu")
+    for way in ("recompute", "offload"):
+        with simulated() as card:
+            model = make_model("cuda", quantize)[0].train()
+            blocks = Blocks(model)
+            blocks.set_activations(way)  # type: ignore[arg-type]
+            found = gradients(model, "cuda")
+            assert card.recorded_streams == 0
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-4)
+
+
+def chain(offloaded: Offload, num_blocks: int, size: int = 3) -> Tensor:
+    hidden = torch.full((2, size), 0.1, device="cuda", requires_grad=True) * 1
+    for number in range(num_blocks):
+        hidden = offloaded(lambda x, n=number: torch.tanh(x * (1 + 0.1 * n)), hidden)
+    return hidden
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 7])
+def test_a_chain_of_blocks_gets_its_inputs_back(card: Card, num_blocks: int) -> None:
+    x = torch.full((2, 3), 0.1, requires_grad=True)
+    expected = x
+    for number in range(num_blocks):
+        expected = torch.tanh(expected * (1 + 0.1 * number))
+    expected.sum().backward()
+    offloaded = Offload()
+    for _ in range(2):
+        leaf = torch.full((2, 3), 0.1, device="cuda", requires_grad=True)
+        hidden = leaf
+        for number in range(num_blocks):
+            hidden = offloaded(lambda x, n=number: torch.tanh(x * (1 + 0.1 * n)), hidden)
+        hidden.sum().backward()
+        assert torch.equal(on_cpu(leaf.grad), x.grad)
+
+
+def test_two_inputs_at_most_are_on_the_card(card: Card) -> None:
+    size = 1024
+    offloaded, each = Offload(), 2 * size * 4
+    chain(offloaded, 2, size).sum().backward()
+    gc.collect()
+    base = card.allocated
+    hidden = chain(offloaded, 12, size)
+    assert card.allocated - base <= 4 * each  # the leaf, the last two inputs, the output
+    card.reset()
+    hidden.sum().backward()
+    assert card.peak - base <= 9 * each  # gradients and what one block saves
+    del hidden
+
+
+def test_pinned_memory_is_taken_once_and_not_rounded_up(card: Card) -> None:
+    offloaded = Offload()
+    for _ in range(3):
+        chain(offloaded, 4, 1500).sum().backward()
+    assert card.pinned_bytes == pinned.FIRST_CHUNK
+    size = int(1.1 * pinned.FIRST_CHUNK) // 8
+    chain(offloaded, 4, size).sum().backward()
+    most = card.pinned_bytes
+    assert most <= 2 * 4 * 8 * size
+    chain(offloaded, 4, size).sum().backward()
+    assert card.pinned_bytes == most
+
+
+def test_space_is_a_stack_over_chunks(card: Card) -> None:
+    space = PinnedSpace()
+    size = pinned.FIRST_CHUNK
+    first = space.take(size - 5)
+    second = space.take(size)
+    source = torch.arange(size, dtype=torch.int32, device="cuda").to(torch.uint8)
+    second.store(source)
+    card.settle()
+    back = torch.empty_like(source)
+    second.fetch(back)
+    assert torch.equal(on_cpu(back), on_cpu(source))
+    assert [len(piece) for piece in space.pieces(second.start, second.stop)] == [5, size - 5]
+    start = second.start
+    del second
+    assert space.take(7).start == start
+    del first
+    gc.collect()
+    assert space.take(3).start == 0
+
+
+@pytest.mark.parametrize("forgotten", ["arriving", "leaving"])
+def test_a_wait_that_is_forgotten_is_found(
+    card: Card, forgotten: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The simulation would show a stream that is not waited for."""
+    stream = torch.cuda.Stream
+    if forgotten == "arriving":
+        monkeypatch.setattr(torch.cuda.Event, "finish", lambda self: None)
+    else:
+        monkeypatch.setattr(stream, "drain", lambda self: self._tasks.clear())
+    leaf = torch.full((2, 3), 0.1, device="cuda", requires_grad=True)
+    hidden = leaf
+    offloaded = offload.Offload()
+    for _ in range(3):
+        hidden = offloaded(torch.tanh, hidden)
+    hidden.sum().backward()
+    assert not bool(on_cpu(leaf.grad).isfinite().all())
+
+
+@pytest.mark.parametrize("way", ["recompute", "offload"])
+def test_generators_are_kept_only_for_blocks_that_draw(
+    way: Activations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[bool] = []
+    real = torch.utils.checkpoint.checkpoint
+
+    def noted(*args: Any, preserve_rng_state: bool, **how: Any) -> Any:
+        kept.append(preserve_rng_state)
+        return real(*args, preserve_rng_state=preserve_rng_state, **how)
+
+    for name in ("blocks", "offload"):
+        monkeypatch.setattr(f"peftkit.train.memory.{name}.checkpoint", noted)
+    for dropout, expected in ((0.0, [True, True, False, False]), (0.3, [True] * 4)):
+        model, _ = make_model("cpu")
+        for block in model.model.layers:
+            block.mlp.act_fn = torch.nn.Sequential(block.mlp.act_fn, torch.nn.Dropout(dropout))
+        Blocks(model.train()).set_activations(way)
+        kept.clear()
+        gradients(model, "cpu", steps=1)
+        assert kept == expected
