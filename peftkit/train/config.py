@@ -63,9 +63,10 @@ class TrainConfig(Config):
     auto: only if not even one row fits without it."""
     memory: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     """GB (10^9 bytes) that the process may take on a CPU, or that may be taken of a GPU: before the
-    first step it is chosen what fits, in this order: all as asked for, fewer tokens at once,
-    activations recomputed, and on a GPU their rest in main memory. auto: on a CPU most of what is
-    free; on a GPU the same is tried in turn when memory runs out."""
+    first step it is chosen what fits, in this order: all as asked for, fewer tokens at once (on a
+    GPU at least 4,096, which keep it busy), activations recomputed, and on a GPU their rest in
+    main memory. auto: on a CPU most of what is free; on a GPU the same is tried in turn when memory
+    runs out, but on Windows, where it does not say so."""
     compile: Literal["auto"] | bool = "auto"
     """Compile the model's blocks (torch.compile). auto: if the run is long enough to repay it."""
     group_layers: bool = True

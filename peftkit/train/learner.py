@@ -21,6 +21,7 @@ from peftkit.train.feed import Feed, on_device
 from peftkit.train.memory.blocks import Activations, Blocks
 from peftkit.train.memory.compiled import is_compile_error, told
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
+from peftkit.train.memory.plan import BUSY
 from peftkit.train.optim import LossScale, build_optimizer, complete_gradients, set_learning_rate
 from peftkit.train.ranks import Ranks
 from peftkit.train.signals import StopRequest
@@ -280,11 +281,19 @@ class Learner:
         return cut(rows, self.task.num_positions, state.micro_batch, state.micro_tokens)
 
     def _use_less_memory(self, rows: Sequence[Any]) -> None:
-        """Halve what goes through at once; below one row, keep less of it, else raise RunError."""
-        state = self.state
-        size = max(map(len, self.micro_batches(rows)))
+        """Halve what goes through at once; below what is enough, keep less of it, else raise.
+
+        Enough is one row, and on a GPU so many tokens that it is busy.
+
+        Raises:
+            RunError: Not even one row fits.
+        """
+        state, parts = self.state, self.micro_batches(rows)
+        size = max(map(len, parts))
         later = self.ways[self.ways.index(state.activations) + 1 :]
-        if size > 1:
+        busy = BUSY.get(self.ranks.device.type, 0) if any(map(num_tokens, rows)) else 0
+        half = max(map(self.task.num_positions, parts)) / 2
+        if size > 1 and (half >= busy or not later):
             while max(map(len, self.micro_batches(rows))) >= size:
                 if state.micro_tokens is None:
                     state.micro_batch //= 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from peftkit.train.memory import offload, pinned
 from peftkit.train.memory.blocks import Activations, Blocks
 from peftkit.train.memory.offload import Offload
 from peftkit.train.memory.pinned import PinnedSpace
-from tests.simulated_gpu.same import make_model
+from tests.simulated_gpu.same import make_model, train
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
 
@@ -132,6 +133,29 @@ def test_a_wait_that_is_forgotten_is_found(
         hidden = offloaded(torch.tanh, hidden)
     hidden.sum().backward()
     assert not bool(on_cpu(leaf.grad).isfinite().all())
+
+
+def test_a_card_that_is_full_recomputes_before_it_takes_rows_one_by_one(tmp_path: Path) -> None:
+    peaks, losses = {}, {}
+    for keep in ("auto", True):
+        with simulated() as card:
+            heard, _ = train("cuda", tmp_path, gradient_checkpointing=keep)
+            peaks[keep], losses[keep] = card.peak, heard.losses
+    between = (peaks["auto"] + 2 * peaks[True]) // 3
+    with simulated(Card(memory=between)):
+        found, _ = train("cuda", tmp_path)
+    assert len(found.notices) == 1
+    assert "activations are recomputed" in found.notices[0]
+    assert "rows at a time" not in found.notices[0]
+    assert found.losses == pytest.approx(losses["auto"], rel=1e-4)
+
+
+def test_memory_that_is_given_is_planned_on_a_card(tmp_path: Path) -> None:
+    expected, _ = train("cpu", tmp_path)
+    with simulated():
+        found, _ = train("cuda", tmp_path, memory=0.0012)
+    assert "of train.memory's 0.0012 GB" in found.notices[0]
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
 
 
 @pytest.mark.parametrize("way", ["recompute", "offload"])

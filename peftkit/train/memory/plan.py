@@ -21,6 +21,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from peftkit.train.memory.blocks import Activations
 
+BUSY = {"cuda": 4096}
+"""Tokens at once that a device needs to be busy. With fewer a GPU waits for Python: activations are
+rather recomputed, a third more work, than rows be cut into less than this."""
+
 
 @dataclass(frozen=True, slots=True)
 class ActivationBytes:
@@ -97,26 +101,32 @@ def choose(
     longest: int,
     rows: int,
     tokens: int | None,
+    busy: int = 1,
 ) -> MemoryPlan | None:
     """Return the first way that fits, as it was asked for or with fewer tokens at once.
+
+    With fewer than keep the device busy only where no other way takes more.
 
     Args:
         per_token: Bytes for each way, the cheapest in time first.
         available: Bytes.
         longest: Tokens of the longest row, padding included; 1 if rows have none.
         rows, tokens: What was asked for; one row alone may have more tokens.
+        busy: Tokens; see BUSY. Rows without a length do not tell theirs.
     """
     most = rows * longest if tokens is None else max(min(tokens, rows * longest), longest)
-    for activations, each in per_token:
-        fit = int(available / each)
-        if fit >= most:
-            return MemoryPlan(activations, rows, tokens)
-        if fit >= longest:
-            return (
-                MemoryPlan(activations, rows, fit)
-                if longest > 1
-                else MemoryPlan(activations, fit, None)
-            )
+    enough = max(longest, busy if longest > 1 else 1)
+    for least, ways in ((enough, per_token), (longest, per_token[::-1])):
+        for activations, each in ways:
+            fit = int(available / each)
+            if fit >= most:
+                return MemoryPlan(activations, rows, tokens)
+            if fit >= least:
+                return (
+                    MemoryPlan(activations, rows, fit)
+                    if longest > 1
+                    else MemoryPlan(activations, fit, None)
+                )
     return None
 
 

@@ -6,6 +6,7 @@ with them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,14 @@ from peftkit.train.learner import Learner
 from peftkit.train.memory.blocks import Activations
 from peftkit.train.memory.compiled import cpp_compiler, is_compile_error, is_worth_it, told
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory
-from peftkit.train.memory.plan import ActivationBytes, MemoryPlan, choose, saved_by, used_bytes
+from peftkit.train.memory.plan import (
+    BUSY,
+    ActivationBytes,
+    MemoryPlan,
+    choose,
+    saved_by,
+    used_bytes,
+)
 from peftkit.train.optim import STATE_BYTES
 
 AUTO_SHARE = 0.8
@@ -54,20 +62,28 @@ def plan_memory_and_compile(
         RunError: Not even one row fits, or blocks that have to be compiled cannot be.
     """
     by_length = sorted(rows, key=num_tokens)
-    short = _saved(learner, by_length[len(rows) // 2])
-    if not learner.state.planned:
-        _plan(learner, by_length, short, say)
+    if _is_planned(learner):
+        short = _saved(learner, by_length[len(rows) // 2])
+        if not learner.state.planned:
+            _plan(learner, by_length, short, say)
+    learner.state.planned = True
     _compile(learner, rows, num_steps, say)
+
+
+def _is_planned(learner: Learner) -> bool:
+    """Tell whether memory is planned rather than tried: not of a GPU that says when it is full.
+
+    On Windows it does not: the driver then goes on in main memory, ten times slower.
+    """
+    given = learner.config.memory != "auto"
+    return learner.ranks.device.type == "cpu" or given or sys.platform == "win32"
 
 
 def _plan(
     learner: Learner, by_length: Sequence[Any], short: ActivationBytes | None, say: Say
 ) -> None:
     state, config, device = learner.state, learner.config, learner.ranks.device
-    state.planned = True
     given, longest = config.memory != "auto", by_length[-1]
-    if device.type != "cpu" and not given:
-        return  # a GPU says itself when it is full
     long = _saved(learner, longest)
     available = _available(learner)  # now that all is in use which is, whatever is kept
     if short is None or long is None:
@@ -77,7 +93,8 @@ def _plan(
     counted = ((short, middle), (long, positions))
     costs = [(way, max(s.needed(way) / tokens for s, tokens in counted)) for way in learner.ways]
     asked = MemoryPlan(learner.ways[0], config.batch_size, config.tokens_at_once(device.type))
-    plan = choose(costs, available, positions, asked.rows, asked.tokens)
+    busy = BUSY.get(device.type, 1)
+    plan = choose(costs, available, positions, asked.rows, asked.tokens, busy)
     if plan is None:
         raise _too_little(learner, longest, costs, available)
     state.micro_batch, state.micro_tokens = plan.rows, plan.tokens
@@ -104,7 +121,10 @@ def _available(learner: Learner) -> float:
     config, device = learner.config, learner.ranks.device
     trained = learner.parameters.values()
     still = sum(p.numel() * (p.element_size() + STATE_BYTES[config.optimizer]) for p in trained)
-    if config.memory == "auto":
+    if config.memory == "auto" and device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(device)
+        available = GIVEN_SHARE * total - used_bytes(device) - still
+    elif config.memory == "auto":
         available = AUTO_SHARE * free_bytes() / learner.ranks.world_size - still
     else:
         available = GIVEN_SHARE * config.memory * 1e9 - used_bytes(device) - still

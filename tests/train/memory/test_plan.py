@@ -138,6 +138,21 @@ def test_rows_without_tokens_are_planned_by_rows() -> None:
     assert choose(WAYS, 9, 1, 4, None) == MemoryPlan("recompute", 2, None)
 
 
+@pytest.mark.parametrize(
+    ("available", "plan"),
+    [
+        (10 * 1600, MemoryPlan("keep", 40, 1600)),
+        (10 * 1000, MemoryPlan("keep", 40, 1000)),
+        (10 * 900, MemoryPlan("recompute", 40, None)),  # 900 tokens would leave the GPU waiting
+        (4 * 1000, MemoryPlan("recompute", 40, 1000)),
+        (4 * 900, MemoryPlan("recompute", 40, 900)),  # and so do these, but nothing takes more
+    ],
+)
+def test_a_gpu_rather_recomputes_than_idles(available: int, plan: MemoryPlan) -> None:
+    ways: list[tuple[Activations, float]] = [("keep", 10.0), ("recompute", 4.0)]
+    assert choose(ways, available, 50, 40, None, busy=1000) == plan
+
+
 def test_the_memory_in_use_is_that_of_this_process() -> None:
     before = used_bytes(torch.device("cpu"))
     with mmap.mmap(-1, 32 << 20) as pages:  # past torch, which may use freed memory again
