@@ -28,10 +28,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
 from peftkit.errors import DataError
+from peftkit.kernels.packed import copies_kept
 from peftkit.model.modes import evaluating
 from peftkit.tasks.length import num_virtual
 
 MAX_NEW_TOKENS = 256
+
+COPY_SHARE = 0.5
+"""Of the free main memory that unpacked weights may take meanwhile."""
 
 
 def generate(
@@ -219,7 +223,11 @@ def _sampling(model: PreTrainedModel, seed: int | None) -> Iterator[None]:
     try:
         # An empty one: what a config does not set, transformers fills in from the model's own.
         model.generation_config = GenerationConfig()
-        with evaluating(model), torch.random.fork_rng(devices=cuda, enabled=seed is not None):
+        with (
+            evaluating(model),
+            copies_kept(model, COPY_SHARE),
+            torch.random.fork_rng(devices=cuda, enabled=seed is not None),
+        ):
             if seed is not None:
                 torch.manual_seed(seed)
             yield

@@ -29,7 +29,7 @@ OTHER_CHUNK_BYTES = 512 << 20
 BYTES_A_LOGIT = 8
 """The logits in 16 bits, and what the head and the float32 copy take while they are made."""
 WIDE_BYTES = {"cpu": 4 << 20}
-"""Float32 rows made at a time: on a CPU what stays in its caches, elsewhere all of a chunk."""
+"""Float32 rows made at a time on a CPU: what stays in its caches. Elsewhere all of a chunk are."""
 MIN_ROWS = 384
 """Fewer rows to a chunk would leave the head's matrix product idle."""
 ALIGNMENT = 16
@@ -78,8 +78,10 @@ def loss_and_gradient(logits: Tensor, targets: Tensor) -> Tensor:
         logits: (C, V), of any float dtype, which is also the gradient's.
         targets: (C,) int64.
     """
-    held = WIDE_BYTES.get(logits.device.type)
-    rows = max(1, held // (4 * logits.shape[1])) if held else len(logits)
+    if logits.device.type not in WIDE_BYTES:
+        return _in_few_passes(logits, targets)
+    held = WIDE_BYTES[logits.device.type]
+    rows = max(1, held // (4 * logits.shape[1]))
     loss = logits.new_zeros((), dtype=torch.float32)
     scratch = torch.empty_like(logits[:rows], dtype=torch.float32)  # one, whose pages are there
     for start in range(0, len(logits), rows):
@@ -91,6 +93,21 @@ def loss_and_gradient(logits: Tensor, targets: Tensor) -> Tensor:
         total = wide.sub_(largest).exp_().sum(1, keepdim=True)
         loss += (total.log() - chosen).sum()
         logits[part] = wide.div_(total).scatter_add_(1, index, wide.new_full(index.shape, -1.0))
+    return loss
+
+
+def _in_few_passes(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the same where memory is what is slow: 18 bytes are read and written a logit, not 44.
+
+    The log of the sum follows from the largest probability, which is never below 1 / V.
+    """
+    index = targets[:, None]
+    chosen = logits.gather(1, index).float()
+    largest, place = logits.max(1, keepdim=True)
+    probs = torch.softmax(logits, 1, dtype=torch.float32)
+    log_sum = largest.float() - probs.gather(1, place).log()
+    loss = (log_sum - chosen).sum()
+    logits.copy_(probs.scatter_add_(1, index, probs.new_full(index.shape, -1.0)))
     return loss
 
 

@@ -73,7 +73,11 @@ def pack_absmax(absmax: Tensor, code: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 def unpack(packed: Tensor, scales: tuple[Tensor, ...], form: Form, dtype: torch.dtype) -> Tensor:
     """Return the tensor that was packed, as new memory."""
     if form.kind == "int8":
-        return torch.mul(packed, scales[0]).to(dtype)
+        if torch.compiler.is_compiling():
+            return torch.mul(packed, scales[0]).to(dtype)
+        # rounded once, as by way of float32, but that is never written
+        made = torch.empty(packed.shape, dtype=dtype, device=packed.device)
+        return torch.mul(packed, scales[0], out=made)
     absmax = scales[0]
     if len(scales) > 1:
         _, nested, code, offset = scales
@@ -142,9 +146,46 @@ def packed_linear(
     x: Tensor, bias: Tensor | None, packed: Tensor, packing: Packing, dtype: torch.dtype
 ) -> Tensor:
     """Return x W^T + b, (..., out), of a packed W (out, in) that is unpacked to `dtype`."""
+    if not (torch.is_grad_enabled() and x.requires_grad) and _has_gemm(x, packing.form, dtype):
+        return _gemm_4bit(x, packed, packing.scales, packing.form, bias)
     if _again:
         return functional.linear(x, unpack(packed, packing.scales, packing.form, dtype), bias)
     return PackedLinear.apply(x, bias, packing.form, dtype, packed, *packing.scales)
+
+
+GEMM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Of bitsandbytes' product with a packed weight; the weight comes out in the input's."""
+
+
+def _has_gemm(x: Tensor, form: Form, dtype: torch.dtype) -> bool:
+    """Tell whether there is a product that reads the packed weight as it lies.
+
+    It is a GPU's, and pays where no gradient is wanted: a token's product reads half a byte of each
+    weight instead of writing two and reading them again. It knows itself from how many rows on
+    unpacking is faster.
+    """
+    return (
+        x.device.type == "cuda"
+        and form.kind != "int8"
+        and form.shape[-1] % form.block == 0
+        and x.dtype == dtype
+        and dtype in GEMM_DTYPES
+        and hasattr(torch.ops.bitsandbytes, "gemm_4bit")  # since 0.50
+    )
+
+
+def _gemm_4bit(
+    x: Tensor, packed: Tensor, scales: tuple[Tensor, ...], form: Form, bias: Tensor | None
+) -> Tensor:
+    """Return x W^T + b, by bitsandbytes' operator."""
+    absmax, nested = scales[0], scales[1:]
+    own = None if bias is None else bias.to(x.dtype)
+    shape = (x, packed, form.shape)
+    rest = (form.block, form.kind, own)
+    gemm: Callable[..., Tensor] = torch.ops.bitsandbytes.gemm_4bit
+    if not nested:
+        return gemm(*shape, absmax, *rest)
+    return gemm(*shape, nested[0], *rest, absmax, *nested[1:])
 
 
 class PackedLinear(torch.autograd.Function):
@@ -250,6 +291,31 @@ def packed_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Packing]]:
             yield path.replace("parametrizations.", ""), module.original, packing
         else:
             yield path, module.packed, packing
+
+
+@contextmanager
+def copies_kept(model: nn.Module, share: float) -> Iterator[None]:
+    """Keep weights of a CPU unpacked for a while, as many as fit into a share of the free memory.
+
+    For token after token they would be unpacked anew. Those that are kept for good stay.
+    """
+    found = [
+        (packed, packing)
+        for _, packed, packing in packed_tensors(model)
+        if packing.kept is None and packed.device.type == "cpu"
+    ]
+    left, kept = share * free_bytes() if found else 0.0, []
+    try:
+        for packed, packing in found:
+            left -= packing.form.shape.numel() * packing.dtype.itemsize
+            if left < 0:
+                break
+            packing.kept = packing(packed)
+            kept.append(packing)
+        yield
+    finally:
+        for packing in kept:
+            packing.kept = None
 
 
 def keep_copies(model: nn.Module, max_bytes: int | None = None) -> int:

@@ -11,14 +11,20 @@ Shapes: N tokens of the row, R documents, K keys of all of them, H heads, D head
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
+
+try:
+    from torch.nn.attention.varlen import varlen_attn as _kernel
+except ImportError:  # torch before 2.10
+    varlen_attn: Callable[..., Any] | None = None
+else:
+    varlen_attn = _kernel
 
 MAX_HEAD, HEAD_MULTIPLE = 256, 8
 """Of the flash kernel: sizes of a head."""
@@ -98,8 +104,8 @@ def spans_attention(
     if len(spans.tokens):
         rows[1:] = [_Gathered.apply(x, *spans[2:6]) for x in rows[1:]]
     left = -1 if window is None else window - 1
-    attend: Any = varlen.varlen_attn  # its overloads say less than it takes
-    found: Tensor = attend(
+    assert varlen_attn is not None
+    found: Tensor = varlen_attn(
         *rows,
         spans.queries,
         spans.keys,
@@ -129,7 +135,7 @@ def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
 @cache
 def is_available(device: torch.device) -> bool:
     """Tell whether a device and this torch have the kernel; its arguments changed up to 2.13."""
-    known = inspect.signature(varlen.varlen_attn).parameters
+    known = inspect.signature(varlen_attn).parameters if varlen_attn is not None else {}
     return (
         {"scale", "window_size", "enable_gqa"} <= known.keys()
         and device.type == "cuda"

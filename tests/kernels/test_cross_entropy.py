@@ -24,18 +24,19 @@ class SoftCapped(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("chunk", [1, 7, 41, 1000])
 @pytest.mark.parametrize("num_rows", [0, 1, 41])
-@pytest.mark.parametrize("wide_rows", [3, 41])
+@pytest.mark.parametrize("wide_rows", [3, 41, None], ids=["few", "all", "on a GPU"])
 @pytest.mark.parametrize("alignment", [1, 16])
 def test_loss_and_gradients_are_those_of_the_whole(
     num_rows: int,
     chunk: int,
-    wide_rows: int,
+    wide_rows: int | None,
     alignment: int,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cross_entropy, "ALIGNMENT", alignment)
-    monkeypatch.setattr(cross_entropy, "WIDE_BYTES", {"cpu": 4 * 341 * wide_rows})
+    wide = {} if wide_rows is None else {"cpu": 4 * 341 * wide_rows}
+    monkeypatch.setattr(cross_entropy, "WIDE_BYTES", wide)
     torch.manual_seed(0)
     head = SoftCapped(9, 341).to(dtype)
     hidden = torch.randn(num_rows, 9).to(dtype).requires_grad_()
@@ -69,3 +70,15 @@ def test_chunks_are_about_equal_and_of_few_sizes() -> None:
             torch.randn(num_rows, 9), torch.arange(num_rows) % 11, head, chunk_rows=50
         )
     assert seen == [48, 48, 112, 64, 48, 112, 48, 48, 16]
+
+
+@pytest.mark.parametrize("far", [0.0, 300.0, -300.0])
+def test_few_passes_lose_no_improbable_target(far: float) -> None:
+    logits = torch.randn(5, 341)
+    targets = torch.tensor([0, 3, 340, 7, 7])
+    logits[torch.arange(5), targets] += far  # by -300 its probability is zero in float32
+    wanted = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    gradient = logits.softmax(1) - torch.nn.functional.one_hot(targets, 341)
+    found = cross_entropy._in_few_passes(logits, targets)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(logits, gradient)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from types import SimpleNamespace
 
 import bitsandbytes
 import pytest
@@ -14,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from peftkit.errors import BaseError
-from peftkit.kernels.packed import keep_copies
+from peftkit.kernels import packed as packed_module
+from peftkit.kernels.packed import Form, copies_kept, keep_copies
 from peftkit.model.places import linear_shape
 from peftkit.quant.layers import QuantizedLinear, pack, weight_of
 from peftkit.quant.quantize import KINDS, adopt_bitsandbytes, quantize_model
@@ -92,6 +94,56 @@ def test_unpacked_is_code_times_absmax_in_every_shape(kind, shape) -> None:
     nibbles = torch.cat([packed >> 4, packed & 15], dim=1).view(-1).long()
     expected = code[nibbles].view(-1, 64) * packing.scales[0][:, None]
     assert torch.equal(packing(packed), expected.view(-1)[: tensor.numel()].view(shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_int8_is_rounded_once(dtype: torch.dtype) -> None:
+    packed, packing = pack(torch.randn(33, 130), "int8", dtype=dtype)
+    assert torch.equal(packing(packed), torch.mul(packed, *packing.scales).to(dtype))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "double"), [form for form in FORMS if form[0] != "int8"])
+def test_without_a_gradient_a_gpu_reads_the_packed_weight(
+    kind: str, double: bool, dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, quantized = layer(kind, shape=(40, 192), bias=bias, double=double)
+    quantized.to(dtype)
+    plain, x = dequantized(quantized), torch.randn(3, 5, 192).to(dtype)
+    unpacked = []
+    monkeypatch.setattr(packed_module, "_has_gemm", lambda x, form, dtype: True)  # its CPU form
+    monkeypatch.setattr(packed_module, "unpack", lambda *args: unpacked.append(args))
+    with torch.no_grad():
+        found = quantized(x)
+    torch.testing.assert_close(found, plain(x))
+    assert found.dtype == dtype
+    assert not unpacked
+    torch.testing.assert_close(quantized(x), plain(x))  # whose input needs none
+
+
+def test_the_packed_product_is_for_gpus_and_whole_blocks() -> None:
+    x = torch.zeros(1, 128, dtype=torch.bfloat16, device="meta")
+    whole, parted = (Form("nf4", torch.Size((8, n))) for n in (128, 96))
+    has = packed_module._has_gemm
+    assert not has(torch.zeros(1, 128), whole, torch.float32)
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=x.dtype)
+    assert has(on_gpu, whole, x.dtype)
+    assert not has(on_gpu, parted, x.dtype)
+    assert not has(on_gpu, whole, torch.float32)  # under autocast
+    assert not has(on_gpu, Form("int8", torch.Size((8, 128))), x.dtype)
+
+
+def test_for_a_while_weights_are_kept_as_far_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    quantize_model(model, "nf4")
+    x = torch.randn(2, 64)
+    wanted = model(x)
+    monkeypatch.setattr(packed_module, "free_bytes", lambda: 2.5 * 64 * 64 * 4 / 0.5)
+    with copies_kept(model, 0.5):
+        assert [m.packing.kept is not None for m in model] == [True, True, False, False]
+        torch.testing.assert_close(model(x), wanted)
+    assert all(m.packing.kept is None for m in model)
 
 
 def test_int8_of_zeros_and_of_extremes_is_exact() -> None:
