@@ -14,9 +14,12 @@ from peftkit_cli.arguments import Json, Overrides, note
 
 
 def sweep(
-    recipe: Annotated[
-        Path | None, typer.Argument(metavar="[RECIPE.yaml]", help="A recipe.", show_default=False)
-    ] = None,
+    recipes: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RECIPE.yaml...", help="A recipe; several with --each.", show_default=False
+        ),
+    ],
     over: Annotated[
         list[str] | None,
         typer.Option(
@@ -34,11 +37,8 @@ def sweep(
         ),
     ] = None,
     each: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="RECIPE.yaml", help="Train several recipes. Repeatable.", show_default=False
-        ),
-    ] = None,
+        bool, typer.Option("--each", help="Train each of the recipes, over one base.")
+    ] = False,
     overrides: Overrides = None,
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="A folder for each member is made in it.")
@@ -52,12 +52,12 @@ def sweep(
 ) -> None:
     """Train many adapters over one base in one pass. Prints the folder of the best."""
     ways = [over, pick, each]
-    if sum(bool(way) for way in ways) != 1 or (recipe is None) == (not each):
+    if sum(bool(way) for way in ways) != 1 or (len(recipes) > 1 and not each):
         raise ConfigError(
-            "a sweep is RECIPE with --over or with --pick, or --each RECIPE ... alone",
+            "a sweep is RECIPE with --over or with --pick, or several recipes with --each",
             fix="peftkit sweep RECIPE.yaml --over method.rank=8,16 --out runs/sweep",
         )
-    for path in [*([recipe] if recipe else []), *(each or [])]:
+    for path in recipes:
         if not path.exists():
             raise unknown_recipe_file(path)
     from peftkit.sweeps import members as made
@@ -66,13 +66,11 @@ def sweep(
     from peftkit_cli.render import Renderer
 
     if each:
-        members = made.each(each, overrides or (), out=out)
+        members = made.each(recipes, overrides or (), out=out)
     elif pick:
-        assert recipe is not None
-        members = made.pick(recipe, pick, overrides or (), out=out)
+        members = made.pick(recipes[0], pick, overrides or (), out=out)
     else:
-        assert recipe is not None
-        members = made.grid(recipe, over or (), overrides or (), out=out)
+        members = made.grid(recipes[0], over or (), overrides or (), out=out)
     with Renderer() as on_event:
         train_together(members, out, resume=resume, halve=halve, on_event=on_event)
     if as_json:

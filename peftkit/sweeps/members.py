@@ -19,6 +19,8 @@ METHODS = ("lora", "dora", "ia3", "vera")
 """Methods that sit beside linear layers."""
 TASKS = ("causal_lm", "seq2seq")
 """Tasks whose rows become the same batch whatever stands beside them."""
+SAME_DATA = ("data.max_length", "data.packing", "data.format", "data.chat_template")
+"""What decides how rows become batches."""
 MAX_MEMBERS = 256
 
 
@@ -130,12 +132,10 @@ def check_members(members: Sequence[Member]) -> None:
             f"a sweep has from 2 to {MAX_MEMBERS} members", found=f"There are {len(members)}."
         )
     first = members[0]
-    for name, why in (("base", "one base"), ("task", "one task")):
-        _same(members, name, why, lambda m, n=name: getattr(m.recipe, n).model_dump(mode="json"))
-    for name in ("max_length", "packing", "format", "chat_template"):
-        _same(
-            members, f"data.{name}", "rows of one kind", lambda m, n=name: getattr(m.recipe.data, n)
-        )
+    flat = [dict(_flat(member.recipe.model_dump(mode="json"))) for member in members]
+    for key in dict.fromkeys(key for settings in flat for key in settings):
+        if key.startswith(("base.", "task.")) or key in SAME_DATA:
+            _same(members, key, [settings.get(key) for settings in flat])
     for member in members:
         method = member.recipe.method
         if method.type not in METHODS:
@@ -146,13 +146,12 @@ def check_members(members: Sequence[Member]) -> None:
         raise _alone(first, f"the task {first.recipe.task.type}", f"Tasks: {', '.join(TASKS)}.")
 
 
-def _same(members: Sequence[Member], name: str, why: str, read: Any) -> None:
-    first = members[0]
-    for other in members[1:]:
-        if read(other) != read(first):
+def _same(members: Sequence[Member], key: str, values: Sequence[Any]) -> None:
+    for member, value in zip(members, values, strict=True):
+        if value != values[0]:
             raise ConfigError(
-                f"the members of a sweep have {why}; {name} differs",
-                found=f"{first.name}: {read(first)}\n{other.name}: {read(other)}",
+                f"members of a sweep share base, task and kind of rows; {key} differs",
+                found=f"{members[0].name}: {values[0]}\n{member.name}: {value}",
                 fix="Sweep over these one after the other.",
             )
 

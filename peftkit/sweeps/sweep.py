@@ -301,8 +301,9 @@ class _Loop:
                     self.stop.signum,
                     f"all members of {self.out} are saved. Go on with --resume.",
                 )
-            step = max((o.steps for o in self.outcomes.values()), default=0)
-            self.on_event(Progress(f"Training {len(self.live)} adapters", step, self.num_steps))
+            if self.live:
+                step = max(one.outcome.steps for one in self.live.values())
+                self.on_event(Progress(f"Training {len(self.live)} adapters", step, self.num_steps))
 
     def _stepped(self, one: _Live, facts: Any, rate: float, seconds: float) -> None:
         """Let a member count its step, evaluate and save; what breaks ends this member alone."""
@@ -421,7 +422,8 @@ def _told(out: Path, outcomes: Mapping[str, Outcome], on_event: Listener) -> lis
         )
         for outcome in order
     )
-    columns = ("member", *keys, "eval loss", "loss", "steps", "time", "")
+    names = [key.rpartition(".")[2] for key in keys]
+    columns = ("member", *names, "eval loss", "loss", "steps", "time", "")
     on_event(Table("The sweep, best first", columns, rows))
     on_event(Saved("best adapter", out / BEST))
     return order

@@ -182,7 +182,7 @@ def test_halving_stops_the_worse_half(bases: dict[str, Path], tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("over", "told"),
     [
-        (["base.dtype=fp32,bf16"], "base differs"),
+        (["base.dtype=fp32,bf16"], "base.dtype differs"),
         (["data.max_length=32,64"], "data.max_length differs"),
         (["method.type=lora,bitfit"], "bitfit"),
         (["method.rank=8,8"], "the same"),
