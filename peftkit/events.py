@@ -1,4 +1,4 @@
-"""What a run says while it goes: small facts, drawn by whoever listens.
+"""Events of a run: small facts for whoever listens.
 
 The command line draws them, `metrics.jsonl` records them, tests collect them in a list.
 Sizes are bytes, times are seconds, counts are `num_*`.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Anything a run says."""
+    """Base class of all events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class Progress(Event):
 
 @dataclass(frozen=True, slots=True)
 class Notice(Event):
-    """Something the user should know though the run goes on; never a substitute for an error."""
+    """Something the user should know while the run goes on; never instead of an error."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Table(Event):
-    """Rows worth reading once: the audit of the base, the counts of the data."""
+    """A table to print once: the audit of the base, the counts of the data."""
 
     title: str
     columns: tuple[str, ...]

@@ -14,9 +14,7 @@ import typer
 from peftkit.errors import ConfigError, OutputError, did_you_mean, neighbours
 from peftkit_cli.arguments import Json, note
 
-recipes = typer.Typer(
-    help="Ready-made recipes: list them, read one, copy one to change it.", no_args_is_help=False
-)
+recipes = typer.Typer(help="Ready-made recipes: list, show or copy them.", no_args_is_help=False)
 LIBRARIES = (
     "torch", "transformers", "bitsandbytes", "accelerate", "datasets", "safetensors", "tokenizers",
     "pydantic", "PyYAML", "typer", "rich", "peft", "gguf", "triton", "flash-attn",
@@ -27,7 +25,7 @@ RecipeName = Annotated[str, typer.Argument(metavar="NAME", show_default=False)]
 
 
 def recipes_folder() -> Path:
-    """Return where the recipes lie: inside the installed package, or at the top of a checkout."""
+    """Return the folder of the recipes, in the installed package or in a checkout."""
     here = Path(__file__).resolve()
     installed = here.parent / "recipes"
     return installed if installed.is_dir() else here.parents[2] / "recipes"
@@ -69,7 +67,7 @@ def headline(file: Path) -> str:
 
 @recipes.command("ls")
 def list_recipes() -> None:
-    """List the recipes, each with what it is for."""
+    """List the recipes and what each is for."""
     files = sorted(recipes_folder().glob("*.yaml"))
     width = max(len(file.stem) for file in files)
     for file in files:
@@ -79,7 +77,7 @@ def list_recipes() -> None:
 
 @recipes.command("show")
 def show_recipe(name: RecipeName) -> None:
-    """Print one recipe."""
+    """Print a recipe."""
     typer.echo(recipe_file(name).read_text(encoding="utf-8"), nl=False)
 
 
@@ -88,7 +86,7 @@ def copy_recipe(
     name: RecipeName,
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="A new file, or a folder.")],
 ) -> None:
-    """Copy one recipe, to change it."""
+    """Copy a recipe, to edit it."""
     source = recipe_file(name)
     target = dest / source.name if dest.is_dir() else dest
     try:

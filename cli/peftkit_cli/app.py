@@ -1,4 +1,4 @@
-"""The command line's front door: the list of commands, and every way a command can end.
+"""The command line: its commands, and how errors become exit codes.
 
 Exit codes: 0 done; 2 the user's input is wrong; 1 something broke; 130 SIGINT; 143 SIGTERM.
 Data goes to stdout, everything else to stderr. Torch is imported inside the commands that need it,
@@ -107,7 +107,7 @@ def root(
 
 
 def quiet_libraries() -> None:
-    """Keep library chatter off the screen; what a user should know comes as a peftkit event."""
+    """Silence the libraries; what a user should know comes as a peftkit event."""
     warnings.simplefilter("ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -10,7 +10,7 @@ Adapter = Annotated[
     str,
     typer.Argument(
         metavar="ADAPTER",
-        help="A folder of peftkit's or PEFT's; or USER/NAME[@REVISION] on the hub.",
+        help="A folder saved by peftkit or PEFT, or USER/NAME[@REVISION] on the hub.",
         show_default=False,
     ),
 ]
@@ -18,14 +18,14 @@ Base = Annotated[
     str | None,
     typer.Option(
         metavar="MODEL",
-        help="The base to use instead of the one the adapter names: "
+        help="Base model, if not the one recorded in the adapter: "
         "hub id, folder, .gguf file or short name.",
         show_default=False,
     ),
 ]
 Force = Annotated[
     bool,
-    typer.Option("--force", help="Use the adapter though it was trained on another base."),
+    typer.Option("--force", help="Use the adapter even if it was trained on another base."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Overrides = Annotated[
@@ -33,7 +33,7 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Override one field of the recipe, as train.learning_rate=1e-4. Repeatable.",
+        help="Override a field of the recipe: train.learning_rate=1e-4. Repeatable.",
         show_default=False,
     ),
 ]

@@ -35,7 +35,7 @@ def combine(
         list[str],
         typer.Argument(
             metavar="ADAPTER=WEIGHT...",
-            help="Folders and the weight of each update: A=0.7 B=0.3",
+            help="Adapter folders with their weights: A=0.7 B=0.3",
             show_default=False,
         ),
     ],
@@ -43,8 +43,9 @@ def combine(
     method: Annotated[
         Way,
         typer.Option(
-            help="linear and cat: the exact sum, at the lowest rank or with the ranks added up. "
-            "svd: the best of a rank. The others prune each update before they add them up."
+            help="linear and cat: the exact sum, at the lowest rank, or with ranks added up. "
+            "svd: the best approximation of a given rank. The others prune each update before "
+            "adding them up."
         ),
     ] = Way.linear,
     rank: Annotated[
@@ -52,7 +53,7 @@ def combine(
         typer.Option(
             min=1,
             metavar="R",
-            help="Of svd and the pruning methods; by default the largest of the adapters'.",
+            help="Rank for svd and the pruning methods; by default the largest of the adapters.",
             show_default=False,
         ),
     ] = None,
@@ -60,11 +61,11 @@ def combine(
         float | None,
         typer.Option(
             metavar="D",
-            help="Share of the entries that the pruning methods keep; by default 0.5.",
+            help="Share of entries that the pruning methods keep; by default 0.5.",
             show_default=False,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of what the DARE methods drop.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the entries that the DARE methods drop.")] = 0,
     force: Replace = False,
 ) -> None:
     """Combine adapters of one base into one. Prints the new adapter's folder."""
@@ -107,25 +108,31 @@ def extract(
     base: Annotated[
         str,
         typer.Option(
-            metavar="MODEL", help="The model that was tuned: folder or hub id.", show_default=False
+            metavar="MODEL",
+            help="The model before fine-tuning: folder or hub id.",
+            show_default=False,
         ),
     ],
     tuned: Annotated[
         str,
-        typer.Option(metavar="MODEL", help="The tuned model, likewise.", show_default=False),
+        typer.Option(
+            metavar="MODEL", help="The fine-tuned model: folder or hub id.", show_default=False
+        ),
     ],
     rank: Annotated[
-        int, typer.Option(min=1, metavar="R", help="Of the adapter.", show_default=False)
+        int, typer.Option(min=1, metavar="R", help="Rank of the adapter.", show_default=False)
     ],
     out: Out,
     targets: Annotated[
         str,
-        typer.Option(metavar="ROLES", help="Roles, groups or names, with commas: q,v or ffn."),
+        typer.Option(
+            metavar="ROLES", help="Roles, groups or module names, separated by commas: q,v or ffn."
+        ),
     ] = "all-linear",
-    seed: Annotated[int, typer.Option(help="Of the decompositions of large matrices.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the decompositions of large matrices.")] = 0,
     force: Replace = False,
 ) -> None:
-    """Make the best adapter of a rank out of a full fine-tune. Prints the adapter's folder."""
+    """Extract the best adapter of a given rank from a full fine-tune. Prints its folder."""
     from peftkit.transform.extract import extract as extract_adapter
     from peftkit_cli.render import Renderer
 

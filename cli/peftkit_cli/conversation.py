@@ -1,4 +1,4 @@
-"""The conversation behind `peftkit chat`: what is typed, what is answered, by whom."""
+"""The conversation of `peftkit chat`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from peftkit.inference.generate import stream
 from peftkit_cli.arguments import note
 
 BASE = "base"
-"""The bare base among the voices: no adapter of a conversation has this name."""
+"""Name of the bare base; no adapter of a conversation may have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Voice:
-    """Someone who answers: how it is asked, and the context in which the model is it."""
+    """An adapter or the base: its prompt format, and the context that switches the model to it."""
 
     style: Style
     using: Callable[[], AbstractContextManager[object]]
 
 
 def voices_of(source: Opened | AdapterBank) -> dict[str, Voice]:
-    """Return the adapters, the one of `Opened` as "adapter", and the base last."""
+    """Return the adapters (that of `Opened` is called "adapter"), then the base."""
     if isinstance(source, Opened):
         style = source.style
         return {
@@ -79,7 +79,7 @@ class Conversation:
             note(f"{who} learnt from single prompts: each line is asked alone.")
 
     def lines(self) -> Iterator[str]:
-        """Yield what the user types, until the end of the input."""
+        """Yield the user's lines until the end of input."""
         if not self.on_terminal:
             yield from sys.stdin
             return
@@ -93,7 +93,7 @@ class Conversation:
                 return
 
     def take(self, line: str) -> bool:
-        """Answer a line or do what it commands; return False when the user leaves."""
+        """Answer a line or execute a command; return False to quit."""
         text = line.rstrip("\n")
         if not text.startswith("/"):  # a leading space sends a slash as it is
             if text.strip():

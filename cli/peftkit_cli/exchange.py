@@ -52,24 +52,24 @@ def export(
     ],
     profile: Annotated[
         Profile | None,
-        typer.Option(help="With --to peft: what vLLM accepts.", show_default=False),
+        typer.Option(help="With --to peft: write what vLLM accepts.", show_default=False),
     ] = None,
     base: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Its base, if elsewhere than recorded; gguf reads its config.",
+            help="Base model, if not the one recorded; only its config is read, for gguf.",
             show_default=False,
         ),
     ] = None,
     dtype: Annotated[
-        TensorDtype, typer.Option(help="Of the tensors; q8_0 with --to gguf only.")
+        TensorDtype, typer.Option(help="dtype of the tensors; q8_0 only with --to gguf.")
     ] = TensorDtype.fp32,
     rank: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Reduce higher ranks to this one, by SVD; says the error.",
+            help="Reduce higher ranks to this one by SVD, and print the error.",
             show_default=False,
         ),
     ] = None,
@@ -129,14 +129,14 @@ def import_(
         str,
         typer.Option(
             metavar="MODEL",
-            help="What it was trained on: hub id, folder or short name.",
+            help="Base model it was trained on: hub id, folder or short name.",
             show_default=False,
         ),
     ],
     out: OutFolder,
     force: Replace = False,
 ) -> None:
-    """Make an adapter folder out of another program's adapter. Prints the folder."""
+    """Convert another program's adapter to an adapter folder. Prints the folder."""
     from peftkit.transform.exchange import import_adapter
     from peftkit_cli.render import Renderer
 
@@ -148,7 +148,10 @@ def import_(
 
 def push(
     adapter: Adapter,
-    name: Annotated[str, typer.Argument(metavar="USER/NAME", help="Where to.", show_default=False)],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="USER/NAME", help="Repository to upload to.", show_default=False),
+    ],
     private: Annotated[
         bool, typer.Option("--private", help="Create it as a private repository.")
     ] = False,
@@ -174,7 +177,7 @@ def pull(
     out: OutFolder,
     force: Replace = False,
 ) -> None:
-    """Download an adapter from the hub, checked, at one commit. Prints the folder."""
+    """Download an adapter from the hub and check it. Prints the folder."""
     from peftkit.formats.hub import pull_adapter
     from peftkit_cli.render import Renderer
 

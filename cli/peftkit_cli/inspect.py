@@ -30,7 +30,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Weights that differ in nothing but their layer.
+    """Weights that differ only in their layer number.
 
     Attributes:
         role: What they do; of an adapter's tensors, their name.
@@ -64,7 +64,7 @@ def inspect(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a model's roles and what each method would train on it, what an adapter is and changes,
+    """Show a model's roles and what each method would train on it; what an adapter is and changes;
     or how two adapters differ."""
     if other is not None:
         show_comparison(adapter_folder(what), adapter_folder(other), as_json=as_json)
@@ -96,7 +96,7 @@ def inspect(
 
 
 def adapter_facts(folder: Path) -> tuple[dict[str, Any], list[Group]]:
-    """Read what an adapter's files say of it: config and header, no tensor."""
+    """Read an adapter's config and tensor header, but no tensor."""
     from peftkit.formats.guard import check_safetensors
     from peftkit.formats.peft.folder import TENSORS, read_adapter
 

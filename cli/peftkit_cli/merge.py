@@ -29,21 +29,23 @@ def merge(
     base: Base = None,
     dtype: Annotated[
         Dtype | None,
-        typer.Option(help="Of the merged weights; the base's own by default.", show_default=False),
+        typer.Option(
+            help="dtype of the merged weights; by default the base's.", show_default=False
+        ),
     ] = None,
     force: Force = False,
     from_quantized: Annotated[
         bool,
         typer.Option(
             "--from-quantized",
-            help="Merge into the weights as quantised for training, not into the original ones.",
+            help="Merge into the quantised weights used in training, not into the original ones.",
         ),
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the model in that folder.")
     ] = False,
 ) -> None:
-    """Fold an adapter into its base, as an ordinary model. Prints the model's folder."""
+    """Merge an adapter into its base, which gives an ordinary model. Prints its folder."""
     folder = adapter_folder(adapter)
     from peftkit.merging.merge import merge as merge_adapter
     from peftkit_cli.render import Renderer

@@ -1,4 +1,4 @@
-"""The screen: draws a run's events live on a terminal, as single lines anywhere else."""
+"""Shows a run's events: live on a terminal, as single lines anywhere else."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ PLAIN_SECONDS = 60.0  # and a sign of life at least this often
 
 
 class Renderer:
-    """Draws events on stderr; a context manager, so that a live picture ends with its block.
+    """Shows events on stderr, as a context manager that stops the live display on leaving.
 
     Args:
-        tables: Where tables go, when they are the command's data rather than a remark.
-        transient: Leave no trace of the stages on a terminal once they are done.
+        tables: Console of tables, if they are the command's output rather than a remark.
+        transient: Remove finished stages from the terminal.
     """
 
     def __init__(self, *, tables: Console | None = None, transient: bool = False) -> None:
@@ -106,7 +106,7 @@ class PlainScreen:
 
 
 class LiveScreen:
-    """What goes on now, redrawn in place; what is done, printed once above it."""
+    """Redraws the current work in place; finished work is printed above it."""
 
     def __init__(self, console: Console, tables: Console, *, transient: bool) -> None:
         self.tables, self.transient = tables, transient
@@ -120,7 +120,7 @@ class LiveScreen:
         )
 
     def on_event(self, event: Event) -> None:
-        """Take the event into the picture."""
+        """Show an event."""
         if isinstance(event, events.StepDone):
             self._end_stage()
             self._step = event
@@ -139,7 +139,7 @@ class LiveScreen:
             self.live.console.print(_styled(event, text))
 
     def finish(self, *, failed: bool = False) -> None:
-        """End the picture: nothing goes on any more."""
+        """Stop redrawing."""
         if failed:  # a stage that broke off is not done
             self._stage = self._progress = None
         self._end_stage()

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from peftkit.formats.open_adapter import Opened
     from peftkit.inference.bank import AdapterBank
 
-MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Length of an answer at most.")]
+MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum length of an answer.")]
 Temperature = Annotated[
     float,
-    typer.Option(metavar="X", min=0.0, help="0: the likeliest token always; above: sample."),
+    typer.Option(metavar="X", min=0.0, help="0: greedy; above: sample."),
 ]
 Seed = Annotated[int | None, typer.Option(metavar="N", help="Seed of the sampling.")]
 
@@ -65,7 +65,7 @@ def evaluate(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Measure an adapter on a data file: loss, and perplexity, accuracy or what its task has."""
+    """Evaluate an adapter on a data file: loss, and its task's metrics such as accuracy."""
     if not data.exists():
         raise DataError(
             f"there is no data file '{data}'.", found=neighbours(data, f"*{data.suffix}")
@@ -92,7 +92,7 @@ def predict(
         list[str] | None,
         typer.Option(
             metavar="TEXT",
-            help="The second text of each, if the adapter learnt pairs. Repeatable.",
+            help="The second text of each, if the adapter was trained on pairs. Repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -100,7 +100,7 @@ def predict(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Classify texts. Prints for each the likeliest label, a tab, and its probability."""
+    """Classify texts. Prints for each the most likely label, a tab, and its probability."""
     if pair is not None and len(pair) != len(text):
         raise DataError(
             f"{len(text)} texts and {len(pair)} second texts are no pairs.",
@@ -123,7 +123,7 @@ def chat(
         str | None,
         typer.Argument(
             metavar="[ADAPTER]",
-            help="A folder of peftkit's or PEFT's; or USER/NAME[@REVISION] on the hub.",
+            help="A folder saved by peftkit or PEFT, or USER/NAME[@REVISION] on the hub.",
             show_default=False,
         ),
     ] = None,
@@ -132,7 +132,7 @@ def chat(
         typer.Option(
             "--adapter",
             metavar="NAME=ADAPTER",
-            help="One of several over the same base: /adapter NAME switches. Repeatable.",
+            help="Several adapters on the same base; /adapter NAME switches. Repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -142,7 +142,7 @@ def chat(
     seed: Seed = None,
     force: Force = False,
 ) -> None:
-    """Talk with adapters; switch with /adapter and /base, ask all with /compare."""
+    """Chat with adapters: /adapter and /base switch, /compare asks all of them."""
     source = _open_all(adapter, named, base, force)
     from peftkit_cli.conversation import Conversation
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from peftkit.recipe import Recipe
 
 RecipeFile = Annotated[
-    Path, typer.Argument(metavar="RECIPE.yaml", help="A recipe.", show_default=False)
+    Path, typer.Argument(metavar="RECIPE.yaml", help="The recipe to run.", show_default=False)
 ]
 
 
@@ -28,7 +28,7 @@ def train(
     overrides: Overrides = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where to write; the same as --set train.output_dir=DIR."),
+        typer.Option(metavar="DIR", help="Output folder; the same as --set train.output_dir=DIR."),
     ] = None,
     run_folder: Annotated[
         Path | None,
@@ -40,22 +40,23 @@ def train(
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on exactly where the run in that folder stopped.")
+        bool,
+        typer.Option("--resume", help="Continue exactly where the run in that folder stopped."),
     ] = False,
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="Train anew in a folder that holds a run already."),
+        typer.Option("--overwrite", help="Start a new run in a folder that already holds one."),
     ] = False,
     allow_changes: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY",
-            help="Resume though this part of the recipe or data differs. Repeatable.",
+            help="Resume even if this part of the recipe or data differs. Repeatable.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Train an adapter as a recipe says. Prints the adapter's folder."""
+    """Train an adapter from a recipe. Prints the adapter's folder."""
     file = _recipe_file(recipe, run_folder)
     settings = _load(file, [*(overrides or ()), *_output_dir(out)])
     from peftkit.recipe import run
@@ -75,7 +76,7 @@ def train(
 
 
 def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Check a recipe, its data, base and targets without training; show the first rows."""
+    """Check recipe, data, base and targets without training; show the first rows."""
     settings = _load(recipe, overrides or ())
     from rich.console import Console
 

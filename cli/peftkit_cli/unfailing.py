@@ -1,4 +1,4 @@
-"""A stream for remarks, whose loss costs nothing but the remarks."""
+"""A stream for messages whose failure must not stop a run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import IO, Any
 
 
 class Unfailing:
-    """A stream that goes on as if nothing were the matter when its reader or its disk gives up.
+    """A stream that ignores that its reader has closed or its disk is full.
 
-    A closed terminal or a full log costs what would have been said, not the run.
+    A closed terminal or a full log loses messages, not the run.
     """
 
     def __init__(self, stream: IO[str]) -> None:
@@ -20,7 +20,7 @@ class Unfailing:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write, or write to nowhere from now on."""
+        """Write; after a failure, discard."""
         try:
             return self._stream.write(text)
         except OSError:
@@ -28,7 +28,7 @@ class Unfailing:
             return len(text)
 
     def flush(self) -> None:
-        """Flush, or write to nowhere from now on."""
+        """Flush; after a failure, discard."""
         try:
             self._stream.flush()
         except OSError:

@@ -1,6 +1,6 @@
-"""Plain words for what a config refuses: pydantic's findings, told to someone writing a recipe.
+"""Validation errors in plain words: pydantic's errors, told to someone writing a recipe.
 
-A finding's `loc` holds more than keys (the tag of a section's type, the branch of a union), so it
+An error's `loc` holds more than keys (the tag of a section's type, the branch of a union), so it
 is walked along the config classes to find the key it means and what was declared there.
 """
 
@@ -45,7 +45,7 @@ _TYPE_ERRORS = {"literal_error", "is_instance_of", "int_from_float", "int_parsin
 
 
 class _Spot(NamedTuple):
-    """What a finding is about."""
+    """What an error is about."""
 
     key: Key
     declared: Any
@@ -56,7 +56,7 @@ class _Spot(NamedTuple):
 def problems_of(
     root: type[BaseModel], error: ValidationError, places: Mapping[Key, SourceLocation]
 ) -> list[Problem]:
-    """Translate pydantic's findings; one problem per key, with the place it was written."""
+    """Translate pydantic's errors: one problem per key, with the place it was written."""
     spotted = [(_spot(root, found["loc"]), found) for found in error.errors(include_url=False)]
     problems = []
     for spot, found in _merged(spotted):
@@ -129,7 +129,7 @@ def _type_names(section: type[BaseModel]) -> tuple[Any, ...]:
 
 
 def _merged(spotted: list[tuple[_Spot, Any]]) -> Iterable[tuple[_Spot, Any]]:
-    """Keep the most telling finding of each union: the deepest, and a broken rule over a type."""
+    """Keep the most useful error of each union: the deepest; a broken rule before a wrong type."""
     groups: dict[object, list[tuple[_Spot, Any]]] = {}
     for number, (spot, found) in enumerate(spotted):
         groups.setdefault(number if spot.union is None else spot.union, []).append((spot, found))
@@ -149,7 +149,7 @@ def _is_type_error(kind: str) -> bool:
 
 
 def _told(root: type[BaseModel], spot: _Spot, found: Mapping[str, Any]) -> tuple[Key, str]:
-    """Return the key a finding is about, and the words for it."""
+    """Return the key an error is about, and the message."""
     kind, value, context = found["type"], found["input"], found.get("ctx", {})
     if kind == "extra_forbidden":
         return spot.key, _unknown(root, spot)
@@ -213,7 +213,7 @@ def _near(word: object, options: Iterable[Any]) -> str:
 
 
 def _hint(spot: _Spot, value: object) -> str:
-    """Say how the value should be written, where that can be told."""
+    """Say how the value should be written, if that is known."""
     options = options_of(spot.declared)
     literals = [v for option in options if get_origin(option) is Literal for v in get_args(option)]
     if value is None and spot.section and spot.key:

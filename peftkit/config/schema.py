@@ -1,9 +1,9 @@
-"""Configs: frozen, strict, and checked all at once.
+"""Configs: frozen, strict, and validated with all errors at once.
 
-A recipe is YAML plus `section.key=value` overrides. Both are merged first and validated once, each
-value remembering where it was written; every error is then told in one ConfigError, in plain words.
-Fields hold tuples, not lists, since a config is frozen; YAML lists and Python lists become tuples.
-No torch here: a recipe's errors come in well under a second.
+A recipe is YAML plus `section.key=value` overrides. Both are merged and validated once; each value
+remembers where it was written, and one ConfigError lists all errors in plain words.
+Fields hold tuples, because a config is frozen; lists in YAML and Python become tuples.
+This module loads no torch; the config classes live beside the code that reads them, which does.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def json_schema(cls: type[Config]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file, refusing what cannot be a recipe before any parser sees it."""
+    """Return the text of a file; refuse what cannot be a recipe before parsing it."""
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -166,7 +166,7 @@ def _not_sections(parsed: ParsedYaml, place: SourceLocation) -> Problem:
 
 
 def _apply(override: str, number: int, parsed: ParsedYaml) -> None:
-    """Put the value of one "section.key=value" into the data, and its place beside it."""
+    """Put the value of one "section.key=value" into the data, and remember its place."""
     label = "--set " + (override if len(override) <= 80 else override[:77] + "...")
     place = SourceLocation(label, override=number)
     name, equals, text = override.partition("=")

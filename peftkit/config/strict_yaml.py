@@ -1,9 +1,9 @@
-"""YAML for recipes: the 1.2 core values, a line for every key, and nothing that can surprise.
+"""YAML for recipes: the core schema of YAML 1.2, and the line of every key.
 
 PyYAML alone reads `2e-4` as text, `yes` as true, and keeps the last of two equal keys. Here `2e-4`
-is a number, only `true` and `false` are truth values, and a key that stands twice, an anchor, an
-alias or a tag is a problem with its line. Values are built from the parser's events, so no tag can
-make an object and no alias can multiply.
+is a number, only `true` and `false` are booleans, and a duplicate key, an anchor, an alias or a tag
+is an error with its line. All errors of a file are collected, not only the first. Values are built
+from the parser's events, so that no tag creates an object and no alias expands.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import yaml
 
 Key = tuple[str | int, ...]
-"""Where a value stands in the data: ("train", "epochs"), ("method", "targets", 0)."""
+"""Path of a value in the data: ("train", "epochs"), ("method", "targets", 0)."""
 
 MAX_DEPTH = 50
 MAX_VALUES = 100_000  # PyYAML reads about 50,000 values a second
@@ -40,7 +40,7 @@ class SourceLocation(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int]:
-        """The order of telling: the file's lines, then the overrides."""
+        """Sort key of errors: the file's lines, then the overrides."""
         return (self.override, self.line)
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class SourceLocation(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """One thing wrong: where it was written, the key it is about, and plain words."""
+    """One error: where it was written, the key it is about, and the message."""
 
     place: SourceLocation
     key: Key
@@ -61,7 +61,7 @@ class Problem(NamedTuple):
 
 @dataclass(slots=True)
 class ParsedYaml:
-    """What was read. `readable` is False when the text is no YAML at all, and `data` then None."""
+    """What was read. `readable` is False if the text is not YAML; `data` is then None."""
 
     data: object = None
     places: dict[Key, SourceLocation] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class ParsedYaml:
 
 
 class _Unreadable(Exception):
-    """Stop reading here; the problem is already noted."""
+    """Stop reading; the error has been noted."""
 
 
 def dotted(key: Key) -> str:
@@ -183,7 +183,7 @@ class _Reader:
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             name = self.name(event, key, depth)
             if name in lines:
-                words = f"stands twice, first at line {lines[name]}; keep one"
+                words = f"is given twice, first at line {lines[name]}; keep one"
                 self.note(event, (*key, name), words)
             lines.setdefault(name, _line(event))
             self.parsed.places[(*key, name)] = self.place(_line(event))
@@ -192,7 +192,7 @@ class _Reader:
 
     def name(self, event: yaml.Event, key: Key, depth: int) -> str:
         if not isinstance(event, yaml.ScalarEvent):
-            self.note(event, key, "a list, a section or an alias stands where a key belongs")
+            self.note(event, key, "a list, a section or an alias cannot be a key")
             raise _Unreadable
         meaning = self.value(event, (*key, event.value), depth + 1)
         if not isinstance(meaning, str):

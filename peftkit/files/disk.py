@@ -1,4 +1,4 @@
-"""Files that are read with suspicion, and written whole or not at all.
+"""Files: checked when read, written atomically.
 
 Reading: regular files only, strict JSON, safetensors headers checked before their payload.
 Writing: a temporary file in the same folder, fsync, rename, fsync of the folder; so a crash, a full
@@ -131,7 +131,7 @@ def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether every number is finite, in little extra memory."""
+    """True if every number is finite; needs little extra memory."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if not tensor.is_floating_point() or not tensor.numel():
         return True
@@ -145,7 +145,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def fsync_dir(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Flush a folder, so that renames in it survive a crash."""
     if os.name == "nt":  # folders cannot be opened there
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -174,7 +174,7 @@ def check_space(folder: Path, num_bytes: int) -> None:
 
 
 def writable_folder(folder: Path) -> Path:
-    """Create a folder if need be and prove that it can be written to; OutputError otherwise."""
+    """Create a folder if needed and check that it is writable; OutputError otherwise."""
     asked = f"cannot write into {folder}"
     fix = "Choose another output folder."
     try:

@@ -1,7 +1,7 @@
-"""Regular expressions from strangers, matched in bounded time.
+"""Untrusted regular expressions, matched in bounded time.
 
-Python's engine backtracks: "(a+)+b" takes minutes on thirty letters. A pattern that cannot do so is
-matched here and now; any other in a process of its own, which is ended when it takes too long.
+Python's engine backtracks: "(a+)+b" takes minutes on thirty letters. A pattern that cannot blow up
+is matched directly; any other in a subprocess, which is killed when it takes too long.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ json.dump([name for name in names if matcher.fullmatch(name)], sys.stdout)
 
 
 def is_simple(pattern: str) -> bool:
-    """Tell whether a pattern can only be tried in few ways: the cube of the text's length or so."""
+    """True if matching takes at most about the cube of the text's length."""
     plain = _ESCAPED.sub("x", pattern)
     return (
         len(_UNBOUNDED.findall(plain)) <= 2
@@ -44,7 +44,7 @@ def is_simple(pattern: str) -> bool:
 
 
 def is_pattern(pattern: str) -> bool:
-    """Tell whether a text is a regular expression at all."""
+    """True if a text is a valid regular expression."""
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError):
@@ -58,7 +58,7 @@ def fullmatches(
     """Return those of `names` that a regular expression matches as a whole.
 
     Raises:
-        PeftkitError: As `error`: it is no regular expression, too long, or takes too much time.
+        PeftkitError: Of the class `error`: the pattern is invalid, too long, or takes too long.
     """
     asked = f"cannot use the pattern {shown(pattern)}"
     if len(pattern) > MAX_LENGTH:

@@ -1,4 +1,4 @@
-"""A safetensors header, checked in full before anything is allocated for what it promises.
+"""A safetensors header, fully checked before any memory is allocated for its tensors.
 
 Format: u64 little-endian header length, JSON header, payload
 (https://github.com/huggingface/safetensors#format).
@@ -51,7 +51,7 @@ _DTYPE_ORDER = {name: index for index, name in enumerate(DTYPES)}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor's line; `start` and `end` count bytes from the beginning of the payload."""
+    """One tensor's entry; `start` and `end` are bytes from the beginning of the payload."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class TensorSpec:
 
     @property
     def order(self) -> tuple[int, str]:
-        """Where safetensors would place it in the file."""
+        """Sort key: the order in which safetensors writes tensors."""
         return -_DTYPE_ORDER[self.dtype], self.name
 
 
@@ -148,7 +148,7 @@ def _is_count(value: object) -> bool:
 
 
 def _entry(name: str, spec: object) -> Entry:
-    """Check one tensor's line of the header: keys, dtype, shape, and shape against bytes."""
+    """Check one tensor's entry: keys, dtype, shape, and shape against bytes."""
     what = f"Tensor {shown(name)}"
     if not isinstance(spec, dict) or set(spec) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{what} does not have exactly dtype, shape and data_offsets.")

@@ -1,4 +1,4 @@
-"""JSON from strangers: bounded time and depth, nothing ambiguous."""
+"""Untrusted JSON: bounded time and depth, nothing ambiguous."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from peftkit.quant.audit import Audit
 
 CARD = "README.md"
 SMALL_REACH = 0.5
-"""Share of the base's matrices below which all-linear is not what it sounds like."""
+"""all-linear is reported if it reaches less than this share of the base's matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class Card:
     Attributes:
         title: First line.
         base: Hub id or path of the base.
-        facts: Name and value of each row of the table.
+        facts: Rows of the table, name and value.
         metrics: Name to value, from the last evaluation.
         recipe: The YAML that made it.
         usage: Heading and shell or Python lines of each way to load it.
-        notes: Sentences the reader must know.
+        notes: Warnings, a sentence each.
     """
 
     title: str
@@ -135,7 +135,7 @@ def adapter_table(adapter: Adapter) -> Table:
 
 
 def small_reach(adapter: Adapter, base: Audit) -> str:
-    """Say so where all-linear reaches less than half of the base's matrices; else return "".
+    """Return a warning if all-linear reaches less than half of the base's matrices; else "".
 
     Args:
         base: Of the model without the adapter.
@@ -173,7 +173,7 @@ def training_card(
     """Return the card of an adapter that was trained.
 
     Args:
-        data: What it learnt from, in words. usage: Code that uses it, by the tool.
+        data: What it was trained on, in words. usage: Code that uses it, by tool.
         recipe: As YAML.
     """
     share = adapter.num_trainable / base.audit.num_parameters

@@ -14,7 +14,8 @@ def adapter_folder(adapter: str | Path) -> Path:
     Only names are looked at, without torch, so that a misspelt path is answered at once.
 
     Raises:
-        AdapterError: No folder there, or no adapter in it; the hub has it not, or does not answer.
+        AdapterError: There is no such folder or no adapter in it; or the hub does not have it, or
+            does not answer.
     """
     text = str(adapter)
     folder = Path(text).expanduser()

@@ -1,4 +1,4 @@
-"""What an adapter from elsewhere is, by its content; and PEFT's tensor names in plain form."""
+"""Adapters of other tools: recognised by content, their tensor names normalised to PEFT's."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _MLX_FILE = re.compile(r"(\d+_)?adapters\.safetensors")
 _ADAPTER_NAME = re.compile(
     r"(?<=\.)(lora_[AB]|lora_magnitude_vector)\.(?!weight$|bias$)[A-Za-z0-9_-]+(?=\.weight$|$)"
 )
-"""PEFT's in-memory name of an adapter, which some tools leave in the file's tensor names."""
+"""PEFT's in-memory adapter name, which some tools leave in tensor names."""
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module)\.")
-"""What torch.compile and FSDP put into the names."""
+"""Prefixes that torch.compile and FSDP add to names."""
 
 _MERGED = "Merge it in the tool that made it, or ask for it as a PEFT LoRA."
 _REFUSED: tuple[tuple[str, str, str], ...] = (
@@ -54,7 +54,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
 
 
 class Found(NamedTuple):
-    """What a path leads to: the kind, its folder, and the file in it that holds the tensors."""
+    """An adapter that was found: its kind, its folder, and the file with the tensors."""
 
     kind: Literal["peft", "mlx", "gguf"]
     folder: Path
@@ -65,7 +65,7 @@ def recognise(path: Path) -> Found:
     """Return what kind of adapter is at `path`, from the content of its files.
 
     Raises:
-        AdapterError: Nothing there, several adapters, or one of a kind that is refused, by name.
+        AdapterError: There is none, there are several, or it is of a kind that is refused, by name.
     """
     path = path.expanduser()
     asked = f"cannot import {path}"
@@ -131,7 +131,7 @@ def _refuse(names: Iterable[str], asked: str) -> None:
 
 
 def _refuse_experts(folder: Path, names: Iterable[str]) -> None:
-    """Refuse stacked experts whose layout cannot be told, whatever the config targets."""
+    """Refuse stacked experts whose layout is ambiguous, whatever the config targets."""
     found = (re.match(r".*\.experts(?=\.(base_layer\.)*lora_[AB]\.)", name) for name in names)
     stacked = [match[0] for match in found if match]
     if stacked and (folder / CONFIG).is_file():

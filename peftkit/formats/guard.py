@@ -1,7 +1,7 @@
-"""What stands between a stranger's adapter file and everything else.
+"""Checks of untrusted adapter files, before anything else reads them.
 
-Nothing is unpickled or imported. A file is named for what it is, its header checked in bounded time
-and memory, and its tensors' names, dtypes and numbers against what an adapter can hold.
+Nothing is unpickled or imported. A file's kind is recognised, its header is checked in bounded time
+and memory, and its tensors' names, dtypes and sizes are checked against what an adapter can hold.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _FIXES = {
 
 
 def what_is(path: Path) -> str:
-    """Return in a few words what kind of file this is, from its first bytes alone."""
+    """Return in a few words what kind of file this is, judged by its first bytes."""
     with disk.open_regular(path) as file:
         head = file.read(4096)
         size = file.seek(0, 2)
@@ -153,7 +153,7 @@ def _checked(path: Path) -> Iterator[disk.TensorFile]:
 
 
 def _problem(name: str, entry: Entry) -> str:
-    """Return what keeps this from being a tensor of an adapter, or an empty string."""
+    """Return what is wrong with a tensor of an adapter, or an empty string."""
     if not NAME.fullmatch(name):
         return f"the tensor name {shown(name)}"
     if entry.dtype not in DTYPES:

@@ -1,6 +1,6 @@
-"""Adapters on a model hub: pushed in one commit, pulled at one commit, checked on both ways.
+"""Adapters on a model hub: pushed and pulled in one commit, and checked both times.
 
-Nothing but the five files of an adapter goes up or comes down, whatever else lies beside them.
+Only the five files of an adapter are transferred, whatever else is in the folder or repository.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def push_adapter(
 
 
 def _checked(folder: Path) -> AdapterFile:
-    """Read all of an adapter folder, so that nobody else gets a damaged one."""
+    """Read a whole adapter folder before it is pushed, so that no damaged one is published."""
     file = read_adapter(folder)
     read_tensors(folder / TENSORS)
     return file
@@ -214,7 +214,7 @@ def fetch(name: str, asked: str = "", *, on_event: Listener = ignore) -> Pulled:
 
 
 def _chosen(sizes: dict[str, int | None], asked: str) -> list[str]:
-    """Return which of a repository's files are fetched; judged by their names and sizes alone."""
+    """Return which of a repository's files to fetch, judged by names and sizes."""
     for name in sizes:
         parts = PurePosixPath(name).parts
         windows = PureWindowsPath(name)
@@ -242,7 +242,7 @@ def _chosen(sizes: dict[str, int | None], asked: str) -> list[str]:
 
 
 def _download(wanted: HubId, name: str, revision: str | None) -> Path | None:
-    """Return a file's place in the cache; None for one that is not needed and not there."""
+    """Return a file's path in the cache; None if it is optional and missing."""
     try:
         path = hf_hub_download(
             wanted.repo,
@@ -289,7 +289,7 @@ _STATUS = {
 
 @contextlib.contextmanager
 def _told(asked: str, error: type[PeftkitError]) -> Iterator[None]:
-    """Turn what the hub's library raises into what happened and what to do."""
+    """Translate exceptions of huggingface_hub into ours."""
     try:
         yield
     except PeftkitError:
@@ -303,7 +303,7 @@ def _told(asked: str, error: type[PeftkitError]) -> Iterator[None]:
 def _translated(
     problem: BaseException, asked: str, error: type[PeftkitError]
 ) -> PeftkitError | BaseException:
-    """Return the error to raise; one that says nothing of the hub stays as it is."""
+    """Return the error to raise; one that is not about the hub stays as it is."""
     for kind, found, fix in _TOLD:
         if isinstance(problem, kind):
             return error(asked, found=found, fix=fix)

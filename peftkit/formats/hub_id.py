@@ -38,9 +38,9 @@ def parse_hub_id(text: str) -> HubId:
 
 
 def is_hub_id(text: str) -> bool:
-    """Tell whether a hub repository is meant by this, and not a path.
+    """True if this names a hub repository rather than a path.
 
-    A path that exists is a path; so is one whose first folder exists, which is a misspelt one.
+    An existing path is a path; so is one whose first folder exists, which is then misspelt.
     """
     if not _ID.fullmatch(text) or ".." in text:
         return False

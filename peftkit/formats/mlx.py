@@ -38,7 +38,7 @@ def write_mlx(
     """Write an adapter as mlx-lm reads it; the folder exists.
 
     Raises:
-        AdapterError: It sits on modules that mlx-lm has not, or names otherwise.
+        AdapterError: It adapts modules that mlx-lm lacks, or names differently.
     """
     _check_names(file, modules)
     even, rank, scaling = uniform(modules)

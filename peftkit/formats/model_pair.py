@@ -22,7 +22,7 @@ from peftkit.formats.shards import Shards
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 NO_WEIGHTS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
-"""Tables that old versions of transformers saved and new ones compute."""
+"""Buffers that old versions of transformers saved and new ones compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ModelFiles:
     where: Mapping[str, tuple[str, str]]
 
     def entry(self, name: str) -> Entry:
-        """Return the header's line of a tensor."""
+        """Return the header's entry of a tensor."""
         file, own = self.where[name]
         return self.shards.headers[file].tensors[own]
 
@@ -112,7 +112,7 @@ class Pair:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors, in the order of the base's files; tied ones once, by their first name."""
+        """Names of all tensors, in the order of the base's files; tied ones once."""
         base, tuned = self._sides
         first: dict[object, str] = {}
         for name in base.where:

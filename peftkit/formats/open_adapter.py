@@ -1,4 +1,4 @@
-"""From the name of an adapter to a base with the adapter on it, ready to be used."""
+"""Loads an adapter together with its base, ready to use."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class Opened:
 
     @property
     def is_causal(self) -> bool:
-        """Whether it goes on from a prompt."""
+        """Whether it completes a prompt."""
         return isinstance(self.task, CausalLMConfig)
 
     @property
     def style(self) -> Style:
-        """How a prompt is put to it: as it was trained, else by the chat template if it has one.
+        """How a prompt is formatted: as in training, else by the chat template if there is one.
 
         Raises:
-            AdapterError: It does not go on from a prompt.
+            AdapterError: It does not complete prompts.
         """
         require_causal(self.task, self.file.folder)
         recorded = self.file.provenance.prompt_style
@@ -74,14 +74,14 @@ def open_adapter(
     force: bool = False,
     on_event: Listener = ignore,
 ) -> Opened:
-    """Load an adapter's base, as it was trained unless told otherwise, and the adapter on it.
+    """Load an adapter's base, by default as in training, and the adapter on it.
 
     Args:
         adapter: A folder made by peftkit (a run, a checkpoint) or by PEFT.
-        base: Another place of the same base than the one recorded.
-        quantize, dtype: Other than those it was trained with.
-        device: Where to; by default a GPU where there is one.
-        task: What it was trained for, with its labels, where the folder does not say.
+        base: Where the base is, if elsewhere than recorded.
+        quantize, dtype: If other than in training.
+        device: By default a GPU if there is one.
+        task: What it was trained for, with its labels, if the folder does not say.
         force: Accept a base whose weights are not those it was trained on.
 
     Raises:
@@ -109,7 +109,7 @@ def base_of(
     task: TaskConfig | None = None,
     on_event: Listener = ignore,
 ) -> Base:
-    """Load an adapter's base, as it was trained unless told otherwise; see `open_adapter`.
+    """Load an adapter's base, by default as in training; see `open_adapter`.
 
     Raises:
         AdapterError: The folder does not say which base it belongs to.
@@ -136,7 +136,7 @@ def base_of(
 
 
 def task_of(file: AdapterFile) -> TaskConfig:
-    """Return what an adapter was trained for: as its folder says, else as PEFT's config does.
+    """Return the task of an adapter, from its folder or else from PEFT's config.
 
     Raises:
         AdapterError: It is a task that peftkit does not have; or nothing says how many labels.
@@ -172,10 +172,10 @@ def _noted(told: Mapping[str, Any], notes: str) -> TaskConfig:
 
 
 def require_causal(task: TaskConfig, folder: Path) -> None:
-    """Refuse an adapter that cannot go on from a prompt.
+    """Refuse an adapter that cannot complete a prompt.
 
     Raises:
-        AdapterError: It is one.
+        AdapterError: It cannot.
     """
     if not isinstance(task, CausalLMConfig):
         raise AdapterError(
@@ -187,7 +187,7 @@ def require_causal(task: TaskConfig, folder: Path) -> None:
 
 
 def _num_labels(file: AdapterFile) -> int:
-    """Return how many outputs the head has that a folder of PEFT holds."""
+    """Return the number of outputs of the head in a PEFT folder."""
     tensors = check_safetensors(file.folder / TENSORS).tensors
     heads = {name: entry.shape for name, entry in tensors.items() if HEAD.search(name)}
     if len(set(heads.values())) != 1:

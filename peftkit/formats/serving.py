@@ -1,7 +1,7 @@
-"""PEFT folders as inference servers accept them (vLLM 0.33; LoRAX reads the same).
+"""PEFT folders for inference servers (vLLM 0.33; LoRAX reads the same).
 
-vLLM takes plain LoRA on linear layers, up to a rank that it is started with. It refuses the rest
-when the adapter is loaded, which may be in production; here it is refused before.
+vLLM takes plain LoRA on linear layers, up to a maximum rank set when it starts. It refuses anything
+else when the adapter is loaded, perhaps in production; here it is refused beforehand.
 Source: vllm/lora/peft_helper.py, vllm/lora/utils.py, vllm/config/lora.py.
 """
 
@@ -47,13 +47,13 @@ def max_lora_rank(rank: int) -> int:
 
 
 def check_serving(folder: Path, *, max_rank: int | None = MAX_LORA_RANKS[-1]) -> None:
-    """Say of a PEFT folder, tensor by tensor, why vLLM would refuse it.
+    """Check that vLLM would accept a PEFT folder.
 
     Args:
         max_rank: The --max-lora-rank of the server; None where the rank is still to be lowered.
 
     Raises:
-        AdapterError: It would.
+        AdapterError: It would not; lists every field and tensor concerned.
     """
     config = read_json(folder / CONFIG)
     problems = []
@@ -109,7 +109,7 @@ def write_serving(
 ) -> int:
     """Write a PEFT folder with one rank and one alpha for all layers; return the rank.
 
-    Patterns and rsLoRA are folded in, because older servers ignore them without a word.
+    Patterns and rsLoRA are folded in, because older servers ignore them silently.
     """
     even, rank, scaling = uniform(modules)
     scales = peft_scales(dict.fromkeys(even, rank), dict.fromkeys(even, scaling), rslora=False)
@@ -129,7 +129,7 @@ def write_serving(
 def own_targets(file: AdapterFile, modules: Mapping[str, LowRank]) -> list[str]:
     """Return the targets for a rewritten config: the file's own endings, which fit its base.
 
-    Where the file says more than endings, they are the paths.
+    If the file has more than endings, the full paths are returned.
     """
     own = file.fields.get("target_modules")
     if isinstance(own, list) and not any(

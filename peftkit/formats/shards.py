@@ -1,7 +1,7 @@
-"""A model folder's safetensors files, read and written again one tensor at a time.
+"""A model folder's safetensors files, read and rewritten one tensor at a time.
 
 The folder is as transformers saves it: model.safetensors, or model-0000x-of-0000y.safetensors with
-an index that says which tensor is where. Memory stays at a tensor or two, whatever the model.
+an index that says which tensor is where. Memory use is that of a tensor or two.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Shards:
 
     @property
     def entries(self) -> dict[str, Entry]:
-        """Tensor name to its line."""
+        """Header entries by tensor name."""
         return {name: e for header in self.headers.values() for name, e in header.tensors.items()}
 
     @property
@@ -108,13 +108,13 @@ def rewrite_shards(
     Args:
         shards: What to write.
         out: An existing folder.
-        changes: Tensor name to what becomes of it; all other tensors are copied bit for bit.
+        changes: Functions of tensors to change, by name; all others are copied bit for bit.
         dtype: Convert every float tensor to this; None keeps each tensor's own.
         on_shard: Called before each file with its name, its number from 0, and how many there are.
 
     Raises:
         RunError: A changed tensor is not finite in its dtype; or the disk is full.
-        BaseError: A tensor to be changed is no float tensor.
+        BaseError: A tensor to be changed is not a float tensor.
     """
     specs = {
         name: [

@@ -1,4 +1,4 @@
-"""An adapter folder that appears whole or not at all, and replaces another only when told to."""
+"""Adapter folders that are written completely or not at all, and replaced only with `force`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from peftkit.files import disk
 from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS
 
 RUN_FILES = ("checkpoints", "recipe.yaml", "metrics.jsonl")
-"""What a training run leaves beside its adapter, and would no longer be true of another one."""
+"""Files of a training run beside its adapter, which would not fit another adapter."""
 ORIGIN = "pulled.json"
 """Says where an adapter was pulled from: its recipe.yaml came with it, and is no run's."""
 
@@ -22,7 +22,7 @@ ADAPTER_FILES = (
     *(TENSORS, "adapters.safetensors", NOTES),
     *("README.md", "recipe.yaml", ORIGIN),
 )
-"""What is true of the adapter that is replaced, in any format, and not of the new one."""
+"""Files that belong to the adapter that is replaced, in any format."""
 
 
 @contextlib.contextmanager
@@ -53,10 +53,10 @@ def new_adapter_folder(out: Path, *, force: bool, sources: Sequence[Path] = ()) 
 
 
 def check_free(out: Path, *, force: bool, sources: Sequence[Path] = ()) -> None:
-    """Refuse a place that is taken; ask this before the work, not after it.
+    """Refuse a folder that is taken; called before the work, not after it.
 
     Raises:
-        OutputError: `out` is a file, is read from, or holds what may not be replaced.
+        OutputError: `out` is a file, is a source, or holds something that may not be replaced.
     """
     asked = f"cannot write an adapter to {out}"
     other = "Choose another folder."

@@ -1,4 +1,4 @@
-"""Adapters for readers that know one rank and one scale, and adapters of a lower rank.
+"""Adapters with one rank and one scale for all layers, and adapters reduced to a lower rank.
 
 Shapes: r rank; out, in features of a layer.
 """
@@ -18,7 +18,7 @@ from peftkit.kernels.svd import of_product
 def uniform(modules: Mapping[str, LowRank]) -> tuple[dict[str, LowRank], int, float]:
     """Give all layers one rank and one scale, without changing what they compute.
 
-    Lower ranks are filled up with zeros, and other scales than the commonest go into B.
+    Lower ranks are padded with zeros; scales other than the most common are multiplied into B.
 
     Returns:
         The layers, their rank, their scale.
@@ -43,7 +43,7 @@ def _as(module: LowRank, rank: int, scaling: float) -> LowRank:
 
 
 def without_padding(module: LowRank) -> LowRank:
-    """Drop the ranks of which both A and B are zero; at least one stays."""
+    """Drop ranks in which both A and B are zero; at least one stays."""
     used = module.a.any(dim=1) | module.b.any(dim=0)
     keep = max(int(used.nonzero().max()) + 1 if used.any() else 0, 1)
     return replace(module, a=module.a[:keep], b=module.b[:, :keep])
@@ -57,8 +57,7 @@ def compress(
     The magnitude of DoRA stays.
 
     Returns:
-        The layers; and of each that was compressed, the Frobenius norm of what is lost, relative
-        to that of its update.
+        The layers; and the relative error (Frobenius norm) of each that was compressed.
     """
     smaller, errors = dict(modules), {}
     for path, module in modules.items():

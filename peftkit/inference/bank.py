@@ -1,4 +1,4 @@
-"""Adapters held side by side over one frozen base: switched by name, mixed row by row.
+"""Several adapters on one frozen base: switched by name, or mixed row by row in a batch.
 
     bank = AdapterBank(base, {"json": "runs/json", "sql": "runs/sql"})
     with bank.use("json"):                # every row
@@ -6,12 +6,12 @@
     with bank.use(["json", None, "sql"]):  # row by row; None is the bare base
         model(...)
 
-A switch is a lookup: no tensor is touched. Each adapter takes the memory of its own file, or less
-where the base computes in fewer bits than the file has. While a mixed batch holds, the layers keep
-one more copy of the adapters in it.
+A switch is a lookup: no tensor is touched. Each adapter takes the memory of its file, or less if
+the base computes in a smaller dtype. Within `use` with mixed rows the layers keep one more copy of
+the adapters in use.
 
-The switch belongs to the base, not to a thread: run one forward pass, one generation, at a time,
-and take a lock around `use` where requests come in on several threads.
+The switch belongs to the base, not to a thread: run one forward pass or generation at a time, and
+take a lock around `use` if requests come in on several threads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from peftkit.methods.protocol import ADAPTER_DTYPES
 from peftkit.model.places import unwrap_adapter
 
 NAME = re.compile(r"\w[\w.-]*")
-"""Names that an adapter can have; `..` is refused besides."""
+"""Allowed names of adapters; `..` is refused too."""
 BATCH_SIZE = 8
 
 
@@ -45,7 +45,7 @@ class AdapterBank:
     """LoRA and DoRA adapters over one base; ranks, scales and targets may all differ.
 
     Attributes:
-        base: The base, whose model is changed in place and is bare again without adapters.
+        base: The base; its model is changed in place, and restored when no adapter is left.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class AdapterBank:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The adapters, in the order in which they came."""
+        """Names of the adapters, in the order in which they were added."""
         return tuple(self._files)
 
     def add(self, name: str, path: str | Path, *, force: bool = False) -> None:
@@ -97,8 +97,8 @@ class AdapterBank:
             force: Accept one that was trained on other weights.
 
         Raises:
-            AdapterError: The name is taken or not usable; or there is no LoRA or DoRA adapter, or
-                one of another base: everything that does not fit is listed.
+            AdapterError: The name is taken or not allowed; or it is not a LoRA or DoRA adapter, or
+                is of another base; lists everything that does not fit.
         """
         check_name(name)
         if name in self._files:
@@ -122,7 +122,7 @@ class AdapterBank:
         self._files[name] = file
 
     def drop(self, name: str) -> None:
-        """Forget an adapter; layers that have none left are the base's own again.
+        """Remove an adapter; layers without any are the base's own again.
 
         Raises:
             AdapterError: There is none of this name, or a batch uses it.
@@ -141,15 +141,15 @@ class AdapterBank:
 
     @contextmanager
     def use(self, rows: str | Sequence[str | None] | None) -> Iterator[None]:
-        """Switch the adapter while the context holds; on leaving, it is as before.
+        """Switch the adapter within the context.
 
         Args:
             rows: One adapter for every row; or an entry for each row of the batches that follow.
                 None is the bare base.
 
         Raises:
-            AdapterError: There is no adapter of a name, or no rows; inside, by the model's forward:
-                a batch has another number of rows.
+            AdapterError: There is no adapter of a name, or no rows; or, raised by the model's
+                forward, a batch has another number of rows.
         """
         routing = Routing.of(rows)
         for name in routing.names:
@@ -174,7 +174,7 @@ class AdapterBank:
         return sum(update.num_bytes for update in updates if update is not None)
 
     def file(self, name: str) -> AdapterFile:
-        """Return what an adapter's folder says of itself.
+        """Return the contents of an adapter's folder, without tensors.
 
         Raises:
             AdapterError: There is none of this name.
@@ -183,7 +183,7 @@ class AdapterBank:
         return self._files[name]
 
     def style(self, name: str | None) -> Style:
-        """Return how a prompt is put to an adapter, or to the bare base."""
+        """Return how prompts are formatted for an adapter, or for the bare base."""
         recorded = None if name is None else self.file(name).provenance.prompt_style
         return recorded or default_style(self.base.tokenizer)
 
@@ -204,12 +204,12 @@ class AdapterBank:
         Args:
             prompts: Token ids of each prompt.
             names: The adapter of each; None is the bare base.
-            stops, max_new_tokens, temperature, top_p, seed: As in `complete`.
+            stops, max_new_tokens, temperature, top_p, seed: As in `generate_ids`.
             batch_size: Prompts run together, whatever their adapters.
 
         Raises:
             AdapterError: There is no adapter of a name.
-            DataError: Not one name for each prompt; or as `peftkit.inference.generate.complete`.
+            DataError: Not one name for each prompt; or as `generate_ids`.
         """
         _check_number(prompts, names)
         answers: list[list[int]] = [[] for _ in prompts]
@@ -244,9 +244,10 @@ class AdapterBank:
         seed: int | None = None,
         batch_size: int = BATCH_SIZE,
     ) -> list[str]:
-        """Return the answer to each prompt by its own adapter, asked as that learnt to be.
+        """Return the answer to each prompt by its own adapter, in that adapter's prompt format.
 
-        Adapters whose answers end alike share batches. Arguments and errors: as in `complete`.
+        Adapters with the same stop tokens share batches. Arguments and errors: as in
+        `generate_ids`.
         """
         _check_number(prompts, names)
         tokenizer = self.base.tokenizer
@@ -306,11 +307,11 @@ def open_bank(
     force: bool = False,
     on_event: Listener = ignore,
 ) -> AdapterBank:
-    """Load the base of some adapters, as the first was trained that names one, and all over it.
+    """Load the base that the first adapter names, as in its training, and all adapters on it.
 
     Args:
         adapters: Name to folder; at least one.
-        base: Another place of the same base than the one recorded.
+        base: Where the base is, if elsewhere than recorded.
         force: Accept adapters that were trained on other weights.
 
     Raises:
@@ -329,7 +330,7 @@ def open_bank(
 
 
 def check_name(name: str) -> None:
-    """Refuse what cannot be the name of an adapter.
+    """Check the name of an adapter.
 
     Raises:
         AdapterError: It is empty, or has other characters than letters, digits, `_`, `-`, `.`.

@@ -1,4 +1,4 @@
-"""A linear layer with the updates of several adapters beside it, of which each row has its own.
+"""A linear layer with the updates of several adapters, one of which is chosen for each row.
 
 Shapes: M rows of the batch, T tokens, r rank; in, out features of the layer.
 """
@@ -21,14 +21,14 @@ from peftkit.quant.layers import QuantizedLinear, weight_of
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One adapter's update of one layer, y = W x + b^T a x, as it is kept in memory.
+    """One adapter's update of one layer, y = W x + b^T a x, as kept in memory.
 
-    It is kept in the layer's compute dtype, or in the file's if that is narrower.
+    In the layer's compute dtype, or the file's if that is narrower.
 
     Attributes:
         a: (r, in). b: (r, out), B transposed.
-        scaling: What b has yet to be multiplied with, in float32; None: it is scaled.
-        gain: (out,) of DoRA, m / ||W + s B A|| - 1, by which W x grows as well; float32, or None.
+        scaling: Factor that b still has to be multiplied with in float32; None if it is scaled.
+        gain: (out,) of DoRA: m / ||W + s B A|| - 1, which scales W x too; float32, or None.
     """
 
     a: Tensor
@@ -43,7 +43,7 @@ class Update:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def in_dtype(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return A (r, in) and the scaled B (r, out): the kept ones if they are in this dtype."""
+        """Return A (r, in) and the scaled B (r, out) in a dtype, without a copy if possible."""
         if self.scaling is None:
             return self.a.to(dtype), self.b.to(dtype)
         return self.a.to(dtype), _scaled(self.b.float(), self.scaling, self.gain).to(dtype)
@@ -57,12 +57,12 @@ def make_update(
     magnitude: Tensor | None,
     scales_in: torch.dtype,
 ) -> Update:
-    """Return an update as it is kept beside its layer, on the layer's device, as new memory.
+    """Return an update to keep beside its layer, copied to the layer's device.
 
     Args:
         base: The frozen layer.
         a: (r, in). b: (out, r). magnitude: (out,) of DoRA.
-        scales_in: Precision in which the adapter alone scales its B; DoRA does in float32.
+        scales_in: dtype in which a single adapter scales its B; DoRA uses float32.
     """
     device, computes = _place(base)
     kept = computes if computes.itemsize <= a.dtype.itemsize else a.dtype
@@ -95,12 +95,12 @@ def _scaled(b: Tensor, scaling: float, gain: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """Which rows use which adapter; made once for a batch, read by all layers.
+    """Which rows use which adapter; made once per batch, read by all layers.
 
     Attributes:
-        name: The adapter of all rows; None where none has one, or where they differ.
-        rows: An entry for each row, where they were given one by one; else None.
-        stacks: What the layers made of the rows' adapters, for as long as the routing holds.
+        name: The adapter of all rows; None if there is none, or if rows differ.
+        rows: An entry for each row if given row by row; else None.
+        stacks: Each layer's stacked updates, for as long as the routing holds.
     """
 
     name: str | None = None
@@ -118,7 +118,7 @@ class Routing:
 
     @property
     def names(self) -> set[str]:
-        """The adapters that take part."""
+        """Names of the adapters in use."""
         return {name for name in (self.rows or (self.name,)) if name is not None}
 
     @property
@@ -138,7 +138,7 @@ class Routing:
 
 @dataclass(slots=True)
 class Switch:
-    """What all layers of a bank look at: the routing that holds now."""
+    """The current routing, shared by all layers of a bank."""
 
     routing: Routing = field(default_factory=Routing)
 
@@ -148,7 +148,7 @@ class _Stack:
     """The updates of one layer that a mixed batch needs.
 
     Attributes:
-        a: (R, in). b: (R, out). ranks: Whose they are.
+        a: (R, in). b: (R, out). ranks: Which rank belongs to which row.
         gain: (M, 1, out) of DoRA, zero for rows without; None where no row has it.
     """
 
@@ -163,9 +163,9 @@ class BankLinear(nn.Module):
 
     Attributes:
         base: The frozen layer, untouched.
-        enabled: False gives the base back, whatever the routing says.
-        updates: Adapter name to update. They are no parameters and not in the state dict, and
-            follow the model when it is moved or cast.
+        enabled: False disables all adapters, whatever the routing says.
+        updates: By adapter name. They are not parameters and not in the state dict, but follow the
+            model when it is moved or cast.
     """
 
     def __init__(self, base: nn.Module, path: str, switch: Switch) -> None:
@@ -177,7 +177,7 @@ class BankLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The base's weight: models that look at their layers' weights see what was there."""
+        """The base's weight, for models that read the weights of their layers."""
         return cast(Tensor, self.base.weight)
 
     @property
@@ -234,12 +234,12 @@ class BankLinear(nn.Module):
         return changed + self._grown(flat_out, stack.gain).view(out.shape)
 
     def _grown(self, out: Tensor, gain: Tensor) -> Tensor:
-        """Return what DoRA's new row norms add to W x."""
+        """Return the change of W x by DoRA's row norms."""
         plain = out if self.bias is None else out - self.bias
         return gain.to(out.dtype) * plain
 
     def _stack(self, routing: Routing, like: Tensor) -> _Stack | None:
-        """Lay the updates of the routing's adapters below each other; None: none sits here."""
+        """Stack the updates of the routing's adapters; None if none has this layer."""
         assert routing.rows is not None
         here = [n for n in dict.fromkeys(routing.rows) if n is not None and n in self.updates]
         if not here:

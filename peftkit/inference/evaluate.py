@@ -1,4 +1,4 @@
-"""How good an adapter is on a file of rows, by its task's own measures; and what it predicts."""
+"""Evaluates an adapter on a file with its task's metrics; and predicts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from peftkit.tasks.sequence_classification import (
 )
 
 MARGIN = 1.25
-"""Completions may be this much longer than the longest reference before they are cut."""
+"""Tokens that a completion may have beyond the longest reference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One row's prompt, what it should be answered with, and what it was."""
+    """One row's prompt, the reference answer, and the completion."""
 
     source: str
     prompt: str
@@ -38,7 +38,7 @@ class Answer:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the completion is the reference, but for white space around it."""
+        """Whether the completion equals the reference, apart from surrounding white space."""
         return self.completion.strip() == self.reference.strip()
 
 
@@ -50,18 +50,18 @@ def evaluate(
     style: Style | None = None,
     on_event: Listener = ignore,
 ) -> dict[str, float]:
-    """Measure a base, with the adapter that is on it, on every row of a file.
+    """Evaluate a base, with the adapter that is attached to it, on every row of a file.
 
     Args:
-        base: The model, and what makes its inputs; it is left as it was.
+        base: The model with its tokenizer; left unchanged.
         data: Rows in any format that training takes.
-        task: What the adapter was trained for: of `Opened`; causal_lm by default.
-        style: How the adapter was trained to be prompted; None: as the rows' format suggests.
+        task: The adapter's task, as in `Opened`; causal_lm by default.
+        style: The adapter's prompt format; None: as the rows' format suggests.
 
     Returns:
-        loss (mean over the targets), what else the task is measured by, and num_rows. Of causal_lm
-        perplexity, exact_match (share of rows whose last answer, decoded greedily, equals the
-        file's), num_tokens.
+        loss (mean over the targets), the task's metrics, and num_rows. For causal_lm: perplexity,
+        exact_match (share of rows whose last answer, decoded greedily, equals the file's), and
+        num_tokens.
 
     Raises:
         DataError: The file has no usable rows.
@@ -78,7 +78,7 @@ def evaluate(
 def answer(
     base: Base, data: str | Path, *, style: Style | None = None, on_event: Listener = ignore
 ) -> list[Answer]:
-    """Return the greedy completion of every row's last answer beside the file's own."""
+    """Return the greedy completion of every row's last answer, with the reference."""
     task, rows = _rows(base, data, CausalLMConfig(), style, on_event)
     assert isinstance(task, CausalLM)
     return _answers(base, task, rows, on_event)
@@ -88,11 +88,12 @@ def predict(opened: Opened, texts: Sequence[str | tuple[str, str]]) -> list[dict
     """Classify texts, or pairs of texts.
 
     Returns:
-        For each the probability of each label, the likeliest first; of a regression its "value".
+        For each text the probability of each label, the most likely first; for regression its
+        "value".
 
     Raises:
         AdapterError: The adapter was not trained to classify texts.
-        DataError: A text is empty, or is no pair though the task is of pairs, or the reverse.
+        DataError: A text is empty, or single texts were given for a task of pairs, or the reverse.
     """
     if not isinstance(opened.task, SequenceClassificationConfig):
         raise AdapterError(

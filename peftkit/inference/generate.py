@@ -1,7 +1,7 @@
 """Completions of prompts, whole or streamed, from a model with or without an adapter on it.
 
-Only what is asked for is applied: a base's own generation_config (its temperature, its penalties,
-its lengths) is set aside, except for its end tokens. Temperature 0 is greedy, and so repeatable.
+The base's own generation_config (temperature, penalties, lengths) is ignored, except for its end
+tokens. Temperature 0 is greedy decoding.
 
 Shapes: B prompts, T tokens of the longest, N new tokens.
 """
@@ -56,9 +56,9 @@ def generate(
         model: A causal language model, with an adapter on it or without; its mode is kept.
         tokenizer: The model's own.
         prompts: One text or several.
-        style: How an adapter was taught to be asked; by default as a user's message where the
-            tokenizer has a chat template, as it stands where it has none.
-        max_new_tokens, temperature, top_p, seed, batch_size: As in `complete`.
+        style: The adapter's prompt format; by default the prompt is a user message in the chat
+            template, or plain if the tokenizer has none.
+        max_new_tokens, temperature, top_p, seed, batch_size: As in `generate_ids`.
 
     Raises:
         DataError: A prompt is empty or fills the context, or an argument is out of its range.
@@ -98,11 +98,11 @@ def generate_ids(
         tokenizer: The model's own.
         prompts: Token ids of each prompt.
         stops: Token ids that end an answer, besides the tokenizer's and the model's end tokens.
-        max_new_tokens: At most; an answer also ends where the model's context does.
-        temperature: 0 takes the likeliest token; above, samples from softmax(logits / temperature).
-        top_p: Samples only among the likeliest tokens that make up this probability.
-        seed: Of the sampling; torch's own generators are left as they were.
-        batch_size: Prompts run together, padded on the left.
+        max_new_tokens: Maximum; an answer also ends at the model's context length.
+        temperature: 0: greedy; above: samples from softmax(logits / temperature).
+        top_p: Samples only from the most likely tokens with this total probability.
+        seed: Of the sampling; torch's global generators are left unchanged.
+        batch_size: Prompts per batch, padded on the left.
 
     Raises:
         DataError: A prompt is empty or fills the context, or an argument is out of its range.
@@ -134,7 +134,7 @@ def stream(
     top_p: float = 1.0,
     seed: int | None = None,
 ) -> Iterator[str]:
-    """Yield the text that follows a prompt as it is made; arguments as in `complete`.
+    """Yield the text that follows a prompt as it is made; arguments as in `generate_ids`.
 
     The model runs in a thread. Leaving the loop early, by `break` or Ctrl-C, stops it at the next
     token.
@@ -171,7 +171,7 @@ def _settings(
     temperature: float,
     top_p: float,
 ) -> GenerationConfig:
-    """Return what is asked for and nothing of the model's own but its end tokens."""
+    """Return a generation config with our settings and the model's end tokens."""
     if not (math.isfinite(temperature) and temperature >= 0):
         raise DataError(
             f"the temperature is {temperature}.",
@@ -216,7 +216,7 @@ def _room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_toke
 
 @contextmanager
 def _sampling(model: PreTrainedModel, seed: int | None) -> Iterator[None]:
-    """Put a model into eval mode with seeded generators; on leaving, all is as before."""
+    """Eval mode with seeded generators; both are restored on leaving."""
     own = model.generation_config
     device = model.device
     cuda = [device] if device.type == "cuda" else []
@@ -236,7 +236,7 @@ def _sampling(model: PreTrainedModel, seed: int | None) -> Iterator[None]:
 
 
 class _Pieces(BaseStreamer):
-    """Takes token ids as they are made and queues the text that each adds; None ends it."""
+    """Receives token ids as they are generated and queues the text that each adds; None ends it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.queue: SimpleQueue[str | Exception | None] = SimpleQueue()
@@ -255,7 +255,7 @@ class _Pieces(BaseStreamer):
             self._show(text)
 
     def end(self) -> None:
-        """Show what is left, whole or not."""
+        """Queue the remaining text."""
         self._show(_text(self._tokenizer, self._ids or []))
 
     def _show(self, text: str) -> None:
@@ -272,7 +272,7 @@ def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 class _Stop(StoppingCriteria):
-    """Ends the run when someone else says so."""
+    """Stops generation when it is set from outside."""
 
     def __init__(self, is_stopped: Callable[[], bool]) -> None:
         self.is_stopped = is_stopped

@@ -1,1 +1,1 @@
-"""The parts of a merge: the maths, the two ways to write it, and the check."""
+"""Merging an adapter into its base: the maths, two ways to write the model, and the check."""

@@ -1,4 +1,4 @@
-"""Agreement: do two models compute the same? Logits on a few prompts, largest difference, top-1.
+"""Compares the outputs of two models on a few prompts: largest difference of logits, top-1.
 
 Shapes: T tokens of a prompt, V vocabulary, or labels.
 """
@@ -20,7 +20,7 @@ PROMPTS = (
     '{"name": "Anna", "order": ["pizza", "salad"], "total":',
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
 )
-"""A fact, a question, data, code."""
+"""Default prompts: a fact, a question, data, code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Agreement:
     """How the logits of two models agree.
 
     Attributes:
-        max_difference: Of any logit.
-        largest: The largest logit, in absolute value: the scale of the former.
-        top1: Share of positions, 0 to 1, at which both give the same token.
+        max_difference: Largest absolute difference of a logit.
+        largest: Largest absolute logit, as the scale of `max_difference`.
+        top1: Share of positions, 0 to 1, with the same most likely token.
         num_positions: How many were compared.
     """
 

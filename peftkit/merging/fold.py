@@ -1,4 +1,4 @@
-"""Folding: W' = method.merged_weight(W) in float32, of a live module or of a bare tensor.
+"""Merging a weight: W' = method.merged_weight(W) in float32, for a live module or a tensor.
 
 Shapes: every weight here is (out, in), as the module multiplies; a Conv1D keeps it transposed.
 """
@@ -26,7 +26,7 @@ from peftkit.quant.layers import weight_of
 
 @dataclass(slots=True)
 class Tally:
-    """What folding did to the weights, summed over all of them."""
+    """How much a merge changed the weights, summed over all of them."""
 
     num_weights: int = 0
     weight: float = 0.0
@@ -36,10 +36,10 @@ class Tally:
     rounding: float = 0.0
     """Sum of squares of what was lost when the new weights were stored."""
     num_changed: int = 0
-    """Values that differ once stored."""
+    """Number of values that differ after storing."""
 
     def add(self, before: Tensor, exact: Tensor, stored: Tensor) -> None:
-        """Count one weight: as it was, as it should be, as it is kept (in its own dtype).
+        """Add one weight: before, exactly merged, and as stored (in its own dtype).
 
         Raises:
             MergeError: It overflows.
@@ -65,11 +65,11 @@ class Tally:
 
     @property
     def relative_rounding(self) -> float:
-        """Size of what rounding lost, relative to the update."""
+        """Size of the rounding error, relative to the update."""
         return math.sqrt(self.rounding / self.update) if self.update else 0.0
 
     def check(self) -> None:
-        """Refuse a merge after which the model is the base again.
+        """Refuse a merge that leaves the model equal to its base.
 
         Raises:
             MergeError: The update is zero, or is lost in rounding.
@@ -99,15 +99,15 @@ def _squares(values: Tensor) -> float:
 def merge_into(
     adapter: Adapter, *, tally: Tally | None = None, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """Fold an adapter into the live weights of its model and take its modules away.
+    """Merge an adapter into the live weights of its model and remove its modules.
 
     Args:
         adapter: On a model in 16 or 32 bits; nothing is changed unless all of it can be merged.
         tally: Counts what was done.
-        dtype: In which the caller will store the weights; only counted here.
+        dtype: The one the caller will store the weights in; used for `tally` only.
 
     Returns:
-        The model, as transformers made it, with other weights.
+        The model, with the classes that transformers gave it and the merged weights.
 
     Raises:
         MergeError: The method has no merged form, or a weight is quantised or is shared.
@@ -131,7 +131,7 @@ def merge_into(
 
 @torch.no_grad()
 def _fold(module: AdapterModule, layer: nn.Module, dtype: torch.dtype | None, tally: Tally) -> None:
-    """Write what a module computes into the weights of a layer.
+    """Write the merged weights of a module into a layer.
 
     Args:
         layer: The module's base, or the same layer of another model.
@@ -147,12 +147,12 @@ def _fold(module: AdapterModule, layer: nn.Module, dtype: torch.dtype | None, ta
 
 @torch.no_grad()
 def merge_dequantized(adapter: Adapter, dtype: torch.dtype, *, tally: Tally) -> nn.Module:
-    """Return a new, unquantised model of a quantised one with an adapter, which is taken away.
+    """Return a new, unquantised model from a quantised one with an adapter, which is removed.
 
     Args:
         adapter: On a model whose weights are quantised, some or all.
         dtype: Of every float tensor of the new model.
-        tally: Counts what was done to the adapted weights.
+        tally: Updated for the adapted weights.
 
     Raises:
         MergeError: The method has no merged form, or a weight is shared.
@@ -167,7 +167,7 @@ def merge_dequantized(adapter: Adapter, dtype: torch.dtype, *, tally: Tally) -> 
 
 
 def _dequantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Build the model's class again, with its weights as they are when they are used."""
+    """Build the model's class anew, with dequantised weights."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -191,7 +191,7 @@ def _dequantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _check_all(adapter: Adapter) -> None:
-    """Refuse what has no merged form, and weights of which another module would change too."""
+    """Refuse methods that cannot be merged, and weights that another module shares."""
     check_mergeable(adapter.method)
     shared = shared_parameters(adapter.model)
     for path, module in adapter.modules.items():
@@ -225,7 +225,7 @@ def check_mergeable(method: Method) -> None:
 
 
 class TensorFold:
-    """The merge of one layer from tensors alone: its weight on disk and its adapter's file.
+    """Merges one layer from tensors only: its weight on disk and the adapter's file.
 
     Raises:
         AdapterError: The adapter's tensors do not fit a weight of this shape.

@@ -1,4 +1,4 @@
-"""Merging: an adapter folded into its base, which is then an ordinary model.
+"""Merging an adapter into its base, which gives an ordinary model.
 
 By default into the original 16- or 32-bit weights: W' = method.merged_weight(W) in float32, one
 tensor at a time over the base's files, without building the model. Where there are no such files
@@ -35,9 +35,9 @@ from peftkit.merging.whole import check_kind, check_original, cost_of, write_who
 Dtype = Literal["bf16", "fp16", "fp32"]
 
 LARGEST_DIFFERENCE = 1e-3
-"""Of a logit in float32, relative to the largest logit: more is not the order of the sums."""
+"""Allowed difference of logits in float32, relative to the largest: rounding explains no more."""
 EXACT = 1e-3
-"""Rounding relative to the update up to which the merged model must compute the same."""
+"""Up to this relative rounding error, the merged model must agree within that difference."""
 STEPS = 8
 """Of a 16-bit number's precision: what rounding in all layers may do to a logit, at most."""
 SHARE = 0.5
@@ -49,14 +49,14 @@ FLOAT32_ROOM = 1.3
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A merge that is done.
+    """The result of a merge.
 
     Attributes:
-        folder: Loads in plain transformers.
+        folder: The new model, which plain transformers loads.
         base: What it was merged into.
-        tally: What was done to the weights.
-        effect: The base with the adapter and without it. agreement: The merged model and the base
-            with the adapter. Both are None where it was not verified.
+        tally: How much the weights changed.
+        effect: Compares the base with and without the adapter. agreement: Compares the merged
+            model with base and adapter. Both are None without `verify`.
     """
 
     folder: Path
@@ -68,7 +68,7 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """Logits of each prompt, with the adapter and without; where and in what they were computed."""
+    """Logits on the prompts, with the adapter and without; the device and dtype they come from."""
 
     adapted: Sequence[Tensor]
     bare: Sequence[Tensor]
@@ -94,15 +94,15 @@ def merge(
     Args:
         adapter: A folder made by peftkit or by PEFT.
         out: The new folder; nothing appears in it before all of it is written and verified.
-        base: Another place of the base than the one recorded.
-        dtype: Of all weights written; None keeps each weight's own (of a GGUF file: fp32, as no
-            type of 16 bits holds what it holds).
+        base: Where the base is, if elsewhere than recorded.
+        dtype: Of all weights written; None keeps each weight's own (GGUF: fp32, because no 16-bit
+            dtype holds its values).
         from_quantized: Merge into the dequantised weights that the adapter was trained over; needed
             where the base exists in quantised form only.
-        verify: Load base and adapter, then the result, and compare them: the one step that takes
-            the memory of a whole model. Without it the adapter is checked against the base's files
-            only, and nothing says that these are the weights that it was trained on.
-        prompts: What to compare on.
+        verify: Load base and adapter, then the result, and compare them. This is the only step that
+            needs the memory of a whole model. Without it shapes are checked, but not whether these
+            are the weights that the adapter was trained on.
+        prompts: Inputs of that comparison.
         force: Accept a base whose weights are not those that the adapter was trained on.
         overwrite: Write into a folder that is not empty; a model there is replaced.
 

@@ -1,4 +1,4 @@
-"""A model folder that appears whole or not at all."""
+"""Model folders that are written completely or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The merge over a base's files: no model is built, and a tensor or two are in memory.
+"""Merging over a base's files: no model is built, and a tensor or two are in memory at a time.
 
 Shapes: a weight on disk is (out, in); that of a Conv1D is (in, out).
 """
@@ -48,7 +48,7 @@ def base_of(file: AdapterFile, base: str | None) -> tuple[str, str | None]:
 
 
 def files_of(base: str, revision: str | None) -> Shards | None:
-    """Return the base's weight files if it has such on this machine, all of them.
+    """Return the base's weight files if all of them are on this machine.
 
     Raises:
         BaseError: There is no such base, or its files are damaged.
@@ -79,14 +79,14 @@ def plan_stream(
     dtype: torch.dtype | None,
     tally: Tally,
 ) -> Plan | None:
-    """Return the base's files and what becomes of which tensor; None where that is not one to one.
+    """Return the base's files and the change of each tensor; None if tensors do not match modules.
 
     Args:
         file: The adapter.
         shards: The base's weights.
         model: The base without weights: which module is what.
         dtype: In which the weights will be stored; None: each in its own.
-        tally: Counts what will be done.
+        tally: Updated while the tensors are merged.
 
     Raises:
         AdapterError: A tensor of the adapter is misshapen.
@@ -141,7 +141,7 @@ def _on_disk(path: str, entries: Mapping[str, Entry]) -> str | None:
 def _change(
     fold: TensorFold, transposed: bool, stored: torch.dtype, tally: Tally
 ) -> Callable[[Tensor], Tensor]:
-    """Return what makes the merged tensor of one on disk; Conv1D keeps its weight transposed."""
+    """Return the function that merges a tensor on disk; Conv1D keeps its weight transposed."""
 
     def change(weight: Tensor) -> Tensor:
         before = (weight.t() if transposed else weight).float()

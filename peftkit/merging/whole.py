@@ -1,4 +1,4 @@
-"""The merge of a model in memory, saved as transformers saves it."""
+"""Merging a model in memory, and saving it as transformers does."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_original(method: Method, from_quantized: bool) -> None:
     """Refuse to merge into the original weights what makes up for their loss in quantising.
 
     Raises:
-        MergeError: The loss would be made up for twice.
+        MergeError: The method compensates for a quantisation error that is not there.
     """
     if method.fresh_changes and not method.unmergeable and not from_quantized:
         raise MergeError(
@@ -92,7 +92,7 @@ def write_whole(
 
 
 def cost_of(kind: str) -> str:
-    """Return what it costs to merge into quantised weights, for the user."""
+    """Return a note for the user on what merging into quantised weights costs."""
     return (
         f"Merged into the {kind} weights of the base, dequantised: that is what the adapter was "
         "trained over. The model takes 16 bits for each weight or more, and keeps their rounding."

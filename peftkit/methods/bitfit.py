@@ -1,8 +1,8 @@
 """BitFit: the biases are trained, nothing else (Ben Zaken et al., 2021, arXiv:2106.10199).
 
-PEFT has no such method, but a LoRA that trains biases beside it (`bias: all`). An adapter is saved
-as one of rank 1 on one layer, whose A and B are zero, and the biases: PEFT loads that, and computes
-the same. Such a file is read back here; one whose A and B are not zero is more than BitFit.
+PEFT has no such method, but its LoRA can train biases too (`bias: all`). An adapter is saved as a
+LoRA of rank 1 on one layer, with A and B zero, plus the biases: PEFT loads that and computes the
+same. Only such files are read back; one whose A and B are not zero is more than BitFit.
 
 Shapes: in, out features of a layer.
 """
@@ -40,8 +40,8 @@ class BitFit(Method):
 
     type: Literal["bitfit"] = "bitfit"
     targets: tuple[str, ...] | str = ALL
-    """all: every linear and normalisation layer that has a bias, but no head of words or classes;
-    or roles, groups, norms, the ends of module names."""
+    """all: the bias of every linear and normalisation layer, except output heads; or roles, groups,
+    norms, or the ends of module names."""
 
     def sites(self, model: nn.Module) -> list[Site]:
         biased = self.candidates(model)
@@ -70,10 +70,10 @@ class BitFit(Method):
 
 
 def _targeted(model: nn.Module, target: str, biased: Mapping[str, Any]) -> set[str]:
-    """Return the paths, among those that have a bias, that a target means.
+    """Return which of the layers with a bias a target names.
 
     Raises:
-        TargetError: It means nothing, or a part of a fused layer.
+        TargetError: It matches nothing, or a part of a fused layer.
     """
     if target == ALL:
         heads = {place.path for place in find_places(model) if place.roles == ("head",)}
@@ -96,7 +96,7 @@ def _targeted(model: nn.Module, target: str, biased: Mapping[str, Any]) -> set[s
 
 
 class Carrier(NamedTuple):
-    """A linear layer of the model; it need not have a bias."""
+    """The linear layer that carries the empty LoRA in the file; it need not have a bias."""
 
     path: str
     in_features: int
@@ -162,7 +162,7 @@ class BitFitFormat(PeftFormat[BitFit]):
 
 
 def _carrier(model: nn.Module, modules: Mapping[str, AdapterModule]) -> Carrier:
-    """Return the layer that has the empty LoRA in a file: one that is adapted, if there is one."""
+    """Return the carrier: the first adapted linear layer, else the model's first."""
     linears = {p.path: p.module for p in find_places(model) if is_linear(p.module)}
     path = next((path for path in modules if path in linears), next(iter(linears)))
     return Carrier(path, *linear_shape(linears[path]), is_conv1d(linears[path]))

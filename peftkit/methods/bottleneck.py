@@ -1,4 +1,4 @@
-"""Bottleneck adapters: y = h + s U f(D x + a) + b, small networks beside the parts of a block.
+"""Bottleneck adapters: y = h + s U f(D x + a) + b, small networks beside the sublayers of a block.
 
 h is the output of a sublayer, before its dropout and before the residual is added. D goes down to a
 few features, f is a nonlinearity, U and b start at zero, so that a fresh adapter changes nothing.
@@ -41,16 +41,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
 }
 _COMPUTING = ("style", "reduction", "size", "activation", "scale", "dropout")
-"""Settings that a file gives; they have the same names there."""
+"""Settings that a config file holds, under the same names."""
 _NAMES = ("adapter_down.weight", "adapter_down.bias", "adapter_up.weight", "adapter_up.bias")
 
 
 class BottleneckModule(AdapterModule):
-    """The frozen end of a sublayer plus a trainable bottleneck.
+    """The frozen last module of a sublayer plus a trainable bottleneck.
 
     Args:
-        base: Puts out (..., features), or a tuple whose first entry is that.
-        parallel: The bottleneck takes what `read` was last called with, not the base's output.
+        base: Returns (..., features), or a tuple whose first entry is that.
+        parallel: The bottleneck reads the sublayer's input, kept by `read`, not the base's output.
 
     Attributes:
         down_weight, down_bias: (n, features), (n,).
@@ -136,21 +136,21 @@ class Bottleneck(Method):
 
     type: Literal["bottleneck"] = "bottleneck"
     targets: tuple[str, ...] | str = ALL
-    """blocks: all of them; a side: language, vision, audio, encoder, decoder; or names of blocks
-    or of the modules that end their parts, with a shell's wildcards: [layers.0, layers.1.mlp]."""
+    """blocks: all of them; a side: language, vision, audio, encoder, decoder; or names of blocks or
+    of the last modules of sublayers, with shell wildcards: [layers.0, layers.1.mlp]."""
     style: Literal["houlsby", "pfeiffer", "parallel"] = "pfeiffer"
-    """houlsby: after each attention and feed-forward part; pfeiffer: after the feed-forward part;
-    parallel: beside the feed-forward part."""
+    """houlsby: after attention and feed-forward; pfeiffer: after feed-forward only;
+    parallel: beside feed-forward."""
     reduction: int = Field(default=16, ge=1)
-    """The model's features for each of the adapter's; not used where `size` is given."""
+    """Width of the adapter is the model's divided by this; ignored if `size` is given."""
     size: int | None = Field(default=None, ge=1)
-    """Width of the adapter."""
+    """Width of the adapter, instead of `reduction`."""
     activation: Literal["relu", "gelu", "silu", "tanh"] = "relu"
-    """The nonlinearity in it."""
+    """Nonlinearity of the adapter."""
     scale: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
-    """What its output is multiplied with; He et al. take 4 in parallel."""
+    """Factor on the adapter's output; He et al. use 4 with style parallel."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Of the inner activations."""
+    """Dropout on the hidden activations."""
 
     def sites(self, model: nn.Module) -> list[Site]:
         parts = self._parts(model)
@@ -210,7 +210,7 @@ class Bottleneck(Method):
 
 
 class BottleneckFormat(PeftFormat[Bottleneck]):
-    """Files of our own in PEFT's manner: PEFT has no such method."""
+    """A file format of our own, laid out like PEFT's, which has no such method."""
 
     peft_type: ClassVar[str] = "BOTTLENECK"
     known_fields: ClassVar[Collection[str]] = ("target_modules", *_COMPUTING)
@@ -231,7 +231,7 @@ class BottleneckFormat(PeftFormat[Bottleneck]):
 
 
 def _chosen(model: nn.Module, parts: list[Sublayer], target: str) -> set[str]:
-    """Return the ends of the parts that a target means."""
+    """Return the last modules of the sublayers that a target names."""
     if target == ALL:
         return {part.path for part in parts}
     if target in table.QUALIFIERS:

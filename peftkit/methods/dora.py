@@ -23,7 +23,7 @@ MAGNITUDE = "lora_magnitude_vector"
 
 
 class DoRALinear(LoRALinear):
-    """A frozen linear layer whose direction is adapted by LoRA and whose row norms are trained.
+    """A frozen linear layer with a LoRA on its direction and trained row norms.
 
     Attributes:
         lora_magnitude: (num_rows,): the trained norms of the adapted output rows.
@@ -98,7 +98,7 @@ class DoRA(LoRA):
 
     type: Literal["dora"] = "dora"  # type: ignore[assignment]
     init: Literal["default", "gaussian", "eva"] = "default"
-    """Start of A: default (Kaiming), gaussian, eva (from what the layer reads); B is zero."""
+    """Initialisation of A: default (Kaiming), gaussian, eva (from activations); B is zero."""
 
     def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
         return Method.wrap_experts(self, experts, sites)  # norms of rows there are not made

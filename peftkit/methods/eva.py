@@ -1,9 +1,9 @@
-"""EVA: A starts along what a layer reads  (Paischer et al., 2024, arXiv:2410.07170).
+"""EVA: A is initialised from the layer's activations  (Paischer et al., 2024, arXiv:2410.07170).
 
-Rows of A are the first principal directions of what the layer reads on the training data, B is
-zero, and ranks go to the layers whose next direction explains the largest part of their input's
-variance. The directions come from an incremental PCA (Ross et al., 2008), block by block, until
-they hardly turn any more. Scaling stays as it was in every layer, whatever its rank.
+Rows of A are the first principal components of the layer's inputs on the training data, B is zero,
+and ranks are given to the layers whose next component explains the largest share of their input's
+variance. The components come from an incremental PCA (Ross et al., 2008), block by block, until
+they have converged. Each layer's scaling stays what it was, whatever its new rank.
 
 Unlike in the paper each layer keeps a rank of at least one: what was targeted is adapted.
 
@@ -31,18 +31,18 @@ from peftkit.model.targets import Site
 Forward = Callable[[nn.Module, Mapping[str, Any]], object]
 
 BLOCK = 1024
-"""Tokens that are added at once: a decomposition costs about the same for one as for these."""
+"""Tokens per update of the PCA: a decomposition costs about the same for one token as for these."""
 STILL = 0.99
-"""Share of the old directions within the span of the new from which on they are taken for final."""
+"""Converged: the new components contain at least this share of the old ones."""
 SPARE = 8
-"""Directions kept beyond those needed, so that none is lost that grows important later."""
+"""Extra components kept, because one that is small now may grow."""
 
 
 class Directions:
-    """The principal directions of a stream of vectors, by incremental PCA.
+    """The principal components of a stream of vectors, by incremental PCA.
 
     Args:
-        rank: How many are needed; for their number the stream is judged `settled`.
+        rank: How many are needed; `settled` once these have converged.
         most: How many may be asked for.
 
     Attributes:
@@ -57,13 +57,13 @@ class Directions:
         self._waiting: list[Tensor] = []
 
     def take(self, x: Tensor) -> None:
-        """Add inputs (..., in), as soon as there are enough of them."""
+        """Add inputs (..., in); they are processed once there are BLOCK of them."""
         self._waiting.append(x.detach().flatten(0, -2))
         if sum(map(len, self._waiting)) >= BLOCK:
             self.flush()
 
     def flush(self) -> None:
-        """Add the inputs that are waiting."""
+        """Process the inputs that are still waiting."""
         if self._waiting:
             self._add(torch.cat(self._waiting).float())
             self._waiting = []
@@ -94,7 +94,7 @@ class Directions:
         return torch.linalg.qr(self.scaled[:rank].t())[0].t()
 
     def shares(self) -> list[float]:
-        """Return the part of the variance that each direction explains, largest first."""
+        """Return the share of the variance that each component explains, largest first."""
         squares = self.scaled[: self.most].double().square().sum(1)
         return (squares / (self.variance or 1.0)).tolist()
 
@@ -110,7 +110,7 @@ def eva_starts(
     *,
     forward: Forward = _call,
 ) -> tuple[LoRA, dict[str, Start]]:
-    """Make the start of a LoRA with init "eva" from what its layers read on training data.
+    """Return initial values for a LoRA with init "eva" from its layers' inputs on training data.
 
     Args:
         model: The bare base, quantised or not.
@@ -120,7 +120,7 @@ def eva_starts(
         forward: Runs the model on a batch.
 
     Returns:
-        The method with the ranks that the layers are given, and the starts, for
+        The method with the ranks per layer, and the initial values for
         `attach(model, method, starts=starts)`.
 
     Raises:
@@ -151,7 +151,7 @@ def eva_starts(
 
 
 def with_ranks(method: LoRA, sites: Iterable[Site], ranks: Mapping[str, int]) -> LoRA:
-    """Return a method with these ranks by path, and the scaling that its layers have already."""
+    """Return the method with these ranks by path; every layer keeps its scaling."""
     # the longest first: of the patterns that a path ends with, its own is then the one that counts
     ordered = sorted(sites, key=lambda site: len(site.path), reverse=True)
     alphas = {}
@@ -172,7 +172,7 @@ def _read(
     batches: Iterable[Mapping[str, Any]],
     forward: Forward,
 ) -> dict[str, Directions]:
-    """Run the batches; layers that read the same tensor share what is found."""
+    """Run the batches; layers with the same input share one PCA."""
     device = next(model.parameters()).device
     found: dict[str, Directions] = {}
     handles: dict[str, RemovableHandle] = {}
@@ -208,7 +208,7 @@ def _listen(model: nn.Module, path: str, directions: Directions) -> RemovableHan
 def _readers_of_one(
     model: nn.Module, paths: list[str], batch: Mapping[str, Any], forward: Forward
 ) -> list[list[str]]:
-    """Return the layers in groups that read the very same tensors."""
+    """Return the layers grouped by identical input tensors."""
     read: dict[str, list[Tensor]] = {path: [] for path in paths}  # kept: no id is used twice
     handles = [
         model.get_submodule(path).register_forward_pre_hook(
@@ -230,7 +230,7 @@ def _readers_of_one(
 def _share_out(
     shares: Mapping[str, list[float]], ranks: Mapping[str, int], most: Mapping[str, int]
 ) -> dict[str, int]:
-    """Give the sum of all ranks to the directions that explain most; each layer has its first."""
+    """Give the total rank to the components that explain most; each layer gets at least one."""
     others = [(share, path) for path in ranks for share in shares[path][1 : most[path]]]
     others.sort(key=lambda pair: -pair[0])  # stable: equal ones in the order of the model
     given = dict.fromkeys(ranks, 1)

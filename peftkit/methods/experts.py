@@ -1,10 +1,10 @@
 """LoRA on stacks of experts: one low-rank pair for each expert's matrix.
 
-y = x W_e^T + s (x A_e^T) B_e^T for the tokens that are routed to expert e. How tokens are brought
-to experts is the model's own business: its forward runs as it is, over `AdaptedStack`s in the place
-of its weights, and each of its products gets its two skinny ones. Thus every implementation of
-transformers (eager, grouped_mm, batched_mm) and every other that multiplies by its weights works,
-and computes the base bit for bit as before.
+y = x W_e^T + s (x A_e^T) B_e^T for the tokens that are routed to expert e. Routing is
+left to the model: its own forward runs over `AdaptedStack`s in place of its weights, and each of
+its products is followed by the two low-rank ones. So every implementation of transformers (eager,
+grouped_mm, batched_mm), and any other that multiplies by its weights, works, and the base is
+computed bit for bit as before.
 
 On disk this is PEFT's `target_parameters`: A is (E r, in), expert by expert, but B is (out, r E)
 with the experts varying fastest. The first parameter of a module is PEFT's innermost wrapper, so
@@ -31,7 +31,7 @@ from peftkit.model.targets import Site
 
 
 class LoRAStack(nn.Module):
-    """The low-rank pairs of one stack of experts; of a fused one, only the asked-for rows'.
+    """The low-rank pairs of one stack of experts; of a fused stack, those of the targeted rows.
 
     Attributes:
         lora_A: (E, R, in).
@@ -67,7 +67,7 @@ class LoRAStack(nn.Module):
         return self.slice.spread_matrix(self.lora_B)
 
     def over(self, weight: Tensor, *, flipped: bool) -> AdaptedStack:
-        """Return what the model multiplies with instead of its weight."""
+        """Return what the model multiplies with in place of its weight."""
         b = (self.scaling * self.full_b()).to(weight.dtype)
         return AdaptedStack(weight, self.lora_A.to(weight.dtype), b, flipped=flipped)
 
@@ -140,7 +140,7 @@ class LoRAExperts(AdapterModule):
             stack.lora_B.zero_()
 
     def _depths(self) -> dict[str, tuple[str, LoRAStack]]:
-        """Return "base_layer." as often as there are wrappers around, and the stack, by name."""
+        """Return by name PEFT's prefix ("base_layer." per outer wrapper) and the stack."""
         last = len(self.stacks) - 1
         return {
             name: ("base_layer." * (last - index), stack)
@@ -170,7 +170,7 @@ class LoRAExperts(AdapterModule):
 
 
 class _Lens:
-    """A module as its own forward sees it, with some of its weights replaced."""
+    """A view of a module in which some of its weights are replaced."""
 
     def __init__(self, module: nn.Module, replaced: Mapping[str, AdaptedStack]) -> None:
         self._module = module

@@ -94,7 +94,7 @@ class IA3(Method):
     targets: tuple[str, ...] | str = ("k", "v", "down")
     """Roles (q, k, v, o, gate, up, down, ...), groups (attention, ffn, all-linear), or names."""
     feedforward: tuple[str, ...] | str = Field(default=("down", "cross_down", "expert_down"))
-    """Roles or ends of module names whose input is scaled, not their output; or one regex."""
+    """Roles, or ends of module names, whose input is scaled instead of the output; or one regex."""
 
     def wrap(self, base: nn.Module, site: Site) -> IA3Linear:
         feedforward = self._is_feedforward(site)

@@ -27,7 +27,7 @@ class LNTuning(Method):
 
     type: Literal["ln_tuning"] = "ln_tuning"
     targets: tuple[str, ...] | str = ALL
-    """norms: every normalisation layer; or the ends of module names, with a shell's wildcards."""
+    """norms: every normalisation layer; or the ends of module names, with shell wildcards."""
 
     def sites(self, model: nn.Module) -> list[Site]:
         norms = self.candidates(model)
@@ -74,11 +74,11 @@ class LNTuningFormat(PeftFormat[LNTuning]):
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Tell whether a module is a normalisation with a trainable scale: by its class's name."""
+    """True for a normalisation layer with a trainable scale, judged by its class name."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.ndim == 1 and "norm" in type(module).__name__.lower()
 
 
 def has_name(path: str, target: str) -> bool:
-    """Tell whether a target means the norm at a path."""
+    """True if a target names the norm at a path."""
     return target == ALL or fnmatchcase(path, target) or fnmatchcase(path, f"*.{target}")

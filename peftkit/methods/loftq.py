@@ -1,4 +1,4 @@
-"""LoftQ: B A starts as what quantising the weight lost  (Li et al., 2023, arXiv:2310.08659).
+"""LoftQ: B A is initialised with the quantisation error  (Li et al., 2023, arXiv:2310.08659).
 
 s B A is the best matrix of rank r for W - Q, where W is the original weight, Q the quantised one
 and s the scaling; the model begins nearer to the unquantised one than its base is. The paper goes
@@ -24,18 +24,18 @@ from peftkit.quant.layers import weight_of
 
 @torch.no_grad()
 def loftq_starts(model: nn.Module, method: LoRA, original: nn.Module) -> dict[str, Start]:
-    """Make the start of a LoRA with init "loftq" from a model and its unquantised original.
+    """Return initial values for a LoRA with init "loftq", from the unquantised model.
 
     Args:
         model: The bare, quantised base.
-        method: Which layers and ranks.
+        method: Says which layers and ranks.
         original: The same model before quantising, on any device; only read.
 
     Returns:
-        The starts, for `attach(model, method, starts=starts)`.
+        The initial values for `attach(model, method, starts=starts)`.
 
     Raises:
-        TargetError: A target is no linear layer, is not in this model, or lost nothing.
+        TargetError: A target is no linear layer, is not in this model, or is not quantised.
     """
     starts: dict[str, Start] = {}
     for site in method.linear_sites(model):

@@ -1,10 +1,10 @@
 """LoRA: y = W x + (alpha / r) B A x  (Hu et al., 2021, arXiv:2106.09685).
 
-Also rsLoRA (alpha / sqrt(r); Kalajdzievski, 2023, arXiv:2312.03732), and four other starts of A and
-B. PiSSA and OLoRA (initial.py) subtract their starting point B0 A0 from the weight; here the weight
-stays as it is and the difference B A - B0 A0 is what is added, which is the same function, is
-exactly zero at the start, works over a 4-bit base, and is an ordinary LoRA of rank 2 r on disk.
-EVA (eva.py) and LoftQ (loftq.py) are made before attach() and given to it.
+Also rsLoRA (alpha / sqrt(r); Kalajdzievski, 2023, arXiv:2312.03732), and other initial values of A
+and B. PiSSA and OLoRA (lora_init.py) subtract their initial B0 A0 from the weight; here the weight
+stays as it is and B A - B0 A0 is added, which is the same function, is exactly zero at the start,
+works over a 4-bit base, and is an ordinary LoRA of rank 2 r on disk.
+EVA (eva.py) and LoftQ (loftq.py) are computed before attach() and passed to it.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class LoRA(Method):
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead."""
     init: Init = "default"
-    """Start of A and B: default (Kaiming A, zero B), gaussian; pissa, olora (from the weight); eva
-    (from what the layer reads); loftq (from what quantising the base lost)."""
+    """Initialisation of A and B: default (Kaiming A, zero B), gaussian; pissa, olora (from the
+    weight); eva (from activations on the training data); loftq (from the quantisation error)."""
     eva_rho: float = Field(default=2.0, ge=1.0)
-    """With init eva: ranks go to where they explain most, up to this many times a layer's own."""
+    """With init eva: ranks go where they explain most variance, up to this multiple of `rank`."""
     rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
-    """Other ranks, by role or by the end of a module's name: {v: 8, "layers.0.mlp.up_proj": 4}."""
+    """Ranks of some layers, by role or end of module name: {v: 8, "layers.0.mlp.up_proj": 4}."""
     alpha_pattern: dict[str, Annotated[int | float, Field(gt=0)]] = Field(default_factory=dict)
-    """Other alphas, likewise."""
+    """Alphas of some layers, likewise."""
 
     @property
     def started_by(self) -> str:
@@ -153,10 +153,10 @@ class LoRA(Method):
         return LoRAExperts(experts, sites, stacks)
 
     def linear_sites(self, model: nn.Module) -> list[Site]:
-        """Return the sites of a method that needs each of them to be a linear layer.
+        """Return the sites, for an initialisation that needs linear layers.
 
         Raises:
-            TargetError: One is a stack of experts, or too small; or a target is not in the model.
+            TargetError: One is a stack of experts or smaller than its rank, or a target is missing.
         """
         sites = self.sites(model)
         for site in sites:
@@ -182,7 +182,7 @@ class LoRA(Method):
 
     @staticmethod
     def _of(site: Site, pattern: Mapping[str, Any], default: Any) -> Any:
-        """Return the pattern's value for a site; PEFT's own rule, with roles before names."""
+        """Return the pattern's value for a site, by PEFT's own rule; roles come before names."""
         found = {pattern[role] for role in site.roles if role in pattern}
         if len(found) > 1 or (found and any(role not in pattern for role in site.roles)):
             raise TargetError(

@@ -1,4 +1,4 @@
-"""Modules that are trained themselves: copies of some of their parameters are, the base stays."""
+"""Modules that are trained in full, such as heads: copies of their parameters are trained."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from peftkit.model.targets import Site
 class TunedModule(AdapterModule):
     """A frozen module that computes with trained copies of some of its own parameters.
 
-    What else there is in the base, by its name, is found here too: heads have parts.
+    Other attributes are those of the base: a head is used through its parts.
 
     Args:
-        names: Which parameters of the base itself, not of its parts.
-        prefix: What PEFT's files have before these names.
-        made: Copies that there are already, by the id of what they copy; new ones are added.
+        names: Parameters of the base itself, not of its submodules.
+        prefix: Prefix of these names in PEFT's files.
+        made: Existing copies by the id of the original, for tied parameters; new ones are added.
 
     Attributes:
         trained: The copies, in the order of `names`.
@@ -63,7 +63,7 @@ class TunedModule(AdapterModule):
 
     @property
     def weight(self) -> Tensor:
-        """The weight that it computes with, for models that read it and never call the module."""
+        """The weight in use, for models that read it and never call the module."""
         return self._used("weight")
 
     @property
@@ -108,9 +108,9 @@ class TunedModule(AdapterModule):
 
 
 def whole(model: nn.Module, path: str, dtype: torch.dtype) -> dict[str, AdapterModule]:
-    """Return what trains a module with all its parts, part by part, the innermost first.
+    """Return wrappers that train a module with all its submodules, the innermost first.
 
-    So a model finds its parts where they were, and may compute them again in the backward pass.
+    Submodules keep their paths, and gradient checkpointing may recompute them.
 
     Raises:
         TargetError: It has nothing that can be trained: no parameters, or quantised ones.
@@ -134,10 +134,10 @@ def whole(model: nn.Module, path: str, dtype: torch.dtype) -> dict[str, AdapterM
 
 
 def named_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return the paths of the modules that `names` mean: whole paths, or their dotted ends.
+    """Return the paths of the modules that `names` match: whole paths, or their dotted ends.
 
     Raises:
-        TargetError: A name means nothing in this model.
+        TargetError: A name matches nothing in this model.
     """
     paths = [path for path, _ in model.named_modules() if path]
     found = {name: [p for p in paths if f".{p}".endswith(f".{name}")] for name in names}

@@ -25,7 +25,7 @@ _COMMON = (
 """Fields of every config that do not change what an adapter computes."""
 TARGETS = ("target_modules", "exclude_modules")
 LAYERS = ("layers_to_transform", "layers_pattern")
-"""Fields that say where an adapter sits; its tensors say it too."""
+"""Fields that say which modules are adapted; the tensor names say it too."""
 
 
 class PeftFormat(ABC, Generic[M]):
@@ -102,5 +102,5 @@ class PeftFormat(ABC, Generic[M]):
     def with_missing(
         self, module: AdapterModule, state: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """Return one module's tensors with those added that a file leaves to its reader to make."""
+        """Add tensors of a module that PEFT leaves out of the file and computes when loading."""
         return state

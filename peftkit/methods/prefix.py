@@ -1,8 +1,8 @@
 """Prefix tuning: V trained keys and values before those of the input, in each layer
-(Li & Liang, 2021, arXiv:2101.00190), by way of the model's own cache.
+(Li & Liang, 2021, arXiv:2101.00190), through the model's own key-value cache.
 
-Encoder-decoders have them in the decoder's self-attention. The prefix is trained as it is, without
-the network that the paper makes it with; of a file made with one, PEFT saves what it made.
+Encoder-decoders have them in the decoder's self-attention. The prefix is trained directly, without
+the paper's reparameterisation network; PEFT saves only the result of that network.
 
 Shapes: B rows, V virtual tokens, L layers, K key-value heads, D size of one head.
 """
@@ -37,10 +37,10 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PrefixSite(Site):
-    """A site that also says what the layers of its stack keep.
+    """A site with the shape of its stack's key-value cache.
 
     Attributes:
-        stack: The stack. shape: L, K and D.
+        stack: The module that runs the blocks. shape: L, K and D.
     """
 
     stack: Any = None
@@ -91,7 +91,7 @@ class PrefixTuning(VirtualMethod):
 
     type: Literal["prefix_tuning"] = "prefix_tuning"
     init: Literal["sampled", "random"] = "sampled"
-    """sampled: as the model makes them of random tokens; random: normal, of variance 1."""
+    """sampled: keys and values of random tokens; random: normal with variance 1."""
 
     def site(self, path: str, stack: nn.Module) -> PrefixSite:
         return PrefixSite(path, (), stack=stack, shape=_shape(stack, self.type))
@@ -140,12 +140,12 @@ class PrefixTuningFormat(VirtualFormat[PrefixTuning]):
 
 
 class ReadCache(DynamicCache):
-    """A cache that gives what it was made with and keeps nothing of what it is given.
+    """A read-only cache: returns the prefix with the new keys and values, and stores nothing.
 
-    So a block can be computed again in the backward pass, and no step leaves a cache behind.
+    So a block can be recomputed in the backward pass, and no memory is held after a step.
 
     Attributes:
-        given: The keys and values that the last call gave, by layer.
+        given: Keys and values of the last call, by layer.
     """
 
     def __init__(self, config: Any, pairs: Sequence[Pair]) -> None:
@@ -168,14 +168,14 @@ class ReadCache(DynamicCache):
 
 
 class _Never(dict[int, bool]):
-    """Marks of the cross-attention layers whose keys are kept: here none ever are."""
+    """EncoderDecoderCache.is_updated of a read-only cache: never set."""
 
     def __setitem__(self, key: int, value: bool) -> None:
         return None
 
 
 def _read_cache(stack: Any, pairs: Sequence[Pair]) -> tuple[ReadCache, Any]:
-    """Return a cache of the pairs, and the form in which the stack takes it."""
+    """Return a cache of the pairs, and the cache object to pass to the stack."""
     own = ReadCache(stack.config, pairs)
     if not stack.config.is_encoder_decoder:
         return own, own
@@ -185,10 +185,10 @@ def _read_cache(stack: Any, pairs: Sequence[Pair]) -> tuple[ReadCache, Any]:
 
 
 def keys_and_values(stack: Any, ids: Tensor, *, use_cache: bool = True) -> list[Pair]:
-    """Return what each layer of a stack makes of some tokens (B, V): (B, K, V, D) each.
+    """Return each layer's keys and values for some tokens (B, V): (B, K, V, D) each.
 
     Args:
-        use_cache: As the stack is told; some hand no cache to their blocks where it is False.
+        use_cache: Passed to the stack; with False some stacks pass no cache to their blocks.
     """
     own, cache = _read_cache(stack, [])
     with evaluating(stack):
@@ -205,7 +205,7 @@ def _shape(stack: Any, asked: str) -> tuple[int, int, int]:
     """Return the number of layers, and of key-value heads and their size in each.
 
     Raises:
-        TargetError: The layers keep no keys and values, or different ones.
+        TargetError: The layers keep no keys and values, or of different shapes.
     """
     kept: list[Pair] = []
     found = "It takes no past keys and values."
@@ -230,11 +230,11 @@ def _shape(stack: Any, asked: str) -> tuple[int, int, int]:
 
 
 class _Hooks(StackInputs):
-    """Hand a stack a cache that begins with the prefix.
+    """Pass the stack a cache that begins with the prefix.
 
     Attributes:
-        recomputed: The blocks of the call in progress will be computed again.
-        only_used: The blocks are given no cache that the stack is told not to use.
+        recomputed: The blocks of the current call use gradient checkpointing.
+        only_used: The stack passes its blocks a cache only if use_cache is True.
     """
 
     module: Prefix
@@ -265,7 +265,7 @@ class _Hooks(StackInputs):
     def _begun(
         self, stack: Any, cache: Any, use_cache: bool | None, num_rows: int
     ) -> dict[str, Any]:
-        """Return a cache that holds the prefix, and whether it is to be kept."""
+        """Return a cache that begins with the prefix, and `use_cache` for the stack."""
         pairs = [
             (
                 keys.to(stack.dtype).expand(num_rows, -1, -1, -1),
@@ -297,7 +297,7 @@ class _Hooks(StackInputs):
 
 
 def _is_recomputed(stack: nn.Module) -> bool:
-    """Tell whether blocks are computed again in the backward pass."""
+    """True if blocks are recomputed in the backward pass."""
     if not stack.training:
         return False
     return any(getattr(module, "gradient_checkpointing", False) for module in stack.modules())
@@ -306,10 +306,10 @@ def _is_recomputed(stack: nn.Module) -> bool:
 def _let_pass(stack: Any, allowed: bool) -> None:
     """Let recomputed blocks have the cache, which transformers takes from them otherwise.
 
-    It would be written a second time; the one here is only read.
+    transformers does so because a cache would be written twice; this one is read-only.
 
     Raises:
-        AdapterError: The blocks do not know this.
+        AdapterError: The blocks do not support this.
     """
     blocks: list[Any] = [m for m in stack.modules() if hasattr(m, "_can_checkpoint_with_cache")]
     if not blocks:

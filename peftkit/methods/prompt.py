@@ -1,7 +1,7 @@
 """Prompt tuning: V trained embeddings before those of the input
 (Lester et al., 2021, arXiv:2104.08691).
 
-They come after the embedding layer, whatever that does to its rows, and before everything else.
+They are inserted after the embedding layer and before everything else.
 Encoder-decoders have them before the encoder's input.
 
 Shapes: B rows, T tokens, V virtual tokens, H hidden size.
@@ -29,7 +29,7 @@ from peftkit.methods.virtual import (
 from peftkit.model.targets import Site
 
 _INITS = {"sampled": "SAMPLE_VOCAB", "random": "RANDOM"}
-"""Ours to PEFT's."""
+"""Our names to PEFT's."""
 
 
 class Prompt(VirtualTokens):
@@ -59,9 +59,9 @@ class PromptTuning(VirtualMethod):
 
     type: Literal["prompt_tuning"] = "prompt_tuning"
     init: Literal["sampled", "random"] = "sampled"
-    """sampled: as random tokens of the vocabulary are embedded; random: normal, of variance 1."""
+    """sampled: embeddings of random tokens; random: normal with variance 1."""
     num_transformer_submodules: Literal[1, 2] = 1
-    """2: as PEFT saves it for encoder-decoders, with a second half of rows that nothing uses."""
+    """2: as PEFT saves it for encoder-decoders, with a second half of rows that is not used."""
 
     def find_stack(self, model: nn.Module) -> tuple[str, nn.Module]:
         path, stack = super().find_stack(model)
@@ -131,11 +131,11 @@ class PromptTuningFormat(VirtualFormat[PromptTuning]):
 
 
 class _Hooks(StackInputs):
-    """Prepend the prompt to what goes into a stack; take its positions off what comes out.
+    """Prepend the prompt to a stack's input; remove its positions from the output.
 
     Attributes:
-        cut: Whether what follows the stack counts the real tokens.
-        prepended: Rows that the call in progress began with.
+        cut: Whether to remove them: what follows the stack expects the real tokens only.
+        prepended: Virtual tokens added in the current call.
     """
 
     def __init__(self, stack: nn.Module, module: VirtualTokens, *, cut: bool) -> None:
@@ -182,7 +182,7 @@ class _Hooks(StackInputs):
         return output
 
     def _without(self, part: Any) -> Any:
-        """Return hidden states, of one layer or all, at the real tokens."""
+        """Return hidden states, of one layer or all, without the virtual tokens."""
         if isinstance(part, tuple):
             return tuple(self._without(each) for each in part)
         if isinstance(part, Tensor) and part.ndim == 3:
@@ -201,9 +201,9 @@ class _Hooks(StackInputs):
 
 
 def _pools_the_first(model: nn.Module) -> bool:
-    """Tell whether a model makes one output of its first position, which is then a virtual one.
+    """True if the model pools its first position, which is then a virtual token.
 
-    So BERT's own pooler does inside the stack, and so PEFT leaves it for all of its kin.
+    BERT's pooler does so inside the stack; PEFT does so for all classifiers of this kind.
     """
     name, config = type(model).__name__, model.config
     causal = "past_key_values" in arguments(model)

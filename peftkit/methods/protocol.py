@@ -24,14 +24,14 @@ from peftkit.quant.layers import weight_of
 ADAPTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Start = tuple[Tensor, Tensor | None]
-"""What an `AdapterModule` begins with: A and B of LoRA, where None is zero."""
+"""Initial values of an `AdapterModule`: A and B of LoRA, where None is zero."""
 
 
 class Removable(Protocol):
-    """What a method has hung on a model: a handle of a hook, for one."""
+    """Something a method has added to a model, such as the handle of a hook."""
 
     def remove(self) -> None:
-        """Take it away again."""
+        """Undo it."""
 
 
 class AdapterModule(nn.Module, ABC):
@@ -40,7 +40,7 @@ class AdapterModule(nn.Module, ABC):
     Its own parameters are what is trained and what is saved; nothing else of the model is.
 
     Attributes:
-        base: The frozen module, untouched: switching the adapter off gives it back to the bit.
+        base: The frozen module; with the adapter disabled, the output is the base's to the bit.
         enabled: False while `Adapter.disabled()` holds.
         changes_ties: True if all modules tied to the base's weight are wrapped too.
     """
@@ -55,7 +55,7 @@ class AdapterModule(nn.Module, ABC):
 
     @property
     def weight(self) -> Tensor:
-        """The base's weight: models that look at their layers' weights see what was there."""
+        """The base's weight, for models that read the weights of their layers."""
         return cast(Tensor, self.base.weight)
 
     @property
@@ -80,11 +80,11 @@ class AdapterModule(nn.Module, ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Return what a file holds of this module, by PEFT's name below the module's path."""
+        """Return the tensors to save, by PEFT's name relative to the module's path."""
 
     @abstractmethod
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take the tensors of `state()`; names and shapes have been checked."""
+        """Load the tensors of `state()`; names and shapes have been checked."""
 
     @abstractmethod
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -101,7 +101,7 @@ class AdapterModule(nn.Module, ABC):
         return self.stacked or ("weight",)
 
     def weights(self, base: nn.Module) -> dict[str, Tensor]:
-        """Return the weights to merge into, by parameter name: views, as merged_weight takes them.
+        """Return views of the weights to merge into, by parameter name, laid out for merged_weight.
 
         Args:
             base: This module's base, or the same layer of another copy of the model.
@@ -112,49 +112,49 @@ class AdapterModule(nn.Module, ABC):
         }
 
     def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
-        """Return the parameter that computes base and adapter at once.
+        """Return the weight with the adapter merged in.
 
         Args:
             weight: The base's own in float32: (out, in), (experts, out, in), or a bias (out,).
             name: Which of `weights`.
 
         Raises:
-            NotImplementedError: `Method.unmergeable`.
+            NotImplementedError: The method cannot be merged (`Method.unmergeable`).
         """
         raise NotImplementedError
 
 
 class Method(Config, ABC):
-    """What every method's config has, and what the rest of the house asks of it."""
+    """The config of a method, and what the rest of the code asks of it."""
 
     changes_bias: ClassVar[bool] = False
     """Whether a merge replaces biases too."""
     shared_names: ClassVar[tuple[str, ...]] = ()
-    """Tensors that belong to the adapter as a whole, not to one module."""
+    """Names of tensors that belong to the adapter as a whole, not to one module."""
     unmergeable: ClassVar[str] = ""
-    """Why no weights compute base and adapter at once; "" where some do."""
+    """Why it cannot be merged into the weights; "" if it can."""
     sits_on_stacks: ClassVar[bool] = False
-    """Whether it has a form for stacks of experts."""
+    """Whether it supports stacked experts."""
     acts_on_input: ClassVar[bool] = False
-    """Whether it sits on the input alone: its files name no targets."""
+    """Whether it acts on the input only and has no target modules."""
     takes_token_rows: ClassVar[bool] = False
     """Whether `token_rows` may stand beside it: PEFT has them beside a LoRA only."""
     files: ClassVar[str] = "PEFT"
-    """Who else reads its files; "" where nobody does."""
+    """Other tools that read its files; "" if none does."""
 
     type: str
     targets: tuple[str, ...] | str = "all-linear"
     """Roles (q, k, v, o, gate, up, down, ...), groups (attention, ffn, all-linear), or names."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which the adapter is kept and trained, over any base."""
+    """dtype of the adapter's weights, whatever the base's is."""
     train_fully: tuple[str, ...] = ()
-    """Modules that are trained whole beside it, by the ends of their names: [classifier]."""
+    """Modules that are trained in full too, by the ends of their names: [classifier]."""
     token_rows: tuple[int, ...] | dict[str, tuple[int, ...]] = ()
-    """Tokens whose rows of the input embedding are trained beside it, and of a head that is tied to
-    it; or of modules by the ends of their names: {embed_tokens: [7], lm_head: [7]}."""
+    """Token ids whose rows of the input embedding (and of a tied head) are trained too; or by
+    the ends of module names: {embed_tokens: [7], lm_head: [7]}."""
 
     def sites(self, model: nn.Module) -> list[Site]:
-        """Return where the targets are in this model.
+        """Return the weights of this model that the targets name.
 
         Raises:
             TargetError: A target is not in it.
@@ -162,11 +162,11 @@ class Method(Config, ABC):
         return resolve(model, self.targets, stacks=self.sits_on_stacks)
 
     def left_out(self, model: nn.Module) -> list[Site]:
-        """Return what a group of the targets names and the method cannot sit on."""
+        """Return weights that a group of the targets includes and the method cannot adapt."""
         return []
 
     def candidates(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
-        """Return the paths of all modules that it could sit on, each with its stacks of experts."""
+        """Return the paths of all modules it could adapt, each with its stacks of experts."""
         stacks: dict[str, tuple[str, ...]] = {}
         for place in find_places(model):
             if place.is_stack:
@@ -179,9 +179,9 @@ class Method(Config, ABC):
 
     @property
     def fresh_changes(self) -> str:
-        """Why the output changes before any training; "" where it does not.
+        """Why a fresh adapter changes the output; "" if it does not.
 
-        A method of which this is always so has a class variable instead.
+        A method of which this is always true has a class variable instead.
         """
         return ""
 
@@ -191,17 +191,17 @@ class Method(Config, ABC):
         return ""
 
     def check_quantize(self, quantize: str) -> None:
-        """Raise ConfigError where the method does not go with `base.quantize`."""
+        """Raise ConfigError if the method does not support this `base.quantize`."""
 
     @abstractmethod
     def wrap(self, base: nn.Module, site: Site) -> AdapterModule:
-        """Build the adapter of one site; its tensors are set by `reset`, `begin` or `load`."""
+        """Build the adapter of one site; its tensors are set by `reset`, `init_from` or `load`."""
 
     def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
-        """Build the adapter of one module's parameters.
+        """Build the adapter of one module's stacked expert parameters.
 
         Raises:
-            TargetError: The method has no form for them.
+            TargetError: The method does not support them.
         """
         raise TargetError(
             f"{self.type} cannot sit on stacked expert parameters",
@@ -212,12 +212,12 @@ class Method(Config, ABC):
     def connect(
         self, model: nn.Module, modules: Mapping[str, AdapterModule]
     ) -> Sequence[Removable]:
-        """Hang on the model what the method needs beside its modules; they are in place by now."""
+        """Add to the model what the method needs besides its modules, which are in place by now."""
         return []
 
     def share(self, modules: Mapping[str, AdapterModule]) -> None:
-        """Give all modules what they have in common."""
+        """Give all modules the tensors that they share."""
 
     def shared(self, modules: Mapping[str, AdapterModule]) -> dict[str, Tensor]:
-        """Return what is saved of that, by name."""
+        """Return the shared tensors to save, by name."""
         return {}

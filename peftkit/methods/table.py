@@ -52,7 +52,7 @@ AnyMethod = Annotated[
 ]
 
 BESIDE = {"train_fully": "modules_to_save", "token_rows": "trainable_token_indices"}
-"""Fields of all methods, and what PEFT's configs call them."""
+"""Fields of all methods, and their names in PEFT's configs."""
 
 
 def format_of(method: Method) -> PeftFormat[Any]:

@@ -1,8 +1,8 @@
-"""Rows of an embedding, and of a head, that are trained for some tokens; all others stay.
+"""Training of some tokens' rows of an embedding or head; all other rows stay frozen.
 
-The rows stand in for the base's own: y = E'[ids], and W' h for a head, where E' and W' differ from
-the frozen tables in these rows alone. Where the head is tied to the embedding both have the same
-rows. No second table is made, nor a gradient of the whole of one.
+The rows replace the base's: y = E'[ids], and W' h for a head, where E' and W' differ from the
+frozen tables in these rows only. If the head is tied to the embedding, both use the same rows.
+Neither a copy nor a gradient of the whole table is made.
 
 In files they are PEFT's `trainable_token_indices`: "token_adapter.trainable_tokens_delta", which
 holds the rows themselves, in the order in which the tokens are named.
@@ -30,11 +30,11 @@ NAME = "token_adapter.trainable_tokens_delta"
 
 
 class TokenRows(AdapterModule):
-    """A frozen embedding or head, (V, H), of which some rows are trained.
+    """A frozen embedding or head (V, H) with some trained rows.
 
     Args:
-        tokens: Whose rows.
-        tied: The module whose rows these are too; then it is the one that saves them.
+        tokens: Token ids of the rows.
+        tied: The wrapper whose rows are used here too, and which saves them.
 
     Attributes:
         rows: (n, H), in the order of the tokens.
@@ -71,7 +71,7 @@ class TokenRows(AdapterModule):
 
     @torch.no_grad()
     def _check_base(self) -> None:
-        """Refuse an embedding that does more to its rows than what is done here."""
+        """Refuse an embedding that does more than look up and scale its rows."""
         every = torch.arange(len(self.tokens), device=self.tokens.device)
         if every.is_meta or torch.equal(self._embedded(every), self.base(self.tokens)):
             return
@@ -129,14 +129,14 @@ class TokenRows(AdapterModule):
 
 
 class Rows(NamedTuple):
-    """Which rows of a module are trained, and the path of the module that keeps them."""
+    """Which rows of a module are trained, and the path of the module that owns them."""
 
     tokens: tuple[int, ...]
     keeper: str
 
 
 def find_rows(model: nn.Module, method: Method) -> dict[str, Rows]:
-    """Return what `method.token_rows` means in a model, by path; keepers stand before their ties.
+    """Resolve `method.token_rows` in a model, by path; owners come before the modules tied to them.
 
     Raises:
         TargetError: There is no such module or no such token, or the method cannot have them.
@@ -175,10 +175,10 @@ def token_modules(
     """Return the modules that train `method.token_rows`, by path.
 
     Args:
-        taken: Paths of modules that are trained whole.
+        taken: Paths of modules that are trained in full.
 
     Raises:
-        TargetError: As `find_rows`; or a module is in one that is trained whole.
+        TargetError: As `find_rows`; or a module is inside one that is trained in full.
     """
     made: dict[str, TokenRows] = {}
     for path, (tokens, keeper) in find_rows(model, method).items():

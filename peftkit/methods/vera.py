@@ -28,7 +28,7 @@ _B, _D = "vera_lambda_b", "vera_lambda_d"
 
 
 class Projections(nn.Module):
-    """The pair that all layers share, float32.
+    """The random matrices that all layers share, float32.
 
     Attributes:
         vera_A: (r, widest in). vera_B: (widest out, r).
@@ -121,15 +121,15 @@ class VeRA(Method):
 
     type: Literal["vera"] = "vera"
     rank: int = Field(default=256, ge=1)
-    """Rank r of the random pair; larger than LoRA's, as it costs r values a layer."""
+    """Rank r of the random matrices; larger than LoRA's, as it costs only r values per layer."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout on the input of A."""
     d_initial: float = Field(default=0.1, gt=0)
-    """Start of d."""
+    """Initial value of d."""
     projection_seed: int = Field(default=0, ge=0)
-    """Seed of the random pair."""
+    """Seed of the random matrices."""
     save_projection: bool = True
-    """Save the random pair too: larger files, which do not depend on torch's generator."""
+    """Save the random matrices too: larger files, independent of torch's random generator."""
 
     def wrap(self, base: nn.Module, site: Site) -> VeRALinear:
         return VeRALinear(
@@ -159,7 +159,7 @@ class VeRA(Method):
 
 
 def _kaiming(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Draw as torch's kaiming_uniform_ does, on the CPU, so that a seed means one pair."""
+    """Draw as torch's kaiming_uniform_ does, on the CPU: a seed means the same on every device."""
     bound = math.sqrt(3.0) * (math.sqrt(2.0) / math.sqrt(shape[1]))
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 

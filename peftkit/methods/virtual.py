@@ -1,9 +1,8 @@
 """Virtual tokens before the input: what prompt tuning and prefix tuning have in common.
 
-Both hang on the stack: the part of a model that embeds its tokens and runs its blocks, and that
-heads, losses and generation are built around. Whatever is outside of it sees the real tokens only:
-a head makes no logits of virtual ones, labels and the ids of a batch stay as they are, and what is
-pooled at the last token is pooled there.
+Both act on the stack: the part of a model that embeds its tokens and runs its blocks. Everything
+outside it (head, loss, generation) sees the real tokens only: virtual tokens have no logits, labels
+and input ids stay as they are, and pooling at the last token finds it.
 
 Shapes: B rows, T tokens, V virtual tokens, P tokens in the cache (V of them virtual), H hidden
 size.
@@ -38,7 +37,7 @@ _POSITIONS = re.compile(r"^(?!rel).*(position|wpe)")
 
 
 class VirtualTokens(AdapterModule):
-    """An embedding, as it is, that the virtual tokens of its stack are kept beside.
+    """The unchanged embedding of a stack, which holds its virtual tokens.
 
     Attributes:
         num_virtual: V.
@@ -85,12 +84,12 @@ class VirtualMethod(Method):
     unmergeable: ClassVar[str] = "it adds tokens to the input and changes no weight"
     fresh_changes: ClassVar[str] = "every token attends to the virtual ones, trained or not"
     in_decoder: ClassVar[bool]
-    """Whether it sits on the decoder of an encoder-decoder, or on the encoder."""
+    """In an encoder-decoder: True for the decoder, False for the encoder."""
 
     targets: tuple[str, ...] | str = INPUT
-    """It acts on the input, whatever the model: input."""
+    """Always "input"."""
     num_virtual_tokens: int = Field(default=20, ge=1)
-    """How many virtual tokens come before the input."""
+    """Number of virtual tokens before the input."""
 
     def sites(self, model: nn.Module) -> list[Site]:
         path, stack = self.find_stack(model)
@@ -104,14 +103,14 @@ class VirtualMethod(Method):
         return [self.site(path, stack)]
 
     def site(self, path: str, stack: nn.Module) -> Site:
-        """Return the site at the path of a stack's embedding."""
+        """Return the site of a stack's embedding."""
         return Site(path=path, roles=())
 
     def candidates(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
         return {self.find_stack(model)[0]: ()}
 
     def find_stack(self, model: nn.Module) -> tuple[str, nn.Module]:
-        """Return the path of the embedding of the stack that it acts on, and the stack.
+        """Return the path of the embedding of the stack it acts on, and the stack.
 
         Raises:
             TargetError: The model embeds no tokens.
@@ -159,7 +158,7 @@ class VirtualMethod(Method):
     def register_hooks(
         self, model: nn.Module, stack: Any, module: VirtualTokens
     ) -> list[RemovableHandle]:
-        """Register the hooks that put the virtual tokens to use."""
+        """Register the hooks that add the virtual tokens to the input."""
 
 
 class VirtualFormat(PeftFormat[M]):
@@ -176,7 +175,7 @@ class VirtualFormat(PeftFormat[M]):
 
 
 def _sees_more(stack: nn.Module) -> bool:
-    """Tell whether something else than the tokens enters the blocks of a stack."""
+    """True if the blocks also attend to an image or another text."""
     return any(
         place.side or any(role.startswith("cross_") for role in place.roles)
         for place in find_places(stack)
@@ -184,11 +183,11 @@ def _sees_more(stack: nn.Module) -> bool:
 
 
 class StackInputs:
-    """What a stack is called with, made longer by the virtual tokens.
+    """Extends the inputs of a stack by the virtual tokens.
 
     Attributes:
-        stack: Where it stands. module: What holds the virtual tokens.
-        limit: Positions that the stack has, where it has a table of them.
+        module: Holds the virtual tokens.
+        limit: Length of the stack's table of positions, if it has one.
     """
 
     def __init__(self, stack: nn.Module, module: VirtualTokens) -> None:
@@ -197,11 +196,11 @@ class StackInputs:
         self._names = arguments(stack)
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all that the stack is called with, by name."""
+        """Return all inputs of the stack by name."""
         return {**dict(zip(self._names, args, strict=False)), **kwargs}
 
     def lengthen(self, inputs: dict[str, Any], num_past: int) -> None:
-        """Let mask and positions count the virtual tokens, as the stack does.
+        """Extend the attention mask and shift the positions by the virtual tokens.
 
         Args:
             inputs: Of the stack; changed in place.
@@ -249,7 +248,7 @@ class StackInputs:
 
 
 def arguments(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of what a module is called with."""
+    """Return the names of a module's forward arguments."""
     return tuple(inspect.signature(module.forward).parameters)
 
 
@@ -260,10 +259,10 @@ def _num_tokens(inputs: Mapping[str, Any]) -> int:
 
 
 def num_past(cache: Any) -> int:
-    """Return how many tokens a cache holds, of the decoder itself where there are two.
+    """Return how many tokens a cache holds; of an encoder-decoder, the decoder's own.
 
     Raises:
-        AdapterError: It has a fixed size, made for the real tokens alone.
+        AdapterError: It is a static cache, sized for the real tokens only.
     """
     if cache is None:
         return 0

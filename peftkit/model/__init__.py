@@ -1,1 +1,1 @@
-"""A transformer as it stands: its places, roles, names and embeddings."""
+"""What a live transformer is made of: weights, their roles, targets, blocks."""

@@ -1,8 +1,8 @@
-"""Layouts: which output rows of a fused linear layer belong to which role.
+"""Which output rows of a fused linear layer belong to which role.
 
 The order of the rows comes from the class that owns the layer (roles.py has those that are known),
-the numbers of heads and their width from that live module and its config, and all of it has to add
-up to the number of rows that the layer has; otherwise the layer is not split.
+the number and width of heads from that module and its config. They must add up to the layer's
+number of rows; otherwise the layer is not split.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def split_rows(
 
 
 def _layout(kind: str, owner: nn.Module) -> Layout | None:
-    """Return the order of rows that is known of the class a fused layer belongs to."""
+    """Return the known row order of the class that owns a fused layer, if any."""
     known = LAYOUTS.get(kind, {})
     for cls in type(owner).__mro__:
         if cls.__module__.startswith("transformers.models."):
@@ -68,7 +68,7 @@ def _layout(kind: str, owner: nn.Module) -> Layout | None:
 
 
 def _facts(names: Sequence[str], *sources: object) -> list[int]:
-    """Return those of these attributes that are positive numbers."""
+    """Return the given attributes that are positive numbers."""
     values = (getattr(source, name, None) for source in sources for name in names)
     return [value for value in values if isinstance(value, int) and value > 0]
 

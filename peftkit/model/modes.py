@@ -1,4 +1,4 @@
-"""Training and evaluation mode of a model's modules, for a while; then each is as it was."""
+"""Train or eval mode of a model's modules within a context."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Give every module back the mode that it had."""
+    """Restore the train or eval mode of every module on leaving."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -22,7 +22,7 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout and gradients off."""
+    """Eval mode, without gradients."""
     with modes_kept(model), torch.no_grad():
         model.eval()
         yield

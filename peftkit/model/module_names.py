@@ -1,4 +1,4 @@
-"""The grammar: from a module's path to its role, by names alone (roles.py has the words)."""
+"""From a module's path to its role, by names alone (roles.py has the table)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from peftkit.model import roles as table
 
 
 def tail(segments: Sequence[str]) -> list[str]:
-    """Return the segments after the block's number; the number of an expert is none."""
+    """Return the path segments after the block's number; an expert's number does not count."""
     for index in range(len(segments) - 2, 0, -1):
         if segments[index].isdigit() and segments[index - 1] != "experts":
             return list(segments[index + 1 :])
@@ -23,13 +23,13 @@ def side(path: str) -> str:
 
 
 def split(role: str) -> tuple[str, str]:
-    """Return the context of a role and the rest: ("cross_", "q")."""
+    """Split a role into its context and the rest: ("cross_", "q")."""
     context = next((c for c in ("cross_", "shared_", "expert_") if role.startswith(c)), "")
     return context, role.removeprefix(context)
 
 
 def linear_role(path: str) -> str:
-    """Return the role of a linear layer, that of a fused one as a whole."""
+    """Return the role of a linear layer; of a fused layer, its role as a whole."""
     segments = path.split(".")
     end = tail(segments)
     in_block = len(end) < len(segments)

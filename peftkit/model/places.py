@@ -1,7 +1,7 @@
-"""Anatomy: which weights a live model has, and which roles they play.
+"""Which weights a live model has that could be adapted, and which roles they play.
 
-A place is a weight that something could sit on: a linear layer (Conv1D and quantised ones too), a
-stack of experts, a router, an embedding. Its role comes from its name in its context (roles.py),
+A place is such a weight: a linear layer (Conv1D and quantised ones too), a stack of experts, a
+router, an embedding. Its role comes from its name in its context (roles.py),
 its shape and its neighbours; the rows that the roles of a fused weight own come from the layout
 that roles.py has for its class, and from the head counts that the live module and its config give.
 """
@@ -25,13 +25,13 @@ from peftkit.model.fused import split_rows
 
 @dataclass(slots=True)
 class ModelWeight:
-    """A weight of the model with all that its name and its surroundings say about it.
+    """A weight of the model, and what its name and its neighbours say about it.
 
     Attributes:
         path: Module path in the live tree.
         parameter: Name of a parameter of that module: a stack of experts, or a router that is no
             linear layer.
-        roles: One, or those of a fused weight in the order of its rows.
+        roles: One; of a fused weight several, in the order of its rows.
         side: "vision", "audio" or "projector" by its path, else "".
         repeats: How often the parts of a fused weight follow one another; 0 when it is not fused.
         sizes: Rows of each part in one repeat.
@@ -50,7 +50,7 @@ class ModelWeight:
 
     @property
     def is_embedding(self) -> bool:
-        """Whether this is a table of rows, not a matrix that multiplies."""
+        """Whether this is an embedding table rather than a matrix that multiplies."""
         return self.roles[0] in ("embed", "pos_embed")
 
     @property
@@ -60,7 +60,7 @@ class ModelWeight:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The roles as a user says them."""
+        """The roles as the user writes them."""
         if not self.set_apart:
             return self.roles
         return tuple(r if r in table.UNSIDED else f"{self.side}_{r}" for r in self.roles)
@@ -144,14 +144,14 @@ def _shape(module: nn.Module, name: str) -> tuple[int, ...]:
 
 
 def unwrap_adapter(module: nn.Module) -> nn.Module:
-    """Return what an adapter module wraps, or the module itself."""
+    """Return the module inside an adapter module, or the module itself."""
     while hasattr(module, "enabled") and isinstance(base := getattr(module, "base", 0), nn.Module):
         module = base
     return module
 
 
 def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Yield (path, module, parent) of every module once, in order, seeing through adapters.
+    """Yield (path, module, parent) of every module once, in order; adapters are unwrapped.
 
     Raises:
         TargetError: The model carries an adapter of PEFT.
@@ -286,7 +286,7 @@ def _stack(place: ModelWeight) -> ModelWeight:
 
 
 def _set_sides_apart(model: nn.Module, places: list[ModelWeight]) -> None:
-    """Give every place its side, and tell whether plain roles mean another one."""
+    """Set every place's side, and whether plain roles mean another side."""
     for place in places:
         place.side = module_names.side(place.path)
     equal = any(name.startswith(table.EQUAL_TOWERS) for name in model._parameters)

@@ -1,9 +1,9 @@
-"""Sublayers: the attention and feed-forward parts of each block, where they begin and end.
+"""The attention and feed-forward sublayers of each block: where they begin and end.
 
-They are found by roles, not by names. What ends a part is the module whose output is the part's
-own, before dropout, norms and scales, and before the residual is added: a linear layer (o, cross_o,
-down) or, where experts share the work, the module that holds all of these and their router.
-Attention to another sequence is a part of its own.
+They are found by roles, not by names. The last module of a sublayer is the one whose output is the
+sublayer's, before dropout, norms, scales and the residual: a linear layer (o, cross_o, down) or, in
+a mixture of experts, the module that holds all experts and their router.
+Cross-attention is a sublayer of its own.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _SPARSE = (*table.EXPERTS, *table.SHARED, "router", "shared_router")
 
 @dataclass(frozen=True, slots=True)
 class Sublayer:
-    """One of the parts of a block that add to its residual stream.
+    """A part of a block whose output is added to the residual stream.
 
     Attributes:
         block: Path of the block.
-        path: Of the module whose output is the part's.
-        reads: Of a module whose input is the part's; "" for attention, and where none is known.
+        path: Of its last module.
+        reads: Path of a module with the sublayer's input; "" for attention, or if unknown.
     """
 
     block: str
@@ -61,7 +61,7 @@ def find_sublayers(model: nn.Module) -> list[Sublayer]:
 
 
 def width_of(end: nn.Module) -> int:
-    """Return the number of features that the module at the end of a sublayer puts out."""
+    """Return the number of output features of a sublayer's last module."""
     if is_linear(end):
         return linear_shape(end)[1]
     down = next(p for p in find_places(end) if p.roles[0].endswith("down"))  # of any expert

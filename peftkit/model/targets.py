@@ -1,4 +1,4 @@
-"""Targets: what the user names, found in this very model.
+"""Targets: finding the weights that the user names in a model.
 
 A target is one of
 
@@ -13,7 +13,8 @@ A target is one of
   (`*` also crosses dots): `q_proj`, `self_attn.q_proj`, `layers.[0-3].*.v_proj`. It is no regular
   expression. It takes every linear layer and stack of experts that it matches, on any side.
 
-A word that is both is a role: `q` in T5 is self-attention alone, as everywhere. `all-linear` is
+A word that is both a role and a module name means the role: `q` in T5 is self-attention only.
+`all-linear` is
 every linear layer and stack of experts on all sides, each as a whole, but no router, no indexer of
 sparse attention and no head of words or classes: these are adapted only when named. The out_proj
 inside torch's own MultiheadAttention and the dt_proj of Mamba are no targets, because they are
@@ -121,7 +122,7 @@ def _site(
 
 
 def _matcher(target: str) -> Callable[[ModelWeight], set[str]]:
-    """Return what tells the roles of a place that a target means: none, some, or {""} for all."""
+    """Return a function from a place to the roles of it that a target names; {""} means all."""
     qualifier, _, rest = target.partition(".")
     if qualifier not in table.QUALIFIERS or not _is_role(rest):
         qualifier, rest = "", target
@@ -150,7 +151,7 @@ def _is_role(word: str) -> bool:
 
 
 def _on(place: ModelWeight, qualifier: str) -> bool:
-    """Tell whether a place is on the side or in the half of the model that a qualifier means."""
+    """True if a place is on the side (vision, ...) or half (encoder, decoder) of a qualifier."""
     if qualifier in table.TOWERS:
         return place.side == qualifier
     if qualifier in table.HALVES:
@@ -208,7 +209,7 @@ def _guess(places: list[ModelWeight], target: str) -> str:
 
 
 def _why(model: nn.Module, places: list[ModelWeight], target: str) -> str:
-    """Return one line on why a target names nothing, where there is more to say."""
+    """Return one line on why a target matches nothing, if the reason is known."""
     if fused := _find_unsplit_fused(places, target):
         return (
             f"'{target}' may be in {fused.path}, fused in an order that is not known here: "

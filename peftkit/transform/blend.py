@@ -1,4 +1,4 @@
-"""One layer's updates, weighted, made into one update.
+"""Combines the weighted updates of one layer into one.
 
 D_i = s_i B_i A_i is the update of adapter i and w_i its weight; a weight scales the update, not A
 and B each. The methods:
@@ -50,7 +50,7 @@ class Settings:
 
     Attributes:
         rank: R; None: the largest rank that the layer has in any of the adapters.
-        density: Share of entries kept. seed: Of what is dropped, and of large decompositions.
+        density: Share of entries kept. seed: Of random drops, and of large decompositions.
     """
 
     rule: Rule
@@ -64,7 +64,7 @@ class Blended:
     """The combined update of a layer.
 
     Attributes:
-        lost: Squared norm of what the rank had no room for. total: That of what was wanted.
+        lost: Squared norm of what was cut off by the rank. total: That of the exact combination.
     """
 
     update: LowRank
@@ -113,7 +113,7 @@ def _zero(like: LowRank) -> LowRank:
 
 
 def _scaled(update: LowRank, weight: float) -> LowRank:
-    """Weight an update; at weight 1 it stays what it is, to the bit."""
+    """Weight an update; weight 1 leaves it unchanged to the bit."""
     if weight == 1.0:
         return update
     b = (weight * update.scaling * update.b.double()).float()
@@ -121,7 +121,7 @@ def _scaled(update: LowRank, weight: float) -> LowRank:
 
 
 def _pruned(path: str, counted: Sequence[Weighted], settings: Settings) -> Tensor:
-    """Return the whole matrix (out, in) that a pruning rule wants."""
+    """Return the full matrix (out, in) of a pruning method, before it is cut to a rank."""
     kept = []
     for update, weight in counted:
         delta = update.delta()

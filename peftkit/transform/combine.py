@@ -1,7 +1,7 @@
-"""Several adapters of one base made into one, without the base.
+"""Combines several adapters of one base into one, without the base.
 
-`peftkit.blend` says what each method computes. The laws: an adapter at weight 1 gives itself (under
-a pruning method at density 1); the same adapter at 1 and at -1 gives zero, which is written as an
+blend.py says what each method computes. The laws: an adapter at weight 1 gives itself (under a
+pruning method at density 1); the same adapter at 1 and at -1 gives zero, which is written as an
 adapter of rank 1 that changes nothing, and is told; cat and linear are the sum of the updates.
 A layer that an adapter lacks counts as zero, except where signs are elected (ties, dare_ties):
 there the adapters must have the same layers. DoRA is no sum of updates, since its magnitudes need
@@ -32,12 +32,12 @@ DENSITY = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Combined:
-    """A combination that is done.
+    """The result of a combination.
 
     Attributes:
         updates: Module path to what was written.
-        error: Norm of what the rank had no room for, relative to that of what was wanted, over all
-            layers; zero but for rounding under linear and cat.
+        error: Norm of what was cut off by the rank, relative to the exact combination, over all
+            layers; only rounding for linear and cat.
     """
 
     folder: Path
@@ -74,7 +74,7 @@ def combine(
         force: Replace the adapter in `out`.
 
     Raises:
-        AdapterError: No adapter there, they do not belong together, or the method is not defined
+        AdapterError: There is no adapter, they do not belong together, or the method is not defined
             for them.
         OutputError: `out` is taken or cannot be written.
     """

@@ -1,4 +1,4 @@
-"""The adapters that go into a combination: whether they belong together, and what they share."""
+"""The adapters of a combination: whether they belong together, and what they have in common."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Source:
 
 
 def joined(sources: Sequence[Source], on_event: Listener) -> Provenance:
-    """Return what is true of all sources; what differs without harm is left open, and told.
+    """Return the provenance that all sources share; harmless differences are dropped with a notice.
 
     Raises:
         AdapterError: They belong to different bases or tasks.
@@ -95,7 +95,7 @@ def _described(origin: Provenance) -> str:
 
 
 def check_layers(sources: Sequence[Source], settings: Settings) -> None:
-    """Refuse layers that do not fit together, and DoRA where it has no meaning."""
+    """Refuse layers that do not fit together, and DoRA where it cannot be combined."""
     dora = [
         source
         for source in sources
@@ -140,11 +140,11 @@ def check_layers(sources: Sequence[Source], settings: Settings) -> None:
 
 
 def endings_to_avoid(sources: Sequence[Source]) -> set[str]:
-    """Return paths that no ending written may hit.
+    """Return paths that no target ending of the combination may match.
 
-    A list of endings names exactly its adapter's layers in the base, so that the endings of all
-    adapters together name those of the combination: none may become shorter than these. Of an
-    adapter that says its layers in another way every path is kept in full.
+    Each adapter's endings match exactly its layers in the base, so the endings of all adapters
+    together match those of the combination; shorter ones might match more. If an adapter names
+    its layers in another way, full paths are written.
     """
     endings: set[str] = set()
     for source in sources:

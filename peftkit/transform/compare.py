@@ -1,4 +1,4 @@
-"""What an adapter changes, role by role, and how two adapters differ; without their base.
+"""Measures an adapter's updates by role, and how two adapters differ; without their base.
 
 Norms are Frobenius norms of the updates s B A over all layers of a role. The effective rank of a
 layer is exp(entropy of its singular values as shares) (Roy and Vetterli, 2007): r where all r
@@ -24,7 +24,7 @@ from peftkit.model.module_names import linear_role
 
 @dataclass(frozen=True, slots=True)
 class RoleUpdate:
-    """What an adapter does to the layers of one role.
+    """An adapter's updates of the layers of one role.
 
     Attributes:
         num_layers: How many it adapts. norm: Of their updates together.
@@ -75,7 +75,7 @@ def role_updates(folder: str | Path) -> list[RoleUpdate]:
     """Measure an adapter's updates by role.
 
     Raises:
-        AdapterError: No LoRA or DoRA there, or damaged.
+        AdapterError: It is not a LoRA or DoRA, or is damaged.
     """
     _, updates = read_low_rank(adapter_folder(folder))
     found = []
@@ -92,7 +92,7 @@ def compare(one: str | Path, other: str | Path) -> Comparison:
     """Compare two adapters, of the same base or not.
 
     Raises:
-        AdapterError: One of them is no LoRA or DoRA, or is damaged.
+        AdapterError: One of them is not a LoRA or DoRA, or is damaged.
     """
     (file, first), (other_file, second) = (
         read_low_rank(adapter_folder(folder)) for folder in (one, other)

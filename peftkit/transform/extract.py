@@ -40,7 +40,7 @@ class Share:
     """Part of an update, and how much of it is kept.
 
     Attributes:
-        count: Tensors in it. squared: Sum of the squares of the update. kept: Of what is kept.
+        count: Number of tensors. squared: Sum of squares of the update. kept: That of what is kept.
     """
 
     count: int = 0
@@ -66,12 +66,12 @@ class Share:
 
 @dataclass(slots=True)
 class Extracted:
-    """An extraction that is done.
+    """The result of an extraction.
 
     Attributes:
         updates: Module path to what was written.
         roles: Of the layers that have an adapter now.
-        left: What differs and is not kept: name with * for the number of a layer.
+        left: Differences that are not kept, by name with * for the layer's number.
     """
 
     folder: Path
@@ -86,7 +86,7 @@ class Extracted:
 
     @property
     def whole(self) -> Share:
-        """Everything in which the models differ."""
+        """All differences of the two models."""
         return _total([*self.roles.values(), *self.left.values()])
 
 
@@ -119,9 +119,9 @@ def extract(
         force: Replace the adapter in `out`.
 
     Raises:
-        BaseError: A model is not there or damaged, they are not of one shape, or do not differ in
-            what is asked for.
-        TargetError: A target names nothing, or nothing that an adapter can hold.
+        BaseError: A model is missing or damaged, their shapes differ, or the weights asked for are
+            equal.
+        TargetError: A target matches nothing, or nothing that an adapter can change.
         OutputError: `out` is taken or cannot be written.
     """
     if rank < 1:
@@ -182,7 +182,7 @@ def _files(folder: Path, model: nn.Module) -> ModelFiles:
 
 
 def _sites(model: nn.Module, targets: Sequence[str] | str) -> dict[str, Site]:
-    """Return what is to be adapted by the name of its weight: linear layers and parts of them."""
+    """Return the sites by the name of their weight: linear layers and parts of fused ones."""
     sites = {
         f"{site.path}.weight": site
         for site in resolve(model, targets)
@@ -216,7 +216,7 @@ def _take(
     rank: int,
     seed: int,
 ) -> None:
-    """Cut one difference to its rank, or count it as not kept."""
+    """Reduce one difference to the rank, or count it as not kept."""
     squared = float(delta.double().square().sum())
     if site is None:
         done.left.setdefault(_starred(name), Share()).add(squared)

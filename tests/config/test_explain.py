@@ -34,7 +34,7 @@ trian: {}
         "recipe.yaml:4: data.packing: expected true or false; found the text 'yes'. "
         "Write true or false",
         "recipe.yaml:6: train.lr: unknown key. Did you mean 'learning_rate'?",
-        "recipe.yaml:8: train.epochs: stands twice, first at line 7; keep one",
+        "recipe.yaml:8: train.epochs: is given twice, first at line 7; keep one",
         "recipe.yaml:9: train.batch_size: expected a whole number; found 3.0. Write 3",
         "recipe.yaml:10: train.num_train_epochs: unknown key. Did you mean 'epochs'?",
         "recipe.yaml:11: train.rank: unknown key. Did you mean 'method.rank'?",
@@ -112,7 +112,7 @@ def test_a_missing_section_is_told_with_the_file(tmp_path: Path) -> None:
         ("a: 1\nb: \x07", "2: character U+0007 is not allowed in YAML"),
         ("a: 1\nb: x\u2028y", "2: character U+2028 is a line break to some readers"),
         ("{a: 1}}", "1: not valid YAML: expected '<document start>', but found '}'"),
-        ("a: {{ name }}", "1: a: a list, a section or an alias stands where a key belongs"),
+        ("a: {{ name }}", "1: a: a list, a section or an alias cannot be a key"),
         ("- a", "1: expected keys with values, such as 'train: {...}'; found a list"),
         ("word", "1: expected keys with values, such as 'train: {...}'; found a single value"),
         ("# nothing", "1: expected keys with values, such as 'train: {...}'; found nothing"),

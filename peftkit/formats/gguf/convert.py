@@ -1,10 +1,10 @@
 """LoRA as GGUF, llama.cpp's format, both ways.
 
-llama.cpp adds alpha / rank * B A with one alpha for the whole file, and its names and rows are not
-transformers': "blk.0.attn_q.weight", and for models of Llama's making the rows of q and k stand so
-that the two halves that a rotary embedding turns alternate. So the names come from the gguf
-library, the rows of B are moved with those of the base, and what one alpha cannot say (rsLoRA, rank
-and alpha patterns) is multiplied into B. What it cannot hold at all is refused by name.
+llama.cpp adds alpha / rank * B A with one alpha for the whole file. Its names differ from
+transformers' ("blk.0.attn_q.weight"), and in models like Llama it permutes the rows of q and k, so
+that the halves of the rotary embedding alternate. So names come from the gguf library, rows of B
+are permuted like the base's, and what one alpha cannot express (rsLoRA, rank and alpha patterns) is
+multiplied into B. What the format cannot hold is refused by name.
 Facts of the format: src/llama-adapter.cpp and conversion/ of llama.cpp.
 """
 
@@ -61,11 +61,11 @@ def export_gguf(
         force: Replace a file that is there.
 
     Returns:
-        What was changed on the way, a sentence each.
+        Notes on what was changed, a sentence each.
 
     Raises:
-        AdapterError: llama.cpp cannot hold it: every layer in question is listed.
-        BaseError: The base is not found, or of an architecture that is not known here.
+        AdapterError: The format cannot hold it; lists every layer concerned.
+        BaseError: The base is not found, or its architecture is not supported.
         OutputError: There is such a file already, or it cannot be written.
     """
     out = Path(out).expanduser()
@@ -179,7 +179,7 @@ def _unfit(modules: Mapping[str, LowRank], places: Mapping[str, GGUFLayer]) -> l
 def _with_one_alpha(
     modules: Mapping[str, LowRank],
 ) -> tuple[float, dict[str, LowRank], list[str]]:
-    """Return the file's alpha, the modules with B multiplied where it is not theirs, and notes."""
+    """Return one alpha, the modules with other scales multiplied into B, and notes."""
     alphas = {path: module.scaling * module.rank for path, module in modules.items()}
     alpha = Counter(alphas.values()).most_common(1)[0][0]
     scaled, count = dict(modules), 0
@@ -246,7 +246,7 @@ def _write(
 
 
 def _check_range(name: str, tensor: Tensor, kind: str) -> None:
-    """Refuse a type in which a number would become Infinity (the scales of Q8_0 are float16)."""
+    """Refuse a dtype in which a number would overflow (the scales of Q8_0 are float16)."""
     largest = float(tensor.abs().max()) / (127 if kind == "Q8_0" else 1)
     if kind in ("F16", "Q8_0") and largest > torch.finfo(torch.float16).max:
         raise AdapterError(
@@ -273,7 +273,7 @@ def _check_kind(path: Path, header: GGUFHeader) -> None:
 def _paired(
     path: Path, header: GGUFHeader, places: Mapping[str, GGUFLayer], base: str
 ) -> dict[str, str]:
-    """Return llama.cpp's name -> module path of the layers that the file has an update for."""
+    """Return llama.cpp's name -> module path of the layers in the file."""
     known: dict[str, list[str]] = {}
     for module_path, place in places.items():
         known.setdefault(place.name, []).append(module_path)
@@ -300,7 +300,7 @@ def _paired(
 
 
 def _no_layer(stem: str, known: Iterable[str], module_paths: list[str]) -> str:
-    """Say why a name of the file is no layer that can take an update."""
+    """Say why a name in the file is not a layer that can be adapted."""
     if len(module_paths) > 1:
         return "the base has more than one layer of that name: " + ", ".join(module_paths)
     if stem == "token_embd.weight":

@@ -1,8 +1,8 @@
-"""A GGUF header, read and checked in full before anything is allocated for what it promises.
+"""A GGUF header, fully checked before any memory is allocated for its tensors.
 
 Format: magic, u32 version, u64 tensor count, u64 key count; the keys; the tensors' infos; padding;
 payload (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The gguf library's own reader
-makes Python objects of every element that a file claims to have, which a hostile one can abuse.
+creates a Python object for every element that a file claims to have; a hostile file can abuse that.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KINDS = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 8: ("Q8_0", 32, 34), 30: ("BF16", 1
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One tensor: its shape as torch has it (ggml's the other way round), and where its bytes are.
+    """One tensor: its shape in torch's order (ggml's is reversed), and where its bytes are.
 
     Attributes:
         kind: A key of KINDS. start: Byte of the file.
@@ -63,7 +63,7 @@ def read_header(path: Path, file: BinaryIO) -> GGUFHeader:
     """Read and check the header of an open file.
 
     Raises:
-        AdapterError: It is no GGUF file, is cut short, or promises what it cannot hold.
+        AdapterError: It is not a GGUF file, is truncated, or its sizes are inconsistent.
     """
     asked = f"cannot read {path} as a GGUF adapter"
     size = os.fstat(file.fileno()).st_size
@@ -125,7 +125,7 @@ def read_tensor(path: Path, file: BinaryIO, entry: GGUFTensor) -> Tensor:
 def _entries(
     asked: str, infos: list[tuple[str, tuple[int, ...], int, int]], payload: int, size: int
 ) -> dict[str, GGUFTensor]:
-    """Check what each tensor says of itself, and that all together fit into the file."""
+    """Check each tensor's entry, and that all of them fit into the file."""
     entries: dict[str, GGUFTensor] = {}
     problems = []
     for name, shape, kind, offset in infos:

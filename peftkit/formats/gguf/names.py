@@ -1,6 +1,6 @@
-"""What llama.cpp makes of transformers' layers: their names, and where their rows stand.
+"""llama.cpp's names of transformers' layers, and which rows its converter permutes.
 
-The names come from the gguf library; which rows llama.cpp's converter moves, from the table below.
+The names come from the gguf library, the permuted rows from the table below.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from peftkit.model.places import is_linear, linear_shape
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What llama.cpp's converter makes of a model.
+    """How llama.cpp's converter treats an architecture.
 
     Attributes:
         name: Its general.architecture.
-        rotary: The rows of q_proj and k_proj are moved, head by head.
-        moved: The rows of this tensor are moved in a way that is not followed here.
+        rotary: The rows of q_proj and k_proj are permuted, head by head.
+        moved: The rows of this tensor are permuted in a way that is not supported here.
     """
 
     name: str
@@ -54,9 +54,9 @@ class GGUFLayer:
     """A linear layer of the base as llama.cpp knows it.
 
     Attributes:
-        name: Of its weight there, "" without one.
-        shape: (out, in). heads: Of which the rows are moved; 0: they stand as they are.
-        refusal: Why no LoRA can be put on it there.
+        name: Of its weight there; "" if it has none.
+        shape: (out, in). heads: Whose rows are permuted; 0: none are.
+        refusal: Why it cannot have a LoRA there.
     """
 
     name: str
@@ -66,7 +66,7 @@ class GGUFLayer:
 
 
 def architecture_of(model: Any, name: str) -> Architecture:
-    """Return what llama.cpp's converter makes of a model; BaseError where that is not known."""
+    """Return how llama.cpp's converter treats a model; BaseError if that is not known."""
     model_type = model.config.model_type
     if model_type not in ARCHITECTURES:
         raise BaseError(
@@ -78,7 +78,7 @@ def architecture_of(model: Any, name: str) -> Architecture:
 
 
 def find_places(model: Any, architecture: Architecture) -> dict[str, GGUFLayer]:
-    """Return what llama.cpp makes of each linear layer of a model, by module path."""
+    """Return each linear layer of a model as llama.cpp knows it, by module path."""
     import gguf
 
     config = model.config.get_text_config()
@@ -117,7 +117,7 @@ def rotary_rows(b: Tensor, heads: int, *, back: bool = False) -> Tensor:
 
 
 def require_gguf() -> None:
-    """Raise AdapterError with the pip line where the gguf library is missing."""
+    """Raise AdapterError with the pip command if the gguf library is missing."""
     if importlib.util.find_spec("gguf") is None:
         raise AdapterError(
             "GGUF files need the package gguf",

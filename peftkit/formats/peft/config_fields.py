@@ -1,4 +1,4 @@
-"""Where an adapter sits, as PEFT's config says it: endings of modules and of stacked parameters."""
+"""Which modules an adapter adapts, as PEFT's config says it: by the ends of their names."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from peftkit.methods.token_rows import TokenRows
 from peftkit.model.targets import Site
 
 LAYERS = ("layers_to_transform", "exclude_modules")
-"""Fields by which a config takes modules out of its targets again."""
+"""Fields that exclude modules from the targets again."""
 
 
 PATTERNS = ("rank_pattern", "alpha_pattern")
 _TAKEN = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""Module names that PEFT takes for the experts' in a model that has such."""
+"""Module names that PEFT takes for experts in a model with stacked experts."""
 
 
 def written_fields(adapter: Adapter) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def written_fields(adapter: Adapter) -> dict[str, Any]:
 
 
 def _bare_endings(paths: Collection[str], others: Collection[str]) -> list[str]:
-    """Return endings as PEFT reads `modules_to_save`: it takes no notice of dots."""
+    """Return endings as PEFT reads `modules_to_save`, which ignores dots."""
     return sorted(
         next(
             (
@@ -79,10 +79,10 @@ def _bare_endings(paths: Collection[str], others: Collection[str]) -> list[str]:
 def _as_weights(
     modules: Mapping[str, AdapterModule], places: Mapping[str, tuple[str, ...]]
 ) -> set[str]:
-    """Return the linear layers that PEFT finds by their parameter only.
+    """Return the linear layers that must be written as `target_parameters` for PEFT.
 
-    In models with stacked experts it reads some names of a LoRA's modules as those of the experts,
-    of the time when these were modules too; the tensors of a layer are the same in both forms.
+    In models with stacked experts PEFT takes some module names for the experts', which were modules
+    in older versions of transformers. The tensors of a layer are the same in both forms.
     """
     if not any(places.values()):
         return set()
@@ -92,12 +92,12 @@ def _as_weights(
 def sites_of(
     fields: Mapping[str, Any], places: Mapping[str, tuple[str, ...]], found: Collection[str]
 ) -> list[Site]:
-    """Return the sites that a config of PEFT means, and those that have tensors all the same.
+    """Return the sites that a PEFT config names, and those that have tensors anyway.
 
     Args:
         fields: The config.
-        places: Paths of all modules that could be meant, each with its stacks of experts.
-        found: Paths for which there are tensors.
+        places: Paths of all candidate modules, each with its stacks of experts.
+        found: Paths that have tensors.
     """
     stacks = set(targeted(sorted(_stacks(places)), fields.get("target_parameters")))
     paths = set(found)

@@ -1,4 +1,4 @@
-"""What an adapter's files mean in a model: where its method sits, and whether the files agree."""
+"""Fits an adapter's files to a model: the modules it adapts; whether config and tensors agree."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def fit_to_model(
     folder: Path,
     made_here: bool,
 ) -> Fit:
-    """Return where a folder's method sits in a model.
+    """Return the modules that a folder's method adapts in a model.
 
     Args:
         method, fields, tensors: What the folder holds; of the tensors the names.
         folder: For messages.
-        made_here: Whether the method's targets are as the user named them. Otherwise the config of
-            PEFT and the tensors say where it sits, and so does the method that is returned.
+        made_here: Saved by peftkit, so that the method has the user's targets. Otherwise they come
+            from PEFT's config and the tensors, and the returned method has them.
 
     Raises:
-        AdapterError: A tensor belongs to no module that the method could sit on, or is missing.
-        TargetError: The method names what is not in this model.
+        AdapterError: A tensor belongs to no module that the method could adapt, or is missing.
+        TargetError: The method names a module that is not in this model.
     """
     if made_here:
         full = named_modules(model, method.train_fully)
@@ -78,9 +78,9 @@ def fit_to_model(
 def _trained_whole(
     method: Method, tensors: Collection[str], model: nn.Module, folder: Path
 ) -> list[str]:
-    """Return the paths of the modules that a foreign file's `modules_to_save` means.
+    """Return the paths of the modules that a foreign file's `modules_to_save` names.
 
-    By PEFT's own rule, which takes no notice of dots. A name may mean nothing in this model.
+    By PEFT's own rule, which ignores dots. A name may match nothing in this model.
     """
     found = [
         path
@@ -98,17 +98,17 @@ def _trained_whole(
 
 
 def _owner(name: str, places: Collection[str]) -> str:
-    """Return the module whose tensor this is, or an empty string."""
+    """Return the module that a tensor belongs to, or an empty string."""
     while name and name not in places:
         name = name.rpartition(".")[0]
     return name
 
 
 def check_targets_of(fields: Mapping[str, Any], adapter: Adapter, folder: Path) -> None:
-    """Refuse a config that says otherwise than the tensors' modules: its scale would be wrong.
+    """Refuse a config whose targets are not the modules with tensors: scales would be wrong.
 
     Raises:
-        AdapterError: Names the targets without tensors, or the modules that are no target.
+        AdapterError: Names targets without tensors, or modules with tensors that are no target.
     """
     paths = {path for path, module in adapter.own.items() if not module.stacked}
     targets = fields.get("target_modules")
@@ -136,12 +136,12 @@ def check_targets_of(fields: Mapping[str, Any], adapter: Adapter, folder: Path) 
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return a few of a stranger's names, shortened."""
+    """Return the first few of untrusted names, shortened."""
     return first_few(map(shown, names), 5, ", ")
 
 
 def completed(adapter: Adapter, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Let each module add what a foreign file leaves to be made from the weight."""
+    """Add the tensors that a foreign file leaves out, because PEFT computes them when loading."""
     complete: dict[str, Tensor] = {}
     for path, module in adapter.modules.items():
         own = {

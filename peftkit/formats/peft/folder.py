@@ -41,24 +41,23 @@ FINGERPRINT = "base_fingerprint"
 """Key of the tensor file's metadata."""
 PREFIX = "base_model.model."
 BARE = "base_model."
-"""The same where PEFT wraps no layers, but the input."""
+"""Prefix of methods that act on the input and wrap no layers."""
 DEFAULT_NAME = re.compile(r"\.default(?=\.weight$|$)")
-"""PEFT's in-memory adapter name, which some tools leave in the file's tensor names."""
+"""PEFT's in-memory adapter name, which some tools leave in tensor names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where an adapter comes from, and what it takes to use it as it was trained.
+    """Where an adapter comes from, and how it was trained.
 
     Attributes:
         base: Short name, hub id or path of the base. revision: Its commit, if pinned.
-        hub_id: Where other tools find it, if it is published.
+        hub_id: The base's id on the hub, if it is published.
         fingerprint: Of the base's weights; an adapter on other weights is refused.
         loading: dtype, quantize and double_quant with which the base was loaded.
-        prompt_style: How a prompt is put to the model; None where the file does not say.
+        prompt_style: How prompts are formatted; None if unknown.
         task_type: PEFT's name of the task.
-        task: What makes the task again, labels and all: a recipe's `task`; None where the file
-            does not say.
+        task: A recipe's `task` section, with its labels; None if unknown.
     """
 
     base: str | None = None
@@ -73,7 +72,7 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """What an adapter folder says of itself, read and checked, without its tensors."""
+    """The checked contents of an adapter folder, without its tensors."""
 
     folder: Path
     method: Method
@@ -88,9 +87,9 @@ def save_adapter(
     """Write an adapter folder that peftkit and PEFT load.
 
     Args:
-        adapter: What is trained on it is what is saved.
-        folder: Created if need be; its adapter files are replaced, each whole or not at all.
-        provenance: What is known of the base.
+        adapter: All its trained tensors are saved.
+        folder: Created if needed; its adapter files are replaced, each atomically.
+        provenance: What is known about the base.
 
     Raises:
         RunError: A tensor is not finite, or the disk is full.
@@ -146,7 +145,7 @@ def _config_fields(adapter: Adapter, provenance: Provenance) -> dict[str, Any]:
 
 
 def where_fields(method: Method, provenance: Provenance, targets: list[str]) -> dict[str, Any]:
-    """Return the config fields that say where an adapter sits, with the oldest ones' defaults."""
+    """Return the config fields on base and targets, and the defaults of PEFT's oldest fields."""
     form = format_of(method)
     oldest = {k: v for k, v in OLDEST_FIELDS.items() if k not in form.absent_fields}
     return {
@@ -160,10 +159,10 @@ def where_fields(method: Method, provenance: Provenance, targets: list[str]) -> 
 
 
 def read_adapter(folder: str | Path) -> AdapterFile:
-    """Read what an adapter folder says of itself.
+    """Read an adapter folder, except its tensors.
 
     Raises:
-        AdapterError: No adapter there, a file that is not what it says, or a method unknown here.
+        AdapterError: There is no adapter, a file is damaged, or the method is not supported.
     """
     folder = Path(folder)
     fields = read_json(_existing(folder, CONFIG))
@@ -207,10 +206,10 @@ def load_adapter(
         folder: Made here or by PEFT.
         fingerprint: Of `model`; compared with the one recorded in the folder.
         force: Load although the fingerprints differ.
-        trainable: Leave the adapter's tensors trainable.
+        trainable: Keep the adapter's tensors trainable.
 
     Raises:
-        AdapterError: The base is another one, or the tensors do not fit: all of them are listed.
+        AdapterError: It is another base, or tensors do not fit; lists all of them.
     """
     file = read_adapter(folder)
     if fingerprint and not force:
@@ -240,16 +239,16 @@ def load_adapter(
 
 
 def _fingerprint_inside(header: Header) -> str | None:
-    """Return the base's fingerprint from the tensor file, where it outlives our notes."""
+    """Return the base's fingerprint from the tensor file's metadata, if peftkit.json is lost."""
     text = header.metadata.get(FINGERPRINT, "")
     return text if re.fullmatch("sha256:[0-9a-f]{64}", text) else None
 
 
 def check_weights(file: AdapterFile, fingerprint: str) -> None:
-    """Refuse an adapter that was trained on other weights than those of this fingerprint.
+    """Refuse an adapter that was trained on weights with another fingerprint.
 
     Raises:
-        AdapterError: It says so; one that does not say passes.
+        AdapterError: The fingerprints differ; an adapter without one passes.
     """
     recorded = file.provenance.fingerprint
     if recorded and recorded != fingerprint:
@@ -303,7 +302,7 @@ class AdapterFolder:
     """The adapter's side of a checkpoint: every checkpoint is an adapter folder.
 
     Args:
-        beside: Writes into the folder what the adapter cannot be used without.
+        beside: Writes further files that the adapter needs into the folder.
     """
 
     def __init__(
@@ -315,13 +314,13 @@ class AdapterFolder:
         self._adapter, self._provenance, self._beside = adapter, provenance, beside
 
     def save(self, folder: Path) -> None:
-        """Write the adapter files, and what goes beside them."""
+        """Write the adapter files and the further ones."""
         save_adapter(self._adapter, folder, self._provenance)
         if self._beside is not None:
             self._beside(folder)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Take the tensors of a checkpoint's adapter files, bit for bit."""
+        """Load the tensors of a checkpoint's adapter files, bit for bit."""
         _, tensors = format_of(self._adapter.method).from_file({}, named_tensors(folder))
         self._adapter.load_state(tensors)

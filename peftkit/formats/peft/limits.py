@@ -1,4 +1,4 @@
-"""What PEFT reads otherwise than its files say, and what it refuses."""
+"""Where PEFT reads a file differently from what it says, and what it refuses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def with_implied_heads(fields: Mapping[str, Any], tensors: Collection[str]) -> M
 
 
 def refused_by_peft(adapter: Adapter) -> str:
-    """Say why PEFT will not load what is saved of an adapter; "" where nothing is known of that.
+    """Return why PEFT will not load an adapter saved here, if that is known; else "".
 
     PEFT 0.21 refuses LoRA on out_proj by the model's type (tuners_utils.py), and reads stacks of
     experts as (experts, out, in) unless the module has the attribute is_transposed (Llama 4's has

@@ -53,7 +53,7 @@ class LowRank:
         return self.a.shape[0]
 
     def delta(self) -> Tensor:
-        """Return the whole update (out, in), float32; without the magnitude of DoRA."""
+        """Return the full update (out, in), float32, without DoRA's magnitude."""
         return self.scaling * (self.b.float() @ self.a.float())
 
 
@@ -61,8 +61,8 @@ def read_low_rank(folder: str | Path) -> tuple[AdapterFile, dict[str, LowRank]]:
     """Read a LoRA or DoRA adapter folder: module path to update, in the order of the file's names.
 
     Raises:
-        AdapterError: Not such an adapter; or its tensors are missing, unexpected or misshapen (all
-            of them are listed), or leave a part to be made from the base's weights.
+        AdapterError: It is another kind of adapter; its tensors are missing, unexpected or
+            misshapen (all are listed); or a part has to be computed from the base's weights.
     """
     file = read_adapter(folder)
     method = method_from_peft(file.fields)
@@ -142,8 +142,8 @@ def save_low_rank(
     """Write updates as an adapter folder that peftkit and PEFT load.
 
     Args:
-        others: Paths of the base's other linear layers, as far as known, which the targets written
-            must not hit.
+        others: Paths of the base's other linear layers, as far as known; the targets written must
+            not match them.
         transposed: The base's layers are Conv1D.
 
     Raises:

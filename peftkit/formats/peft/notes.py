@@ -40,11 +40,11 @@ WHERE_FIELDS = {
     "revision",
     "target_modules",
 }
-"""Fields that say where an adapter sits, not what it computes."""
+"""Fields on the base and the targets, which do not change what the tensors compute."""
 
 
 class Notes(NamedTuple):
-    """What was noted: the method, and the facts of `Provenance` under their names there."""
+    """Contents of peftkit.json: the method, and the fields of `Provenance` under their names."""
 
     method: Method
     origin: Mapping[str, Any]
@@ -59,7 +59,7 @@ def write_notes(
     style: Style | None,
     task: Mapping[str, Any] | None,
 ) -> None:
-    """Write the notes on an adapter whose other files are written.
+    """Write peftkit.json for an adapter whose other files are written.
 
     Args:
         tensors: Its tensor file. fields: Its config.
@@ -82,13 +82,13 @@ def write_notes(
 
 
 def read_notes(path: Path, tensors: Path, config: Path, fields: Mapping[str, Any]) -> Notes:
-    """Read the notes on an adapter, and compare its other files with them.
+    """Read peftkit.json, and compare the adapter's other files with it.
 
     Args:
         tensors, config: Its other files. fields: What the config says.
 
     Raises:
-        AdapterError: They are none, or the tensors or the settings are others than were saved.
+        AdapterError: It is invalid, or the tensors or settings are not those that were saved.
     """
     notes = read_json(path)
     try:
@@ -140,7 +140,7 @@ def settings_digest(*settings: Mapping[str, Any] | None) -> str:
 
 
 def notes_changed(path: Path) -> AdapterError:
-    """Return the error for notes whose settings have another hash than was noted."""
+    """Return the error for settings whose hash is not the recorded one."""
     return AdapterError(
         f"{path} was changed after the adapter was saved",
         found="its settings, as rank and alpha, have another sha256 than was noted",
@@ -149,7 +149,7 @@ def notes_changed(path: Path) -> AdapterError:
 
 
 def check_config(path: Path, fields: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise AdapterError, naming the fields, where a config computes otherwise than was saved.
+    """Raise AdapterError, naming the fields, if a config computes something else than was saved.
 
     Args:
         path: Of the config, for the message.

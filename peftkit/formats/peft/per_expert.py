@@ -1,4 +1,4 @@
-"""PEFT's LoRAs of experts: one for each expert, of transformers 4, and of whole stacks.
+"""LoRAs of single experts, as saved with transformers 4, converted to stacked experts.
 
 transformers 4 had a linear layer for each matrix of each expert, "experts.3.gate_proj" or, in
 Mixtral, "block_sparse_moe.experts.3.w1". Their pairs are stacked here as methods/experts.py has
@@ -43,7 +43,7 @@ from peftkit.model.targets import Site
 
 _NAME = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.(lora_[AB])\.weight")
 _RENAMED = {"block_sparse_moe": "mlp"}
-"""Modules that transformers 5 calls otherwise."""
+"""Modules that were renamed in transformers 5."""
 
 _Part = tuple[str, int, str]  # path of the experts in the model, the expert, its role
 _Pairs = dict[_Part, dict[str, Tensor]]
@@ -51,7 +51,7 @@ _Scales = dict[_Part, tuple[int, float]]  # rank and scaling
 
 
 def per_expert(names: Iterable[str]) -> bool:
-    """Tell whether there are LoRAs of single experts among an adapter's tensors."""
+    """True if an adapter's tensors include LoRAs of single experts."""
     return any(_NAME.fullmatch(name) for name in names)
 
 
@@ -99,7 +99,7 @@ _REPLACED = (
 
 
 def _plain_lora(file: AdapterFile) -> LoRA:
-    """Return the adapter's method; refuse what is more than pairs of A and B."""
+    """Return the adapter's method; refuse anything beyond pairs of A and B."""
     method = file.method
     beside = method.train_fully or method.token_rows
     if (
@@ -224,8 +224,8 @@ def save_stacked(
     """Write a PEFT adapter with stacked experts as an adapter folder.
 
     Args:
-        model: The base's skeleton; it has the adapter on it only meanwhile.
-        scratch: A folder to work in.
+        model: The base's skeleton; the adapter is attached to it temporarily.
+        scratch: A temporary folder.
 
     Raises:
         AdapterError: It does not fit the model.

@@ -13,7 +13,7 @@ ANY = "all-linear"
 
 
 def check_targets(targets: Any, asked: str, name: str = "target_modules") -> None:
-    """Refuse what is no `target_modules`, or another field like it.
+    """Check the type of `target_modules`, or of a field like it.
 
     Raises:
         AdapterError: It is neither null, a string, nor a list of strings.
@@ -32,7 +32,7 @@ def targeted(paths: Iterable[str], targets: Any) -> list[str]:
     """Return those paths that `target_modules` names; none where it names no module itself.
 
     Raises:
-        AdapterError: The pattern is none, or takes too long.
+        AdapterError: The pattern is invalid, or takes too long.
     """
     if isinstance(targets, list):
         return [path for path in paths if any(ends_with(path, target) for target in targets)]
