@@ -31,7 +31,7 @@ from peftkit.formats.card import (
 )
 from peftkit.formats.peft.folder import AdapterFolder, Provenance, read_adapter
 from peftkit.formats.peft.limits import refused_by_peft
-from peftkit.methods.data_init import init_from_rows, with_saved_ranks
+from peftkit.methods.data_init import as_on_main, init_from_rows, with_saved_ranks
 from peftkit.methods.loftq import loftq_starts
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import Method, Start
@@ -43,6 +43,7 @@ from peftkit.train.checkpoints.checkpoint import Checkpoints
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import check_output, train_prepared
 from peftkit.train.metrics import require_trackers
+from peftkit.train.ranks import Ranks
 from peftkit.train.run import Result
 from peftkit.train.signals import Interrupted, stop_requests, stopping_at_once
 
@@ -302,7 +303,8 @@ def _initial_values(
         return method, loftq_starts(base.model, method, original.model)
     task = settings.on(base.model, base.processor, recipe.data)
     rows = task.load(recipe.data.train)
-    return init_from_rows(base.model, method, task, rows, seed=recipe.train.seed)
+    found, starts = init_from_rows(base.model, method, task, rows, seed=recipe.train.seed)
+    return as_on_main(base.model, method, found, starts, Ranks(base.device))
 
 
 def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> None:

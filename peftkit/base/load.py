@@ -104,7 +104,7 @@ def load_base(
     """
     asked = {"model": model, "dtype": dtype, "quantize": quantize, "double_quant": double_quant}
     from_dict(BaseConfig, asked, "load_base(...)")
-    place = _default_device() if device is None else torch.device(device)
+    place = default_device() if device is None else torch.device(device)
     form = Form(quantize, double_quant, DTYPES.get(dtype) or fast_dtype(place), place)
     location = convert(locate(model, revision), on_event)
     location, revision = pretrained.reachable(location, revision)
@@ -172,7 +172,15 @@ def _processors(
     return None, pretrained.load_image_processor(location, revision)
 
 
-def _default_device() -> torch.device:
+def default_device() -> torch.device:
+    """Return a GPU, where there is one: of several processes on a machine each has its own.
+
+    As accelerate counts them: where every process sees one GPU alone, all have number 0. It is also
+    made the current one, on which libraries put what they make without being told where.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))  # one GPU for each process
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", max(number, 0) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from peftkit.methods.eva import eva_starts, with_ranks
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import Method, Start
+from peftkit.train.ranks import Ranks
 from peftkit.train.task import Task
 
 
@@ -32,6 +33,31 @@ def init_from_rows(
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
     batches = (_without_padding(task.collate([rows[index]])) for index in order)
     return eva_starts(model, method, batches, forward=task.loss_sum)
+
+
+def as_on_main(
+    model: nn.Module, asked: LoRA, method: LoRA, starts: dict[str, Start], ranks: Ranks
+) -> tuple[LoRA, dict[str, Start]]:
+    """Return the ranks and initial values of the main process, whatever this one found.
+
+    The processes read the same rows, but sums on different GPUs need not be the same to the bit,
+    and ranks that differ would be parameters of other shapes.
+
+    Args:
+        asked: The method before `init_from_rows`, which gave method and starts.
+    """
+    if ranks.world_size == 1:
+        return method, starts
+    sites = asked.linear_sites(model)
+    own = torch.tensor([method.scale_of(site)[0] for site in sites])
+    given = dict(zip((site.path for site in sites), ranks.from_main(own).tolist(), strict=True))
+    agreed: dict[str, Start] = {}
+    for site in sites:
+        a, rest = starts[site.path]
+        shape = (given[site.path] * (len(site.rows) if site.rows else 1), a.shape[1])
+        agreed[site.path] = ranks.from_main(a if a.shape == shape else a.new_zeros(shape)), rest
+    unchanged = given == {site.path: asked.scale_of(site)[0] for site in sites}
+    return asked if unchanged else with_ranks(asked, sites, given), agreed
 
 
 def with_saved_ranks(model: nn.Module, method: LoRA, saved: Method) -> LoRA:

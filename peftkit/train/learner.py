@@ -89,9 +89,8 @@ class Learner:
         self.config, self.ranks, self.stop = config, ranks, stop
         on_gpu = ranks.device.type == "cuda"
         self.optimizer = build_optimizer(parameters, config)
-        self.scale = LossScale(
-            needed=on_gpu and any(p.dtype == torch.float16 for p in model.parameters())
-        )
+        in_fp16 = on_gpu and any(p.dtype == torch.float16 for p in model.parameters())
+        self.scale = LossScale(needed=in_fp16 or ranks.precision == "fp16")
         self.feed = Feed(task, ranks.device)
         self.blocks = Blocks(model)
         self.ways = self.blocks.ways(config.gradient_checkpointing, on_gpu)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from peftkit.errors import ConfigError
 
@@ -32,6 +32,18 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     if len(devices) > 1:
         raise ConfigError("the adapter is on more than one device", found=", ".join(devices))
     return parameters
+
+
+def same_everywhere(model: nn.Module) -> list[Tensor]:
+    """Return what all processes have to hold alike: what is trained, and the buffers beside it.
+
+    Such as the start that is subtracted of PiSSA's and OLoRA's updates.
+    """
+    found: list[Tensor] = []
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        found += [*own, *(module.buffers(recurse=False) if own else ())]
+    return found
 
 
 def device_name(device: torch.device, num_processes: int) -> str:

@@ -59,6 +59,12 @@ class Ranks:
         """Whether this is the process that writes and speaks."""
         return self.rank == 0
 
+    @property
+    def precision(self) -> str | None:
+        """The mixed precision that the launcher was told, "bf16" or "fp16"; None if none."""
+        told = str(self._accelerator.mixed_precision)
+        return None if told == "no" else told
+
     def autocast(self) -> AbstractContextManager[None]:
         """Return the mixed precision that the launcher was told; nothing otherwise."""
         return self._accelerator.autocast()
@@ -83,6 +89,14 @@ class Ranks:
         if self.world_size > 1:
             for tensor in tensors:
                 broadcast(tensor.data, from_process=0)
+
+    def from_main(self, tensor: Tensor) -> Tensor:
+        """Return the main process's tensor, of the same shape on all, where this one's is."""
+        if self.world_size == 1:
+            return tensor
+        sent = tensor.to(self.device, copy=True)
+        broadcast(sent, from_process=0)
+        return sent.to(tensor.device)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return a vector of every process, on the CPU: (world_size, length)."""

@@ -28,7 +28,7 @@ from peftkit.train.evaluate import Evaluator
 from peftkit.train.learner import Learner, NonFinite, StepFacts
 from peftkit.train.memory.prepare import plan_memory_and_compile
 from peftkit.train.metrics import MetricsFile, Trackers, peak_bytes, start_trackers
-from peftkit.train.model import device_name
+from peftkit.train.model import device_name, same_everywhere
 from peftkit.train.optim import learning_rate
 from peftkit.train.order import Order
 from peftkit.train.paths import paths
@@ -184,7 +184,7 @@ class Run:
         self.ranks.wait()  # nobody writes before everybody has looked at the folder
         if resume is None:
             rng.seed_everything(self.config.seed, self.ranks.rank)
-            self.ranks.broadcast_parameters(self.learner.parameters.values())
+            self.ranks.broadcast_parameters(same_everywhere(self.model))
         else:
             self.saver.resume(resume)
         refresh_layouts(self.model)
@@ -326,8 +326,16 @@ class Run:
             num_trainable=sum(p.numel() for p in self.learner.parameters.values()),
             num_parameters=audit(self.model).num_parameters,
             device=device_name(self.ranks.device, self.ranks.world_size),
-            paths=paths(self.model, self.learner.blocks, self.learner.task.paths),
+            paths=paths(self.model, self.learner.blocks, self._told_paths()),
         )
+
+    def _told_paths(self) -> dict[str, str]:
+        """Return how the task computes what, and in which precision if the launcher said it."""
+        told = dict(self.learner.task.paths)
+        if self.ranks.precision is not None:
+            scaled = ", loss scaled" * self.learner.scale.needed
+            told["precision"] = f"{self.ranks.precision} by autocast{scaled}"
+        return told
 
     def _done(self, facts: StepFacts, rate: float, seconds: float) -> StepDone:
         state = self.learner.state

@@ -110,13 +110,26 @@ class Saver:
         Raises:
             CheckpointError: There is none, or it is of another run.
         """
-        found = self.checkpoints.newest_valid(self.say)
+        found = self._found()
         changes = check_same_run(found.manifest["identity"], self.identity, allow_changes)
         if changes:
             self.say(Notice("No exact continuation; accepted changes: " + "; ".join(changes)))
         self._compare_versions(found)
         self._load(found.folder, exact=not changes)
         self.last, self.resumed_step = found.folder, found.step
+
+    def _found(self) -> Checkpoint:
+        """Return the newest valid checkpoint that the main process sees, on all processes."""
+        ranks, error, found = self.learner.ranks, None, None
+        if ranks.is_main:
+            try:
+                found = self.checkpoints.newest_valid(self.say)
+            except CheckpointError as problem:
+                error = problem  # the others must hear of it before this one ends
+        step = ranks.max(-1 if found is None else found.step)
+        if step < 0:
+            raise error or self.checkpoints.nothing_to_resume([])
+        return found or self.checkpoints.verified(step)
 
     def _load(self, folder: Path, *, exact: bool) -> None:
         learner, ranks = self.learner, self.learner.ranks

@@ -87,15 +87,24 @@ def train(
     method: Method | None = None,
     packed: bool = False,
     family: str = "llama",
+    look: Any = None,
+    resume: bool = False,
     **settings: Any,
 ) -> tuple[Heard, dict[str, Tensor]]:
-    """Train two steps; return what was said and the trained tensors, on the CPU."""
+    """Train two steps; return what was said and the trained tensors, on the CPU.
+
+    Args:
+        look: Called with the model before the run; its `read` after it.
+        resume: Go on in the folder.
+    """
     model, adapter = make_model(device, quantize, method, family)
+    if look is not None:
+        look(model)
     data = DataConfig(train="", packing=packed, max_length=64)
     task = CausalLM(model, shapes.tokenizer(), data)
     rows, heard = make_rows(packed), Heard()
     config: dict[str, Any] = {
-        "output_dir": folder / f"{device}-{len(list(folder.iterdir()))}",
+        "output_dir": folder / device.split(":")[0],
         "max_steps": 2,
         "batch_size": 4,
         "gradient_accumulation": 2,
@@ -104,5 +113,8 @@ def train(
         "compile": False,
         **settings,
     }
-    fit(model, task, rows, rows[:3], TrainConfig(**config), on_event=heard)
+    how = {"resume": resume, "overwrite": not resume}
+    fit(model, task, rows, rows[:3], TrainConfig(**config), on_event=heard, **how)
+    if look is not None:
+        look.read()
     return heard, {n: on_cpu(t).clone() for n, t in adapter.state().items()}

@@ -13,6 +13,7 @@ from unittest import mock
 import bitsandbytes  # noqa: F401
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.simulated_gpu import tensors
@@ -216,6 +217,11 @@ class _Autocast(torch.autocast):
         super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
 
+def _of_the_cpu(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """What autocast is asked of the card, which here is that of the CPU."""
+    return lambda kind="cuda": ask("cpu" if kind == "cuda" else kind)
+
+
 @contextmanager
 def simulated(card: Card | None = None) -> Iterator[Card]:
     """Let there be a GPU.
@@ -240,8 +246,15 @@ def simulated(card: Card | None = None) -> Iterator[Card]:
         group = "_group_tensors_by_device_and_dtype"
         stack.enter_context(patch(torch._C, group, _grouped_by_device(getattr(torch._C, group))))
         stack.enter_context(patch(torch, "autocast", _Autocast))
+        for name in ("is_autocast_enabled", "get_autocast_dtype"):
+            stack.enter_context(patch(torch, name, _of_the_cpu(getattr(torch, name))))
         for name in ("tensor", "as_tensor"):
             stack.enter_context(patch(torch, name, _made_on_cpu_first(getattr(torch, name))))
+        join, barrier = dist.init_process_group, dist.barrier
+        stack.enter_context(
+            patch(dist, "init_process_group", lambda *_, timeout=None, **__: join("gloo"))
+        )
+        stack.enter_context(patch(dist, "barrier", lambda *_, **__: barrier()))
         stack.enter_context(patch(threading.Thread, "run", _in_simulation(threading.Thread.run)))
         # parameters keep who they are when a module is moved, as on a real card
         swap = torch.__future__.get_swap_module_params_on_conversion()
