@@ -61,7 +61,7 @@ def sweep(
         if not path.exists():
             raise unknown_recipe_file(path)
     from peftkit.sweeps import members as made
-    from peftkit.sweeps.sweep import BEST, SWEEP
+    from peftkit.sweeps.outcomes import BEST, SWEEP
     from peftkit.sweeps.sweep import sweep as train_together
     from peftkit_cli.render import Renderer
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peftkit.config import schema
 from peftkit.config.strict_yaml import SourceLocation, parse
 from peftkit.errors import ConfigError
 from peftkit.recipe import Recipe, load
@@ -228,13 +227,3 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from _flat(inner, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", inner
-
-
-def settings_of(member: Member) -> dict[str, Any]:
-    """Return a member as sweep.json has it, to compare and to read."""
-    return {"name": member.name, "settings": dict(member.settings)}
-
-
-def recipe_text(member: Member) -> str:
-    """Return a member's whole recipe as YAML."""
-    return schema.dump_yaml(member.recipe)

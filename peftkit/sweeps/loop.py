@@ -1,0 +1,163 @@
+"""The steps of a sweep: all members take one together, until each has come to its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from peftkit.errors import PeftkitError
+from peftkit.events import Listener, Notice, Progress, Saved, ignore
+from peftkit.recipe import Prepared, save_result
+from peftkit.sweeps.joint import JointLearner
+from peftkit.sweeps.layers import Routing
+from peftkit.sweeps.members import Member
+from peftkit.sweeps.outcomes import Outcome, write_outcomes
+from peftkit.tasks.head import TokenTask
+from peftkit.train.checkpoints.checkpoint import Checkpoints
+from peftkit.train.learner import NonFinite, StepFacts
+from peftkit.train.run import Result, Run
+from peftkit.train.signals import Interrupted, StopRequest
+
+THIRDS = 3
+"""Successive halving looks at the members after each third of their steps."""
+
+
+@dataclass(slots=True)
+class Live:
+    """A member that is being trained."""
+
+    member: Member
+    ready: Prepared
+    run: Run
+    outcome: Outcome
+    looked: int = 0
+
+
+def has_checkpoints(member: Member) -> bool:
+    """Tell whether there is something to resume."""
+    return bool(Checkpoints(member.recipe.train.output_dir, keep=1).steps())
+
+
+class Loop:
+    """Steps all members until each has come to its end."""
+
+    def __init__(
+        self,
+        live: dict[str, Live],
+        routing: Routing,
+        out: Path,
+        outcomes: Mapping[str, Outcome],
+        stop: StopRequest,
+        halve: bool,
+        on_event: Listener,
+    ) -> None:
+        self.live, self.routing, self.out = live, routing, out
+        self.outcomes, self.stop, self.halve, self.on_event = outcomes, stop, halve, on_event
+        first = next(iter(live.values()))
+        runs = {name: one.run for name, one in live.items()}
+        self.learner = JointLearner(runs, cast(TokenTask, first.ready.task), routing)
+        self.num_steps = max(one.run.num_steps for one in live.values())
+
+    def start(self, resume: bool) -> None:
+        """Start or resume every member."""
+        for name, one in self.live.items():
+            with self.routing.alone(name):
+                again = resume and has_checkpoints(one.member)
+                one.run.start(() if again else None)
+                one.run.learner.state.planned, one.run.learner.state.compiled = True, False
+                one.run.say(one.run.header())
+                if again:
+                    one.run.after_step()
+
+    def go(self) -> None:
+        """Train until no member is left, or a signal comes."""
+        self._end_those_done()
+        while self.live:
+            began = time.perf_counter()
+            asked = {name: one.run.next_rows() for name, one in self.live.items()}
+            done = self.learner.step(asked)
+            seconds = (time.perf_counter() - began) / len(asked)
+            for name, facts in done.items():
+                self._stepped(self.live[name], facts, asked[name][1], seconds)
+            if self.halve and not self.stop.signum:
+                self._halve()
+            self._end_those_done()
+            if self.stop.signum:
+                write_outcomes(self.out, self.outcomes)
+                raise Interrupted(
+                    self.stop.signum,
+                    f"all members of {self.out} are saved. Go on with --resume.",
+                )
+            if self.live:
+                step = max(one.outcome.steps for one in self.live.values())
+                self.on_event(Progress(f"Training {len(self.live)} adapters", step, self.num_steps))
+
+    def _stepped(
+        self, one: Live, facts: StepFacts | NonFinite, rate: float, seconds: float
+    ) -> None:
+        """Let a member count its step, evaluate and save; what breaks ends this member alone."""
+        try:
+            with self.routing.alone(one.member.name):
+                if isinstance(facts, NonFinite):
+                    raise one.run.broken(facts)
+                one.run.stepped(facts, rate, seconds)
+                one.run.after_step()
+        except Interrupted:
+            pass  # it is saved; the others are to be, too
+        except PeftkitError as error:
+            self._fail(one, error)
+        self._note(one)
+
+    def _note(self, one: Live) -> None:
+        state = one.run.learner.state
+        one.outcome.steps, one.outcome.loss = state.step, state.loss
+        one.outcome.eval_loss, one.outcome.seconds = state.eval_loss, state.step_seconds
+
+    def _fail(self, one: Live, error: PeftkitError) -> None:
+        one.outcome.state, one.outcome.error = "failed", str(error)
+        self.on_event(Notice(f"{one.member.name} has stopped, the others go on. {error}"))
+        self._leave(one)
+
+    def _end_those_done(self) -> None:
+        for one in [one for one in self.live.values() if one.run.is_done]:
+            with self.routing.alone(one.member.name):
+                result = one.run.result()
+                self._note(one)
+                self._save(one, result)
+            one.outcome.state = "done"
+            self._leave(one)
+
+    def _save(self, one: Live, result: Result) -> None:
+        save_result(one.member.recipe, one.ready, result, on_event=ignore)
+        self.on_event(Saved("adapter", one.member.recipe.train.output_dir))
+
+    def _leave(self, one: Live) -> None:
+        """Take a member out of the steps: the next ones have room for the others."""
+        self.live.pop(one.member.name)
+        one.run.learner.optimizer.zero_grad(set_to_none=True)
+        write_outcomes(self.out, self.outcomes)
+
+    def _halve(self) -> None:
+        """Stop the worse half of the members, once all have done another third of their steps."""
+        third = min(
+            THIRDS * o.run.learner.state.step // o.run.num_steps for o in self.live.values()
+        )
+        if not 0 < third < THIRDS or any(one.looked >= third for one in self.live.values()):
+            return
+        for name, one in self.live.items():
+            one.looked = third
+            if one.run.learner.state.evaluated_step != one.run.learner.state.step:
+                with self.routing.alone(name):
+                    one.run.evaluate()
+            self._note(one)
+        worse = sorted(self.live.values(), key=lambda one: one.outcome.rank)
+        for one in worse[(len(worse) + 1) // 2 :]:
+            with self.routing.alone(one.member.name):
+                one.run.saver.save()
+                self._save(one, one.run.result())
+            one.outcome.state = "halved"
+            self.on_event(Notice(f"{one.member.name} is of the worse half and stops."))
+            self._leave(one)
