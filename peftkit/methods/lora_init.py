@@ -16,6 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from peftkit.kernels import svd
+
 Init = Literal["default", "gaussian", "pissa", "olora", "eva", "loftq"]
 SUBTRACTED = ("pissa", "olora")
 """Initial values that are subtracted again, so that the update starts at zero."""
@@ -31,11 +33,25 @@ def drawn(init: Init, shape: torch.Size, rank: int, generator: torch.Generator) 
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def of_weight(init: Init, weight: Tensor, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
-    """Return the initial A (r, in) and B (out, r) of a weight (out, in), float32."""
-    if init == "pissa":
+def of_weight(
+    init: Init, weight: Tensor, rank: int, scaling: float, *, exact: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the initial A (r, in) and B (out, r) of a weight (out, in), float32.
+
+    Args:
+        exact: By a decomposition of the whole weight, as PEFT makes it, where its file leaves the
+            initial values out. Otherwise only what is needed is computed: values that are
+            subtracted again may be any, and those of a randomised SVD are nearly the best.
+    """
+    if init == "pissa" and exact:
         u, s, vh = torch.linalg.svd(weight, full_matrices=False)
         root = (s[:rank] / scaling).sqrt()
         return root[:, None] * vh[:rank], u[:, :rank] * root
-    q, upper = torch.linalg.qr(weight)
-    return upper[:rank], q[:, :rank]
+    if init == "pissa":
+        largest = svd.of_matrix(weight, rank)
+        return largest.a / math.sqrt(scaling), largest.b / math.sqrt(scaling)
+    if exact:
+        q, upper = torch.linalg.qr(weight)
+        return upper[:rank], q[:, :rank]
+    q, _ = torch.linalg.qr(weight[:, :rank])  # Q's columns depend on those of the weight before
+    return q.t() @ weight, q

@@ -114,11 +114,16 @@ class LoRALinear(AdapterModule):
         if self.start_A is None or self.start_B is None:
             a = drawn(self.init, self.lora_A.shape, self.rank, generator)
             return self.init_from(a, None)
+        return self.init_from(*self.subtracted_start())
+
+    @torch.no_grad()
+    def subtracted_start(self, *, exact: bool = False) -> tuple[Tensor, Tensor]:
+        """Make what is subtracted from the base's weight, and return it; see `of_weight`."""
+        assert self.start_A is not None
+        assert self.start_B is not None
         weight = weight_of(self.base).float()
-        a, b = of_weight(self.init, weight, self.rank, self.scaling)
-        self.start_A.copy_(a)
-        self.start_B.copy_(b)
-        return self.init_from(a, b)
+        a, b = of_weight(self.init, weight, self.rank, self.scaling, exact=exact)
+        return self.start_A.copy_(a), self.start_B.copy_(b)
 
     @torch.no_grad()
     def init_from(self, *start: Tensor | None) -> None:
