@@ -136,14 +136,13 @@ def environment() -> dict[str, Any]:
     from peftkit.train.memory.compiled import cpp_compiler
 
     libraries = {name: found for name in LIBRARIES if (found := _version(name)) is not None}
-    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {
         "peftkit": _version("peftkit") or "not installed",
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _processor(),
         "cores": _cores(),
-        "memory": f"{pages * page_bytes / 2**30:.1f} GiB",
+        "memory": _memory(),
         "torch threads": torch.get_num_threads(),
         "cpu features": _cpu_features(),
         "bf16 on the cpu": _bf16(),
@@ -161,6 +160,12 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def _memory() -> str:
+    if not hasattr(os, "sysconf"):  # Windows
+        return "unknown"
+    return f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
 
 
 def _cores() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -83,7 +83,8 @@ class Conversation:
         if not self.on_terminal:
             yield from sys.stdin
             return
-        import readline  # noqa: F401 - its import gives input() line editing and history
+        with suppress(ImportError):  # Windows has none
+            import readline  # noqa: F401 - its import gives input() line editing and history
 
         while True:
             try:

@@ -1,8 +1,14 @@
-"""glibc's memory: blocks that are freed, kept for the next step or given back."""
+"""This process's main memory: what it takes, and glibc's blocks, kept or given back.
+
+Nothing here is needed: where the system has no such call (Windows), it is left out.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import sys
+from pathlib import Path
+from typing import Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """glibc's malloc.h."""
@@ -14,7 +20,7 @@ def keep_freed_memory() -> None:
     By default it returns them to the system, and every step pays for fresh pages again: a fifth of
     a small model's step on a CPU. Lasts as long as the process; nothing where glibc is not.
     """
-    library = ctypes.CDLL(None)
+    library = _libc()
     if hasattr(library, "mallopt"):
         library.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
         library.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
@@ -26,6 +32,32 @@ def trim_malloc() -> None:
     Blocks whose size differs from step to step leave holes between others, and the process grows: a
     small model's by a third in 250 steps. The next step pays for fresh pages once.
     """
-    library = ctypes.CDLL(None)
+    library = _libc()
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
+
+
+def _libc() -> Any:
+    try:
+        return ctypes.CDLL(None)
+    except (OSError, TypeError):  # Windows: None names no library there
+        return None
+
+
+def resident_bytes() -> int:
+    """Return the main memory that this process has in use now; the peak, or 0, where unknown."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return peak_resident_bytes()
+    lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+    return 1024 * int(lines["VmRSS"].split()[0])
+
+
+def peak_resident_bytes() -> int:
+    """Return the most main memory that this process has had in use; 0 where unknown."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -304,7 +304,7 @@ def copies_kept(model: nn.Module, share: float) -> Iterator[None]:
         for _, packed, packing in packed_tensors(model)
         if packing.kept is None and packed.device.type == "cpu"
     ]
-    left, kept = share * free_bytes() if found else 0.0, []
+    left, kept = share * (free_bytes() or 0) if found else 0.0, []
     try:
         for packed, packing in found:
             left -= packing.form.shape.numel() * packing.dtype.itemsize
@@ -330,7 +330,7 @@ def keep_copies(model: nn.Module, max_bytes: int | None = None) -> int:
         Bytes that the copies take.
     """
     if max_bytes is None:
-        max_bytes = int(COPY_SHARE * free_bytes())
+        max_bytes = int(COPY_SHARE * (free_bytes() or 0))
     found = list(packed_tensors(model))
     total = sum(p.form.shape.numel() * p.dtype.itemsize for _, _, p in found)
     fits = total <= max_bytes
@@ -340,13 +340,16 @@ def keep_copies(model: nn.Module, max_bytes: int | None = None) -> int:
     return total if fits else 0
 
 
-def free_bytes() -> int:
-    """Return the main memory that this process may still take, by the system and its cgroup."""
-    free = 0
+def free_bytes() -> int | None:
+    """Return the main memory that this process may still take, by the system and its cgroup.
+
+    None where the system does not say (macOS, Windows).
+    """
     meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        free = 1024 * int(lines.get("MemAvailable", "0 kB").split()[0])
+    if not meminfo.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    free = 1024 * int(lines.get("MemAvailable", "0 kB").split()[0])
     limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
         free = min(free, int(limit.read_text()) - int(used.read_text()))

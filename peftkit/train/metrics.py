@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from peftkit.errors import ConfigError
 from peftkit.events import EvalDone, Event, Notice, RunDone, RunStarted, Saved, StepDone
+from peftkit.kernels.host_memory import peak_resident_bytes
 
 FILE = "metrics.jsonl"
 RECORDED = (RunStarted, StepDone, EvalDone, Saved, Notice, RunDone)
@@ -131,12 +131,7 @@ def peak_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        return 0
-    import resource  # not on Windows
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_resident_bytes()
 
 
 def perplexity(loss: float) -> float:

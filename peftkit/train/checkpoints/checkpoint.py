@@ -16,6 +16,7 @@ import contextlib
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,6 +244,8 @@ def _is_alive(pid: int) -> bool:
     """Return whether another process of this number runs; our own leftovers are older than us."""
     if pid == os.getpid():
         return False
+    if sys.platform == "win32":  # there os.kill ends it, whatever the signal
+        return True
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -8,10 +8,8 @@ fits. Nothing is timed.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from peftkit.kernels.host_memory import resident_bytes
 from peftkit.train.memory.blocks import Activations
 
 BUSY = {"cuda": 4096}
@@ -136,16 +135,7 @@ def used_bytes(device: torch.device) -> int:
         free, total = torch.cuda.mem_get_info(device)
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return total - free - kept
-    status = Path("/proc/self/status")
-    if status.exists():
-        lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-        return 1024 * int(lines["VmRSS"].split()[0])
-    if sys.platform == "win32":
-        return 0
-    import resource  # not on Windows
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resident_bytes()
 
 
 def _unneeded(_: None) -> Tensor:

@@ -73,10 +73,14 @@ def plan_memory_and_compile(
 def _is_planned(learner: Learner) -> bool:
     """Tell whether memory is planned rather than tried: not of a GPU that says when it is full.
 
-    On Windows it does not: the driver then goes on in main memory, ten times slower.
+    On Windows it does not: the driver then goes on in main memory, ten times slower. How much main
+    memory is free not all systems tell.
     """
-    given = learner.config.memory != "auto"
-    return learner.ranks.device.type == "cpu" or given or sys.platform == "win32"
+    if learner.config.memory != "auto":
+        return True
+    if learner.ranks.device.type == "cpu":
+        return free_bytes() is not None
+    return sys.platform == "win32"
 
 
 def _plan(
@@ -125,7 +129,7 @@ def _available(learner: Learner) -> float:
         _, total = torch.cuda.mem_get_info(device)
         available = GIVEN_SHARE * total - used_bytes(device) - still
     elif config.memory == "auto":
-        available = AUTO_SHARE * free_bytes() / learner.ranks.world_size - still
+        available = AUTO_SHARE * (free_bytes() or 0) / learner.ranks.world_size - still
     else:
         available = GIVEN_SHARE * config.memory * 1e9 - used_bytes(device) - still
     return -learner.ranks.max(-int(available))

@@ -1,0 +1,104 @@
+"""Training, merging and talking on a CPU need nothing that only POSIX systems have."""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import os
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peftkit.kernels.packed import free_bytes
+from peftkit.train.checkpoints import checkpoint
+from peftkit.train.metrics import peak_bytes
+from tests.cli.conftest import Run
+
+MODULES = ("fcntl", "resource", "readline", "termios", "pwd", "grp")
+
+
+@pytest.fixture
+def without_posix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take from peftkit, not from the libraries below it, what Windows does not have."""
+    imports, loads, exists, opens = builtins.__import__, ctypes.CDLL, Path.exists, Path.open
+
+    def imported(name: str, globals: Any = None, *more: Any, **named: Any) -> Any:
+        if name in MODULES and str((globals or {}).get("__name__", "")).startswith("peftkit"):
+            raise ModuleNotFoundError(name)
+        return imports(name, globals, *more, **named)
+
+    def loaded(name: Any, *args: Any, **options: Any) -> Any:
+        if name is None:
+            raise TypeError("argument of type 'NoneType' is not iterable")  # as Windows says it
+        return loads(name, *args, **options)
+
+    def opened(path: Path, *args: Any, **options: Any) -> Any:
+        if str(path).startswith("/proc"):
+            raise FileNotFoundError(path)
+        return opens(path, *args, **options)
+
+    monkeypatch.setattr(builtins, "__import__", imported)
+    monkeypatch.setattr(ctypes, "CDLL", loaded)
+    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(Path, "exists", lambda p: not str(p).startswith("/proc") and exists(p))
+    for name in ("sysconf", "sched_getaffinity"):
+        monkeypatch.delattr(os, name)
+
+
+@pytest.mark.usefixtures("without_posix")
+def test_a_project_is_trained_merged_and_talked_to(
+    project: Path, peftkit: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert free_bytes() is None
+    short = ("--set", "train.max_steps=2", "--set", "train.save_every=1")
+    done = peftkit("train", "recipe.yaml", *short, "--set", "base.quantize=nf4")
+    assert done.code == 0, done.err
+    assert "step 2/2" in done.err
+    done = peftkit("merge", "runs/demo", "--out", "merged", "--dtype", "fp32")
+    assert done.code == 0, done.err
+    monkeypatch.setattr("sys.stdin", StringIO("what is the lazy?\n"))
+    done = peftkit("chat", "runs/demo", "--max-new-tokens", 3)
+    assert done.code == 0, done.err
+    assert done.out.strip()
+    done = peftkit("env")
+    assert done.code == 0, done.err
+    assert "memory:" in done.out
+
+
+@pytest.mark.usefixtures("without_posix")
+def test_a_terminal_without_readline_can_chat(
+    project: Path, peftkit: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peftkit_cli.conversation import Conversation
+
+    lines = iter(["hello"])
+
+    def typed(prompt: str) -> str:
+        for line in lines:
+            return line
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", typed)
+    talk = object.__new__(Conversation)
+    talk.on_terminal, talk.current = True, "adapter"
+    assert list(talk.lines()) == ["hello"]
+
+
+@pytest.mark.usefixtures("without_posix")
+def test_what_the_system_does_not_tell_is_zero() -> None:
+    import torch
+
+    assert peak_bytes(torch.device("cpu")) == 0
+
+
+def test_on_windows_no_other_process_is_signalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(pid: int, number: int) -> None:
+        raise AssertionError("there any signal ends the process")
+
+    monkeypatch.setattr(os, "kill", killed)
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert checkpoint._is_alive(os.getpid() + 1)
+    assert not checkpoint._is_alive(os.getpid())
