@@ -82,6 +82,16 @@ class Adapter:
         for layout in training_layouts(self.model):
             layout.end()
 
+    @contextmanager
+    def holding(self, state: Mapping[str, Tensor]) -> Iterator[None]:
+        """Have the tensors of another `state()` while the context holds."""
+        before = {name: tensor.clone() for name, tensor in self.state().items()}
+        self.load_state(state)
+        try:
+            yield
+        finally:
+            self.load_state(before)
+
     def detach(self) -> None:
         """Take every adapter module out again; the model is the bare, frozen base."""
         self.take_out()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from peftkit.formats.card import (
     training_card,
     write_card,
 )
+from peftkit.formats.continued import Continued, continue_adapter, save_start
 from peftkit.formats.peft.folder import AdapterFolder, Provenance, read_adapter
 from peftkit.formats.peft.limits import refused_by_peft
 from peftkit.methods.data_init import as_on_main, init_from_rows, with_saved_ranks
@@ -77,6 +79,12 @@ class Recipe(Config):
                 found="Every row of text wants virtual tokens of its own before it.",
                 fix="Set data.packing: false.",
             )
+        if self.base.new_tokens and self.method.start_from:
+            raise ConfigError(
+                "base.new_tokens does not go with method.start_from.",
+                found="The adapter that is gone on with has the rows that it has.",
+                fix="Leave base.new_tokens out; tokens that the adapter knows are there.",
+            )
         if self.base.new_tokens and self.method.token_rows:
             raise ConfigError(
                 "base.new_tokens says which rows are trained.",
@@ -112,6 +120,7 @@ class Prepared:
     Attributes:
         recipe: With its defaults as they are used here.
         task: On this base. settings: What makes it again, labels and all.
+        continued: What the adapter was, if it goes on from another.
     """
 
     recipe: Recipe
@@ -121,6 +130,7 @@ class Prepared:
     settings: TaskConfig
     train: Sequence[Any]
     eval: Sequence[Any]
+    continued: Continued | None = None
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -186,7 +196,14 @@ def run(
 
 def adapter_folder(recipe: Recipe, ready: Prepared) -> AdapterFolder:
     """Return what a checkpoint holds of the model: an adapter folder."""
-    beside = partial(save_tokenizer, ready.base) if recipe.base.new_tokens else None
+    start = ready.continued
+
+    def beside(folder: Path) -> None:
+        if recipe.base.new_tokens or (start and start.has_tokens):
+            save_tokenizer(ready.base, folder)
+        if start and ready.settings.needs_reference:
+            save_start(start.start, folder)
+
     return AdapterFolder(ready.adapter, _provenance(recipe, ready), beside)
 
 
@@ -197,6 +214,7 @@ def identity(recipe: Recipe, ready: Prepared) -> dict[str, Any]:
         "method": recipe.method.model_dump(mode="json"),
         "data": recipe.data.model_dump(mode="json"),
         "task": ready.settings.model_dump(mode="json"),
+        **({"start": ready.continued.digest} if ready.continued else {}),
     }
 
 
@@ -233,24 +251,44 @@ def prepare(
     settings = recipe.task.resolve(recipe.data)
     if base is None:
         base = open_base(recipe, settings.purpose, on_event=on_event)
-    method = _with_head_and_tokens(recipe, base)
-    method, starts = _initial_values(recipe, method, settings, base, resume, on_event)
-    seed = recipe.train.seed
-    adapter = attach(base.model, method, starts=starts, fresh=not resume, seed=seed)
+    continued = None
+    if recipe.method.start_from:
+        quantize = recipe.base.quantize
+        continued = continue_adapter(base, recipe.method, quantize, on_event=on_event)
+        adapter = continued.adapter
+    else:
+        method = _with_head_and_tokens(recipe, base)
+        method, starts = _initial_values(recipe, method, settings, base, resume, on_event)
+        seed = recipe.train.seed
+        adapter = attach(base.model, method, starts=starts, fresh=not resume, seed=seed)
     on_event(adapter_table(adapter))
     if told := small_reach(adapter, base.audit):
         on_event(Notice(told))
     data = recipe.data
-    if recipe.packs_beside_virtual_tokens:
+    if recipe.model_copy(update={"method": adapter.method}).packs_beside_virtual_tokens:
         data = data.without_packing()
         on_event(
-            Notice(f"Rows are not packed: with {method.type} each has its own virtual tokens.")
+            Notice(
+                f"Rows are not packed: with {adapter.method.type} each has its own virtual tokens."
+            )
         )
     task = settings.on(base.model, base.processor, data, on_event=on_event)
+    task.refer_to(*_reference(recipe, base, adapter, continued))
     recipe = recipe.model_copy(update={"data": task.data_used(data)})
     train = task.load(recipe.data.train)
     evaluation = task.load(recipe.data.eval) if recipe.data.eval else []
-    return Prepared(recipe, base, adapter, task, settings, train, evaluation)
+    return Prepared(recipe, base, adapter, task, settings, train, evaluation, continued)
+
+
+def _reference(
+    recipe: Recipe, base: Base, adapter: Adapter, continued: Continued | None
+) -> tuple[Callable[[], AbstractContextManager[None]], str]:
+    """Return what makes the model what it is before training, and what tells that from others."""
+    precision = f"{base.model.dtype} {recipe.base.quantize} {recipe.base.double_quant}"
+    key = f"{base.fingerprint} {precision}"
+    if continued is None:
+        return adapter.disabled, key
+    return partial(adapter.holding, continued.start), f"{key} {continued.digest}"
 
 
 def open_base(recipe: Recipe, purpose: Purpose, *, on_event: Listener = ignore) -> Base:
@@ -323,8 +361,8 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
 
 
 def _measured(ready: Prepared, result: Result, on_event: Listener) -> Result:
-    """Add what a task of classes is measured by: it takes no longer than the loss."""
-    if not ready.eval or ready.settings.purpose.head is None:
+    """Add what a task is measured by beside a perplexity: it takes no longer than the loss."""
+    if not ready.eval or ready.task.predicts_tokens:
         return result
     found = ready.task.metrics(ready.base.model, ready.eval, on_event=on_event)
     rows = tuple((name, f"{value:.4g}") for name, value in found.items())

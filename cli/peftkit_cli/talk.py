@@ -71,12 +71,20 @@ def evaluate(
             f"there is no data file '{data}'.", found=neighbours(data, f"*{data.suffix}")
         )
     opened = _open(adapter, base, force)
+    from peftkit.formats.continued import before_training
     from peftkit.inference.evaluate import evaluate as measure
     from peftkit_cli.render import Renderer, metric
 
     with Renderer(transient=True) as on_event:
         style = opened.style if opened.is_causal else None
-        metrics = measure(opened.base, data, task=opened.task, style=style, on_event=on_event)
+        metrics = measure(
+            opened.base,
+            data,
+            task=opened.task,
+            style=style,
+            before=before_training(opened.adapter, opened.file.folder),
+            on_event=on_event,
+        )
     if as_json:
         typer.echo(json.dumps(dict(metrics)))
         return

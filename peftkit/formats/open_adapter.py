@@ -49,7 +49,7 @@ class Opened:
     @property
     def is_causal(self) -> bool:
         """Whether it completes a prompt."""
-        return isinstance(self.task, CausalLMConfig)
+        return self.task.generates
 
     @property
     def style(self) -> Style:
@@ -177,7 +177,7 @@ def require_causal(task: TaskConfig, folder: Path) -> None:
     Raises:
         AdapterError: It cannot.
     """
-    if not isinstance(task, CausalLMConfig):
+    if not task.generates:
         raise AdapterError(
             f"{folder} does not go on from a prompt",
             found=f"it was trained for the task {task.type}",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def evaluate(
     *,
     task: TaskConfig | None = None,
     style: Style | None = None,
+    before: Callable[[], AbstractContextManager[None]] | None = None,
     on_event: Listener = ignore,
 ) -> dict[str, float]:
     """Evaluate a base, with the adapter that is attached to it, on every row of a file.
@@ -57,6 +59,8 @@ def evaluate(
         data: Rows in any format that training takes.
         task: The adapter's task, as in `Opened`; causal_lm by default.
         style: The adapter's prompt format; None: as the rows' format suggests.
+        before: Makes the model what it was before training, for tasks that compare it with that
+            (`peftkit.formats.continued.before_training`); None: the base without an adapter.
 
     Returns:
         loss (mean over the targets), the task's metrics, and num_rows. For causal_lm: perplexity,
@@ -67,6 +71,8 @@ def evaluate(
         DataError: The file has no usable rows.
     """
     measured, rows = _rows(base, data, task or CausalLMConfig(), style, on_event)
+    if before is not None:
+        measured.refer_to(before, "")
     metrics = measured.metrics(base.model, rows, on_event=on_event)
     if isinstance(measured, CausalLM):
         answers = _answers(base, measured, rows, on_event)

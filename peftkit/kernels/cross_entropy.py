@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional
 
 Head = Callable[[Tensor], Tensor]
@@ -60,16 +60,21 @@ def chunked_cross_entropy(
         chunk_rows: The largest C, rounded up; by default what fits into CHUNK_BYTES of a vocabulary
             of `vocab_size`. Chunks are about equal.
     """
-    held = CHUNK_BYTES.get(hidden.device.type, OTHER_CHUNK_BYTES)
-    most = chunk_rows or max(MIN_ROWS, held // (BYTES_A_LOGIT * max(vocab_size, 1)))
-    count = max(1, -(-len(targets) // most))
-    rows = max(1, -(-len(targets) // (count * ALIGNMENT))) * ALIGNMENT
+    rows = rows_of_chunk(hidden, chunk_rows, vocab_size)
     return _ChunkedCrossEntropy.apply(hidden, targets, head, rows, *trainable)
 
 
+def rows_of_chunk(hidden: Tensor, most: int | None, vocab_size: int) -> int:
+    """Return C; see `chunked_cross_entropy`."""
+    held = CHUNK_BYTES.get(hidden.device.type, OTHER_CHUNK_BYTES)
+    most = most or max(MIN_ROWS, held // (BYTES_A_LOGIT * max(vocab_size, 1)))
+    count = max(1, -(-len(hidden) // most))
+    return max(1, -(-len(hidden) // (count * ALIGNMENT))) * ALIGNMENT
+
+
 @torch.no_grad()
-def loss_and_gradient(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of -log softmax(logits)[target], float32; logits become its gradient.
+def losses_and_gradient(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return (C,): -log softmax(logits)[target], float32; logits become the gradient of its sum.
 
     In their place: a second array as large, made and freed in each step with another number of
     rows, leaves holes in the memory that nothing fills.
@@ -82,8 +87,9 @@ def loss_and_gradient(logits: Tensor, targets: Tensor) -> Tensor:
         return _in_few_passes(logits, targets)
     held = WIDE_BYTES[logits.device.type]
     rows = max(1, held // (4 * logits.shape[1]))
-    loss = logits.new_zeros((), dtype=torch.float32)
-    scratch = torch.empty_like(logits[:rows], dtype=torch.float32)  # one, whose pages are there
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    losses = logits.new_empty(len(logits), dtype=dtype)
+    scratch = torch.empty_like(logits[:rows], dtype=dtype)  # one, whose pages are there
     for start in range(0, len(logits), rows):
         part = slice(start, start + rows)
         index = targets[part, None]
@@ -91,9 +97,22 @@ def loss_and_gradient(logits: Tensor, targets: Tensor) -> Tensor:
         largest = wide.amax(1, keepdim=True)
         chosen = wide.gather(1, index) - largest
         total = wide.sub_(largest).exp_().sum(1, keepdim=True)
-        loss += (total.log() - chosen).sum()
+        losses[part] = (total.log() - chosen)[:, 0]
         logits[part] = wide.div_(total).scatter_add_(1, index, wide.new_full(index.shape, -1.0))
-    return loss
+    return losses
+
+
+def logits_of_chunk(
+    hidden: Tensor, head: Head, wants_grad: bool
+) -> tuple[Tensor, list[GradientEdge], Tensor]:
+    """Return rows (C, H), padded to ALIGNMENT, where their logits begin in the graph, and these."""
+    # a graph of its own, gone at once: hooks that count or offload do not apply to it
+    with torch.set_grad_enabled(wants_grad), saved_tensors_hooks(_same, _same):
+        rows = functional.pad(hidden.detach(), (0, 0, 0, -len(hidden) % ALIGNMENT))
+        logits = head(rows.requires_grad_(wants_grad))
+    # before logits change: through a changed view autograd goes by zeros of the size of all
+    edge = [get_gradient_edge(logits)] if wants_grad else []
+    return rows, edge, logits.detach()
 
 
 def _in_few_passes(logits: Tensor, targets: Tensor) -> Tensor:
@@ -106,9 +125,9 @@ def _in_few_passes(logits: Tensor, targets: Tensor) -> Tensor:
     largest, place = logits.max(1, keepdim=True)
     probs = torch.softmax(logits, 1, dtype=torch.float32)
     log_sum = largest.float() - probs.gather(1, place).log()
-    loss = (log_sum - chosen).sum()
+    losses = (log_sum - chosen)[:, 0]
     logits.copy_(probs.scatter_add_(1, index, probs.new_full(index.shape, -1.0)))
-    return loss
+    return losses
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -129,14 +148,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(targets), chunk_rows):
             part = slice(start, min(start + chunk_rows, len(targets)))
             num = part.stop - start
-            # a graph of its own, gone at once: hooks that count or offload do not apply to it
-            with torch.set_grad_enabled(wants_grad), saved_tensors_hooks(_same, _same):
-                rows = functional.pad(hidden[part].detach(), (0, 0, 0, -num % ALIGNMENT))
-                logits = head(rows.requires_grad_(wants_grad))
-            # before logits change: through a changed view autograd goes by zeros of the size of all
-            edge = [get_gradient_edge(logits)] if wants_grad else []
-            grad_logits = logits.detach()
-            loss += loss_and_gradient(grad_logits[:num], targets[part])
+            rows, edge, grad_logits = logits_of_chunk(hidden[part], head, wants_grad)
+            loss += losses_and_gradient(grad_logits[:num], targets[part]).sum()
             grad_logits[num:] = 0
             if grad_hidden is not None:
                 row_grad, *own = torch.autograd.grad(edge, [rows, *trainable], grad_logits)

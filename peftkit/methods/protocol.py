@@ -149,6 +149,9 @@ class Method(Config, ABC):
     """dtype of the adapter's weights, whatever the base's is."""
     train_fully: tuple[str, ...] = ()
     """Modules that are trained in full too, by the ends of their names: [classifier]."""
+    start_from: str | None = None
+    """Adapter to continue, a folder or USER/NAME on the hub; the method is then its own, and nothing
+    else has to be set. Losses that compare take the adapter as it is now as their reference."""
     token_rows: tuple[int, ...] | dict[str, tuple[int, ...]] = ()
     """Token ids whose rows of the input embedding (and of a tied head) are trained too; or by
     the ends of module names: {embed_tokens: [7], lm_head: [7]}."""

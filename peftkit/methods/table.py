@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from peftkit.errors import AdapterError, ConfigError, did_you_mean
 from peftkit.files.strict_json import shown
@@ -46,9 +46,18 @@ FORMATS: dict[str, PeftFormat[Any]] = {
     "prefix_tuning": PrefixTuningFormat(),
 }
 
+
+def _typed(value: object) -> Any:
+    """Let a method that goes on with an adapter leave its type to that."""
+    if isinstance(value, dict) and "start_from" in value:
+        return {"type": LoRA.model_fields["type"].default, **value}
+    return value
+
+
 AnyMethod = Annotated[
     LoRA | DoRA | IA3 | VeRA | LNTuning | BitFit | Bottleneck | PromptTuning | PrefixTuning,
     Field(discriminator="type"),
+    BeforeValidator(_typed),
 ]
 
 BESIDE = {"train_fully": "modules_to_save", "token_rows": "trainable_token_indices"}

@@ -262,6 +262,7 @@ class CausalLMConfig(TaskConfig):
     task_type: ClassVar[str] = "CAUSAL_LM"
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     command: ClassVar[str] = "peftkit chat {folder}"
+    generates: ClassVar[bool] = True
     data_fields: ClassVar[frozenset[str]] = frozenset(
         {"format", "max_length", "packing", "chat_template", "max_dropped"}
     )

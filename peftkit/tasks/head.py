@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.kernels.cross_entropy import chunked_cross_entropy
+from peftkit.kernels.log_probs import chunked_log_probs
 from peftkit.model.places import is_linear, linear_shape, unwrap_adapter
 from peftkit.tasks.attention import TrainingAttention, training_attention
 from peftkit.tasks.loss import accepted, find_head, target_logits, target_rows, unwrapped
@@ -242,6 +243,27 @@ def token_losses(
         )
         for some, those in zip(rows.split(list(sizes)), targets.split(list(sizes)), strict=True)
     ]
+
+
+def token_log_probs(
+    model: nn.Module,
+    head: Head | None,
+    inputs: Mapping[str, Any],
+    target_index: Tensor,
+    targets: Tensor,
+) -> Tensor:
+    """Return log p(target) of each target (n,), in fp32; see `token_loss`."""
+    if head is None:
+        logits = target_logits(model, inputs, target_index)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return -functional.cross_entropy(wide, targets, reduction="none")
+    return chunked_log_probs(
+        target_rows(model, inputs, target_index),
+        targets,
+        head,
+        trainable=head.trainable,
+        vocab_size=head.vocab_size,
+    )
 
 
 @torch.no_grad()

@@ -67,6 +67,15 @@ class Task(loop.Task, ABC):
     def training(self, model: nn.Module) -> AbstractContextManager[object]:
         return training_attention(unwrapped(model))
 
+    def refer_to(self, state: Callable[[], AbstractContextManager[None]], key: str) -> None:
+        """Say what the model was before it learnt, for a task that compares it with that.
+
+        Args:
+            state: Makes a context in which the model is what it was.
+            key: Tells that from all others; "" where it is not known.
+        """
+        return None
+
     @abstractmethod
     def spans(self, row: Any) -> list[tuple[str, str]]:
         """Return a row as the loss sees it, in pieces: what each is, and its text."""
@@ -89,6 +98,8 @@ class TaskConfig(Config, ABC):
     """What makes the inputs; `on` gets it."""
     command: ClassVar[str] = "peftkit eval {folder} --data FILE"
     """What to do with an adapter that learnt it, at the command line."""
+    generates: ClassVar[bool] = False
+    """Whether what learnt it goes on from a prompt."""
     data_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields of DataConfig, beside train and eval, that this task reads; others are refused."""
 
@@ -104,6 +115,11 @@ class TaskConfig(Config, ABC):
             DataError: The data cannot be read, or does not say.
         """
         return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it is learnt by comparing the model with what it was."""
+        return False
 
     @property
     def purpose(self) -> Purpose:

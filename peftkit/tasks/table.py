@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 from peftkit.tasks.causal_lm import CausalLMConfig
 from peftkit.tasks.image_classification import ImageClassificationConfig
 from peftkit.tasks.masked_lm import MaskedLMConfig
+from peftkit.tasks.preference.config import PreferenceConfig
 from peftkit.tasks.protocol import TaskConfig
 from peftkit.tasks.seq2seq import Seq2SeqConfig
 from peftkit.tasks.sequence_classification import SequenceClassificationConfig
@@ -21,6 +22,7 @@ TASKS: dict[str, type[TaskConfig]] = {
     "seq2seq": Seq2SeqConfig,
     "masked_lm": MaskedLMConfig,
     "image_classification": ImageClassificationConfig,
+    "preference": PreferenceConfig,
 }
 
 
@@ -35,7 +37,8 @@ _Section = Annotated[
     | TokenClassificationConfig
     | Seq2SeqConfig
     | MaskedLMConfig
-    | ImageClassificationConfig,
+    | ImageClassificationConfig
+    | PreferenceConfig,
     Field(discriminator="type"),
 ]
 AnyTask = Annotated[_Section, BeforeValidator(_spelled_out, json_schema_input_type=str | _Section)]

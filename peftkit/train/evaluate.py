@@ -19,6 +19,7 @@ from peftkit.train.metrics import perplexity
 from peftkit.train.ranks import Ranks
 from peftkit.train.signals import StopRequest
 from peftkit.train.task import Task
+from peftkit.train.whole_step import StepValues, step_values
 
 
 class Evaluator:
@@ -72,13 +73,30 @@ class Evaluator:
             return {"loss": loss}
         return {"loss": loss, "perplexity": perplexity(loss)}
 
+    def _known(self) -> StepValues | None:
+        """Look at all rows first, where their losses depend on each other."""
+        while self.task.needs_whole_step:
+            try:
+                return step_values(self._seen, self.rows, self._cut(self.rows), self.ranks)
+            except Exception as error:
+                if not is_out_of_memory(error) or self.batch_size == 1:
+                    raise
+            release_memory()
+            self.batch_size //= 2
+        return None
+
+    def _seen(self, rows: Sequence[Any]) -> Tensor:
+        (batch,) = self.feed.batches([rows])
+        with self.ranks.autocast():
+            return self.task.row_values(self.model, self.feed.moved(batch))
+
     def _sums(self) -> tuple[Tensor, int]:
         sums = torch.zeros(1 + self.task.num_figures, device=self.ranks.device)
-        targets = 0
+        targets, known = 0, self._known()
         pending = self._cut(self.rows)
         while pending and not self.stop.signum:
             rows = pending.pop(0)
-            result = self._try(rows, pending[:1])
+            result = self._try(rows, pending[:1], known)
             if result is None:
                 release_memory()
                 if len(rows) == 1:
@@ -97,16 +115,22 @@ class Evaluator:
         return cut(rows, self.task.num_positions, self.batch_size, self._max_tokens)
 
     def _try(
-        self, rows: Sequence[Any], coming: Sequence[Sequence[Any]] = ()
+        self,
+        rows: Sequence[Any],
+        coming: Sequence[Sequence[Any]] = (),
+        known: StepValues | None = None,
     ) -> tuple[Tensor, int] | None:
         """Return what is summed of rows, and their targets; None if memory ran out.
 
         Args:
             coming: The rows after these: they may be collated meanwhile.
+            known: What was seen of all rows, where losses depend on each other.
         """
         (batch,) = self.feed.batches([rows])
         if coming:
             self.feed.expect(coming)
+        if known is not None:
+            batch = known.given_to(batch, rows)
         try:
             moved = self.feed.moved(batch)
             with self.ranks.autocast():

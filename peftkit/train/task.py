@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -41,9 +41,9 @@ class Task(Protocol):
     and a summed loss that is the sum of theirs, given what they need to know of the whole step.
     """
 
-    num_figures: int = 0
+    num_figures: ClassVar[int] = 0
     """How many sums `sums` gives beside the loss."""
-    needs_whole_step: bool = False
+    needs_whole_step: ClassVar[bool] = False
     """Whether a row's loss depends on other rows of the step; see `row_values`."""
 
     draws_in_collate: bool = False

@@ -10,7 +10,7 @@ PEFT before 0.14 refuses keys that it does not know.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,8 @@ def load_adapter(
     fingerprint: str | None = None,
     force: bool = False,
     trainable: bool = False,
+    dropout: float | None = None,
+    head: Sequence[str] = (),
 ) -> Adapter:
     """Attach an adapter folder's method to a model and load its tensors.
 
@@ -207,6 +209,8 @@ def load_adapter(
         fingerprint: Of `model`; compared with the one recorded in the folder.
         force: Load although the fingerprints differ.
         trainable: Keep the adapter's tensors trainable.
+        dropout: Another one than it was trained with.
+        head: Modules to train in full too; they begin as they are where the folder has none.
 
     Raises:
         AdapterError: It is another base, or tensors do not fit; lists all of them.
@@ -219,6 +223,7 @@ def load_adapter(
         method, sites = fit_to_model(
             model, file.method, fields, tensors, folder=file.folder, made_here=file.made_here
         )
+        method = _changed(method, dropout, head)
         # a stranger's file may leave out what is made from the weight
         adapter = attach(model, method, sites=sites, fresh=not file.made_here)
     except TargetError as error:
@@ -229,13 +234,21 @@ def load_adapter(
         check_targets_of(fields, adapter, file.folder)
         if not file.made_here:
             tensors = completed(adapter, tensors)
-        adapter.load_state(tensors)
+        began = tuple(f"{path}." for path in head)
+        fresh = {n: t for n, t in adapter.state().items() if n.startswith(began)} if head else {}
+        adapter.load_state({**fresh, **tensors})
     except BaseException:
         adapter.detach()
         raise
     for parameter in adapter.parameters():
         parameter.requires_grad_(trainable)
     return adapter
+
+
+def _changed(method: Method, dropout: float | None, head: Sequence[str]) -> Method:
+    whole = tuple(dict.fromkeys((*method.train_fully, *head)))
+    update: dict[str, Any] = {"train_fully": whole, "start_from": None}
+    return method.model_copy(update=update if dropout is None else {**update, "dropout": dropout})
 
 
 def _fingerprint_inside(header: Header) -> str | None:

@@ -1,0 +1,283 @@
+"""Rows of comparisons: what is preferred to what, or what is wanted.
+
+| rows     | fields                                                                            |
+| pairs    | chosen, rejected; the prompt before both as prompt, as instruction (question,     |
+|          | query; input), as messages or conversations, or as what both begin with           |
+| verdicts | prompt and completion, or any other format of causal_lm, and label: true or false |
+
+Prompts and answers are texts or messages; `system` and `tools` are those of causal_lm. An answer
+may be a text, a message, a list of messages, or a conversation that begins with the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from peftkit.data.format import Completion, Conversation, Example, Instruction, Text, parse
+from peftkit.data.load import Record
+from peftkit.data.messages import (
+    Message,
+    WrongField,
+    completion_messages,
+    parse_messages,
+    parse_tools,
+    text_of,
+)
+from peftkit.errors import DataError
+
+MAX_SHOWN = 5
+TURNS = ("messages", "conversations", "conversation")
+QUESTIONS = ("instruction", "question", "query", "input")
+SIDES = ("chosen", "rejected")
+LABEL = "label"
+ANSWERERS = ("assistant", "gpt", "model", "bot", "chatgpt", "function_call")
+"""Whose turn begins an answer that is given without its prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to one prompt.
+
+    Args:
+        shared: Whether the prompt is what both texts begin with, in tokens.
+        margin: By how much the chosen one is better, if the row says it.
+    """
+
+    chosen: Example
+    rejected: Example
+    shared: bool
+    source: str
+    margin: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """An answer, and whether it is wanted."""
+
+    example: Example
+    wanted: bool
+    source: str
+
+
+def read_pairs_of(
+    records: Sequence[Record], where: str, *, margin: str | None = None
+) -> tuple[list[Pair], tuple[str, ...]]:
+    """Return the pairs of a file, and the fields that were not used.
+
+    Args:
+        margin: Field with the margin, if there is to be one.
+
+    Raises:
+        DataError: With file, line and field of the first few rows that are no pairs.
+    """
+    pairs: list[Pair] = []
+    problems: list[str] = []
+    used: set[str] = set()
+    for record in records:
+        try:
+            pair, own = _pair(record)
+            if margin is not None:
+                pair = replace(pair, margin=_number(record.fields, margin))
+                own.add(margin)
+            pairs.append(pair)
+            used |= own
+        except WrongField as problem:
+            problems.append(f"{record.source}: {problem}")
+    _refuse(problems, len(records), where, "pairs of a chosen and a rejected answer")
+    names = dict.fromkeys(key for record in records for key in record.fields)
+    return pairs, tuple(key for key in names if key not in used)
+
+
+def read_verdicts(
+    records: Sequence[Record], where: str
+) -> tuple[list[Verdict], tuple[str, ...], str]:
+    """Return the judged answers of a file, the fields that were not used, and the rows' format.
+
+    Raises:
+        DataError: With file, line and field; or all rows have one label.
+    """
+    problems = []
+    for record in records:
+        value = record.fields.get(LABEL)
+        if not isinstance(value, bool):
+            found = "missing" if LABEL not in record.fields else f"found {value!r:.40}"
+            problems.append(f"{record.source}: {LABEL}: expected true or false, {found}")
+    _refuse(problems, len(records), where, "answers with a label")
+    if len({record.fields[LABEL] for record in records}) == 1:
+        raise DataError(
+            f"Cannot learn from {where}: all of its rows have one label.",
+            found=f"{LABEL} is {str(records[0].fields[LABEL]).lower()} in all {len(records)} rows.",
+            fix="Give wanted (true) and unwanted (false) answers, or use the task causal_lm.",
+        )
+    bare = [
+        Record({k: v for k, v in record.fields.items() if k != LABEL}, record.source)
+        for record in records
+    ]
+    parsed = parse(bare, "auto", where=where)
+    verdicts = []
+    for record, example in zip(records, parsed.examples, strict=True):
+        if isinstance(example, Text):
+            problems.append(f"{record.source}: a text alone has no prompt and no answer")
+            continue
+        if isinstance(example, Conversation) and parsed.format != "prompt_completion":
+            example = replace(example, learnt=example.learnt[-1:])
+        if _is_empty(example):
+            problems.append(f"{record.source}: its answer is empty")
+        verdicts.append(Verdict(example, record.fields[LABEL], record.source))
+    _refuse(problems, len(records), where, "answers with a label")
+    return verdicts, parsed.unused, parsed.format
+
+
+def _pair(record: Record) -> tuple[Pair, set[str]]:
+    fields = record.fields
+    for side in SIDES:
+        if side not in fields or fields[side] is None:
+            raise WrongField(side, "missing: a pair has a chosen and a rejected answer")
+        if not fields[side] or (isinstance(fields[side], str) and not fields[side].strip()):
+            raise WrongField(side, "empty")
+    if fields["chosen"] == fields["rejected"]:
+        raise WrongField("rejected", "equal to chosen: there is nothing to prefer")
+    for key in ("images", "image", "videos", "audios", "audio"):
+        if fields.get(key):
+            raise WrongField(key, "the row holds more than text, which this task cannot learn from")
+    turns = next((key for key in TURNS if key in fields), None)
+    if turns or isinstance(fields.get("prompt"), list):
+        return _of_messages(record, turns or "prompt")
+    texts = [isinstance(fields[side], str) for side in SIDES]
+    if texts[0] != texts[1]:
+        raise WrongField("rejected", "one of the two answers is text, the other is not")
+    return _of_texts(record) if texts[0] else _of_conversations(record)
+
+
+def _of_texts(record: Record) -> tuple[Pair, set[str]]:
+    """Read two texts, after a prompt or with one in common."""
+    fields, source = record.fields, record.source
+    for key in ("tools", "system"):
+        if fields.get(key):
+            raise WrongField(key, f"{key} need messages; a plain prompt says all for itself")
+    chosen, rejected = (text_of(fields, side) for side in SIDES)
+    if fields.get("prompt") is not None:
+        prompt = text_of(fields, "prompt")
+        sides = [Completion(prompt, text, source) for text in (chosen, rejected)]
+        return Pair(sides[0], sides[1], False, source), {"prompt", *SIDES, "system", "tools"}
+    question = next((key for key in QUESTIONS if key in fields), None)
+    if question is None:
+        return Pair(Text(chosen, source), Text(rejected, source), True, source), {*SIDES}
+    asked = text_of(fields, question)
+    given = text_of(fields, "input") if question != "input" and fields.get("input") else ""
+    if not asked.strip():
+        raise WrongField(question, "empty")
+    answers = [Instruction(asked, given, text, source) for text in (chosen, rejected)]
+    return Pair(answers[0], answers[1], False, source), {question, "input", *SIDES}
+
+
+def _of_messages(record: Record, key: str) -> tuple[Pair, set[str]]:
+    """Read a list of messages as the prompt, and what each side answers."""
+    fields = record.fields
+    prompt = fields[key]
+    if not isinstance(prompt, list) or not prompt:
+        raise WrongField(key, "expected a list of turns")
+    tools = tuple(parse_tools(fields.get("tools"), "tools"))
+    found = []
+    for side in SIDES:
+        answer = _as_list(fields[side])
+        given = prompt
+        if isinstance(answer[0], Mapping) and _role(answer[0]) not in ANSWERERS:
+            if answer[: len(prompt)] != prompt:
+                raise WrongField(side, f"{key} is not what it begins with")
+            answer = answer[len(prompt) :]
+            if not answer:
+                raise WrongField(side, f"there is nothing after {key}")
+        messages, learnt = completion_messages({key: given, side: answer}, key, side)
+        found.append(_conversation(messages, learnt, tools, record, side))
+    return Pair(found[0], found[1], False, record.source), {key, *SIDES, "tools", "system"}
+
+
+def _of_conversations(record: Record) -> tuple[Pair, set[str]]:
+    """Read two conversations; what they begin with in common is the prompt."""
+    fields = record.fields
+    tools = tuple(parse_tools(fields.get("tools"), "tools"))
+    prompt = text_of(fields, "prompt") if fields.get("prompt") is not None else None
+    sides = []
+    for side in SIDES:
+        answer = _as_list(fields[side])
+        if prompt is not None and _role(answer[0]) in ANSWERERS:
+            answer = [{"role": "user", "content": prompt}, *answer]
+        messages, _ = parse_messages(answer, side)
+        asked = [message.get("content") for message in messages if message["role"] == "user"]
+        if prompt is not None and prompt not in asked:
+            raise WrongField("prompt", f"{side} does not begin with it")
+        sides.append(messages)
+    common = 0
+    while common < min(map(len, sides)) and sides[0][common] == sides[1][common]:
+        common += 1
+    found = []
+    for side, messages in zip(SIDES, sides, strict=True):
+        if common >= len(messages):
+            raise WrongField(side, "there is nothing after what both begin with")
+        if messages[common]["role"] != "assistant":
+            raise WrongField(side, f"turn {common} is {messages[common]['role']}'s: not one prompt")
+        learnt = [n for n, m in enumerate(messages) if n >= common and m["role"] == "assistant"]
+        found.append(_conversation(messages, learnt, tools, record, side))
+    used = {*SIDES, "tools", "system"} | ({"prompt"} if prompt is not None else set())
+    return Pair(found[0], found[1], False, record.source), used
+
+
+def _conversation(
+    messages: Sequence[Message],
+    learnt: Sequence[int],
+    tools: tuple[Mapping[str, Any], ...],
+    record: Record,
+    side: str,
+) -> Conversation:
+    messages, turns = list(messages), list(learnt)
+    if record.fields.get("system"):
+        if messages[0]["role"] == "system":
+            raise WrongField("system", "the messages begin with a system turn already")
+        system = {"role": "system", "content": text_of(record.fields, "system")}
+        messages, turns = [system, *messages], [turn + 1 for turn in turns]
+    made = Conversation(tuple(messages), tuple(turns), tools, record.source)
+    if _is_empty(made):
+        raise WrongField(side, "empty")
+    return made
+
+
+def _is_empty(example: Example) -> bool:
+    """Tell whether an answer says nothing."""
+    if isinstance(example, Conversation):
+        turns = [example.messages[turn] for turn in example.learnt]
+        return not any(t.get("tool_calls") or str(t.get("content") or "").strip() for t in turns)
+    if isinstance(example, Instruction):
+        return not example.output.strip()
+    return isinstance(example, Completion) and not example.completion.strip()
+
+
+def _as_list(value: Any) -> list[Any]:
+    """Return an answer as messages: a text is the assistant's, a message stands alone."""
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    return value if isinstance(value, list) else [value]
+
+
+def _role(turn: Any) -> str:
+    found = turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
+    return str(found)
+
+
+def _number(fields: Mapping[str, Any], name: str) -> float:
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise WrongField(name, f"expected a number (task.margin), found {value!r:.40}")
+    return float(value)
+
+
+def _refuse(problems: Sequence[str], total: int, where: str, what: str) -> None:
+    if problems:
+        more = f"\n... and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
+        raise DataError(
+            f"Cannot use {len(problems)} of {total} rows of {where} ({what}).",
+            found="\n".join(problems[:MAX_SHOWN]) + more,
+            fix="Mend or remove these rows.",
+        )

@@ -1,0 +1,125 @@
+"""Going on with an adapter: its method, its tensors, and what it was when training began."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from peftkit.adapter import Adapter
+from peftkit.base.load import Base
+from peftkit.base.new_tokens import restore_tokens
+from peftkit.errors import AdapterError, ConfigError
+from peftkit.events import Listener, Notice, ignore
+from peftkit.files.disk import read_tensors, sha256_of, write_tensors
+from peftkit.formats.find_adapter import adapter_folder
+from peftkit.formats.peft.folder import TENSORS, AdapterFile, load_adapter, read_adapter
+from peftkit.methods.protocol import Method
+
+START = "start.safetensors"
+"""Beside an adapter that is compared with what it was: the tensors that it began with."""
+FREE = {"type", "start_from", "dropout"}
+"""Fields of a method that its tensors do not depend on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """An adapter that goes on from another.
+
+    Attributes:
+        start: Its tensors as they were, apart from it.
+        digest: Of the folder's tensors.
+        has_tokens: Whether tokens were added to the base, which the new folder needs too.
+    """
+
+    adapter: Adapter
+    start: Mapping[str, Tensor]
+    digest: str
+    has_tokens: bool
+
+
+def continue_adapter(
+    base: Base, asked: Method, quantize: str, *, on_event: Listener = ignore
+) -> Continued:
+    """Put the adapter that `asked.start_from` names on a base, to be trained on.
+
+    Args:
+        quantize: How the base is quantised.
+
+    Raises:
+        AdapterError: There is none, or it is of another base.
+        ConfigError: What is asked of the method is not what the adapter is.
+    """
+    file = read_adapter(adapter_folder(str(asked.start_from)))
+    _check_asked(asked, file)
+    file.method.check_quantize(quantize)
+    before = file.provenance.loading.get("quantize", quantize)
+    if before != quantize:
+        on_event(
+            Notice(
+                f"{file.folder} was trained over a base with quantize: {before}; here it is "
+                f"{quantize}, so that it begins a little off."
+            )
+        )
+    tokens = restore_tokens(base, file.folder)
+    adapter = load_adapter(
+        base.model,
+        file.folder,
+        fingerprint=base.fingerprint,
+        trainable=True,
+        dropout=getattr(asked, "dropout", None) if "dropout" in asked.model_fields_set else None,
+        head=base.head,
+    )
+    start = {name: tensor.clone() for name, tensor in adapter.state().items()}
+    return Continued(adapter, start, sha256_of(file.folder / TENSORS), bool(tokens))
+
+
+def _check_asked(asked: Method, file: AdapterFile) -> None:
+    """Refuse what the folder's tensors cannot be."""
+    own, said = file.method, asked.model_fields_set - FREE
+    if asked.type != own.type and (said or asked.type != "lora"):
+        raise ConfigError(
+            f"method.type: {asked.type} is not what {file.folder} is.",
+            found=f"It is {own.type}.",
+            fix="Leave everything of the method out but start_from: it is the adapter's.",
+        )
+    for name in sorted(said):
+        if getattr(asked, name) != getattr(own, name):
+            raise ConfigError(
+                f"method.{name} is not what {file.folder} has.",
+                found=f"Asked for is {getattr(asked, name)!r}, the adapter has "
+                f"{getattr(own, name)!r}.",
+                fix="Leave it out: the method is the adapter's, but for its dropout.",
+            )
+
+
+def save_start(start: Mapping[str, Tensor], folder: Path) -> None:
+    """Write what an adapter began with beside it."""
+    write_tensors({name: tensor.cpu() for name, tensor in start.items()}, folder / START)
+
+
+def before_training(adapter: Adapter, folder: Path) -> Callable[[], AbstractContextManager[None]]:
+    """Return what makes a context in which a model is what it was before its adapter learnt.
+
+    Args:
+        folder: The adapter's; without a start in it that is the base.
+
+    Raises:
+        AdapterError: The start is not one of this adapter.
+    """
+    path = folder / START
+    if not path.is_file():
+        return adapter.disabled
+    start = read_tensors(path)
+    shapes = {name: tensor.shape for name, tensor in adapter.state().items()}
+    if {name: tensor.shape for name, tensor in start.items()} != shapes:
+        raise AdapterError(
+            f"{path} is not what this adapter began with",
+            found="its tensors have other names or shapes",
+            fix="Restore the folder; without the file it is compared with the bare base.",
+        )
+    return partial(adapter.holding, start)

@@ -1,0 +1,137 @@
+"""KTO: answers that are wanted or not, measured against a point that all rows of a step give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.data.lengths import MULTIPLE
+from peftkit.data.load import Record
+from peftkit.data.pack import IGNORE
+from peftkit.data.preferences import read_verdicts
+from peftkit.tasks.preference.losses import kto_losses
+from peftkit.tasks.preference.rows import Compared, compared, with_other_answers
+from peftkit.tasks.preference.task import Preference, summed
+from peftkit.tasks.unpadding import num_positions
+
+OTHER = "other_"
+"""How the names of a batch begin that are of the prompts with other prompts' answers."""
+
+
+class KTO(Preference):
+    """An answer is learnt by whether it is wanted.
+
+    A row's second document is its prompt with another row's answer: what these gain on average,
+    over all rows of the step, is the point z that answers are measured against.
+    """
+
+    num_figures: ClassVar[int] = 8
+    needs_whole_step: ClassVar[bool] = True
+
+    def read(
+        self, records: Sequence[Record], where: str
+    ) -> tuple[list[Compared | None], list[tuple[str, str]], tuple[str, ...]]:
+        verdicts, unused, name = read_verdicts(records, where)
+        own = self.encoded([verdict.example for verdict in verdicts], where)
+        rows = [
+            compared(first, second, self.max_length, wanted=verdict.wanted)
+            if any(label != IGNORE for label in first.labels[: self.max_length])
+            else None
+            for verdict, first, second in zip(verdicts, own, with_other_answers(own), strict=True)
+        ]
+        wanted = sum(verdict.wanted for verdict in verdicts)
+        lines = [("format", name), ("wanted, unwanted", f"{wanted:,}, {len(own) - wanted:,}")]
+        return rows, lines, unused
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """As of all; answers stand alone."""
+        rows = "without padding, common beginnings once" if self._attention else "padded"
+        known = {name: how for name, how in super().paths.items() if name != "pairs"}
+        return {**known, "rows": rows}
+
+    def num_positions(self, rows: Sequence[Compared]) -> int:
+        """Return how many positions the longer of the two documents of each row take."""
+        lengths = [max(row.lengths) for row in rows]
+        padded = len(lengths) * (-(-max(lengths) // MULTIPLE) * MULTIPLE)
+        if self._attention is None:
+            return padded
+        return sum(lengths) if self._attention.takes_spans else min(padded, num_positions(lengths))
+
+    def _batch(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
+        pairs = [row.documents for row in rows]
+        others = self.documents([other for _, other in pairs])
+        return {
+            **self.documents([own for own, _ in pairs]),
+            **{OTHER + name: tensor for name, tensor in others.items()},
+            "cut": torch.tensor([row.is_cut for row in rows]),
+            "wanted": torch.tensor([bool(row.wanted) for row in rows]),
+        }
+
+    def _own(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        tokens = self.token_log_probs(model, batch)
+        return summed(tokens, batch["document"], len(batch["cut"]))
+
+    def _others(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        given = {n.removeprefix(OTHER): t for n, t in batch.items() if n.startswith(OTHER)}
+        return self._own(model, {**given, "cut": batch["cut"]})
+
+    def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the log-probabilities of each answer, and of the other one (B, 2)."""
+        return torch.stack([self._own(model, batch), self._others(model, batch)], dim=1)
+
+    @torch.no_grad()
+    def row_values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return what another prompt's answer gains over the reference (B, 1)."""
+        reference = self.reference_of(model, batch)[:, 1]
+        return (self._others(model, batch) - reference)[:, None]
+
+    def sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the summed loss, and what is told; see `figures`."""
+        seen = batch.get("step_values")
+        gains = self.row_values(model, batch) if seen is None else seen
+        z = gains.mean().clamp(min=0)
+        reference = self.reference_of(model, batch)[:, 0]
+        log_probs, wanted = self._own(model, batch), batch["wanted"]
+        gain = log_probs - reference.to(log_probs)
+        losses = kto_losses(gain, wanted, z.to(gain), beta=self.settings.beta)
+        gain, log_probs, on = gain.detach(), log_probs.detach(), wanted.to(gain)
+        rewards = self.settings.beta * gain
+        told = (
+            on,
+            rewards * on,
+            rewards * (1 - on),
+            log_probs * on,
+            log_probs * (1 - on),
+            torch.where(wanted, gain > z, gain < z),
+            z.expand(len(gain)),
+            batch["cut"],
+        )
+        return torch.stack([losses.sum(), *(each.to(losses).sum() for each in told)])
+
+    def figures(self, means: Sequence[float]) -> dict[str, float]:
+        """Return means over wanted and unwanted answers; accuracy: share on their side of z."""
+        wanted, *of_sides, accuracy, z, cut = means
+        shares = (wanted, 1 - wanted) * 2
+        # a step may have answers of one side alone
+        each = [
+            mean / share if share > 0 else 0.0 for mean, share in zip(of_sides, shares, strict=True)
+        ]
+        chosen, rejected, log_prob_chosen, log_prob_rejected = each
+        return {
+            "accuracy": accuracy,
+            "margin": chosen - rejected,
+            "reward_chosen": chosen,
+            "reward_rejected": rejected,
+            "logp_chosen": log_prob_chosen,
+            "logp_rejected": log_prob_rejected,
+            "z": z,
+            "cut": cut,
+        }
+
+    def spans(self, row: Compared) -> list[tuple[str, str]]:
+        """Return the answer with what stands before it."""
+        return self._spans(row, ("wanted" if row.wanted else "unwanted",))

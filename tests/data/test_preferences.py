@@ -1,0 +1,146 @@
+"""Rows of comparisons are found by their fields; what is none is named with its line and field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from peftkit.data.format import Completion, Conversation, Instruction, Text
+from peftkit.data.load import Record
+from peftkit.data.preferences import read_pairs_of, read_verdicts
+from peftkit.errors import DataError
+
+USER = {"role": "user", "content": "who?"}
+GOOD = {"role": "assistant", "content": "the fox"}
+BAD = {"role": "assistant", "content": "the dog"}
+SHAREGPT = {"from": "gpt", "value": "the dog"}
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"function": {"name": "find", "arguments": {"what": "fox"}}}],
+}
+TOOLS = [{"name": "find", "parameters": {}}]
+
+
+def records(*rows: dict[str, Any]) -> list[Record]:
+    return [Record(row, f"a.jsonl:{n}") for n, row in enumerate(rows, start=1)]
+
+
+def conversation(example: Any) -> Conversation:
+    assert isinstance(example, Conversation)
+    return example
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": [USER], "chosen": "the fox", "rejected": "the dog"},
+        {"prompt": "who?", "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": "who?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"messages": [USER], "chosen": GOOD, "rejected": BAD},
+        {
+            "conversations": [{"from": "human", "value": "who?"}],
+            "chosen": {"from": "gpt", "value": "the fox"},
+            "rejected": SHAREGPT,
+        },
+    ],
+)
+def test_messages_are_one_prompt_and_two_answers(row: dict[str, Any]) -> None:
+    (pair,), unused = read_pairs_of(records(row), "a.jsonl")
+    for side, answer in ((pair.chosen, "the fox"), (pair.rejected, "the dog")):
+        found = conversation(side)
+        assert [m["content"] for m in found.messages] == ["who?", answer]
+        assert found.learnt == (1,)
+    assert (unused, pair.shared) == ((), False)
+
+
+def test_texts_follow_their_prompt_or_share_their_beginning() -> None:
+    given = {"prompt": "a ", "chosen": "b", "rejected": "c", "id": 7}
+    (pair,), unused = read_pairs_of(records(given), "a.jsonl")
+    assert pair.chosen == Completion("a ", "b", "a.jsonl:1")
+    assert unused == ("id",)
+    (pair,), _ = read_pairs_of(records({"chosen": "a b", "rejected": "a c"}), "a.jsonl")
+    assert pair.chosen == Text("a b", "a.jsonl:1")
+    assert pair.shared
+    row = {"instruction": "add", "input": "1 2", "chosen": "3", "rejected": "4"}
+    (pair,), _ = read_pairs_of(records(row), "a.jsonl")
+    assert pair.rejected == Instruction("add", "1 2", "4", "a.jsonl:1")
+
+
+def test_systems_tools_and_turns_after_a_call_belong_to_the_answer() -> None:
+    row = {
+        "system": "Be kind.",
+        "tools": TOOLS,
+        "chosen": [USER, CALL, {"role": "tool", "content": "it is"}, GOOD],
+        "rejected": [USER, BAD],
+    }
+    (pair,), _ = read_pairs_of(records(row), "a.jsonl")
+    assert conversation(pair.chosen).learnt == (2, 4)
+    assert conversation(pair.rejected).messages[0] == {"role": "system", "content": "Be kind."}
+    assert conversation(pair.chosen).tools[0]["function"]["name"] == "find"
+
+
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "rejected: equal"),
+        ({"prompt": "a", "chosen": "b", "rejected": " "}, "rejected: empty"),
+        ({"prompt": "a", "chosen": "", "rejected": "b"}, "chosen: empty"),
+        ({"prompt": [USER], "chosen": [{**GOOD, "content": ""}], "rejected": [BAD]}, "chosen: e"),
+        ({"prompt": "a", "chosen": "b"}, "rejected: missing"),
+        ({"prompt": "what?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "prompt: chosen"),
+        (
+            {"prompt": [{**USER, "content": "x"}], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            "chosen: prompt is not",
+        ),
+        ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "x"}, BAD]}, "chosen: turn 0"),
+        ({"chosen": [USER, GOOD], "rejected": [USER]}, "rejected: there is no assistant"),
+        ({"prompt": "a", "chosen": "b", "rejected": [BAD]}, "rejected: one of the two"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "image": "x.png"}, "image: "),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "tools": TOOLS}, "tools: "),
+        ({"prompt": [USER], "chosen": 7, "rejected": [BAD]}, r"chosen\[0\]: expected an object"),
+    ],
+)
+def test_what_is_no_pair_is_named(row: dict[str, Any], field: str) -> None:
+    fine = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    with pytest.raises(DataError, match=f"a.jsonl:2: {field}"):
+        read_pairs_of(records(fine, row), "a.jsonl")
+
+
+def test_a_margin_is_a_number() -> None:
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    (pair,), _ = read_pairs_of(records({**row, "by": 2}), "a.jsonl", margin="by")
+    assert pair.margin == 2.0
+    with pytest.raises(DataError, match=r"a\.jsonl:1: by: expected a number"):
+        read_pairs_of(records({**row, "by": "much"}), "a.jsonl", margin="by")
+
+
+def test_verdicts_are_examples_with_a_label() -> None:
+    rows = [
+        {"prompt": "a ", "completion": "b", "label": True},
+        {"prompt": "a ", "completion": "c", "label": False},
+    ]
+    verdicts, unused, name = read_verdicts(records(*rows), "a.jsonl")
+    assert [verdict.wanted for verdict in verdicts] == [True, False]
+    assert (unused, name) == ((), "prompt_completion")
+    turns = [USER, BAD, USER, GOOD]
+    talks = [{"messages": turns, "label": True}, {"messages": [USER, BAD], "label": False}]
+    verdicts, _, _ = read_verdicts(records(*talks), "a.jsonl")
+    assert conversation(verdicts[0].example).learnt == (3,)  # the last answer alone is judged
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ([{"label": True}, {"label": 1}], "a.jsonl:2: label: expected true or false, found 1"),
+        ([{"label": True}, {}], "a.jsonl:2: label: .* missing"),
+        ([{"label": True}, {"label": True}], "all of its rows have one label"),
+        ([{"label": True}, {"label": False, "completion": " "}], "a.jsonl:2: its answer is empty"),
+    ],
+)
+def test_what_is_no_verdict_is_named(rows: list[dict[str, Any]], found: str) -> None:
+    with pytest.raises(DataError, match=found):
+        read_verdicts(records(*({"prompt": "a", "completion": "b"} | row for row in rows)), "a")

@@ -1,0 +1,75 @@
+"""Small comparisons and what learns them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from peftkit.adapter import Adapter, attach
+from peftkit.data.load import DataConfig
+from peftkit.methods.lora import LoRA
+from peftkit.methods.protocol import Method
+from peftkit.tasks.preference.config import PreferenceConfig
+from peftkit.tasks.preference.rows import Compared
+from peftkit.tasks.preference.task import Preference
+
+PAIRS = [
+    ("the quick brown fox ", "jumps over the lazy dog", "sleeps"),
+    ("pizza with cheese ", "and olives", "and the other dog and the other fox"),
+    ("what is the answer? ", "the answer is cheese", "the question"),
+    ("the dog and ", "the fox", "extra olives with extra cheese"),
+    ("the quick brown dog ", "is lazy", "is a pizza with three olives"),
+]
+
+
+def write(file: Path, rows: Sequence[dict[str, Any]]) -> str:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(file)
+
+
+def write_pairs(file: Path) -> str:
+    rows = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in PAIRS]
+    return write(file, rows)
+
+
+def write_verdicts(file: Path) -> str:
+    rows = [
+        {"prompt": p, "completion": answer, "label": good}
+        for p, c, r in PAIRS
+        for answer, good in ((c, True), (r, False))
+    ]
+    return write(file, rows)
+
+
+def settings(loss: str, **more: Any) -> PreferenceConfig:
+    if loss == "robust":
+        more.setdefault("label_smoothing", 0.1)
+    return PreferenceConfig(loss=loss, **more)  # type: ignore[arg-type]
+
+
+def task_on(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerFast,
+    asked: PreferenceConfig,
+    file: str,
+    **data: Any,
+) -> tuple[Preference, list[Compared]]:
+    config = DataConfig(train=file, **{"max_length": 64, **data})
+    task = asked.on(model, tokenizer, config)
+    return task, task.load(file)
+
+
+def moved_adapter(model: nn.Module, method: Method | None = None) -> Adapter:
+    """Attach an adapter and move it away from the base."""
+    adapter = attach(model, method or LoRA(rank=3, targets=("q", "v", "down")))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator).to(parameter)
+    return adapter
