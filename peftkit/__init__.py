@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     )
     from peftkit.tasks.masked_lm import MaskedLM as MaskedLM
     from peftkit.tasks.masked_lm import MaskedLMConfig as MaskedLMConfig
+    from peftkit.tasks.preference.config import PreferenceConfig as PreferenceConfig
     from peftkit.tasks.seq2seq import Seq2Seq as Seq2Seq
     from peftkit.tasks.seq2seq import Seq2SeqConfig as Seq2SeqConfig
     from peftkit.tasks.sequence_classification import (
@@ -128,6 +129,7 @@ _HOME = {
     "Opened": "formats.open_adapter",
     "OutputError": "errors",
     "PeftkitError": "errors",
+    "PreferenceConfig": "tasks.preference.config",
     "PrefixTuning": "methods.prefix",
     "PromptTuning": "methods.prompt",
     "Provenance": "formats.peft.folder",

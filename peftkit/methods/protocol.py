@@ -150,7 +150,7 @@ class Method(Config, ABC):
     train_fully: tuple[str, ...] = ()
     """Modules that are trained in full too, by the ends of their names: [classifier]."""
     start_from: str | None = None
-    """Adapter to continue, a folder or USER/NAME on the hub; the method is then its own, and nothing
+    """Adapter to continue, a folder or USER/NAME on the hub; the method is its own, and nothing
     else has to be set. Losses that compare take the adapter as it is now as their reference."""
     token_rows: tuple[int, ...] | dict[str, tuple[int, ...]] = ()
     """Token ids whose rows of the input embedding (and of a tied head) are trained too; or by
