@@ -79,6 +79,8 @@ if TYPE_CHECKING:
     from peftkit.tasks.image_classification import (
         ImageClassificationConfig as ImageClassificationConfig,
     )
+    from peftkit.tasks.image_text import ImageText as ImageText
+    from peftkit.tasks.image_text import ImageTextConfig as ImageTextConfig
     from peftkit.tasks.masked_lm import MaskedLM as MaskedLM
     from peftkit.tasks.masked_lm import MaskedLMConfig as MaskedLMConfig
     from peftkit.tasks.preference.config import PreferenceConfig as PreferenceConfig
@@ -121,6 +123,8 @@ _HOME = {
     "IA3": "methods.ia3",
     "ImageClassification": "tasks.image_classification",
     "ImageClassificationConfig": "tasks.image_classification",
+    "ImageText": "tasks.image_text",
+    "ImageTextConfig": "tasks.image_text",
     "LNTuning": "methods.ln_tuning",
     "LoRA": "methods.lora",
     "MaskedLM": "tasks.masked_lm",

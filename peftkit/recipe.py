@@ -299,6 +299,7 @@ def open_base(recipe: Recipe, purpose: Purpose, *, on_event: Listener = ignore) 
         dtype=recipe.base.dtype,
         quantize=recipe.base.quantize,
         double_quant=recipe.base.double_quant,
+        quantize_towers=recipe.base.quantize_towers,
         purpose=purpose,
         on_event=on_event,
     )

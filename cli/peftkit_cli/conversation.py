@@ -6,15 +6,20 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import typer
 
 from peftkit.data.encode import Style, prompt_ids, stop_ids
+from peftkit.data.image_rows import MARK
+from peftkit.data.images import Picture
 from peftkit.errors import PeftkitError, did_you_mean
 from peftkit.formats.open_adapter import Opened
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.generate import stream
+from peftkit.inference.generate_images import ImagePrompt, image_task, inputs_of
+from peftkit.tasks.image_text import ImageTextConfig
 from peftkit_cli.arguments import note
 
 BASE = "base"
@@ -56,6 +61,7 @@ class Conversation:
         "/base": "answer with the bare base from now on",
         "/adapter": "answer with the adapter again; /adapter NAME: with that one",
         "/compare": "let all answer the last message, or /compare TEXT; the current one's counts",
+        "/image": "/image FILE: show it with the next message, if the adapter reads images",
         "/reset": "forget the conversation",
         "/help": "show this list",
         "/quit": "leave; Ctrl-D does too, and Ctrl-C stops an answer",
@@ -70,7 +76,10 @@ class Conversation:
     ) -> None:
         self.base, self.voices = source.base, voices_of(source)
         self.max_new_tokens, self.temperature, self.seed = max_new_tokens, temperature, seed
-        self.history: list[dict[str, str]] = []
+        self.history: list[dict[str, Any]] = []
+        reads_images = isinstance(source, Opened) and isinstance(source.task, ImageTextConfig)
+        self._seeing = image_task(source) if reads_images else None  # type: ignore[arg-type]
+        self._shown: list[Picture] = []
         self.current = self._adapter = next(iter(self.voices))
         self.on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         alone = [n for n, v in self.voices.items() if v.style.kind != "chat" and n != BASE]
@@ -105,12 +114,15 @@ class Conversation:
             self._switch(rest.strip() or self._adapter)
         elif command == "/compare":
             self.compare(rest.strip())
+        elif command == "/image":
+            self.show(rest.strip())
         elif rest:
             note(f"{command} takes nothing after it. A leading space sends a line as it is.")
         elif command == "/base":
             self._switch(BASE)
         elif command == "/reset":
             self.history.clear()
+            self._shown.clear()
             note("The conversation is forgotten.")
         elif command == "/help":
             for name, meaning in self.COMMANDS.items():
@@ -122,7 +134,7 @@ class Conversation:
 
     def answer(self, text: str) -> None:
         """Stream the answer to a message; Ctrl-C keeps what has come so far."""
-        asked = [*self.history, {"role": "user", "content": text}]
+        asked = [*self.history, self._asking(text)]
         if (said := self._say(self.current, asked)) is not None:
             self.history = [*asked, {"role": "assistant", "content": said}]
 
@@ -131,7 +143,7 @@ class Conversation:
 
         The conversation goes on with the current voice's answer to a new message.
         """
-        asked = [*self.history, {"role": "user", "content": text}] if text else self.history[:-1]
+        asked = [*self.history, self._asking(text)] if text else self.history[:-1]
         if not asked:
             note("There is nothing to compare answers to yet: /compare TEXT")
             return
@@ -142,6 +154,44 @@ class Conversation:
                 return
             if text and name == self.current:
                 self.history = [*asked, {"role": "assistant", "content": said}]
+
+    def show(self, name: str) -> None:
+        """Read an image that goes with the next message."""
+        if self._seeing is None:
+            note("This adapter reads no images: it was trained on text alone.")
+            return
+        try:
+            image = Picture(Path(name).expanduser(), name)
+            width, height = image.decode().size
+        except PeftkitError as error:
+            note(str(error))
+            return
+        self._shown.append(image)
+        note(f"{name}, {width} x {height} pixels, goes with the next message.")
+
+    def _asking(self, text: str) -> dict[str, Any]:
+        """Return a message of the user, with the images that were shown before it."""
+        if not self._shown:
+            return {"role": "user", "content": text}
+        images, self._shown = tuple(self._shown), []
+        return {"role": "user", "content": MARK * len(images) + text, "images": images}
+
+    def _prompt(self, asked: Sequence[dict[str, Any]], style: Style) -> Any:
+        """Return the tokens of a prompt, or all inputs if images may be in it."""
+        prompt: Any = list(asked) if style.kind == "chat" else asked[-1]["content"]
+        if self._seeing is None:
+            return prompt_ids(self.base.tokenizer, prompt, style)
+        used = asked if style.kind == "chat" else asked[-1:]
+        images = tuple(image for message in used for image in message.get("images", ()))
+        if style.kind == "chat":
+            prompt = [{k: v for k, v in message.items() if k != "images"} for message in asked]
+        text = self._seeing.encoder.prompt(prompt, style)
+        return inputs_of(self.base.model, self._seeing, [ImagePrompt(text, images)])
+
+    def _stops(self, style: Style) -> list[int]:
+        if self._seeing is None:
+            return stop_ids(self.base.tokenizer, style)
+        return self._seeing.encoder.stop_ids(style)
 
     def _switch(self, name: str) -> None:
         if name not in self.voices:
@@ -154,18 +204,17 @@ class Conversation:
             self._adapter = name
         note(f"The {name} answers." if name in (BASE, "adapter") else f"{name} answers.")
 
-    def _say(self, name: str, asked: Sequence[dict[str, str]]) -> str | None:
+    def _say(self, name: str, asked: Sequence[dict[str, Any]]) -> str | None:
         """Stream a voice's answer and return it; None where the model could not be asked."""
         style, tokenizer = self.voices[name].style, self.base.tokenizer
-        prompt = list(asked) if style.kind == "chat" else asked[-1]["content"]
         pieces: list[str] = []
         try:
             with self.voices[name].using():
                 for piece in stream(
                     self.base.model,
                     tokenizer,
-                    prompt_ids(tokenizer, prompt, style),
-                    stops=stop_ids(tokenizer, style),
+                    self._prompt(asked, style),
+                    stops=self._stops(style),
                     max_new_tokens=self.max_new_tokens,
                     temperature=self.temperature,
                     seed=self.seed,

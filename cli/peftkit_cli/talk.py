@@ -31,6 +31,14 @@ def generate(
     prompt: Annotated[
         str, typer.Option(metavar="TEXT", help="What to complete; - reads it from stdin.")
     ],
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="An image that stands before the prompt. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     base: Base = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
@@ -42,8 +50,16 @@ def generate(
     if not text:
         raise DataError("the prompt is empty.", fix="Give at least one word with --prompt.")
     opened = _open(adapter, base, force)
+    from peftkit.data.images import Picture
     from peftkit.inference.generate import generate as generate_text
+    from peftkit.inference.generate_images import generate_with_images
+    from peftkit.tasks.image_text import ImageTextConfig
 
+    if image or isinstance(opened.task, ImageTextConfig):
+        pictures = [Picture(path, str(path)) for path in image or ()]
+        settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+        typer.echo(generate_with_images(opened, text, pictures, **settings))  # type: ignore[arg-type]
+        return
     (answer,) = generate_text(
         opened.base.model,
         opened.base.tokenizer,

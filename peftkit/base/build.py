@@ -35,7 +35,7 @@ from peftkit.errors import BaseError, OutputError, first_few
 from peftkit.events import Listener, Notice, Progress, Stage, ignore
 from peftkit.files.disk import fsync_dir
 from peftkit.kernels.packed import Packing
-from peftkit.quant.quantize import adopt_bitsandbytes, quantize_model
+from peftkit.quant.quantize import adopt_bitsandbytes, quantize_model, tower_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,14 @@ class Form:
         double_quant: Quantise the scales of nf4 and fp4 as well.
         dtype: Of all computing and of what is not packed.
         device: Where it is.
+        quantize_towers: Pack what stands beside a language model too.
     """
 
     quantize: str
     double_quant: bool
     dtype: torch.dtype
     device: torch.device
+    quantize_towers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ def build(
             form.device,
             double_quant=form.double_quant,
             has_head=purpose.head is not None,
+            towers=form.quantize_towers,
             on_event=on_event,
         )
     model, fresh = load_model(location, revision, purpose, form.dtype, stream, on_event)
@@ -120,7 +123,7 @@ def build(
             form.quantize,
             double_quant=form.double_quant,
             device=form.device,
-            keep=head,
+            keep=head if form.quantize_towers else (*head, *tower_paths(model)),
             on_event=ignore if stream else on_event,
         )
     return Built(model.to(form.device), identity, head)

@@ -13,6 +13,7 @@ from torch import nn
 from peftkit.base import pretrained
 from peftkit.base.build import Form, build, convert
 from peftkit.base.locate import Location, locate
+from peftkit.base.multimodal import load_multimodal
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.config.schema import Config, from_dict
 from peftkit.events import Listener, Stage, ignore
@@ -35,6 +36,9 @@ class BaseConfig(Config):
     """Keep the weights of linear layers in 4 or 8 bits."""
     double_quant: bool = True
     """Quantise the scales of nf4 and fp4 as well: 4.1 bits for a weight instead of 4.5."""
+    quantize_towers: bool = False
+    """Quantise the towers for images and sound and their projectors too; by default only the
+    language side of such a model is, and these stay in 16 bits."""
     new_tokens: tuple[str, ...] = ()
     """Tokens to add; their rows in the embedding and the head are trained beside the method."""
 
@@ -53,6 +57,7 @@ class Base:
         audit: How every parameter is stored.
         device: Where the model is.
         image_processor: What makes its inputs, if these are images.
+        multimodal: What makes its inputs, if these are images and text.
         head: Paths of the modules of its head, if it was loaded for one: they are trained whole.
     """
 
@@ -66,11 +71,12 @@ class Base:
     device: torch.device
     image_processor: Any = None
     head: tuple[str, ...] = ()
+    multimodal: Any = None
 
     @property
     def processor(self) -> Any:
         """What makes its inputs."""
-        return self.image_processor or self.tokenizer
+        return self.multimodal or self.image_processor or self.tokenizer
 
 
 def load_base(
@@ -80,6 +86,7 @@ def load_base(
     dtype: str = "auto",
     quantize: str = "none",
     double_quant: bool = True,
+    quantize_towers: bool = False,
     purpose: Purpose = CAUSAL_LM,
     device: torch.device | str | None = None,
     on_event: Listener = ignore,
@@ -94,6 +101,8 @@ def load_base(
             no more than one is held in 16 bits. On a CPU with memory to spare the dequantised
             weights are kept beside, for speed. A checkpoint that is quantised already stays so.
         double_quant: Quantise the scales of nf4 and fp4 as well.
+        quantize_towers: Quantise towers for images and sound too, and what joins them to a
+            language model.
         purpose: What the model is for, as a task says it: its class, and its head of classes.
         device: By default a GPU where there is one.
 
@@ -105,12 +114,13 @@ def load_base(
     asked = {"model": model, "dtype": dtype, "quantize": quantize, "double_quant": double_quant}
     from_dict(BaseConfig, asked, "load_base(...)")
     place = default_device() if device is None else torch.device(device)
-    form = Form(quantize, double_quant, DTYPES.get(dtype) or fast_dtype(place), place)
+    computed = DTYPES.get(dtype) or fast_dtype(place)
+    form = Form(quantize, double_quant, computed, place, quantize_towers)
     location = convert(locate(model, revision), on_event)
     location, revision = pretrained.reachable(location, revision)
     on_event(Stage(f"Loading the base {location.name}"))
     config = pretrained.check_config(location, revision, purpose)
-    tokenizer, images = _processors(location, revision, purpose, on_event)
+    tokenizer, images, both = _processors(location, revision, purpose, on_event)
     padding = None if tokenizer is None else tokenizer.pad_token_id
     built = build(
         location, revision, purpose, config, form, pad_token_id=padding, on_event=on_event
@@ -128,6 +138,7 @@ def load_base(
         device=place,
         image_processor=images,
         head=built.head,
+        multimodal=both,
     )
 
 
@@ -165,11 +176,14 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 
 def _processors(
     location: Location, revision: str | None, purpose: Purpose, on_event: Listener
-) -> tuple[Any, Any]:
-    """Return the tokenizer and the image processor; None for the one that is not needed."""
+) -> tuple[Any, Any, Any]:
+    """Return the tokenizer, the image processor and that of both; None for what is not needed."""
     if purpose.processor == "tokenizer":
-        return pretrained.load_tokenizer(location, revision, on_event), None
-    return None, pretrained.load_image_processor(location, revision)
+        return pretrained.load_tokenizer(location, revision, on_event), None, None
+    if purpose.processor == "image_processor":
+        return None, pretrained.load_image_processor(location, revision), None
+    both = load_multimodal(location, revision)
+    return pretrained.with_padding(both.tokenizer, location, on_event), None, both
 
 
 def default_device() -> torch.device:

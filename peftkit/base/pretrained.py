@@ -35,7 +35,7 @@ def check_config(location: Location, revision: str | None, purpose: Purpose) -> 
     Raises:
         BaseError: It is missing, damaged, or of a model for something else or for other labels.
     """
-    config = _load_config(location, revision)
+    config = load_config(location, revision)
     if type(config) not in getattr(transformers, purpose.auto_class)._model_mapping:
         raise BaseError(
             f"{location.name} is not a {purpose.task} model.",
@@ -68,7 +68,7 @@ def load_image_processor(location: Location, revision: str | None) -> Any:
                 return transformers.AutoImageProcessor.from_pretrained(
                     location.source, backend="pil", **where
                 )
-        config = _load_config(location, revision)
+        config = load_config(location, revision)
         size, channels = config.image_size, getattr(config, "num_channels", 3)
         height, width = (size, size) if isinstance(size, int) else size
         return transformers.ViTImageProcessorPil(
@@ -94,6 +94,15 @@ def load_tokenizer(location: Location, revision: str | None, on_event: Listener)
             found="It has no vocabulary: there is no tokenizer beside the model.",
             fix="Put tokenizer.json and tokenizer_config.json into the folder.",
         )
+    return with_padding(tokenizer, location, on_event)
+
+
+def with_padding(tokenizer: Any, location: Location, on_event: Listener) -> Any:
+    """Return a tokenizer that can pad: with its end of sequence, if it has nothing else.
+
+    Raises:
+        BaseError: It can neither end nor pad a text.
+    """
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise BaseError(
@@ -202,7 +211,7 @@ def explained(location: Location, what: str = "") -> Iterator[None]:
         raise BaseError(f"cannot load {what}{location.name}.", found=reason, fix=fix) from error
 
 
-def _load_config(location: Location, revision: str | None) -> Any:
+def load_config(location: Location, revision: str | None) -> Any:
     with quiet(), explained(location):
         return transformers.AutoConfig.from_pretrained(
             location.source, **loader_arguments(location, revision)

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from peftkit.errors import BaseError, first_few
 
-Processor = Literal["tokenizer", "image_processor"]
+Processor = Literal["tokenizer", "image_processor", "multimodal"]
+"""multimodal: a processor of images and text, with a tokenizer of its own."""
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 MAX_LISTED = 12
 

@@ -33,6 +33,7 @@ from peftkit.quant.quantize import (
     install_packed,
     not_quantizable,
     quantizable,
+    tower_paths,
 )
 
 METHOD = "peftkit"
@@ -47,6 +48,7 @@ class Stream:
         kind: "none", "nf4", "fp4" or "int8".
         dtype: In which the parameters are computed with.
         has_head: Whether the model's head of classes is trained: it is left in the files' dtype.
+        towers: Whether what stands beside a language model is packed too.
 
     Attributes:
         taken: id(parameter) to its sample for the fingerprint.
@@ -61,10 +63,12 @@ class Stream:
         *,
         double_quant: bool,
         has_head: bool,
+        towers: bool,
         on_event: Listener,
     ) -> None:
         self.kind, self.dtype, self.device = kind, dtype, device
         self.double_quant, self.has_head, self.on_event = double_quant, has_head, on_event
+        self._towers = towers
         self.taken: dict[int, bytes] = {}
         self.broken: Exception | None = None
         self._jobs: list[Job] = []
@@ -87,7 +91,8 @@ class Stream:
         self._head = head_of_classes(model) if self.has_head else ()
         if self.kind != "none":
             with _as_tied(model):
-                jobs = quantizable(model, keep=self._head)
+                kept = () if self._towers else tower_paths(model)
+                jobs = quantizable(model, keep=(*self._head, *kept))
             # of a Conv1D with a forward of its own it is seen later whether it is turned
             self._jobs = [j for j in jobs if has_plain_forward(j[1]) or not is_conv1d(j[1])]
         self._by_name = {f"{job[0]}.{job[2]}": job for job in self._jobs}

@@ -112,10 +112,11 @@ class Chat:
 
     Args:
         template: Used instead of the tokenizer's own.
+        renderer: Whose `apply_chat_template` writes conversations, if not the tokenizer's.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
-        self._tokenizer, self._template = tokenizer, template
+    def __init__(self, tokenizer: Any, template: str | None = None, renderer: Any = None) -> None:
+        self._renderer, self._template = renderer or tokenizer, template
         special = "|".join(re.escape(text) for text in special_texts(tokenizer)) or r"(?!)"
         self._next_special = re.compile(rf"\s*({special})")
         # the end of a turn: special tokens, then nothing but white space and more of them
@@ -137,7 +138,7 @@ class Chat:
             DataError: The template refuses the conversation; with its own words.
         """
         try:
-            text = self._tokenizer.apply_chat_template(
+            text = self._renderer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 chat_template=self._template,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from peftkit.data.chat import Chat, Span, special_texts
+from peftkit.data.chat import Chat, Rendered, Span, special_texts
 from peftkit.data.format import Completion, Conversation, Example, Instruction, Text
 from peftkit.data.messages import Message
 from peftkit.data.pack import IGNORE, Row
@@ -63,7 +63,7 @@ def prompt_ids(
     """
     if style.kind == "chat":
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        _require_template(tokenizer, style.chat_template)
+        require_template(tokenizer, style.chat_template)
         chat = Chat(tokenizer, style.chat_template)
         text = chat.render(messages, tools, "the prompt", generation=True)
         return _tokens(tokenizer, text)
@@ -73,7 +73,7 @@ def prompt_ids(
             found=f"Its adapter learnt from single prompts (style '{style.kind}').",
             fix="Give one prompt as text.",
         )
-    return _begun(tokenizer, ALPACA.format(prompt) if style.kind == "alpaca" else prompt)
+    return begun(tokenizer, ALPACA.format(prompt) if style.kind == "alpaca" else prompt)
 
 
 def stop_ids(tokenizer: Any, style: Style) -> list[int]:
@@ -113,7 +113,7 @@ class Encoder:
             DataError: A conversation, and a tokenizer without a chat template.
         """
         if isinstance(example, Conversation):
-            _require_template(self._tokenizer, self._template)
+            require_template(self._tokenizer, self._template)
             return Style("chat", self._template)
         if isinstance(example, Instruction):
             return Style("chat", self._template) if self.has_template else Style("alpaca")
@@ -142,22 +142,22 @@ class Encoder:
         return self._text(example)
 
     def _text(self, example: Text) -> Row:
-        ids = _begun(self._tokenizer, example.text)
+        ids = begun(self._tokenizer, example.text)
         if not example.text.strip():
-            return _row(ids, [False] * len(ids), example.source)
+            return row_of(ids, [False] * len(ids), example.source)
         ids = self._with_eos(ids, example.source)
-        return _row(ids, [True] * len(ids), example.source)
+        return row_of(ids, [True] * len(ids), example.source)
 
     def _completion(self, example: Completion) -> Row:
-        prompt = _begun(self._tokenizer, example.prompt)
+        prompt = begun(self._tokenizer, example.prompt)
         if not example.completion.strip():
-            return _row(prompt, [False] * len(prompt), example.source)
+            return row_of(prompt, [False] * len(prompt), example.source)
         if not prompt:
             return self._text(Text(example.completion, example.source))
         answer = self._continuation(example.prompt, example.completion, example.source)
         answer = self._with_eos(answer, example.source)
         learnt = [False] * len(prompt) + [True] * len(answer)
-        return _row(prompt + answer, learnt, example.source)
+        return row_of(prompt + answer, learnt, example.source)
 
     def _with_eos(self, ids: list[int], source: str) -> list[int]:
         eos = self._tokenizer.eos_token_id
@@ -173,16 +173,25 @@ class Encoder:
     def _conversation(self, example: Conversation) -> Row:
         rendered = self._chat.spans(example)
         self.num_off_prompt += not rendered.as_generated
-        ids, learnt = self._joint(rendered.text, rendered.spans) or self._piecewise(
-            rendered.text, rendered.spans, example.source
-        )
         last = example.learnt[-1] if example.learnt else -1
-        ends = last == len(example.messages) - 1 and rendered.spans
-        if ends and not rendered.spans[-1].ended:
+        return self.rendered(rendered, example.source, ends=last == len(example.messages) - 1)
+
+    def rendered(self, rendered: Rendered, source: str, *, ends: bool) -> Row:
+        """Return the tokens of a text whose learnt parts are known.
+
+        Args:
+            ends: The last of these ends a document.
+
+        Raises:
+            DataError: Its learnt tokens cannot be told for certain.
+        """
+        text, spans = rendered.text, rendered.spans
+        ids, learnt = self._joint(text, spans) or self._piecewise(text, spans, source)
+        if ends and spans and not spans[-1].ended:
             # the template ends no turn with a token: eos has to say that the answer is over
-            longer = self._with_eos(ids, example.source)
+            longer = self._with_eos(ids, source)
             ids, learnt = longer, learnt + [True] * (len(longer) - len(ids))
-        return _row(ids, learnt, example.source)
+        return row_of(ids, learnt, source)
 
     def _joint(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]] | None:
         """Tokenise the whole at once; None where that melts a turn's beginning into its prompt."""
@@ -267,11 +276,16 @@ class Encoder:
         return text
 
 
-def _require_template(tokenizer: Any, template: str | None) -> None:
+def require_template(tokenizer: Any, template: str | None) -> None:
+    """Refuse a conversation where no template can write it.
+
+    Raises:
+        DataError: Neither the tokenizer, or processor, has one nor is one given.
+    """
     if template is None and not tokenizer.chat_template:
         raise DataError(
             "Cannot write a conversation for this base.",
-            found="Its tokenizer has no chat template.",
+            found=f"Its {type(tokenizer).__name__} has no chat template.",
             fix='Set data.chat_template to "chatml", or to a .jinja file.',
         )
 
@@ -281,7 +295,7 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def _begun(tokenizer: Any, text: str) -> list[int]:
+def begun(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a text that begins a document: with bos where the tokenizer adds it."""
     ids = _tokens(tokenizer, text)
     bare, full = _tokens(tokenizer, "a"), list(tokenizer("a")["input_ids"])
@@ -290,7 +304,7 @@ def _begun(tokenizer: Any, text: str) -> list[int]:
     return ids if ids[: len(lead)] == lead else lead + ids
 
 
-def _row(ids: Sequence[int], learnt: Sequence[bool], source: str) -> Row:
+def row_of(ids: Sequence[int], learnt: Sequence[bool], source: str) -> Row:
     """Return a document's row; its first token is never learnt.
 
     What stands after the last learnt token goes: nothing that is learnt would see it.

@@ -89,9 +89,9 @@ class ParsedRow:
     unused: tuple[str, ...]
 
 
-_TURNS = ("messages", "conversations", "conversation")
+TURNS = ("messages", "conversations", "conversation")
 _ANSWERS = ("output", "response", "answer", "completion")
-_QUESTIONS = ("instruction", "question", "query", "input")
+QUESTIONS = ("instruction", "question", "query", "input")
 _MATERIAL = ("input", "context")
 _TEXTS = ("text", "content")
 
@@ -130,27 +130,28 @@ def parse(
         except WrongField as problem:
             problems.append(f"{record.source}: {problem}")
     if problems:
-        raise _bad_rows(problems, len(records), found, where)
+        raise bad_rows(problems, len(records), found, where)
     names = dict.fromkeys(key for record in records for key in record.fields)
     return ParsedRow(found, tuple(examples), tuple(key for key in names if key not in used))
 
 
 def detect(fields: Mapping[str, Any]) -> FormatName | None:
     """Return the format that a row's fields make, the richest where there are several."""
-    turns = _first(fields, _TURNS)
+    turns = first_of(fields, TURNS)
     if turns is not None:
         value = fields[turns]
         opening = value[0] if isinstance(value, list) and value else {}
         return "sharegpt" if isinstance(opening, Mapping) and "from" in opening else "messages"
-    if "prompt" in fields and _first(fields, _ANSWERS):
+    if "prompt" in fields and first_of(fields, _ANSWERS):
         return "prompt_completion"
-    question = _first(fields, _QUESTIONS)
-    if question and _first(fields, [key for key in _ANSWERS if key != question]):
+    question = first_of(fields, QUESTIONS)
+    if question and first_of(fields, [key for key in _ANSWERS if key != question]):
         return "alpaca"
-    return "text" if _first(fields, _TEXTS) else None
+    return "text" if first_of(fields, _TEXTS) else None
 
 
-def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str | None:
+def first_of(fields: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """Return the first of some names that a row has as a field."""
     return next((name for name in names if name in fields), None)
 
 
@@ -169,9 +170,9 @@ def _example(record: Record, name: FormatName, *, auto: bool) -> tuple[Example, 
 
 def _turns(record: Record) -> tuple[Example, set[str]]:
     fields = record.fields
-    key = _first(fields, _TURNS)
+    key = first_of(fields, TURNS)
     if key is None:
-        raise WrongField(_TURNS[0], "missing")
+        raise WrongField(TURNS[0], "missing")
     messages, learnt = parse_messages(fields[key], key)
     if fields.get("system"):
         if messages[0]["role"] == "system":
@@ -185,9 +186,9 @@ def _turns(record: Record) -> tuple[Example, set[str]]:
 
 def _instruction(record: Record) -> tuple[Example, set[str]]:
     fields = record.fields
-    question = _first(fields, _QUESTIONS) or _QUESTIONS[0]
-    answer = _first(fields, [key for key in _ANSWERS if key != question]) or _ANSWERS[0]
-    material = _first(fields, [key for key in _MATERIAL if key != question])
+    question = first_of(fields, QUESTIONS) or QUESTIONS[0]
+    answer = first_of(fields, [key for key in _ANSWERS if key != question]) or _ANSWERS[0]
+    material = first_of(fields, [key for key in _MATERIAL if key != question])
     request, output = text_of(fields, question), text_of(fields, answer)
     given = text_of(fields, material) if material and fields[material] is not None else ""
     if not request.strip():
@@ -216,8 +217,8 @@ def _instruction(record: Record) -> tuple[Example, set[str]]:
 
 def _completion(record: Record) -> tuple[Example, set[str]]:
     fields = record.fields
-    prompt = _first(fields, ("prompt", *_QUESTIONS)) or "prompt"
-    answer = _first(fields, ("completion", *[key for key in _ANSWERS if key != prompt]))
+    prompt = first_of(fields, ("prompt", *QUESTIONS)) or "prompt"
+    answer = first_of(fields, ("completion", *[key for key in _ANSWERS if key != prompt]))
     answer = answer or "completion"
     used = {prompt, answer, "tools"}
     if isinstance(fields.get(prompt), list):  # conversational: two lists of messages
@@ -230,7 +231,7 @@ def _completion(record: Record) -> tuple[Example, set[str]]:
 
 
 def _text(record: Record) -> tuple[Example, set[str]]:
-    key = _first(record.fields, _TEXTS) or _TEXTS[0]
+    key = first_of(record.fields, _TEXTS) or _TEXTS[0]
     return Text(text_of(record.fields, key), record.source), {key}
 
 
@@ -252,7 +253,8 @@ def _unknown_fields(record: Record, where: str) -> DataError:
     )
 
 
-def _bad_rows(problems: Sequence[str], total: int, name: str, where: str) -> DataError:
+def bad_rows(problems: Sequence[str], total: int, name: str, where: str) -> DataError:
+    """Return the error that names the first of the rows that cannot be used, and their number."""
     return DataError(
         f"Cannot use {len(problems)} of {total} rows of {where} (format '{name}').",
         found=first_few(problems, MAX_SHOWN),

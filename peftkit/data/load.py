@@ -41,6 +41,9 @@ class DataConfig(Config):
     chat_template: str | None = None
     """How a conversation becomes text; null: the tokenizer's own template, "chatml": ChatML,
     else a .jinja file."""
+    max_pixels: Annotated[int, Field(ge=1)] | None = None
+    """Largest image in pixels, larger ones are scaled down before the model's processor sees them:
+    what an image costs grows with its pixels; null: as large as that takes them."""
     max_dropped: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Largest share of rows with nothing to learn that is left out without being an error."""
 

@@ -54,7 +54,7 @@ def text_of(fields: Mapping[str, Any], name: str, path: str = "") -> str:
         raise WrongField(path, "missing")
     value = fields[name]
     if not isinstance(value, str):
-        raise WrongField(path, f"expected text, found {_kind(value)}")
+        raise WrongField(path, f"expected text, found {kind_of(value)}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
@@ -97,15 +97,15 @@ def parse_tools(value: Any, field: str) -> list[Mapping[str, Any]]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise WrongField(field, f"expected a list of functions, found {_kind(value)}")
+        raise WrongField(field, f"expected a list of functions, found {kind_of(value)}")
     tools: list[Mapping[str, Any]] = []
     for number, tool in enumerate(value):
         where = f"{field}[{number}]"
         if not isinstance(tool, Mapping):
-            raise WrongField(where, f"expected an object, found {_kind(tool)}")
+            raise WrongField(where, f"expected an object, found {kind_of(tool)}")
         function = tool.get("function", tool)
         if not isinstance(function, Mapping):
-            raise WrongField(f"{where}.function", f"expected an object, found {_kind(function)}")
+            raise WrongField(f"{where}.function", f"expected an object, found {kind_of(function)}")
         text_of(function, "name", f"{where}.name")
         kind = tool.get("type", "function") if "function" in tool else "function"
         tools.append({"type": kind, "function": function})
@@ -114,7 +114,7 @@ def parse_tools(value: Any, field: str) -> list[Mapping[str, Any]]:
 
 def _messages(value: Any, field: str) -> tuple[list[Message], list[bool]]:
     if not isinstance(value, list):
-        raise WrongField(field, f"expected a list of turns, found {_kind(value)}")
+        raise WrongField(field, f"expected a list of turns, found {kind_of(value)}")
     if not value:
         raise WrongField(field, "empty")
     parsed = [_message(turn, f"{field}[{number}]") for number, turn in enumerate(value)]
@@ -123,7 +123,7 @@ def _messages(value: Any, field: str) -> tuple[list[Message], list[bool]]:
 
 def _message(turn: Any, path: str) -> tuple[Message, bool]:
     if not isinstance(turn, Mapping):
-        raise WrongField(path, f"expected an object, found {_kind(turn)}")
+        raise WrongField(path, f"expected an object, found {kind_of(turn)}")
     role_key = "from" if "from" in turn and "role" not in turn else "role"
     text_key = "value" if role_key == "from" else "content"
     name = text_of(turn, role_key, f"{path}.{role_key}")
@@ -165,7 +165,7 @@ def _content(turn: Mapping[str, Any], key: str, path: str) -> str:
     for number, part in enumerate(value):
         where = f"{path}[{number}]"
         if not isinstance(part, Mapping):
-            raise WrongField(where, f"expected an object, found {_kind(part)}")
+            raise WrongField(where, f"expected an object, found {kind_of(part)}")
         if part.get("type") != "text":
             raise WrongField(where, f"only text can be learnt, found {part.get('type')!r}")
         parts.append(text_of(part, "text", f"{where}.text"))
@@ -176,7 +176,7 @@ def _calls(value: Any, role: str, path: str) -> list[Mapping[str, Any]]:
     if role != "assistant":
         raise WrongField(path, f"only the assistant calls tools, found them on {role}")
     if not isinstance(value, list):
-        raise WrongField(path, f"expected a list, found {_kind(value)}")
+        raise WrongField(path, f"expected a list, found {kind_of(value)}")
     calls: list[Mapping[str, Any]] = []
     for number, call in enumerate(value):
         where = f"{path}[{number}]"
@@ -190,7 +190,7 @@ def _calls(value: Any, role: str, path: str) -> list[Mapping[str, Any]]:
         if arguments is None:
             arguments = {}
         if not isinstance(arguments, Mapping):
-            kind = _kind(arguments)
+            kind = kind_of(arguments)
             raise WrongField(f"{where}.arguments", f"expected an object, found {kind}")
         known = {"id": call["id"]} if call.get("id") is not None and "function" in call else {}
         entry = {"type": "function", "function": {"name": name, "arguments": arguments}}
@@ -221,6 +221,7 @@ def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is not a JSON number")
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """Return what a JSON value is, in words."""
     names = {type(None): "null", list: "a list", dict: "an object", str: "text", bool: "a boolean"}
     return names.get(type(value), f"a number ({value!r})")

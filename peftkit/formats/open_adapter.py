@@ -30,6 +30,7 @@ from peftkit.formats.peft.folder import (
     read_adapter,
 )
 from peftkit.tasks.causal_lm import CausalLMConfig
+from peftkit.tasks.image_text import ImageTextConfig
 from peftkit.tasks.protocol import TaskConfig
 from peftkit.tasks.table import TASKS
 
@@ -60,7 +61,7 @@ class Opened:
         """
         require_causal(self.task, self.file.folder)
         recorded = self.file.provenance.prompt_style
-        return recorded or default_style(self.base.tokenizer)
+        return recorded or default_style(self.base.processor)
 
 
 def open_adapter(
@@ -129,6 +130,7 @@ def base_of(
         dtype=dtype or str(loading.get("dtype", "auto")),
         quantize=quantize or str(loading.get("quantize", "none")),
         double_quant=bool(loading.get("double_quant", True)),
+        quantize_towers=bool(loading.get("quantize_towers", True)),  # before it, all were
         purpose=(task or task_of(file)).purpose,
         device=device,
         on_event=on_event,
@@ -171,13 +173,16 @@ def _noted(told: Mapping[str, Any], notes: str) -> TaskConfig:
     return from_dict(kind, told, notes)
 
 
-def require_causal(task: TaskConfig, folder: Path) -> None:
+def require_causal(task: TaskConfig, folder: Path, *, images: bool = True) -> None:
     """Refuse an adapter that cannot complete a prompt.
+
+    Args:
+        images: Whether the prompt may hold some.
 
     Raises:
         AdapterError: It cannot.
     """
-    if not task.generates:
+    if not task.generates or (isinstance(task, ImageTextConfig) and not images):
         raise AdapterError(
             f"{folder} does not go on from a prompt",
             found=f"it was trained for the task {task.type}",

@@ -11,13 +11,17 @@ from typing import Any
 
 from peftkit.base.load import Base
 from peftkit.data.encode import Style, stop_ids
+from peftkit.data.image_row import ImageRow
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.errors import AdapterError
 from peftkit.events import Listener, Progress, Stage, ignore
 from peftkit.formats.open_adapter import Opened
-from peftkit.inference.generate import generate_ids
+from peftkit.inference.generate import decoded, generate_ids
+from peftkit.inference.generate_images import ImagePrompt
+from peftkit.inference.generate_images import complete as complete_images
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
+from peftkit.tasks.image_text import ImageText
 from peftkit.tasks.protocol import BATCH_SIZE, Task, TaskConfig
 from peftkit.tasks.sequence_classification import (
     SequenceClassification,
@@ -63,7 +67,8 @@ def evaluate(
             (`peftkit.formats.continued.before_training`); None: the base without an adapter.
 
     Returns:
-        loss (mean over the targets), the task's metrics, and num_rows. For causal_lm: perplexity,
+        loss (mean over the targets), the task's metrics, and num_rows. For causal_lm and
+        image_text: perplexity,
         exact_match (share of rows whose last answer, decoded greedily, equals the file's), and
         num_tokens.
 
@@ -74,8 +79,10 @@ def evaluate(
     if before is not None:
         measured.refer_to(before, "")
     metrics = measured.metrics(base.model, rows, on_event=on_event)
-    if isinstance(measured, CausalLM):
-        answers = _answers(base, measured, rows, on_event)
+    if isinstance(measured, CausalLM | ImageText):
+        seen = isinstance(measured, ImageText)
+        found = _answers_to_images if seen else _answers
+        answers = found(base, measured, rows, on_event)
         metrics["exact_match"] = sum(answer.is_exact for answer in answers) / len(answers)
     metrics["num_rows"] = len(rows)
     return dict(sorted(metrics.items(), key=lambda item: item[0].startswith("num_")))
@@ -126,7 +133,7 @@ def _rows(
     return measured, measured.load(str(data))
 
 
-def _answers(base: Base, task: CausalLM, rows: Sequence[Row], on_event: Listener) -> list[Answer]:
+def _answers(base: Base, task: Any, rows: Sequence[Row], on_event: Listener) -> list[Answer]:
     on_event(Stage(f"Completing {len(rows)} rows"))
     tokenizer = base.tokenizer
     asked = [task.last_answer(row) for row in rows]
@@ -152,6 +159,31 @@ def _answers(base: Base, task: CausalLM, rows: Sequence[Row], on_event: Listener
             )
             for row, (ids, reference), completion in zip(
                 rows[start : start + len(part)], part, completions, strict=True
+            )
+        ]
+    return answers
+
+
+def _answers_to_images(
+    base: Base, task: Any, rows: Sequence[ImageRow], on_event: Listener
+) -> list[Answer]:
+    on_event(Stage(f"Completing {len(rows)} rows"))
+    wanted = [task.last_answer(row) for row in rows]
+    longest = max(length for length, _ in wanted)
+    answers = []
+    for start in range(0, len(rows), BATCH_SIZE):
+        on_event(Progress("Completing", start, len(rows)))
+        part = rows[start : start + BATCH_SIZE]
+        completions = complete_images(
+            base.model,
+            task,
+            [ImagePrompt(row.prompt, row.images) for row in part],
+            max_new_tokens=math.ceil(MARGIN * longest),
+        )
+        answers += [
+            Answer(row.source, row.prompt, reference, decoded(task.tokenizer, ids))
+            for row, (_, reference), ids in zip(
+                part, wanted[start : start + len(part)], completions, strict=True
             )
         ]
     return answers

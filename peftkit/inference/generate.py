@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import cast
@@ -76,7 +76,7 @@ def generate(
         seed=seed,
         batch_size=batch_size,
     )
-    return [_text(tokenizer, ids) for ids in answers]
+    return [decoded(tokenizer, ids) for ids in answers]
 
 
 def generate_ids(
@@ -107,26 +107,26 @@ def generate_ids(
     Raises:
         DataError: A prompt is empty or fills the context, or an argument is out of its range.
     """
-    settings = _settings(model, tokenizer, stops, temperature, top_p)
-    _room(model, prompts, max_new_tokens)  # before any work is done
+    settings = settings_of(model, tokenizer, stops, temperature, top_p)
+    room_left(model, prompts, max_new_tokens)  # before any work is done
     answers: list[list[int]] = [[] for _ in prompts]
     # Longest first: prompts of like length share a batch, and a lack of memory shows at once.
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-    with _sampling(model, seed):
+    with sampling(model, seed):
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
             batch = [prompts[index] for index in chosen]
-            settings.max_new_tokens = _room(model, batch, max_new_tokens)
-            new = _run(model, batch, settings)
+            settings.max_new_tokens = room_left(model, batch, max_new_tokens)
+            new = run_batch(model, left_padded(batch, int(settings.pad_token_id)), settings)
             for index, ids in zip(chosen, new.tolist(), strict=True):
-                answers[index] = _until(settings.eos_token_id or (), ids)
+                answers[index] = until_end(settings.eos_token_id or (), ids)
     return answers
 
 
 def stream(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompt: Sequence[int],
+    prompt: Sequence[int] | Mapping[str, Tensor],
     *,
     stops: Sequence[int] = (),
     max_new_tokens: int = MAX_NEW_TOKENS,
@@ -136,17 +136,24 @@ def stream(
 ) -> Iterator[str]:
     """Yield the text that follows a prompt as it is made; arguments as in `generate_ids`.
 
+    Args:
+        prompt: Token ids; or all inputs of one prompt, whose input_ids are (1, T).
+
     The model runs in a thread. Leaving the loop early, by `break` or Ctrl-C, stops it at the next
     token.
     """
-    settings = _settings(model, tokenizer, stops, temperature, top_p)
-    settings.max_new_tokens = _room(model, [prompt], max_new_tokens)
+    settings = settings_of(model, tokenizer, stops, temperature, top_p)
+    inputs = (
+        prompt if isinstance(prompt, Mapping) else left_padded([prompt], int(settings.pad_token_id))
+    )
+    ids = inputs["input_ids"].tolist()
+    settings.max_new_tokens = room_left(model, ids, max_new_tokens)
     pieces, stop = _Pieces(tokenizer), threading.Event()
 
     def work() -> None:
         try:
-            with _sampling(model, seed):
-                _run(model, [prompt], settings, pieces, stop.is_set)
+            with sampling(model, seed):
+                run_batch(model, inputs, settings, pieces, stop.is_set)
         except Exception as error:  # raised again below, in the thread that reads
             pieces.queue.put(error)
         finally:
@@ -164,7 +171,7 @@ def stream(
         thread.join()
 
 
-def _settings(
+def settings_of(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     stops: Sequence[int],
@@ -195,7 +202,7 @@ def _settings(
     return settings
 
 
-def _room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+def room_left(model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
     """Return how many tokens may follow the longest prompt."""
     if max_new_tokens < 1:
         raise DataError(f"max_new_tokens is {max_new_tokens}.", fix="Give a number above 0.")
@@ -215,7 +222,7 @@ def _room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_toke
 
 
 @contextmanager
-def _sampling(model: PreTrainedModel, seed: int | None) -> Iterator[None]:
+def sampling(model: PreTrainedModel, seed: int | None) -> Iterator[None]:
     """Eval mode with seeded generators; both are restored on leaving."""
     own = model.generation_config
     device = model.device
@@ -250,13 +257,13 @@ class _Pieces(BaseStreamer):
             self._ids = []
             return
         self._ids += value.flatten().tolist()
-        text = _text(self._tokenizer, self._ids)
+        text = decoded(self._tokenizer, self._ids)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is not whole yet
             self._show(text)
 
     def end(self) -> None:
         """Queue the remaining text."""
-        self._show(_text(self._tokenizer, self._ids or []))
+        self._show(decoded(self._tokenizer, self._ids or []))
 
     def _show(self, text: str) -> None:
         if len(text) > self._num_shown:
@@ -264,7 +271,8 @@ class _Pieces(BaseStreamer):
             self._num_shown = len(text)
 
 
-def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Return the text of an answer."""
     # Not cleaned up: that takes spaces out of code and JSON.
     return str(
         tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -281,32 +289,40 @@ class _Stop(StoppingCriteria):
         return torch.full((len(input_ids),), self.is_stopped(), device=input_ids.device)
 
 
-def _run(
+def left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tensor]:
+    """Return prompts as a batch whose last column is every row's last token."""
+    width = max(len(prompt) for prompt in prompts)
+    input_ids = torch.full((len(prompts), width), pad_token_id)  # (B, T)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        attention_mask[row, width - len(prompt) :] = 1
+    return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+def run_batch(
     model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
+    inputs: Mapping[str, Tensor],
     settings: GenerationConfig,
     streamer: BaseStreamer | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Tensor:
-    """Return the new ids, (B, N), padded on the right where a row ended early."""
-    width = max(len(prompt) for prompt in prompts)
-    input_ids = torch.full((len(prompts), width), int(settings.pad_token_id))  # (B, T)
-    attention_mask = torch.zeros_like(input_ids)
-    for row, prompt in enumerate(prompts):
-        # Padded on the left, so that every row's next token is the last column's.
-        input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        attention_mask[row, width - len(prompt) :] = 1
+    """Return the new ids, (B, N), padded on the right where a row ended early.
+
+    Args:
+        inputs: Of prompts padded on the left: input_ids (B, T), and what goes with them.
+    """
     generate = cast(Callable[..., Tensor], model.generate)  # its decorators hide its type
     output = generate(
-        input_ids.to(model.device),
-        attention_mask=attention_mask.to(model.device),
+        **{name: value.to(model.device) for name, value in inputs.items()},
         generation_config=settings,
         stopping_criteria=StoppingCriteriaList([_Stop(is_stopped)]),
         streamer=streamer,
     )
-    return output[:, width:]
+    return output[:, inputs["input_ids"].shape[1] :]
 
 
-def _until(ends: Sequence[int], ids: Sequence[int]) -> list[int]:
+def until_end(ends: Sequence[int], ids: Sequence[int]) -> list[int]:
+    """Return the ids before the first that ends an answer."""
     end = next((index for index, token in enumerate(ids) if token in ends), len(ids))
     return list(ids[:end])

@@ -123,6 +123,9 @@ def audit(model: nn.Module) -> Audit:
         if packing.kept is not None:
             copy_bytes += packing.kept.numel() * packing.kept.element_size()
     reasons = exempt(model)
+    if groups:  # else nothing is quantised, wherever it is
+        for tower in filter(lambda place: place.set_apart, find_places(model)):
+            reasons.setdefault(id(tower.module), f"{tower.side} side: base.quantize_towers")
     for path, module, name, tensor in _plain_parameters(model):
         place = stacks.get((module, name))
         kind, why = _kind_of(module, name, tensor, place, reasons.get(id(module), ""))

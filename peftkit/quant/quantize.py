@@ -157,6 +157,14 @@ def has_plain_forward(module: nn.Module) -> bool:
     return any(type(module).forward is cls.forward for cls in (*plain, nn.Linear))
 
 
+def tower_paths(model: nn.Module) -> list[str]:
+    """Return the paths of the linear layers beside a language model: of towers and projectors.
+
+    A model that is nothing but a tower, or compares two, has none.
+    """
+    return [place.path for place in find_places(model) if place.set_apart and place.path]
+
+
 def _quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield (path, module, parameter): linear layers under each of their paths, stacks once."""
     for path, module in model.named_modules(remove_duplicate=False):

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import takewhile
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,7 @@ from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.loss import unwrapped
 from peftkit.train import task as loop
+from peftkit.train.batches import cut
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
 
 BATCH_SIZE = 8
@@ -182,7 +184,9 @@ def over_batches(
         RunError: Not even one row fits.
     """
     device = next(model.parameters()).device
-    order = sorted(rows, key=num_tokens)  # little padding
+    ordered = sorted(rows, key=num_tokens)  # little padding
+    alike = cut(ordered, task.num_positions, len(ordered), kind=task.kind)
+    order = [row for part in alike for row in part]
 
     def attempt(some: Sequence[Any]) -> tuple[Mapping[str, Tensor], Tensor] | None:
         batch = {name: tensor.to(device) for name, tensor in task.collate(some).items()}
@@ -197,6 +201,8 @@ def over_batches(
     while start < len(order):
         on_event(Progress(text, start, len(order)))
         some = order[start : start + size]
+        kind = task.kind(some[0])
+        some = list(takewhile(lambda row: task.kind(row) == kind, some))  # noqa: B023
         done = attempt(some)
         if done is not None:
             yield done

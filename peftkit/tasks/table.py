@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from peftkit.tasks.causal_lm import CausalLMConfig
 from peftkit.tasks.image_classification import ImageClassificationConfig
+from peftkit.tasks.image_text import ImageTextConfig
 from peftkit.tasks.masked_lm import MaskedLMConfig
 from peftkit.tasks.preference.config import PreferenceConfig
 from peftkit.tasks.protocol import TaskConfig
@@ -22,6 +23,7 @@ TASKS: dict[str, type[TaskConfig]] = {
     "seq2seq": Seq2SeqConfig,
     "masked_lm": MaskedLMConfig,
     "image_classification": ImageClassificationConfig,
+    "image_text": ImageTextConfig,
     "preference": PreferenceConfig,
 }
 
@@ -38,6 +40,7 @@ _Section = Annotated[
     | Seq2SeqConfig
     | MaskedLMConfig
     | ImageClassificationConfig
+    | ImageTextConfig
     | PreferenceConfig,
     Field(discriminator="type"),
 ]

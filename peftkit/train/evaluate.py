@@ -112,7 +112,8 @@ class Evaluator:
         return sums, targets
 
     def _cut(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
-        return cut(rows, self.task.num_positions, self.batch_size, self._max_tokens)
+        task = self.task
+        return cut(rows, task.num_positions, self.batch_size, self._max_tokens, task.kind)
 
     def _try(
         self,

@@ -277,7 +277,8 @@ class Learner:
     def micro_batches(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
         """Return rows in parts that go through the model at once."""
         state = self.state
-        return cut(rows, self.task.num_positions, state.micro_batch, state.micro_tokens)
+        task = self.task
+        return cut(rows, task.num_positions, state.micro_batch, state.micro_tokens, task.kind)
 
     def _use_less_memory(self, rows: Sequence[Any]) -> None:
         """Halve what goes through at once; below what is enough, keep less of it, else raise.
@@ -303,7 +304,7 @@ class Learner:
             state.micro_batch, state.micro_tokens = self._asked
         else:
             one = torch.ones((), device=self.ranks.device)
-            longest = max(rows, key=num_tokens)
+            longest = max(rows, key=lambda row: self.task.num_positions([row]))
 
             def fits(row: Any) -> bool:
                 return self._try(self.feed.batches([[row]]), one) is not OUT_OF_MEMORY

@@ -71,6 +71,10 @@ class Task(Protocol):
     def num_positions(self, rows: Sequence[Any]) -> int:
         """Return how many tokens the model reads for these rows collated, padding included."""
 
+    def kind(self, row: Any) -> Any:
+        """Return what all rows that are collated together have in common; None: nothing."""
+        return None
+
     @abstractmethod
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         """Return the number that the summed loss is divided by; must not wait for the GPU."""

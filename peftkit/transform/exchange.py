@@ -27,6 +27,7 @@ from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.foreign import Found, plain_folder, recognise
 from peftkit.formats.guard import read_json, read_tensors
 from peftkit.formats.mlx import read_mlx, write_mlx
+from peftkit.formats.open_adapter import task_of
 from peftkit.formats.peft.folder import (
     CONFIG,
     NOTES,
@@ -50,6 +51,7 @@ from peftkit.formats.serving import (
 from peftkit.formats.staged import check_free, new_adapter_folder
 from peftkit.formats.uniform import compress
 from peftkit.model.places import is_conv1d, is_linear, linear_shape
+from peftkit.tasks.image_text import ImageTextConfig
 
 Format = Literal["peft", "gguf", "mlx"]
 Dtype = Literal["fp32", "fp16", "bf16", "q8_0"]
@@ -116,6 +118,13 @@ def export_adapter(
     if serving:
         check_serving(source, max_rank=max_rank if rank is None else None)
     file = read_adapter(source)
+    if to != "peft" and isinstance(task_of(file), ImageTextConfig):
+        raise AdapterError(
+            f"cannot export {source} to {to}",
+            found="It was trained over a model of images and text, whose language side is only a "
+            "part: the format has no place for the rest.",
+            fix=f"peftkit merge {source} --out merged, and convert the merged model; or --to peft.",
+        )
     on_event(Stage(f"Exporting {source} to {to}"))
     with tempfile.TemporaryDirectory(prefix="peftkit-") as scratch:
         errors: Mapping[str, float] = {}

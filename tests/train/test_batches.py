@@ -105,3 +105,9 @@ def test_an_evaluation_keeps_to_the_limit_too(tmp_path: Path) -> None:
     play(tmp_path, model=Measuring(), eval_rows=make_rows(14), tokens_per_batch=16, max_steps=1)
     assert {rows for rows, _ in shapes} == {1, 2}
     assert all(rows == 1 or width <= 8 for rows, width in shapes)
+
+
+def test_rows_of_different_kinds_share_no_micro_batch() -> None:
+    rows = [3, 4, 5, 6, 7, 9, 11]
+    parts = batches.cut(rows, len, 2, kind=lambda row: row % 2)
+    assert parts == [[3, 5], [7, 9], [11], [4, 6]]

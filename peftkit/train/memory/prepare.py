@@ -61,7 +61,8 @@ def plan_memory_and_compile(
     Raises:
         RunError: Not even one row fits, or blocks that have to be compiled cannot be.
     """
-    by_length = sorted(rows, key=num_tokens)
+    positions = learner.task.num_positions
+    by_length = sorted(rows, key=lambda row: (positions([row]), num_tokens(row)))
     if _is_planned(learner):
         short = _saved(learner, by_length[len(rows) // 2])
         if not learner.state.planned:

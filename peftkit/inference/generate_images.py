@@ -1,0 +1,123 @@
+"""Completions of prompts that hold images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from peftkit.data.image_rows import MARK
+from peftkit.data.images import Picture
+from peftkit.data.load import DataConfig
+from peftkit.errors import AdapterError
+from peftkit.formats.open_adapter import Opened
+from peftkit.inference.generate import (
+    MAX_NEW_TOKENS,
+    decoded,
+    room_left,
+    run_batch,
+    sampling,
+    settings_of,
+    until_end,
+)
+from peftkit.tasks.image_text import ImageText, ImageTextConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePrompt:
+    """A text that generation starts from.
+
+    Args:
+        text: With the processor's mark for each image, written by `ImageEncoder.prompt`.
+    """
+
+    text: str
+    images: tuple[Picture, ...] = ()
+
+
+def generate_with_images(
+    opened: Opened,
+    prompt: str,
+    images: Sequence[Picture] = (),
+    *,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+) -> str:
+    """Return the completion of one prompt, before which images stand.
+
+    Args:
+        max_new_tokens, temperature, top_p, seed: As in `generate_ids`.
+
+    Raises:
+        AdapterError: The adapter was not trained on images.
+        DataError: An image does not decode; the prompt is empty or fills the context.
+    """
+    task = image_task(opened)
+    text = task.encoder.prompt(MARK * len(images) + prompt, opened.style)
+    (ids,) = complete(
+        opened.base.model,
+        task,
+        [ImagePrompt(text, tuple(images))],
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+    )
+    return decoded(task.tokenizer, ids)
+
+
+def image_task(opened: Opened) -> ImageText:
+    """Return the task of an opened adapter, if it reads images.
+
+    Raises:
+        AdapterError: It does not.
+    """
+    if not isinstance(opened.task, ImageTextConfig):
+        raise AdapterError(
+            f"{opened.file.folder} reads no images",
+            found=f"it was trained for the task {opened.task.type}",
+            fix="Ask it without images; adapters of the task image_text read them.",
+        )
+    config = DataConfig(train="", max_length=None)
+    return opened.task.on(opened.base.model, opened.base.processor, config, style=opened.style)
+
+
+def complete(
+    model: Any,
+    task: ImageText,
+    prompts: Sequence[ImagePrompt],
+    *,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    batch_size: int = 8,
+) -> list[list[int]]:
+    """Return the token ids that follow each prompt, as `generate_ids` does."""
+    stops = task.encoder.stop_ids(task.style)
+    settings = settings_of(model, task.tokenizer, stops, temperature, top_p)
+    answers: list[list[int]] = [[] for _ in prompts]
+    groups: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        groups.setdefault(task.kind_of(len(prompt.images)), []).append(index)
+    with sampling(model, seed):
+        for group in groups.values():
+            for start in range(0, len(group), batch_size):
+                chosen = group[start : start + batch_size]
+                inputs = inputs_of(model, task, [prompts[index] for index in chosen])
+                ids = inputs["input_ids"].tolist()
+                settings.max_new_tokens = room_left(model, ids, max_new_tokens)
+                new = run_batch(model, inputs, settings)
+                for index, found in zip(chosen, new.tolist(), strict=True):
+                    answers[index] = until_end(settings.eos_token_id or (), found)
+    return answers
+
+
+def inputs_of(model: Any, task: ImageText, prompts: Sequence[ImagePrompt]) -> dict[str, Tensor]:
+    """Return what a model is given to go on from prompts, padded on the left."""
+    made = task.encoder.generated([p.text for p in prompts], [p.images for p in prompts])
+    return task.inputs(model, made)

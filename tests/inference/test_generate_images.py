@@ -1,0 +1,277 @@
+"""From rows with images to an adapter that answers about them: trained, resumed, asked, merged."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from PIL import Image
+
+from peftkit import recipe
+from peftkit.adapter import attach
+from peftkit.base.load import BaseConfig, load_base
+from peftkit.data.images import Picture
+from peftkit.data.load import DataConfig
+from peftkit.errors import AdapterError, DataError, PeftkitError
+from peftkit.events import Event, RunStarted, Table
+from peftkit.formats.open_adapter import open_adapter
+from peftkit.inference.bank import open_bank
+from peftkit.inference.evaluate import evaluate
+from peftkit.inference.generate_images import (
+    ImagePrompt,
+    complete,
+    generate_with_images,
+    inputs_of,
+)
+from peftkit.merging.merge import merge
+from peftkit.methods.lora import LoRA
+from peftkit.tasks.image_text import ImageTextConfig
+from peftkit.train.config import TrainConfig
+from peftkit.train.loop import fit
+from peftkit.transform.exchange import export_adapter
+from peftkit_cli import app
+from tests.tasks.test_image_text import images_of, model_of, processor_of, task_of
+from tests.vision import FAMILIES, QUESTIONS, said, write_rows
+
+ANY_LENGTH = DataConfig(train="", max_length=None)
+COLOURS = {"red": (250, 10, 10), "blue": (10, 10, 250)}
+
+
+@cache
+def _folder_of(name: str, place: str) -> Path:
+    folder = Path(place) / name
+    model_of(name).save_pretrained(folder)
+    processor_of(name).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _folder_of("llava", str(tmp_path_factory.mktemp("bases")))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two colours to tell apart, and a row without images."""
+    folder = tmp_path_factory.mktemp("colours")
+    rows: list[dict[str, Any]] = []
+    for number, (name, colour) in enumerate(COLOURS.items()):
+        Image.new("RGB", (8 + number, 8), colour).save(folder / f"{name}.png")
+        asked = [{"type": "image", "image": f"{name}.png"}, {"type": "text", "text": "what is it?"}]
+        rows.append({"messages": said(("user", asked), ("assistant", name))})
+    rows.append({"messages": said(("user", "and then?"), ("assistant", "the fox"))})
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def settings_of(base: Path, data: Path, out: Path, **train: Any) -> recipe.Recipe:
+    given = {"max_steps": 40, "batch_size": 3, "learning_rate": 0.02, "save_every": 20}
+    return recipe.Recipe(
+        task="image_text",
+        base=BaseConfig(model=str(base), dtype="fp32"),
+        method=LoRA(rank=4, targets=("attention", "ffn", "projector")),
+        data=DataConfig(train=str(data), eval=str(data), max_length=256),
+        train=TrainConfig(output_dir=out, **{**given, **train}),
+    )
+
+
+@pytest.fixture(scope="module")
+def run_folder(base_folder: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of LLaVA that tells two colours apart."""
+    out = tmp_path_factory.mktemp("runs") / "colours"
+    events: list[Event] = []
+    recipe.run(settings_of(base_folder, data, out), on_event=events.append)
+    (started,) = [event for event in events if isinstance(event, RunStarted)]
+    assert "no packing or sharing" in started.paths
+    return out
+
+
+def test_colours_are_told_apart(run_folder: Path, data: Path) -> None:
+    opened = open_adapter(run_folder)
+    metrics = evaluate(opened.base, data, task=opened.task, style=opened.style)
+    assert metrics["exact_match"] == 1.0
+    with opened.adapter.disabled():
+        assert evaluate(opened.base, data, task=opened.task)["exact_match"] == 0.0
+    for name in COLOURS:
+        image = Picture(data.parent / f"{name}.png", name)
+        assert generate_with_images(opened, "what is it?", [image]) == name
+    assert generate_with_images(opened, "and then?") == "the fox"
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
+def test_the_adapters_folder_is_peft_and_merges(
+    run_folder: Path, data: Path, tmp_path: Path
+) -> None:
+    opened = open_adapter(run_folder)
+    task = ImageTextConfig().on(opened.base.model, opened.base.processor, ANY_LENGTH)
+    row = task.load(str(data))[0]
+    inputs = task.inputs(opened.base.model, task.collate([row]))
+    with torch.no_grad():
+        ours = opened.base.model(**inputs).logits
+        theirs = peft.PeftModel.from_pretrained(model_of("llava"), run_folder)(**inputs).logits
+        torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-4)
+        merge(run_folder, tmp_path / "merged", dtype="fp32")
+        purpose = ImageTextConfig().purpose
+        merged = load_base(str(tmp_path / "merged"), dtype="fp32", purpose=purpose)
+        torch.testing.assert_close(merged.model(**inputs).logits, ours, rtol=1e-4, atol=1e-3)
+    assert merged.processor.chat_template == processor_of("llava").chat_template
+
+
+def test_a_resumed_run_ends_as_one_never_stopped(
+    base_folder: Path, data: Path, run_folder: Path, tmp_path: Path
+) -> None:
+    half = tmp_path / "half"
+    shutil.copytree(run_folder, half)
+    shutil.rmtree(half / "checkpoints" / "step-40")
+    (half / "adapter_model.safetensors").unlink()
+    recipe.run(settings_of(base_folder, data, half), resume=True)
+    whole, again = ((p / "adapter_model.safetensors").read_bytes() for p in (run_folder, half))
+    assert whole == again
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_generation_is_the_likeliest_token_again_and_again(name: str, tmp_path: Path) -> None:
+    """Several prompts at once, cached, give what whole forward passes of each alone do."""
+    model = model_of(name)
+    task = task_of(name, model)
+    rows = [*QUESTIONS, {"prompt": "what is it?", "completion": "the fox", "image": "b.png"}]
+    if FAMILIES[name].has_template:
+        rows = [
+            {
+                "messages": said(("user", f"<image>{row['prompt']}"), ("assistant", "the fox")),
+                "image": row["image"],
+            }
+            for row in rows
+        ]
+    loaded = task.load(str(write_rows(tmp_path, rows)))
+    prompts = [ImagePrompt(row.prompt, row.images) for row in loaded]
+    found = complete(model, task, prompts, max_new_tokens=4)
+    for row, prompt, answer in zip(loaded, prompts, found, strict=True):
+        inputs = inputs_of(model, task, [prompt])
+        ids, new = inputs["input_ids"], []
+        while len(new) < 4:
+            grown = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            for key, value in inputs.items():
+                if key not in grown and value.shape[:2] == inputs["input_ids"].shape:
+                    more = value[:, -1:].repeat(1, len(new), *[1] * (value.ndim - 2))
+                    grown[key] = torch.cat([value, more], 1)
+            with torch.no_grad():
+                logits = model(**{**inputs, **grown}, use_cache=False).logits
+            new.append(int(logits[0, -1].argmax()))
+            ids = torch.cat([ids, torch.tensor([new[-1:]])], 1)
+        assert answer == new[: len(answer)]
+        assert len(answer) == 4 or new[len(answer)] in task.encoder.stop_ids(task.style)
+        assert images_of(row)
+
+
+def test_what_cannot_be_asked_is_refused(run_folder: Path, tmp_path: Path) -> None:
+    opened = open_adapter(run_folder)
+    with pytest.raises(DataError, match=r"Cannot decode the image of gone(.|\n)*gone.png"):
+        generate_with_images(opened, "what?", [Picture(tmp_path / "gone.png", "gone")])
+    with pytest.raises(AdapterError, match="does not go on from a prompt"):
+        open_bank({"a": run_folder})
+    for to in ("gguf", "mlx"):
+        with pytest.raises(AdapterError, match=rf"to {to}(.|\n)*peftkit merge"):
+            export_adapter(run_folder, tmp_path / to, to=to)  # type: ignore[arg-type]
+
+
+def say(*lines: str, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    run(*argv)
+
+
+def run(*argv: str) -> None:
+    with pytest.raises(SystemExit) as done:
+        app.main(list(argv))
+    assert done.value.code == 0
+
+
+def test_the_command_line_shows_images(
+    run_folder: Path,
+    data: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    red, blue = (str(data.parent / f"{name}.png") for name in COLOURS)
+    for name, image in zip(COLOURS, (red, blue), strict=True):
+        run("generate", str(run_folder), "--image", image, "--prompt", "what is it?")
+        assert capsys.readouterr().out == f"{name}\n"
+    say(
+        f"/image {red}",
+        "what is it?",
+        "/reset",
+        f"/image {blue}",
+        "what is it?",
+        "/image gone.png",
+        argv=["chat", str(run_folder)],
+        monkeypatch=monkeypatch,
+    )
+    told = capsys.readouterr()
+    assert told.out.split() == ["red", "blue"]
+    assert "8 x 8 pixels, goes with the next message" in told.err
+    assert "gone.png" in told.err
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3", "mllama", "gemma3"])
+def test_a_folder_brings_its_processor_and_keeps_its_towers_in_16_bits(
+    name: str, tmp_path: Path
+) -> None:
+    folder = _folder_of(name, str(tmp_path))
+    purpose = ImageTextConfig().purpose
+    base = load_base(str(folder), dtype="fp32", quantize="nf4", purpose=purpose)
+    assert type(base.processor).__name__ == type(processor_of(name)).__name__
+    assert base.tokenizer is base.processor.tokenizer
+    whys = {row.why for row in base.audit.rows if row.kind == "linear layers"}
+    assert "vision side: base.quantize_towers" in whys
+    told = {row.stored for row in base.audit.rows if "vision side" in row.why}
+    assert told == {"float32"}
+    packed = load_base(
+        str(folder), dtype="fp32", quantize="nf4", quantize_towers=True, purpose=purpose
+    )
+    assert not [row for row in packed.audit.rows if "quantize_towers" in row.why]
+    assert packed.audit.num_bytes < base.audit.num_bytes
+    base.processor.save_pretrained(tmp_path / "again")
+    files = sorted(path.name for path in (tmp_path / "again").iterdir())
+    assert "processor_config.json" in files
+
+
+def test_mllama_learns_by_its_cross_attention_alone(tmp_path: Path) -> None:
+    model = model_of("mllama")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    task = task_of("mllama", model)
+    row = {"messages": said(("user", "<image>what?"), ("assistant", "fox dog")), "image": "a.png"}
+    rows = task.load(str(write_rows(tmp_path, [row, {**row, "image": "b.png"}])))
+    adapter = attach(model, LoRA(rank=4, targets=("cross_attention",)))
+    assert all(".cross_attn." in path for path in adapter.modules)
+    first = task.metrics(model, rows)["loss"]
+    settings = TrainConfig(output_dir=tmp_path / "run", max_steps=20, learning_rate=0.02)
+    fit(model, task, rows, config=settings)
+    assert task.metrics(model, rows)["loss"] < first / 2
+    adapter.detach()
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_check_shows_rows_with_their_images(base_folder: Path, data: Path, tmp_path: Path) -> None:
+    events: list[Event] = []
+    recipe.check(settings_of(base_folder, data, tmp_path / "run"), on_event=events.append)
+    shown = [e for e in events if isinstance(e, Table) and "as the loss sees it" in e.title]
+    assert "[image 8x8: 4 tokens]" in shown[0].rows[0][1]
+    assert shown[0].rows[1] == ("learnt", "red<|im_end|>")
+
+
+def test_settings_that_the_task_cannot_use_are_named(base_folder: Path, data: Path) -> None:
+    with pytest.raises(PeftkitError, match=r"data.max_pixels is not used by the task causal_lm"):
+        recipe.Recipe(
+            base=BaseConfig(model=str(base_folder)),
+            data=DataConfig(train=str(data), max_pixels=100),
+        )

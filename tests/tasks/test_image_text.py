@@ -1,0 +1,341 @@
+"""Conversations with images: what is learnt of them, on every family, against the plain way."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peftkit.adapter import attach
+from peftkit.data.image_row import ImageRow
+from peftkit.data.load import DataConfig
+from peftkit.errors import BaseError, DataError
+from peftkit.events import Event, Table
+from peftkit.methods.lora import LoRA
+from peftkit.quant.quantize import quantize_model, tower_paths
+from peftkit.tasks.image_text import ImageText, ImageTextConfig
+from peftkit.train.batches import cut
+from peftkit.train.checkpoints.identity import fingerprint
+from tests import vision
+from tests.vision import ANSWERS, CONVERSATIONS, FAMILIES, QUESTIONS, picture, said, write_rows
+
+CHATTING = [name for name, family in FAMILIES.items() if family.has_template]
+
+
+@cache
+def processor_of(name: str) -> Any:
+    return FAMILIES[name].processor()
+
+
+def model_of(name: str) -> Any:
+    torch.manual_seed(0)
+    return FAMILIES[name].model().eval()
+
+
+def task_of(name: str, model: Any = None, *, on_event: Any = None, **data: Any) -> ImageText:
+    config = DataConfig(**{"train": "", "max_length": None, **data})
+    events = {} if on_event is None else {"on_event": on_event}
+    return ImageTextConfig().on(model or model_of(name), processor_of(name), config, **events)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("rows")
+
+
+def rows_of(task: ImageText, name: str, folder: Path) -> list[ImageRow]:
+    rows = CONVERSATIONS if FAMILIES[name].has_template else QUESTIONS
+    return task.load(str(write_rows(folder, rows)))
+
+
+def images_of(row: ImageRow) -> list[Any]:
+    sizes = {(9, 12): picture(), (20, 9): picture(size=(20, 9))}
+    return [sizes[size] for size in row.sizes]
+
+
+def plain(name: str, rows: Sequence[ImageRow]) -> tuple[dict[str, Tensor], Tensor]:
+    """Return what the processor makes of rows by itself, and our labels beside its tokens."""
+    images = [images_of(row) for row in rows]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PaliGemma's use of numpy
+        made = _processed(name, rows, images)
+    labels = torch.full(made["input_ids"].shape, -100)
+    for number, row in enumerate(rows):
+        labels[number, : len(row.labels)] = torch.tensor(row.labels)
+    return {key: value for key, value in made.items() if key != "labels"}, labels
+
+
+def _processed(name: str, rows: Sequence[ImageRow], images: list[Any]) -> Any:
+    suffix = {} if FAMILIES[name].has_template else {"suffix": [row.suffix for row in rows]}
+    return processor_of(name)(
+        text=[row.text for row in rows],
+        images=images if any(images) else None,
+        padding=True,
+        padding_side="right",
+        add_special_tokens=False,
+        return_tensors="pt",
+        **suffix,
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_alone_are_learnt_token_by_token(name: str, folder: Path) -> None:
+    task = task_of(name)
+    rows = rows_of(task, name, folder)
+    decode = task.tokenizer.decode
+    answers = ANSWERS if FAMILIES[name].has_template else [["the fox"], ["the other dog over"]]
+    for row, answer in zip(rows, answers, strict=True):
+        made, _ = plain(name, [row])
+        ids = made["input_ids"][0].tolist()
+        assert list(row.input_ids) == ids[: len(row.input_ids)]  # what follows is never learnt
+        expected, text = [-100] * len(row.input_ids), decode(row.input_ids)
+        tokens = task.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        assert tokens["input_ids"] == list(row.input_ids)
+        at = 0
+        for part in answer:
+            start = text.index(f"{part}<|im_end|>", at)
+            at = start + len(f"{part}<|im_end|>")
+            for number, (begin, _) in enumerate(tokens["offset_mapping"]):
+                if start <= begin < at:
+                    expected[number] = row.input_ids[number]
+        assert list(row.labels) == expected
+        assert not set(row.labels) & set(task.processor.image_token_ids)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loss_and_gradients_are_those_of_a_plain_loop(name: str, folder: Path) -> None:
+    _compare(name, model_of(name), model_of(name), folder)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "mllama"])
+def test_in_four_bits_too(name: str, folder: Path) -> None:
+    models = [model_of(name), model_of(name)]
+    for model in models:
+        quantize_model(model, "nf4", keep=tower_paths(model))
+    _compare(name, *models, folder)
+
+
+def _compare(name: str, ours: Any, theirs: Any, folder: Path, num_steps: int = 3) -> None:
+    """Train two equal models, one by the task, the other by transformers' own forward."""
+    sides = []
+    for model in (ours, theirs):
+        model.requires_grad_(False)
+        attach(model, LoRA(rank=2, targets="all-linear"), seed=0)
+        sides.append({n: p for n, p in model.named_parameters() if p.requires_grad})
+    task = task_of(name, ours)
+    rows = rows_of(task, name, folder)
+    parts = cut(rows, task.num_positions, 8, None, task.kind)
+    num_targets = sum(row.num_targets for row in rows)
+    optimizers = [torch.optim.SGD(side.values(), lr=0.01) for side in sides]
+    for _ in range(num_steps):
+        with task.training(ours):
+            ours.train()
+            losses = [task.loss_sum(ours, task.collate(part)) for part in parts]
+            mine = torch.stack(losses).sum() / num_targets
+            mine.backward()
+        theirs.train()
+        wanted = torch.zeros(())
+        for part in parts:
+            inputs, labels = plain(name, part)
+            logits = theirs(**inputs, use_cache=False).logits[:, :-1]
+            wanted = wanted + F.cross_entropy(
+                logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+            )
+        wanted = wanted / num_targets
+        wanted.backward()
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
+        for key, parameter in sides[0].items():
+            other = sides[1][key].grad
+            if other is None:
+                assert parameter.grad is None or not parameter.grad.any()
+                continue
+            atol = max(1e-5, 1e-4 * float(other.abs().max()))  # sums of another order
+            torch.testing.assert_close(parameter.grad, other, rtol=1e-3, atol=atol)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].extras])
+def test_what_goes_along_with_the_tokens_is_not_left_out(name: str, folder: Path) -> None:
+    model = model_of(name)
+    task = task_of(name, model)
+    rows = rows_of(task, name, folder)
+    batch = task.collate(rows[:1])
+    inputs = task.inputs(model, batch)
+    with torch.no_grad():
+        whole = model(**inputs).logits
+        for extra in FAMILIES[name].extras:
+            assert extra in inputs
+            try:
+                less = model(**{k: v for k, v in inputs.items() if k != extra}).logits
+            except (ValueError, TypeError, AttributeError):
+                continue  # it says that it needs it
+            assert (less - whole).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_of_a_batch_lose_what_they_lose_alone(name: str, folder: Path) -> None:
+    model = model_of(name)
+    task = task_of(name, model)
+    rows = rows_of(task, name, folder)
+    with torch.no_grad():
+        parts = cut(rows, task.num_positions, 8, None, task.kind)
+        together = sum(float(task.loss_sum(model, task.collate(part))) for part in parts)
+        alone = sum(float(task.loss_sum(model, task.collate([row]))) for row in rows)
+    assert together == pytest.approx(alone, rel=1e-5)
+    assert sum(map(len, parts)) == len(rows)
+    if name in CHATTING:
+        assert len(parts) == (3 if task.encoder.is_nested else 2)
+
+
+def test_images_cost_positions(folder: Path) -> None:
+    task = task_of("llava")
+    rows = rows_of(task, "llava", folder)
+    assert [row.num_patches for row in rows] == [4, 8, 0, 4]  # of 4 x 4 pixels, in 8 x 8
+    assert task.num_positions([rows[0]]) == 24 + 4
+    assert task.num_positions([rows[2]]) == 32
+    assert "no packing" in task.paths["rows"]
+
+
+def test_rows_are_shown_with_the_sizes_of_their_images(folder: Path) -> None:
+    events: list[Event] = []
+    task = task_of("qwen2_vl", on_event=events.append)
+    rows = rows_of(task, "qwen2_vl", folder)
+    asked, answer, *more = task.spans(rows[1])
+    assert asked[0] == ""
+    assert "see <|vision_start|>[image 20x9: 2 tokens]<|vision_end|> the" in asked[1]
+    assert answer == ("learnt", "the lazy dog over<|im_end|>")
+    assert [kind for kind, _ in more] == ["", "learnt"]
+    (table,) = [event for event in events if isinstance(event, Table)]
+    counts = dict(table.rows)
+    assert (counts["images"], counts["rows without images"]) == ("4", "1")
+    assert counts["tokens of images"] == "8"
+
+
+def test_rows_are_never_cut_through_an_image(tmp_path: Path) -> None:
+    events: list[Event] = []
+    parts = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
+    rows = [
+        {"messages": said(("user", parts), ("assistant", "the dog")), "images": ["a.png"] * 2},
+        *[{"messages": said(("user", "what"), ("assistant", "the dog " * 20))}] * 2,
+    ]
+    path = str(write_rows(tmp_path, rows))
+    whole = task_of("llava").load(path)[0]
+    second = len(whole.input_ids) - 1 - whole.input_ids[::-1].index(task_of("llava")._image_id)
+    short = task_of("llava", max_length=second, max_dropped=0.5, on_event=events.append)
+    kept = short.load(path)
+    assert [len(row.input_ids) for row in kept] == [second] * 2
+    (table,) = [event for event in events if isinstance(event, Table)]
+    assert dict(table.rows)["dropped: an image or the answer beyond the cut"].startswith("1 (")
+    with pytest.raises(DataError, match=r"Too long: an image(.|\n)*rows.jsonl:1(.|\n)*max_pixels"):
+        task_of("llava", max_length=second, max_dropped=0.1).load(path)
+
+
+def test_max_pixels_bounds_what_an_image_costs(tmp_path: Path) -> None:
+    row = {"messages": said(("user", "<image>"), ("assistant", "dog")), "image": "big.png"}
+    path = write_rows(tmp_path, [row])
+    (tmp_path / "big.png").write_bytes(vision.png(size=(32, 16)))
+    (large,) = task_of("qwen2_vl").load(str(path))
+    task = task_of("qwen2_vl", max_pixels=130)
+    (small,) = task.load(str(path))
+    assert (large.sizes, large.image_tokens) == (((32, 16),), (8,))
+    assert (small.sizes, small.image_tokens) == (((16, 8),), (2,))
+    assert task.collate([small])["image_grid_thw"].tolist() == [[1, 2, 4]]
+
+
+def test_rows_read_the_same_wherever_their_images_lie(tmp_path: Path) -> None:
+    marks = []
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+        task = task_of("llava")
+        marks.append(fingerprint(rows_of(task, "llava", tmp_path / place)))
+    assert marks[0] == marks[1]
+    (tmp_path / "two" / "a.png").write_bytes(vision.png("white"))
+    rows = task_of("llava").load(str(tmp_path / "two" / "rows.jsonl"))
+    assert fingerprint(rows) != marks[0]
+
+
+def test_a_template_of_plain_texts_gets_the_processors_own_mark(folder: Path) -> None:
+    task = task_of("llava", chat_template="chatml")
+    rows = rows_of(task, "llava", folder)
+    assert rows[1].text.startswith("<|im_start|>user\nsee <image> the <image> dog<|im_end|>")
+    assert [row.image_tokens for row in rows] == [(4,), (4, 4), (), (4,)]
+
+
+def test_an_answer_melted_into_its_prompt_is_carried_on(tmp_path: Path, folder: Path) -> None:
+    """Where tokens of the answer are made apart, what goes along with them goes on."""
+    template = tmp_path / "melting.jinja"
+    template.write_text(
+        "{{ bos_token }}{%- for m in messages -%}{%- if m.role == 'user' -%}"
+        "{%- for p in m.content -%}{{ '<|image|>' if p.type == 'image' else p.text }}{%- endfor -%}"
+        "{{ ' the a' }}{%- else -%}{{ m.content[0].text }}{%- endif -%}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{%- endif -%}"
+    )
+    row = {
+        "messages": said(("user", "<image> what"), ("assistant", "nswer is it")),
+        "image": "a.png",
+    }
+    model = model_of("mllama")
+    task = task_of("mllama", model, chat_template=str(template))
+    (found,) = task.load(str(write_rows(tmp_path, [row])))
+    learnt = [label for label in found.labels if label != -100]
+    assert task.tokenizer.decode(learnt) == "nswer is it<|im_end|>"
+    mask = task.collate([found])["cross_attention_mask"][0, :, 0, 0]
+    start = found.input_ids.index(task._image_id)
+    length = len(found.input_ids)
+    assert mask[start:length].all()
+    assert not mask[length:].any()
+
+
+# ------------------------------------------------------------------- what cannot be
+
+
+def test_a_base_that_sees_nothing_is_refused(llama: Any) -> None:
+    with pytest.raises(BaseError, match="no token for images"):
+        ImageTextConfig().on(llama, processor_of("llava"), DataConfig(train=""))
+
+
+def test_a_processor_without_a_chat_template_is_named(folder: Path) -> None:
+    processor = vision.LLAVA.processor()
+    processor.chat_template = None
+    task = ImageTextConfig().on(model_of("llava"), processor, DataConfig(train="", max_length=None))
+    with pytest.raises(DataError, match=r"LlavaProcessor has no chat template(.|\n)*chat_template"):
+        rows_of(task, "llava", folder)
+
+
+def test_a_template_that_writes_no_images_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jinja").write_text("{% for m in messages %}{{ m.role }}{% endfor %}")
+    with pytest.raises(DataError, match="writes no images"):
+        task_of("llava", chat_template=str(tmp_path / "a.jinja"))
+
+
+def test_the_processors_own_mark_in_a_text_is_named(tmp_path: Path) -> None:
+    row = {"messages": said(("user", "a <|image_pad|> b"), ("assistant", "dog")), "image": "a.png"}
+    path = write_rows(tmp_path, [row])
+    with pytest.raises(DataError, match=r"rows.jsonl:1(.|\n)*1 images(.|\n)*2 of the"):
+        task_of("qwen2_vl").load(str(path))
+
+
+def test_a_processor_of_prompt_and_answer_refuses_what_it_cannot_take(tmp_path: Path) -> None:
+    task = task_of("paligemma")
+    turns = said(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    path = write_rows(tmp_path, [{"messages": turns, "image": "a.png"}])
+    with pytest.raises(DataError, match=r"rows.jsonl:1(.|\n)*one prompt and one answer"):
+        task.load(str(path))
+    path = write_rows(tmp_path, [{"prompt": "a", "completion": "b"}])
+    with pytest.raises(DataError, match=r"cannot take (.|\n)*rows.jsonl:1"):
+        task.load(str(path))
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients_left() -> Iterator[None]:
+    yield
+    torch.set_grad_enabled(True)
