@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from peftkit.errors import ConfigError
+from peftkit.errors import ConfigError, PeftkitError
 from peftkit_cli.arguments import Adapter, note
 
 Replace = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
@@ -184,4 +184,15 @@ def pull(
     with Renderer() as on_event:
         done = pull_adapter(name, out, force=force, on_event=on_event)
     typer.echo(done.folder)
-    note(f"Commit {done.commit} of {done.repo}.\nNext: peftkit chat {done.folder}")
+    note(f"Commit {done.commit} of {done.repo}.\nNext: {_use_of(done.folder)}")
+
+
+def _use_of(folder: Path) -> str:
+    """Return the command for what an adapter was trained to do."""
+    from peftkit.formats.open_adapter import task_of
+    from peftkit.formats.peft.folder import read_adapter
+
+    try:
+        return task_of(read_adapter(folder)).command.format(folder=folder)
+    except PeftkitError:  # it is downloaded all the same
+        return f"peftkit inspect {folder}"

@@ -18,7 +18,7 @@ from transformers.utils.hub import cached_file
 from peftkit.base import locate, pretrained
 from peftkit.base.load import load_base, local_folder
 from peftkit.errors import BaseError, OutputError
-from peftkit.events import Event, Stage
+from peftkit.events import Event, Progress, Stage
 from tests.families import ARCHITECTURES, VOCAB, tiny_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need: pip install gguf")
@@ -131,6 +131,8 @@ def test_short_name_is_converted_once_and_is_the_same_model(tiny_known, package,
         f"Converting tiny.gguf into {target} (once)",
         "Loading the base tiny",
     ]
+    converting = [e for e in seen if isinstance(e, Progress) and "Converting" in e.text]
+    assert [event.done / event.total for event in converting] == [0.5, 0.75, 1.0]
     assert capfd.readouterr() == ("", "")
     assert [path.name for path in target.parent.iterdir()] == ["tiny"]
     assert "tiny_llm" not in sys.modules

@@ -69,6 +69,12 @@ def test_what_a_classifier_is_good_for_is_not_generation(peftkit: Run, classifie
     assert "peftkit generate" not in refused.err
 
 
+def test_the_next_step_with_a_classifier_is_its_own(classifier) -> None:
+    from peftkit_cli.exchange import _use_of
+
+    assert _use_of(classifier / "out").startswith("peftkit predict ")
+
+
 def test_eval_prints_the_tasks_metrics(peftkit: Run, classifier) -> None:
     done = peftkit("eval", classifier / "out", "--data", classifier / "rows.jsonl", "--json")
     assert done.code == 0, done.err
