@@ -72,6 +72,8 @@ if TYPE_CHECKING:
     from peftkit.recipe import load as load_recipe
     from peftkit.recipe import prepare as prepare_recipe
     from peftkit.recipe import run as run_recipe
+    from peftkit.report.runs import list_runs as list_runs
+    from peftkit.report.write import write_report as write_report
     from peftkit.sweeps.sweep import sweep as sweep
     from peftkit.tasks.causal_lm import CausalLM as CausalLM
     from peftkit.tasks.causal_lm import CausalLMConfig as CausalLMConfig
@@ -162,6 +164,7 @@ _HOME = {
     "generate": "inference.generate",
     "generate_ids": "inference.generate",
     "import_adapter": "transform.exchange",
+    "list_runs": "report.runs",
     "load_adapter": "formats.peft.folder",
     "load_base": "base.load",
     "load_recipe": "recipe:load",
@@ -179,6 +182,7 @@ _HOME = {
     "save_adapter": "formats.peft.folder",
     "stream": "inference.generate",
     "sweep": "sweeps.sweep",
+    "write_report": "report.write",
 }
 """Public name to the module that defines it, and to its name there where that is another."""
 

@@ -92,6 +92,24 @@ class EvalDone(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """What the model said to a prompt; `reference` is what the eval rows say, if it is of them."""
+
+    prompt: str
+    completion: str
+    reference: str | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled(Event):
+    """The model answered the prompts that it is watched by; step 0 is before the first."""
+
+    step: int
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Saved(Event):
     """A checkpoint, adapter, or merged model is on disk, complete."""
 

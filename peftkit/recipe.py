@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,11 +33,14 @@ from peftkit.formats.card import (
 from peftkit.formats.continued import Continued, continue_adapter, save_start
 from peftkit.formats.peft.folder import AdapterFolder, Provenance, read_adapter
 from peftkit.formats.peft.limits import refused_by_peft
+from peftkit.inference.watch import Metric, TextWatch
 from peftkit.methods.data_init import as_on_main, init_from_rows, with_saved_ranks
 from peftkit.methods.loftq import loftq_starts
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import Method, Start
 from peftkit.methods.table import AnyMethod
+from peftkit.report.facts import BeforeRun
+from peftkit.report.live import LiveReport
 from peftkit.tasks.causal_lm import CausalLMConfig
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.table import TASKS, AnyTask
@@ -112,6 +115,23 @@ class Recipe(Config):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _what_is_watched_is_there(self) -> Recipe:
+        train = self.train
+        if train.evaluates and not self.data.eval:
+            raise ConfigError(
+                f"train.{train.evaluates[0]} needs eval rows.",
+                found="data.eval is not set.",
+                fix="Set data.eval, or leave it out.",
+            )
+        if (train.sample_every or train.eval_generate) and not self.task.writes_text:
+            raise ConfigError(
+                f"the task {self.task.type} writes no text to look at.",
+                found="train.sample_every or train.eval_generate is set.",
+                fix="Leave it out.",
+            )
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -152,6 +172,7 @@ def run(
     resume: bool = False,
     overwrite: bool = False,
     allow_changes: Sequence[str] = (),
+    metrics: Mapping[str, Metric] | None = None,
     on_event: Listener = ignore,
 ) -> Result:
     """Train a recipe's adapter and save it to `train.output_dir`.
@@ -161,6 +182,7 @@ def run(
         resume: Continue from the newest valid checkpoint of the output folder.
         overwrite: Start again in a folder that holds a run already.
         allow_changes: Dotted keys in which a resumed run may differ from the one it continues.
+        metrics: Of a completion and its reference, by name: measured with train.eval_generate.
         on_event: Receives the events of peftkit.events as they happen.
 
     Raises:
@@ -170,9 +192,12 @@ def run(
     folder = recipe.train.output_dir
     check_output(recipe.train, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
     with stopping_at_once("stopped before the first step; what was there is as it was."):
-        ready = prepare(recipe, resume=resume, on_event=on_event)
+        before = BeforeRun(on_event)
+        ready = prepare(recipe, resume=resume, on_event=before.on_event)
+        watch = watch_of(recipe, ready, metrics, on_event)
     recipe = ready.recipe
     weights = adapter_folder(recipe, ready)
+    report = LiveReport(folder, on_event, lambda: _write_facts(recipe, ready, before))
     result = train_prepared(
         ready.base.model,
         ready.task,
@@ -184,11 +209,13 @@ def run(
         resume=resume,
         overwrite=overwrite,
         allow_changes=allow_changes,
-        on_event=on_event,
+        on_event=report.on_event,
+        watch=watch,
     )
     if result.is_main:
         with stop_requests() as stop:
             result = save_result(recipe, ready, result, on_event=on_event)
+            report.write()
         if stop.signum:
             raise Interrupted(stop.signum, f"all is done; the adapter is in {folder}.")
     return result
@@ -223,13 +250,50 @@ def save_result(
 ) -> Result:
     """Write the adapter, the recipe and the model card; return the result with its metrics."""
     folder = recipe.train.output_dir
-    adapter_folder(recipe, ready).save(folder)
+    weights = adapter_folder(recipe, ready)
+    result = _with_best(recipe, result, weights, on_event)
+    weights.save(folder)
     if told := refused_by_peft(ready.adapter):
         on_event(Notice(told))
     result = _measured(ready, result, on_event)
     _write_papers(recipe, ready, result, on_event)
     on_event(Saved("adapter", folder))
     return result
+
+
+def watch_of(
+    recipe: Recipe, ready: Prepared, metrics: Mapping[str, Metric] | None, on_event: Listener
+) -> TextWatch | None:
+    """Return what looks at the model's answers while it trains, if that is asked for."""
+    asked = recipe.train.sample_every or recipe.train.eval_generate
+    if metrics and not recipe.train.eval_generate:
+        raise ConfigError(
+            f"nothing is measured by {', '.join(metrics)}.",
+            found="train.eval_generate is not set.",
+            fix="Say how many eval rows are answered: --set train.eval_generate=64",
+        )
+    if not asked:
+        return None
+    return TextWatch(ready.base, ready.task, ready.eval, recipe.train, metrics, on_event)
+
+
+def _with_best(
+    recipe: Recipe, result: Result, weights: AdapterFolder, on_event: Listener
+) -> Result:
+    """Load the best checkpoint's weights, if they are asked for and not those of the last step."""
+    best = result.best_step
+    if not recipe.train.keep_best or result.best_checkpoint is None or best is None:
+        return result
+    if best != result.step:
+        weights.load(result.best_checkpoint)
+        on_event(
+            Notice(
+                f"The adapter has the weights of step {best}, the best of the eval rows (loss "
+                f"{result.metrics['best_eval_loss']:.4g}); those of the last step, {result.step}, "
+                f"are in {result.checkpoint}."
+            )
+        )
+    return replace(result, metrics={**result.metrics, "adapter_step": float(best)})
 
 
 def prepare(
@@ -384,6 +448,20 @@ def _write_papers(recipe: Recipe, ready: Prepared, result: Result, on_event: Lis
             write()
         except Exception as error:  # whatever it is
             on_event(Notice(f"{name} was not written; the adapter is complete without. {error}"))
+
+
+def _write_facts(recipe: Recipe, ready: Prepared, before: BeforeRun) -> None:
+    """Write run.json: what the report of the run tells besides its figures."""
+    base = {"base": ready.base.name, "revision": ready.base.revision}
+    before.write(
+        recipe.train.output_dir,
+        recipe,
+        ready.task,
+        {"train": ready.train, "eval": ready.eval},
+        command=ready.settings.command,
+        mergeable=not recipe.method.unmergeable,
+        identity={**base, "fingerprint": ready.base.fingerprint, "seed": recipe.train.seed},
+    )
 
 
 def _provenance(recipe: Recipe, ready: Prepared) -> Provenance:

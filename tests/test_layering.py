@@ -26,7 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("methods/", "tasks/"),
     ("adapter",),
     ("formats/",),
-    ("inference/", "merging/"),
+    ("inference/", "merging/", "report/"),
     ("transform/", "recipe"),
     ("sweeps/",),
     ("__init__",),
@@ -47,7 +47,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "safetensors": ("formats/", "merging/"),
     "pydantic": ("config/", "methods/", "data/", "train/", "tasks/", "base/", "recipe"),
     "yaml": ("config/",),
-    "PIL": ("data/images",),  # the optional extra `images`; imported when an image is decoded
+    "PIL": ("data/images", "report/png"),  # the optional extra `images`; imported when called
     "typer": ("cli/",),
     "rich": ("cli/",),
 }

@@ -79,6 +79,8 @@ def test_a_run_learns_and_its_folder_is_an_adapter(
         "README.md",
         "recipe.yaml",
         "metrics.jsonl",
+        "report.html",
+        "run.json",
         "checkpoints",
     } == found
     assert recipe.load(folder / "recipe.yaml") == asked

@@ -21,7 +21,7 @@ import typer
 import typer.core
 
 from peftkit.errors import PeftkitError
-from peftkit_cli import about, combining, exchange, inspect, merge, sweep, talk, train
+from peftkit_cli import about, combining, exchange, inspect, merge, reporting, sweep, talk, train
 
 
 class CommandsByPurpose(typer.core.TyperGroup):
@@ -68,6 +68,8 @@ app.command("import", rich_help_panel=TALK)(exchange.import_)
 app.command(rich_help_panel=TALK)(exchange.push)
 app.command(rich_help_panel=TALK)(exchange.pull)
 app.command("inspect", rich_help_panel=LOOK)(inspect.inspect)
+app.command(rich_help_panel=LOOK)(reporting.report)
+app.command(rich_help_panel=LOOK)(reporting.runs)
 app.add_typer(about.recipes, name="recipes", rich_help_panel=LOOK)
 app.command(rich_help_panel=LOOK)(about.env)
 app.command(rich_help_panel=LOOK)(about.schema)

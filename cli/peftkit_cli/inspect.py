@@ -215,7 +215,8 @@ def show(facts: Mapping[str, Any], groups: Sequence[Group]) -> None:
     from rich.console import Console
 
     from peftkit.events import Table
-    from peftkit_cli.render import count, show_table, size
+    from peftkit.report.figures import count, size
+    from peftkit_cli.render import show_table
 
     texts = {name: str(value) for name, value in facts.items() if value not in (None, {}, [])}
     texts["num_parameters"] = count(facts["num_parameters"])

@@ -72,7 +72,7 @@ COLUMNS = ("method", "trains", "merges", "starts as the base", "4-bit base", "re
 
 def method_rows(facts: list[MethodFacts], num_parameters: int) -> list[tuple[str, ...]]:
     """Return the table's rows as text."""
-    from peftkit_cli.render import count
+    from peftkit.report.figures import count
 
     return [
         (

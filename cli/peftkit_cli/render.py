@@ -6,8 +6,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping
 from typing import IO, cast
 
 from rich import box
@@ -21,10 +20,11 @@ from rich.text import Text
 
 from peftkit import events
 from peftkit.events import Event, Listener
+from peftkit.report.figures import count, duration, metric, size
+from peftkit.report.plot import plot
 from peftkit_cli.unfailing import Unfailing
 
-SPARKS = "▁▂▃▄▅▆▇█"
-SPARK_WIDTH = 48
+CURVE_COLUMNS, CURVE_LINES = 64, 7
 SHOWN = ("accuracy", "margin")  # of a task's figures; metrics.jsonl has them all
 PLAIN_LINES = 40  # about as many lines of steps as a log should hold
 PLAIN_BYTES = 1 << 30  # less is loaded in a second or two
@@ -114,7 +114,8 @@ class LiveScreen:
         self._progress: events.Progress | None = None
         self._spinner = Spinner("dots", style="cyan")
         self._step: events.StepDone | None = None
-        self._losses: list[float] = []
+        self._losses: list[tuple[int, float]] = []
+        self._evals: list[tuple[int, float]] = []
         self.live = Live(
             console=console, refresh_per_second=8, transient=transient, get_renderable=self._draw
         )
@@ -124,7 +125,7 @@ class LiveScreen:
         if isinstance(event, events.StepDone):
             self._end_stage()
             self._step = event
-            self._losses.append(event.loss)
+            self._losses.append((event.step, event.loss))
         elif isinstance(event, events.Progress):
             self._progress = event
         elif isinstance(event, events.Stage):
@@ -134,6 +135,8 @@ class LiveScreen:
             self._end_stage()
             show_table(self.tables, event)
         elif (text := describe(event)) is not None:
+            if isinstance(event, events.EvalDone) and "loss" in event.metrics:
+                self._evals.append((event.step, event.metrics["loss"]))
             if not isinstance(event, events.Notice):
                 self._end_stage()
             self.live.console.print(_styled(event, text))
@@ -170,8 +173,12 @@ class LiveScreen:
     def _draw_training(self, step: events.StepDone) -> RenderableType:
         figures = Grid.grid(padding=(0, 2))
         figures.add_row(*(Text(part) for part in step_parts(step)))
-        curve = Text.assemble(("loss ", "dim"), (sparkline(self._losses), "cyan"))
-        return Group(_bar(events.Progress("step", step.step, step.num_steps), 0.0), figures, curve)
+        width = min(CURVE_COLUMNS, self.live.console.width - 24)
+        lines = plot(self._losses, self._evals, width, CURVE_LINES)
+        curve = Text("\n").join(
+            Text.assemble((axis, "dim"), (dots, "cyan"), (key, "dim")) for axis, dots, key in lines
+        )
+        return Group(curve, _bar(events.Progress("step", step.step, step.num_steps), 0.0), figures)
 
 
 def show_table(console: Console, table: events.Table) -> None:
@@ -215,12 +222,22 @@ def describe(event: Event) -> str | None:
     if isinstance(event, events.EvalDone):
         best = " (best so far)" if event.best else ""
         return f"eval at step {event.step}: {metrics_line(event.metrics)}{best}"
+    if isinstance(event, events.Sampled):
+        return "\n".join([f"samples at step {event.step}:", *map(_said, event.samples)])
     if isinstance(event, events.Saved):
         return f"saved {event.kind}: {event.path}"
     if isinstance(event, events.RunDone):
         took = f"Done: {event.step:,} steps in {duration(event.seconds)}"
         return f"{took}; {metrics_line(event.metrics)}" if event.metrics else took
     return None
+
+
+def _said(sample: events.Sample) -> str:
+    """Return a sample as one line: the end of the prompt, and the beginning of the answer."""
+    prompt, answer = " ".join(sample.prompt.split()), " ".join(sample.completion.split())
+    prompt = prompt if len(prompt) <= 48 else f"...{prompt[-45:]}"
+    answer = answer if len(answer) <= 96 else f"{answer[:93]}..."
+    return f"  {prompt} -> {answer}"
 
 
 def step_parts(step: events.StepDone) -> list[str]:
@@ -241,52 +258,6 @@ def step_parts(step: events.StepDone) -> list[str]:
 def metrics_line(metrics: Mapping[str, float]) -> str:
     """Return metrics as one line."""
     return ", ".join(f"{name} {metric(name, value)}" for name, value in metrics.items())
-
-
-def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
-    """Return a curve of one character a point: the mean of each of `width` equal spans."""
-    if not values:
-        return ""
-    width = min(width, len(values))
-    edges = [index * len(values) // width for index in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, top = min(means), len(SPARKS) - 1
-    spread = (max(means) - low) or 1.0
-    return "".join(SPARKS[round(top * (mean - low) / spread)] for mean in means)
-
-
-def count(value: int) -> str:
-    """Return a count as a text: 4.88M, 135.2M."""
-    for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if value >= factor:
-            return f"{value / factor:,.{2 if value < 10 * factor else 1}f}{unit}"
-    return str(value)
-
-
-def size(value: float) -> str:
-    """Return bytes as a text: 1.3 GiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as a text: 42 s, 3:07, 1:02:45."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, left = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
-
-
-def metric(name: str, value: float) -> str:
-    """Return a metric's value: bytes as sizes, counts whole, the rest with four figures."""
-    if name.endswith("_bytes"):
-        return size(value)
-    return f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 2 else f"{value:.4g}"
 
 
 def how_far(event: events.Progress) -> str:

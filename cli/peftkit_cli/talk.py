@@ -89,7 +89,8 @@ def evaluate(
     opened = _open(adapter, base, force)
     from peftkit.formats.continued import before_training
     from peftkit.inference.evaluate import evaluate as measure
-    from peftkit_cli.render import Renderer, metric
+    from peftkit.report.figures import metric
+    from peftkit_cli.render import Renderer
 
     with Renderer(transient=True) as on_event:
         style = opened.style if opened.is_causal else None

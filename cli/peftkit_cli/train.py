@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -55,6 +58,16 @@ def train(
             show_default=False,
         ),
     ] = None,
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric",
+            metavar="MODULE:FUNCTION",
+            help="A function of completion and reference, whose mean train.eval_generate tells "
+            "too. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Train an adapter from a recipe. Prints the adapter's folder."""
     file = _recipe_file(recipe, run_folder)
@@ -68,6 +81,7 @@ def train(
             resume=resume,
             overwrite=overwrite,
             allow_changes=allow_changes or (),
+            metrics={name: _function(name) for name in metrics or ()},
             on_event=on_event,
         )
     if result.is_main:  # under `accelerate launch` each process comes here
@@ -114,6 +128,33 @@ def _load(path: Path, overrides: list[str] | tuple[str, ...]) -> Recipe:
     from peftkit.recipe import load
 
     return load(path, overrides)
+
+
+def _function(name: str) -> Callable[[str, str], float]:
+    """Return a function by "module:function"; modules of the current folder are found too.
+
+    Only the command line can name one: a recipe may come from elsewhere, and says no code to run.
+
+    Raises:
+        ConfigError: There is no such module or function.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        fix = "Write module:function, as in --metric scores:valid_json"
+        raise ConfigError(f"--metric {name} names no function.", fix=fix)
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found = getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        told = f"Python says: {error}. Looked in {Path.cwd()} and the installed packages."
+        raise ConfigError(f"cannot use --metric {name}.", found=told) from None
+    except AttributeError:
+        fix = f"Define it there: def {attribute}(completion: str, reference: str) -> float"
+        raise ConfigError(f"the module {module} has no {attribute}.", fix=fix) from None
+    if not callable(found):
+        raise ConfigError(f"{name} is no function.", found=f"It is {found!r:.80}.")
+    return cast("Callable[[str, str], float]", found)
 
 
 def _output_dir(out: Path | None) -> list[str]:

@@ -263,6 +263,7 @@ class CausalLMConfig(TaskConfig):
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     command: ClassVar[str] = "peftkit chat {folder}"
     generates: ClassVar[bool] = True
+    writes_text: ClassVar[bool] = True
     data_fields: ClassVar[frozenset[str]] = frozenset(
         {"format", "max_length", "packing", "chat_template", "max_dropped"}
     )

@@ -100,6 +100,11 @@ class TokenTask(Task):
             finally:
                 self._attention = None
 
+    def forget_layout(self) -> None:
+        """Have attention take each row as one document again, after a training step."""
+        if self._attention is not None:
+            self._attention.layout = ()
+
     @contextmanager
     def training_with(self, other: TokenTask) -> Iterator[None]:
         """Use the attention of another task on the same model, which is in its `training`."""

@@ -102,6 +102,8 @@ class TaskConfig(Config, ABC):
     """What to do with an adapter that learnt it, at the command line."""
     generates: ClassVar[bool] = False
     """Whether what learnt it goes on from a prompt."""
+    writes_text: ClassVar[bool] = False
+    """Whether samples of its text can be taken while it trains (train.sample_every)."""
     data_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields of DataConfig, beside train and eval, that this task reads; others are refused."""
 

@@ -137,11 +137,17 @@ class Seq2Seq(TokenTask):
         }
 
     def answers(
-        self, model: nn.Module, rows: Sequence[PairRow], *, on_event: Listener = ignore
+        self,
+        model: nn.Module,
+        rows: Sequence[PairRow],
+        *,
+        max_new_tokens: int | None = None,
+        on_event: Listener = ignore,
     ) -> list[str]:
         """Return what the model writes for each row's source, greedily."""
         whole, answers = unwrapped(model), [""] * len(rows)
         settings = self._settings(whole)
+        settings.max_new_tokens = max_new_tokens or self.max_target
         order = sorted(range(len(rows)), key=lambda n: len(rows[n].input_ids))
         with _generating(whole):
             for start in range(0, len(order), BATCH_SIZE):
@@ -171,7 +177,6 @@ class Seq2Seq(TokenTask):
         return GenerationConfig(
             do_sample=False,
             use_cache=True,
-            max_new_tokens=self.max_target,
             decoder_start_token_id=self._start,
             eos_token_id=sorted(ends),
             pad_token_id=int(self.tokenizer.pad_token_id),
@@ -184,6 +189,7 @@ class Seq2SeqConfig(TaskConfig):
     task_type: ClassVar[str] = "SEQ_2_SEQ_LM"
     auto_class: ClassVar[str] = "AutoModelForSeq2SeqLM"
     task: ClassVar[Callable[..., Task]] = Seq2Seq
+    writes_text: ClassVar[bool] = True
     data_fields: ClassVar[frozenset[str]] = frozenset({"format", "max_length", "max_dropped"})
 
     type: Literal["seq2seq"] = "seq2seq"

@@ -18,6 +18,15 @@ GPU_TOKENS = 16_384
 more, so that short ones do not pay for the padding of the longest."""
 
 
+class EarlyStopping(Config):
+    """When a run that gets no better ends before its last step."""
+
+    patience: int = Field(default=3, ge=1)
+    """Evaluations in a row whose loss is no lower than the lowest before."""
+    min_delta: float = Field(default=0.0, ge=0)
+    """By how much a loss has to be lower, to count as lower."""
+
+
 class TrainConfig(Config):
     """How to learn."""
 
@@ -72,8 +81,33 @@ class TrainConfig(Config):
     group_layers: bool = True
     """Compute LoRA layers that read one input together (q, k and v; gate and up). false: each on
     its own, which takes longer; on a CPU in bf16 it also rounds more."""
+    eval_before: bool = False
+    """Evaluate before the first step too: what the base can do without the adapter."""
+    eval_generate: int | None = Field(default=None, ge=1)
+    """Eval rows that each evaluation has the model answer, to count exact answers (exact_match) and
+    to compare them with the rows' own (rouge_l); null: none."""
+    early_stopping: EarlyStopping | None = None
+    """End when the eval loss falls no more; null: never."""
+    keep_best: bool = False
+    """Save the weights with the lowest eval loss as the adapter, not those of the last step."""
+    sample_every: int | None = Field(default=None, ge=1)
+    """Steps between samples of what the model says, with more before the first step and at the end:
+    on the screen, in samples.jsonl and in the report; null: none."""
+    sample_prompts: tuple[str, ...] = ()
+    """What is asked then; by default the first eval rows."""
+    sample_tokens: int = Field(default=64, ge=1)
+    """Tokens of a sample at most."""
     log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Trackers that get the metrics too; metrics.jsonl is always written."""
+
+    @property
+    def evaluates(self) -> tuple[str, ...]:
+        """The settings that are of no use without eval rows, as far as they are set."""
+        names = ("eval_before", "eval_generate", "early_stopping", "keep_best")
+        asked = [name for name in names if getattr(self, name)]
+        if self.sample_every is not None and not self.sample_prompts:
+            asked.append("sample_every, without sample_prompts,")
+        return tuple(asked)
 
     def tokens_at_once(self, device_type: str) -> int | None:
         """Return `tokens_per_batch` as a number, for a device."""

@@ -20,7 +20,7 @@ from peftkit.train.metrics import require_trackers
 from peftkit.train.model import trainable_parameters
 from peftkit.train.run import Result, Run
 from peftkit.train.signals import stop_requests
-from peftkit.train.task import Task
+from peftkit.train.task import Task, Watch
 
 
 def fit(
@@ -99,8 +99,13 @@ def train_prepared(
     overwrite: bool,
     allow_changes: Sequence[str],
     on_event: Listener,
+    watch: Watch | None = None,
 ) -> Result:
-    """Do what `fit` does after `check_output`; the arguments are those of `fit`."""
+    """Do what `fit` does after `check_output`; the arguments are those of `fit`.
+
+    Args:
+        watch: Asked for samples and metrics of generated answers, on the main process.
+    """
     parameters = trainable_parameters(model)
     if not train_rows:
         raise DataError("there are no rows to train on")
@@ -118,6 +123,7 @@ def train_prepared(
             identity=identity or {},
             stop=stop,
             on_event=on_event,
+            watch=watch,
         )
         with run.prepared():
             return run.go(allow_changes if resume else None)

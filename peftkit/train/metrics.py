@@ -14,10 +14,10 @@ import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from peftkit.errors import ConfigError
-from peftkit.events import EvalDone, Event, Notice, RunDone, RunStarted, Saved, StepDone
+from peftkit.events import EvalDone, Event, Notice, RunDone, RunStarted, Sampled, Saved, StepDone
 from peftkit.kernels.host_memory import peak_resident_bytes
 
-FILE = "metrics.jsonl"
+FILE, SAMPLES = "metrics.jsonl", "samples.jsonl"
 RECORDED = (RunStarted, StepDone, EvalDone, Saved, Notice, RunDone)
 Complain = Callable[[str], None]
 
@@ -29,24 +29,41 @@ class MetricsFile:
     lines for one step the later counts. A disk that refuses costs the file, not the run.
     """
 
-    def __init__(self, output_dir: Path, complain: Complain) -> None:
-        self.path, self._complain = output_dir / FILE, complain
+    def __init__(self, output_dir: Path, complain: Complain, name: str = FILE) -> None:
+        self.path, self._complain = output_dir / name, complain
         self._broken = False
         self._needs_newline = _is_cut_short(self.path)
 
     def on_event(self, event: Event) -> None:
         """Write the event, if it is one of a run's."""
-        if self._broken or not isinstance(event, RECORDED):
+        if isinstance(event, RECORDED):
+            fields = {"event": type(event).__name__, "time": round(time.time(), 3)}
+            self._append({**fields, **_plain(dataclasses.asdict(event))})
+
+    def _append(self, *lines: dict[str, Any]) -> None:
+        if self._broken:
             return
-        fields = {"event": type(event).__name__, "time": round(time.time(), 3)}
-        line = json.dumps({**fields, **_plain(dataclasses.asdict(event))}, default=str)
+        text = "".join(f"{json.dumps(line, default=str)}\n" for line in lines)
         try:
             with open(self.path, "a", encoding="utf-8") as file:
-                file.write("\n" * self._needs_newline + line + "\n")
+                file.write("\n" * self._needs_newline + text)
             self._needs_newline = False
         except OSError as error:
             self._broken = True
             self._complain(f"{self.path} is no longer written: {error}")
+
+
+class SamplesFile(MetricsFile):
+    """Appends one JSON line per sample to samples.jsonl: step, prompt, completion, reference."""
+
+    def __init__(self, output_dir: Path, complain: Complain) -> None:
+        super().__init__(output_dir, complain, SAMPLES)
+
+    def on_event(self, event: Event) -> None:
+        """Write samples."""
+        if isinstance(event, Sampled):
+            lines = [{"step": event.step, **dataclasses.asdict(s)} for s in event.samples]
+            self._append(*lines)
 
 
 class Tracker(Protocol):

@@ -14,7 +14,16 @@ import torch
 from torch import nn
 
 from peftkit.errors import PeftkitError, RunError
-from peftkit.events import EvalDone, Event, Listener, Notice, RunDone, RunStarted, StepDone
+from peftkit.events import (
+    EvalDone,
+    Event,
+    Listener,
+    Notice,
+    RunDone,
+    RunStarted,
+    Sampled,
+    StepDone,
+)
 from peftkit.files.disk import write_json
 from peftkit.kernels.host_memory import keep_freed_memory, trim_malloc
 from peftkit.model.modes import modes_kept
@@ -27,7 +36,13 @@ from peftkit.train.config import TrainConfig
 from peftkit.train.evaluate import Evaluator
 from peftkit.train.learner import Learner, NonFinite, StepFacts
 from peftkit.train.memory.prepare import plan_memory_and_compile
-from peftkit.train.metrics import MetricsFile, Trackers, peak_bytes, start_trackers
+from peftkit.train.metrics import (
+    MetricsFile,
+    SamplesFile,
+    Trackers,
+    peak_bytes,
+    start_trackers,
+)
 from peftkit.train.model import device_name, same_everywhere
 from peftkit.train.optim import learning_rate
 from peftkit.train.order import Order
@@ -35,7 +50,7 @@ from peftkit.train.paths import paths
 from peftkit.train.ranks import Ranks
 from peftkit.train.saving import Saver
 from peftkit.train.signals import Interrupted, StopRequest
-from peftkit.train.task import Beginning, Task
+from peftkit.train.task import Beginning, Task, Watch
 
 DIAGNOSIS = "diagnosis.json"
 GIVE_BACK_EVERY = 16
@@ -82,8 +97,9 @@ class Run:
         identity: Mapping[str, Any],
         stop: StopRequest,
         on_event: Listener,
+        watch: Watch | None = None,
     ) -> None:
-        self.model, self.config, self.stop = model, config, stop
+        self.model, self.config, self.stop, self.watch = model, config, stop, watch
         self.rows, self.eval_rows = train_rows, eval_rows
         self.ranks = Ranks(next(iter(parameters.values())).device)
         world_size = self.ranks.world_size
@@ -149,7 +165,8 @@ class Run:
         settings = config.model_dump(mode="json", exclude={"log_to"})
         started = start_trackers(config.log_to, config.output_dir, settings, complain)
         trackers = Trackers(started, complain)
-        self._listeners += [MetricsFile(config.output_dir, complain).on_event, trackers.on_event]
+        files = [kind(config.output_dir, complain) for kind in (MetricsFile, SamplesFile)]
+        self._listeners += [*(file.on_event for file in files), trackers.on_event]
         return trackers
 
     def go(self, resume: Sequence[str] | None) -> Result:
@@ -164,6 +181,8 @@ class Run:
         self.say(self.header())
         if resume is not None:
             self.after_step()  # a run that was stopped during an evaluation owes it still
+        else:
+            self.before_steps()
         while not self.is_done:
             self._step()
             self.after_step()
@@ -171,8 +190,10 @@ class Run:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last step was done."""
-        return self.learner.state.step >= self.num_steps
+        """Whether the last step is done, or early stopping has seen enough."""
+        state, asked = self.learner.state, self.config.early_stopping
+        enough = asked is not None and state.worse_evals >= asked.patience
+        return enough or state.step >= self.num_steps
 
     def start(self, resume: Sequence[str] | None) -> None:
         """Seed the generators, or take up the newest checkpoint; see `go`."""
@@ -248,19 +269,29 @@ class Run:
             self.say(Notice(f"Step {state.step}: {facts.notice}"))
         self.say(self._done(facts, rate, seconds))
 
+    def before_steps(self) -> None:
+        """Look at what the base can do by itself, as far as that is asked for."""
+        if self.config.eval_before and self.has_eval:
+            self.evaluate()
+        if self.config.sample_every is not None:
+            self._sample()
+
     def after_step(self) -> None:
-        """Evaluate, save and stop, as far as each is due."""
+        """Evaluate, sample, save and stop, as far as each is due."""
         state = self.learner.state
         due = self._is_due(self.config.eval_every) and state.evaluated_step != state.step
         if due and self.has_eval and not self._stopping:
             self.evaluate()
+        every = self.config.sample_every
+        if every is not None and self._is_due(every) and not self._stopping:
+            self._sample()
         best = state.best_step == state.step
         if not (best or self._is_due(self.config.save_every) or self._stopping):
             return  # and a signal that comes right now is one of the next step
         if self.saver.resumed_step != state.step:
             state.seconds = time.perf_counter() - self._began
             self.saver.save()
-        if state.step == self.num_steps:
+        if self.is_done:
             self._agreed_stop = self.ranks.max(self.stop.signum)
         if self._stopping:
             raise Interrupted(
@@ -284,11 +315,38 @@ class Run:
         finite = math.isfinite(loss)
         if not finite:
             self.say(Notice(f"The eval loss after step {state.step} is {loss}."))
-        best = finite and (state.best_loss is None or loss < state.best_loss)
+        best = state.step > 0 and finite and (state.best_loss is None or loss < state.best_loss)
         if best:
             state.best_step, state.best_loss = state.step, loss
         state.evaluated_step, state.eval_loss = state.step, loss if finite else None
+        if self.watch is not None and self.ranks.is_main:
+            with self.learner.blocks.eagerly():
+                metrics |= self.watch.metrics()
         self.say(EvalDone(state.step, metrics, best))
+        self._judge(loss)
+
+    def _judge(self, loss: float) -> None:
+        """Count evaluations that got no better, for early stopping."""
+        state, asked = self.learner.state, self.config.early_stopping
+        if asked is None:
+            return
+        lowest = state.patience_loss
+        if lowest is None or loss < lowest - asked.min_delta:
+            state.patience_loss, state.worse_evals = loss, 0
+        else:
+            state.worse_evals += 1
+        if self.is_done and state.step < self.num_steps:
+            self.say(
+                Notice(
+                    f"Stopped early after step {state.step} of {self.num_steps}: the eval loss did "
+                    f"not fall below {state.patience_loss:.4g} in {state.worse_evals} evaluations."
+                )
+            )
+
+    def _sample(self) -> None:
+        if self.watch is not None and self.ranks.is_main:
+            with self.learner.blocks.eagerly():
+                self.say(Sampled(self.learner.state.step, self.watch.samples()))
 
     @property
     def _stopping(self) -> int:
@@ -297,7 +355,7 @@ class Run:
 
     def _is_due(self, every: int | None) -> bool:
         step = self.learner.state.step
-        return step == self.num_steps or (every is not None and step % every == 0)
+        return self.is_done or (every is not None and step % every == 0)
 
     def broken(self, error: NonFinite) -> RunError:
         """Write diagnosis.json and return the error that ends the run."""

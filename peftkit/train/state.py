@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
 from peftkit.errors import CheckpointError
@@ -29,6 +29,8 @@ class State:
         evaluated_step: The last step that was evaluated.
         eval_loss: What came out, None if it was not finite.
         best_step: The step with the lowest eval loss, which is `best_loss`.
+        patience_loss: The lowest eval loss that early stopping has counted as such.
+        worse_evals: Evaluations since then.
         loss_scale: See LossScale.
         good_steps: Likewise.
     """
@@ -47,6 +49,8 @@ class State:
     eval_loss: float | None = None
     best_step: int | None = None
     best_loss: float | None = None
+    patience_loss: float | None = None
+    worse_evals: int = 0
     loss_scale: float = 1.0
     good_steps: int = 0
 
@@ -62,8 +66,13 @@ class State:
 
 
 def state_from_json(values: Mapping[str, Any]) -> State:
-    """Return a saved state; CheckpointError if it is another version's."""
-    if set(values) != {field.name for field in fields(State)}:
+    """Return a saved state; what it lacks and has a default is of an earlier version's run.
+
+    Raises:
+        CheckpointError: It is of a version that this one cannot go on from.
+    """
+    known = {field.name: field.default is MISSING for field in fields(State)}
+    if not set(values) <= set(known) or any(known[name] for name in known if name not in values):
         raise CheckpointError(
             "cannot resume: state.json is not of this version", found=", ".join(sorted(values))
         )

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from peftkit.events import Listener
+from peftkit.events import Listener, Sample
 from peftkit.train.ranks import Ranks
 from peftkit.train.signals import StopRequest
 
@@ -99,3 +99,13 @@ class Task(Protocol):
         (rows,), where among them the batch's own rows are. A batch without them is all there is.
         """
         raise TypeError(f"{type(self).__name__} takes each row alone")
+
+
+class Watch(Protocol):
+    """What is looked at between steps, besides the loss: what the model says."""
+
+    def samples(self) -> tuple[Sample, ...]:
+        """Return what it says to the prompts that it is watched by."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return how good its answers to the eval rows are; nothing if that is not asked for."""

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from peftkit import events
 from peftkit.events import Event
+from peftkit.report import figures
 from peftkit_cli import render
 from peftkit_cli.render import LiveScreen, PlainScreen, Renderer
 
@@ -89,7 +90,7 @@ def test_a_log_is_thinned_to_tenths_of_a_long_piece_of_work() -> None:
 def test_a_terminal_shows_the_curve_and_keeps_what_is_done() -> None:
     text = live(RUN)
     assert "✓ Loading the base" in text
-    assert "loss █" in text
+    assert "⣀" in text or "⠤" in text
     assert "100/100" in text
     assert "saved checkpoint" in text
 
@@ -127,34 +128,22 @@ def test_only_the_first_process_draws(
 
 
 @pytest.mark.parametrize(
-    ("values", "curve"),
-    [([], ""), ([1.0], "▁"), ([2.0, 2.0], "▁▁"), ([0.0, 7.0], "▁█"), ([3.0, 2.0, 1.0], "█▅▁")],
-)
-def test_sparkline(values: list[float], curve: str) -> None:
-    assert render.sparkline(values) == curve
-
-
-def test_a_long_sparkline_is_the_means_of_equal_spans() -> None:
-    assert render.sparkline([float(n // 3) for n in range(24)], width=8) == render.SPARKS
-
-
-@pytest.mark.parametrize(
     ("made", "text"),
     [
-        (render.count(999), "999"),
-        (render.count(4_884_480), "4.88M"),
-        (render.count(139_400_000), "139.4M"),
-        (render.count(8_030_000_000), "8.03B"),
-        (render.size(512), "512 B"),
-        (render.size(1.5 * 2**20), "1.5 MiB"),
-        (render.size(80 * 2**30), "80.0 GiB"),
-        (render.duration(59.4), "59 s"),
-        (render.duration(187), "3:07"),
-        (render.duration(3765), "1:02:45"),
-        (render.metric("num_rows", 64), "64"),
-        (render.metric("exact_match", 1.0), "1"),
-        (render.metric("loss", 0.51234), "0.5123"),
-        (render.metric("peak_bytes", 1.5 * 2**30), "1.5 GiB"),
+        (figures.count(999), "999"),
+        (figures.count(4_884_480), "4.88M"),
+        (figures.count(139_400_000), "139.4M"),
+        (figures.count(8_030_000_000), "8.03B"),
+        (figures.size(512), "512 B"),
+        (figures.size(1.5 * 2**20), "1.5 MiB"),
+        (figures.size(80 * 2**30), "80.0 GiB"),
+        (figures.duration(59.4), "59 s"),
+        (figures.duration(187), "3:07"),
+        (figures.duration(3765), "1:02:45"),
+        (figures.metric("num_rows", 64), "64"),
+        (figures.metric("exact_match", 1.0), "1"),
+        (figures.metric("loss", 0.51234), "0.5123"),
+        (figures.metric("peak_bytes", 1.5 * 2**30), "1.5 GiB"),
     ],
 )
 def test_figures_as_texts(made: str, text: str) -> None:

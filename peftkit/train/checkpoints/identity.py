@@ -22,6 +22,13 @@ FREE = {
     "keep_checkpoints",
     "gradient_checkpointing",
     "log_to",
+    "eval_before",
+    "eval_generate",
+    "early_stopping",
+    "keep_best",
+    "sample_every",
+    "sample_prompts",
+    "sample_tokens",
 }
 Identity = Mapping[str, Any]
 

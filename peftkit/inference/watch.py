@@ -1,0 +1,193 @@
+"""What a model says while it trains: samples of its answers, and how good they are.
+
+Answers are greedy, so that the same prompts may be compared over steps, and the generators of the
+run stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from peftkit.base.load import Base
+from peftkit.data.encode import prompt_ids, stop_ids
+from peftkit.data.pack import IGNORE, Row
+from peftkit.data.pairs import Pair, PairEncoder, PairRow
+from peftkit.errors import ConfigError, DataError
+from peftkit.events import Listener, Notice, Sample, ignore
+from peftkit.inference.generate import generate_ids, room_left
+from peftkit.model.modes import evaluating
+from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.protocol import Task
+from peftkit.tasks.rouge import rouge_l
+from peftkit.tasks.seq2seq import Seq2Seq
+from peftkit.train.config import TrainConfig
+
+NUM_SAMPLES = 3
+"""Eval rows that are sampled where the recipe names no prompts."""
+MARGIN = 1.25
+"""Answers may be this much longer than the longest reference before they are cut."""
+BATCH_SIZE = 16
+Metric = Callable[[str, str], float]
+"""How good a completion is, given the reference."""
+
+
+class TextWatch:
+    """Samples and metrics of what a model with an adapter on it generates (`train.task.Watch`).
+
+    Args:
+        rows: The eval rows, packed or not.
+        metrics: More metrics by name, beside exact_match and rouge_l; the mean over rows counts.
+
+    Raises:
+        ConfigError: The task writes no text.
+        DataError: A prompt is empty, or longer than the model reads.
+    """
+
+    def __init__(
+        self,
+        base: Base,
+        task: Task,
+        rows: Sequence[Any],
+        config: TrainConfig,
+        metrics: Mapping[str, Metric] | None = None,
+        on_event: Listener = ignore,
+    ) -> None:
+        if not isinstance(task, CausalLM | Seq2Seq):
+            raise ConfigError(
+                f"{type(task).__name__} writes no text to look at.",
+                found="train.sample_every or train.eval_generate is set.",
+                fix="Leave it out, or train for the task causal_lm or seq2seq.",
+            )
+        self._base, self._task, self._config, self._on_event = base, task, config, on_event
+        self._metrics: dict[str, Metric] = {"rouge_l": rouge_l, **(metrics or {})}
+        number = config.eval_generate or 0
+        self._measured = _documents(rows, number)
+        if config.sample_prompts:
+            self._sampled = [
+                self._prompt(text, f"train.sample_prompts[{n}]")
+                for n, text in enumerate(config.sample_prompts)
+            ]
+        else:
+            self._sampled = _documents(rows, NUM_SAMPLES) if config.sample_every else []
+
+    def samples(self) -> tuple[Sample, ...]:
+        """Return what the model says to the prompts; those of the eval rows have a reference."""
+        return tuple(self._answers(self._sampled, self._config.sample_tokens))
+
+    def metrics(self) -> dict[str, float]:
+        """Return exact_match, rouge_l and the metrics asked for, means over train.eval_generate."""
+        if not self._measured:
+            return {}
+        if isinstance(self._task, CausalLM):
+            task = self._task
+            learnt = [len(row.input_ids) - len(task.last_answer(row)[0]) for row in self._measured]
+            most = math.ceil(MARGIN * max(learnt))
+        else:
+            most = self._task.max_target
+        pairs = [
+            (sample.completion, sample.reference or "")
+            for sample in self._answers(self._measured, most)
+        ]
+        found = {"exact_match": sum(a.strip() == b.strip() for a, b in pairs) / len(pairs)}
+        for name, metric in list(self._metrics.items()):
+            try:
+                found[name] = sum(float(metric(*pair)) for pair in pairs) / len(pairs)
+            except Exception as error:  # a metric of one's own costs itself, not the run
+                del self._metrics[name]
+                text = f"The metric {name} failed and is left out from here on: {error!r}"
+                self._on_event(Notice(text))
+        return found
+
+    def _prompt(self, text: str, where: str) -> Any:
+        """Return a prompt of the recipe as a row; its answer is not known."""
+        task = self._task
+        try:
+            if isinstance(task, Seq2Seq):
+                encoder = PairEncoder(
+                    task.tokenizer, task.config.prefix, task.max_source, task.max_target
+                )
+                row = encoder.encode(Pair(text, ".", where))
+                if row is None:
+                    raise DataError("it is empty.")
+                if encoder.num_cut_sources:
+                    raise DataError("it is too long.", found=f"{task.max_source} tokens are read.")
+                return replace(row, target="")
+            ids = prompt_ids(task.tokenizer, text, task.style)
+            room_left(self._base.model, [ids], 1)
+        except DataError as error:
+            raise DataError(
+                f"Cannot use {where}: {error.asked}", found=error.found, fix=error.fix
+            ) from None
+        return Row(tuple(ids), (IGNORE,) * len(ids), (len(ids),), where)
+
+    def _answers(self, rows: Sequence[Any], max_new_tokens: int) -> list[Sample]:
+        self._task.forget_layout()  # what the last training step set is not of these rows
+        if isinstance(self._task, Seq2Seq):
+            return self._translated(self._task, rows, max_new_tokens)
+        task, tokenizer, answers = self._task, self._base.tokenizer, []
+        asked = [_asked(task, row) for row in rows]
+        for start in range(0, len(rows), BATCH_SIZE):
+            part = asked[start : start + BATCH_SIZE]
+            answers += generate_ids(
+                self._base.model,
+                tokenizer,
+                [ids for ids, _ in part],
+                max_new_tokens=max_new_tokens,
+                stops=stop_ids(tokenizer, task.style),
+                batch_size=BATCH_SIZE,
+            )
+        return [
+            Sample(
+                prompt=str(tokenizer.decode(ids, skip_special_tokens=True)).strip(),
+                completion=str(tokenizer.decode(answer, skip_special_tokens=True)),
+                reference=reference,
+                source=row.source,
+            )
+            for row, (ids, reference), answer in zip(rows, asked, answers, strict=True)
+        ]
+
+    def _translated(
+        self, task: Seq2Seq, rows: Sequence[PairRow], max_new_tokens: int
+    ) -> list[Sample]:
+        with evaluating(self._base.model):
+            answers = task.answers(self._base.model, rows, max_new_tokens=max_new_tokens)
+        return [
+            Sample(
+                prompt=str(task.tokenizer.decode(row.input_ids, skip_special_tokens=True)),
+                completion=answer,
+                reference=row.target or None,
+                source=row.source,
+            )
+            for row, answer in zip(rows, answers, strict=True)
+        ]
+
+
+def _asked(task: CausalLM, row: Row) -> tuple[list[int], str | None]:
+    """Return a row's prompt and its reference; a prompt of the recipe has none."""
+    if row.num_targets == 0:
+        return list(row.input_ids), None
+    return task.last_answer(row)
+
+
+def _documents(rows: Sequence[Any], number: int) -> list[Any]:
+    """Return the first documents with something before their answer, packed rows taken apart."""
+    found: list[Any] = []
+    for row in rows:
+        if len(found) >= number:
+            break
+        found += _apart(row) if isinstance(row, Row) else [row]
+    return found[:number]
+
+
+def _apart(row: Row) -> list[Row]:
+    """Return the documents of a row in which something stands before the answer."""
+    documents, start = [], 0
+    for length in row.lengths:
+        ids, labels = row.input_ids[start : start + length], row.labels[start : start + length]
+        if labels[0] == IGNORE and any(label != IGNORE for label in labels):
+            documents.append(Row(ids, labels, (length,), row.source))
+        start += length
+    return documents

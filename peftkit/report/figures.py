@@ -1,0 +1,53 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+
+
+def count(value: float) -> str:
+    """Return a count as a text: 4.88M, 135.2M."""
+    for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if value >= factor:
+            return f"{value / factor:,.{2 if value < 10 * factor else 1}f}{unit}"
+    return str(value)
+
+
+def size(value: float) -> str:
+    """Return bytes as a text: 1.3 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as a text: 42 s, 3:07, 1:02:45."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, left = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+def metric(name: str, value: float) -> str:
+    """Return a metric's value: bytes as sizes, counts whole, the rest with four figures."""
+    if name.endswith("_bytes"):
+        return size(value)
+    return f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 2 else f"{value:.4g}"
+
+
+def round_ticks(low: float, high: float, wanted: int = 4) -> list[float]:
+    """Return round numbers between two others, about as many as wanted, for an axis."""
+    spread = high - low
+    if not (math.isfinite(spread) and spread > 0):
+        return [low]
+    power = 10.0 ** math.floor(math.log10(spread / wanted))
+    step = next(
+        (f * power for f in (1, 2, 2.5, 5, 10) if spread / (f * power) <= wanted + 0.5), 10 * power
+    )
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [n * step for n in range(first, last + 1)]

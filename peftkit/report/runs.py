@@ -1,0 +1,111 @@
+"""All runs below a folder, the newest first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from peftkit.errors import DataError
+from peftkit.report.history import METRICS, History
+from peftkit.report.sections import flat
+
+MAX_DEPTH = 4
+SKIPPED = {"checkpoints", "node_modules", "__pycache__"}
+ADAPTER = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A run in few words.
+
+    Attributes:
+        loss: Of the last steps, smoothed. best_eval_loss, best_step: The lowest, and where.
+        num_bytes: Of its adapter; None if there is none yet.
+        changed: When it last wrote, in seconds since 1970.
+        differs: Its settings in which not all runs of the table agree.
+    """
+
+    run: str
+    state: str
+    step: int
+    num_steps: int
+    loss: float | None
+    eval_loss: float | None
+    best_eval_loss: float | None
+    best_step: int | None
+    num_bytes: int | None
+    seconds: float
+    changed: float
+    differs: dict[str, str] = field(default_factory=dict)
+
+
+def list_runs(folder: str | Path = "runs") -> list[RunRow]:
+    """Return the runs at or below a folder, up to four levels deep, the newest first.
+
+    Raises:
+        DataError: There is no such folder, or no run in it.
+    """
+    top = Path(folder)
+    if not top.is_dir():
+        raise DataError(f"there is no folder '{top}'", fix="Name the folder that your runs are in.")
+    histories = []
+    for place in _folders(top):
+        found = History(place, str(place))
+        found.refresh()
+        histories.append(found)
+    if not histories:
+        raise DataError(
+            f"there are no runs in '{top}'", found=f"No folder in it holds a {METRICS}."
+        )
+    histories.sort(key=lambda run: -run.changed)
+    differs = _differences(histories)
+    return [_row(run, settings) for run, settings in zip(histories, differs, strict=True)]
+
+
+def _folders(top: Path) -> list[Path]:
+    found = []
+    for place, names, files in os.walk(top):
+        depth = len(Path(place).relative_to(top).parts)
+        names[:] = sorted(
+            name
+            for name in names
+            if depth < MAX_DEPTH and name not in SKIPPED and not name.startswith(".")
+        )
+        if METRICS in files:
+            found.append(Path(place))
+    return found
+
+
+def _differences(runs: Sequence[History]) -> list[dict[str, str]]:
+    """Return for each run the settings in which not all agree."""
+    recipes = [flat(run.recipe) if run.recipe else {} for run in runs]
+    keys = dict.fromkeys(key for known in recipes for key in known)
+    told = [
+        key
+        for key in keys
+        if key != "train.output_dir" and len({known.get(key) for known in recipes if known}) > 1
+    ]
+    return [{key: known[key] for key in told if key in known} for known in recipes]
+
+
+def _row(run: History, differs: dict[str, str]) -> RunRow:
+    loss = run.curves["loss"].smoothed().values
+    evals = run.evals.get("loss")
+    best = min(range(len(evals)), key=lambda at: evals.values[at]) if evals else None
+    adapter = run.folder / ADAPTER
+    return RunRow(
+        run=run.name,
+        state=run.state(),
+        step=run.step,
+        num_steps=run.num_steps,
+        loss=loss[-1] if loss else None,
+        eval_loss=evals.values[-1] if evals else None,
+        best_eval_loss=evals.values[best] if evals and best is not None else None,
+        best_step=evals.steps[best] if evals and best is not None else None,
+        num_bytes=adapter.stat().st_size if adapter.is_file() else None,
+        seconds=run.seconds,
+        changed=run.changed,
+        differs=differs,
+    )

@@ -1,0 +1,171 @@
+"""A run in one sentence, and what looks wrong with it, the worst first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from peftkit.report.figures import duration
+from peftkit.report.history import History, Series
+
+RISEN, SPIKE, MANY_CUT = 1.02, 10.0, 0.1
+"""Eval loss this many times its best has risen; a gradient norm this many times the median is a
+spike; this share of rows that are cut is worth a word."""
+MIN_STEPS = 20
+"""Fewer say nothing of spikes, flat curves and slowing down."""
+
+
+def verdict(run: History) -> str:
+    """Return what was learnt from what, with the loss and the metrics before and after."""
+    base = _short_name(_at(run.recipe, "base", "model"))
+    task = _at(run.recipe, "task", "type").replace("_", " ")
+    rows = run.started.get("num_rows")
+    data = _short_name(_at(run.recipe, "data", "train"))
+    who = base or "The model"
+    subject = f"{who} learns {task or 'its task'}" if run.state() == "running" else ""
+    subject = subject or f"{who} learnt {task or 'its task'}"
+    source = f" from {rows:,} rows" if isinstance(rows, int) else ""
+    source += f" of {data}" if data else ""
+    if run.step == 0:
+        return f"{subject}{source}: no step is done yet."
+    took = f"{run.step:,} of {run.num_steps:,} steps" if run.step < run.num_steps else ""
+    took = took or f"{run.step:,} steps"
+    changes = "; ".join(_changes(run))
+    return f"{subject}{source} in {took} ({duration(run.seconds)}): {changes}."
+
+
+def _changes(run: History) -> Iterator[str]:
+    loss = run.curves["loss"].smoothed()
+    yield f"loss {loss.values[0]:.4g} → {loss.values[-1]:.4g}"
+    for name, series in run.evals.items():
+        first, last = series.values[0], series.values[-1]
+        text = f"{first:.4g} → {last:.4g}" if len(series) > 1 else f"{last:.4g}"
+        if name != "perplexity":  # the loss in other words
+            yield f"eval {name.replace('_', ' ')} {text}"
+
+
+def warnings(run: History) -> list[str]:
+    """Return what looks wrong, the worst first; nothing where all is well."""
+    checks = (_broken, _nothing, _rising, _spikes, _rows, _slowing, _torn)
+    return [text for check in checks for text in check(run)]
+
+
+def _broken(run: History) -> Iterator[str]:
+    found = run.diagnosis
+    if found and run.done is None:
+        where = f", first in {found['module']}" if found.get("module") else ""
+        yield (
+            f"Step {found.get('step')} had a loss of {found.get('loss')} and a gradient norm of "
+            f"{found.get('grad_norm')}{where}: the run was stopped there."
+        )
+    elif run.state() == "stopped":
+        yield (
+            f"The run stopped after step {run.step:,} of {run.num_steps:,}. "
+            "peftkit train with --resume goes on with it."
+        )
+
+
+def _nothing(run: History) -> Iterator[str]:
+    norms, evals = run.curves["grad_norm"].values, run.evals.get("loss", Series()).values
+    if norms and not any(norms):
+        yield "The adapter changes nothing: every gradient is zero."
+    elif len(evals) > 1 and max(evals) - min(evals) <= 1e-6 * abs(evals[0]):
+        yield "The adapter changes nothing: the eval loss is the same at every evaluation."
+    elif run.step >= MIN_STEPS and run.done is not None:
+        loss = run.curves["loss"].smoothed().values
+        if loss and loss[-1] > 0.98 * loss[0]:
+            yield (
+                f"The loss hardly fell ({loss[0]:.4g} → {loss[-1]:.4g}): look at the learning "
+                "rate, the targets, and at a row as the loss sees it."
+            )
+
+
+def _rising(run: History) -> Iterator[str]:
+    series = run.evals.get("loss", Series())
+    if len(series) < 2:
+        return
+    best = min(range(len(series)), key=lambda at: series.values[at])
+    low, last = series.values[best], series.values[-1]
+    if best < len(series) - 1 and last > RISEN * low:
+        kept = _at(run.recipe, "train", "keep_best") == "True"
+        yield (
+            f"The eval loss rises since step {series.steps[best]:,} ({low:.4g} → {last:.4g}): the "
+            "model learns its training rows by heart. "
+            + ("The adapter has the best step's weights." if kept else "Try train.keep_best, ")
+            + ("" if kept else "train.early_stopping or fewer epochs.")
+        )
+
+
+def _spikes(run: History) -> Iterator[str]:
+    series = run.curves["grad_norm"]
+    if len(series) < MIN_STEPS:
+        return
+    median = sorted(series.values)[len(series) // 2]
+    found = [
+        step
+        for step, value in zip(series.steps, series.values, strict=True)
+        if value > SPIKE * median > 0
+    ]
+    if found:
+        yield (
+            f"The gradient norm spikes: {len(found):,} steps above {SPIKE:.0f} times its median "
+            f"({median:.3g}), the first at step {found[0]:,}."
+        )
+
+
+def _rows(run: History) -> Iterator[str]:
+    for facts in data_tables(run):
+        counts = {str(name): leading_count(value) for name, value in facts["rows"]}
+        read = counts.get("rows read") or 0
+        cut = sum(number or 0 for name, number in counts.items() if name.startswith("cut at"))
+        dropped = sum(n or 0 for name, n in counts.items() if name.startswith("dropped"))
+        where = str(facts["title"]).removeprefix("Data: ")
+        if read and cut >= MANY_CUT * read:
+            yield f"{cut:,} of {read:,} rows of {where} are cut: raise data.max_length."
+        if read and dropped:
+            yield f"{dropped:,} of {read:,} rows of {where} teach nothing and were dropped."
+
+
+def _slowing(run: History) -> Iterator[str]:
+    values = run.curves["tokens_per_second"].smoothed().values
+    if len(values) >= 5 * MIN_STEPS:
+        usual = sorted(values)[len(values) // 2]
+        if values[-1] < 0.5 * usual:
+            yield f"It became slow: {values[-1]:,.0f} tokens/s in the end, {usual:,.0f} usually."
+
+
+def _torn(run: History) -> Iterator[str]:
+    if run.num_torn:
+        yield f"{run.num_torn:,} lines of metrics.jsonl could not be read and are left out."
+
+
+def data_tables(run: History) -> list[dict[str, list[tuple[str, str]]]]:
+    """Return the tables that say what became of the rows of each file."""
+    found = run.facts.get("tables")
+    tables = [t for t in found if isinstance(t, dict)] if isinstance(found, list) else []
+    return [
+        t
+        for t in tables
+        if str(t.get("title", "")).startswith("Data: ")
+        and isinstance(t.get("rows"), list)
+        and all(isinstance(row, list) and len(row) == 2 for row in t["rows"])
+    ]
+
+
+def leading_count(text: object) -> int | None:
+    """Return the count that a cell begins with: 1,204 of "1,204 (a.jsonl:3, ...)"."""
+    found = re.match(r"\d[\d,]*", str(text))
+    return int(found[0].replace(",", "")) if found else None
+
+
+def _at(values: object, *names: str) -> str:
+    for name in names:
+        values = values.get(name) if isinstance(values, dict) else None
+    return "" if values is None else str(values)
+
+
+def _short_name(name: str) -> str:
+    """Return a model's or a file's name without its folders; a hub id stays whole."""
+    path = Path(name)
+    return path.name if path.is_absolute() or path.suffix or len(path.parts) > 2 else name

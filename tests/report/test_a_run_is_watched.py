@@ -1,0 +1,185 @@
+"""What a run does besides learning: samples, metrics of answers, the best weights, an early end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from peftkit import recipe
+from peftkit.errors import ConfigError, DataError
+from peftkit.events import EvalDone, Event, Notice, RunStarted, Sampled, StepDone
+from peftkit.recipe import Recipe
+from peftkit_cli.train import _function
+
+ROWS = [
+    {"instruction": f"Say {word} {n}.", "output": f"{word} {n}"}
+    for n in range(4)
+    for word in ("yes", "no")
+]
+TENSORS = "adapter_model.safetensors"
+
+
+@pytest.fixture
+def settings(tmp_path: Path, model_folder: Path) -> dict[str, Any]:
+    for name, rows in (("train", ROWS), ("eval", ROWS[:3])):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    return {
+        "base": {"model": str(model_folder), "dtype": "fp32"},
+        "method": {"type": "lora", "rank": 4, "dropout": 0.1},
+        "data": {
+            "train": str(tmp_path / "train.jsonl"),
+            "eval": str(tmp_path / "eval.jsonl"),
+            "max_length": 128,
+        },
+        "train": {"max_steps": 4, "batch_size": 2, "learning_rate": 5e-3, "eval_every": 2},
+    }
+
+
+def run(settings: dict[str, Any], out: Path, **train: Any) -> list[Event]:
+    events: list[Event] = []
+    more = {name: train.pop(name) for name in ("metrics", "resume") if name in train}
+    whole = {**settings, "train": {**settings["train"], "output_dir": str(out), **train}}
+    asked = recipe.schema.from_dict(Recipe, whole, "test")
+    recipe.run(asked, on_event=events.append, **more)
+    return events
+
+
+def test_watching_changes_no_weight(settings: dict[str, Any], tmp_path: Path) -> None:
+    run(settings, tmp_path / "plain")
+    events = run(
+        settings,
+        tmp_path / "watched",
+        sample_every=2,
+        sample_tokens=5,
+        eval_generate=2,
+        eval_before=True,
+        metrics={"size": lambda completion, reference: float(len(reference))},
+    )
+    plain, watched = (load_file(tmp_path / name / TENSORS) for name in ("plain", "watched"))
+    assert all((plain[name] == watched[name]).all() for name in plain)
+    assert [e.step for e in events if isinstance(e, Sampled)] == [0, 2, 4]
+    evals = [e for e in events if isinstance(e, EvalDone)]
+    assert [e.step for e in evals] == [0, 2, 4]
+    assert {"loss", "exact_match", "rouge_l", "size"} <= set(evals[0].metrics)
+    assert evals[0].metrics["size"] == pytest.approx((len("yes 0") + len("no 0")) / 2)
+    assert not evals[0].best
+    written = (tmp_path / "watched" / "samples.jsonl").read_text()
+    lines = [json.loads(line) for line in written.splitlines()]
+    assert len(lines) == 3 * 3  # three times the three eval rows, though they share a packed row
+    assert "Say yes 0." in lines[0]["prompt"]
+    assert lines[0]["reference"] == "yes 0"
+    text = (tmp_path / "watched" / "report.html").read_text()
+    assert "Say no 0." in text
+    assert "Lengths of the train rows" in text
+    assert "A row as the loss sees it" in text
+
+
+def test_a_metric_that_fails_is_left_out_with_one_notice(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    def broken(completion: str, reference: str) -> float:
+        raise ZeroDivisionError
+
+    events = run(settings, tmp_path / "run", eval_generate=1, metrics={"mine": broken})
+    told = [e.text for e in events if isinstance(e, Notice) and "mine" in e.text]
+    assert len(told) == 1
+    assert all("mine" not in e.metrics for e in events if isinstance(e, EvalDone))
+
+
+def test_prompts_of_the_recipe_are_sampled(settings: dict[str, Any], tmp_path: Path) -> None:
+    prompts = ("Say yes 2.", "Say no 3.")
+    events = run(settings, tmp_path / "run", sample_every=4, sample_prompts=prompts)
+    first = next(e for e in events if isinstance(e, Sampled))
+    assert [s.source for s in first.samples] == [f"train.sample_prompts[{n}]" for n in (0, 1)]
+    assert "Say no 3." in first.samples[1].prompt
+    assert first.samples[0].reference is None
+
+
+@pytest.mark.parametrize("prompt", ["", "yes " * 5000])
+def test_a_prompt_that_cannot_be_read_is_refused_before_training(
+    settings: dict[str, Any], tmp_path: Path, prompt: str
+) -> None:
+    settings["data"]["packing"] = False
+    rows = json.dumps({"prompt": "a", "completion": "b"}) + "\n"  # asked as they stand
+    for name in ("train", "eval"):
+        Path(settings["data"][name]).write_text(rows * 4)
+    with pytest.raises(DataError, match=r"train\.sample_prompts\[0\]"):
+        run(settings, tmp_path / "run", sample_every=2, sample_prompts=(prompt,))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_the_best_weights_are_the_adapter_if_asked(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    other = json.dumps({"instruction": "Say yes 0.", "output": "~~~~~~"}) + "\n"
+    Path(settings["data"]["eval"]).write_text(other)  # what is learnt makes this no likelier
+    late = {"learning_rate": 0.05, "schedule": "constant", "eval_every": 1, "max_steps": 6}
+    events = run(settings, tmp_path / "run", keep_best=True, keep_checkpoints=6, **late)
+    losses = {e.step: e.metrics["loss"] for e in events if isinstance(e, EvalDone)}
+    best = min(losses, key=lambda step: losses[step])
+    assert best < 6
+    kept, last = (
+        load_file(tmp_path / "run" / place / TENSORS) for place in (".", "checkpoints/step-6")
+    )
+    wanted = load_file(tmp_path / "run" / f"checkpoints/step-{best}" / TENSORS)
+    assert all((kept[name] == wanted[name]).all() for name in wanted)
+    assert any((kept[name] != last[name]).any() for name in wanted)
+    assert any(f"weights of step {best}" in e.text for e in events if isinstance(e, Notice))
+
+
+def test_a_run_that_gets_no_better_ends_early_and_stays_ended(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    stopping = {"early_stopping": {"patience": 2, "min_delta": 1e9}, "eval_every": 1}
+    events = run(settings, tmp_path / "run", max_steps=20, **stopping)
+    steps = [e.step for e in events if isinstance(e, StepDone)]
+    assert steps == [1, 2, 3]  # the first is the lowest, two are no better
+    assert (tmp_path / "run" / TENSORS).is_file()
+    again = run(settings, tmp_path / "run", max_steps=20, resume=True, **stopping)
+    assert not [e for e in again if isinstance(e, StepDone)]
+    assert [e.start_step for e in again if isinstance(e, RunStarted)] == [3]
+    stopping["early_stopping"] = None
+    on = run(settings, tmp_path / "run", max_steps=20, resume=True, **stopping)
+    assert [e.step for e in on if isinstance(e, StepDone)] == list(range(4, 21))
+
+
+@pytest.mark.parametrize(
+    ("train", "data", "told"),
+    [
+        ({"keep_best": True}, {"eval": None}, r"train\.keep_best needs eval rows"),
+        ({"sample_every": 2}, {"eval": None}, "sample_every, without sample_prompts"),
+        ({"early_stopping": {"patience": 0}}, {}, "patience"),
+    ],
+)
+def test_what_has_nothing_to_look_at_is_refused(
+    settings: dict[str, Any],
+    tmp_path: Path,
+    train: dict[str, Any],
+    data: dict[str, Any],
+    told: str,
+) -> None:
+    settings["data"] |= data
+    with pytest.raises(ConfigError, match=told):
+        run(settings, tmp_path / "run", **train)
+
+
+def test_a_metric_needs_answers(settings: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.eval_generate is not set"):
+        run(settings, tmp_path / "run", metrics={"mine": lambda a, b: 1.0})
+
+
+def test_a_metric_is_named_by_module_and_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_scores.py").write_text("half = lambda completion, reference: 0.5\nn = 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    assert _function("my_scores:half")("a", "b") == 0.5
+    for name in ("half", "no_such_module_of_mine:f", "my_scores:absent", "my_scores:n"):
+        with pytest.raises(ConfigError):
+            _function(name)

@@ -1,0 +1,94 @@
+"""What is read of a run's files, whole or torn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from peftkit.errors import DataError
+from peftkit.report.history import History, Series, read_history, shorten_names
+from tests.report.story import STARTED, done, evaluation, step, write_run
+
+
+def test_a_resumed_run_is_one_curve_with_a_seam(tmp_path: Path) -> None:
+    again = {**STARTED, "start_step": 3}
+    lines = [STARTED, *(step(n, loss=9.0) for n in range(1, 6)), again, step(4), step(5), step(6)]
+    run = read_history(write_run(tmp_path / "run", lines))
+    assert list(run.curves["loss"].steps) == [1, 2, 3, 4, 5, 6]
+    assert list(run.curves["loss"].values)[:3] == [9.0, 9.0, 9.0]
+    assert run.curves["loss"].values[3] < 9.0
+    assert run.seams == [3]
+
+
+def test_a_run_from_the_start_replaces_the_one_before_it(tmp_path: Path) -> None:
+    lines = [STARTED, step(1), evaluation(1, 5.0), done(1), STARTED, evaluation(0, 3.0), step(1)]
+    run = read_history(write_run(tmp_path / "run", lines))
+    assert len(run.curves["loss"]) == 1
+    assert list(run.evals["loss"].steps) == [0]
+    assert run.done is None
+    assert run.seams == []
+
+
+def test_torn_and_foreign_lines_are_counted_and_passed_over(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [STARTED, step(1)])
+    with open(folder / "metrics.jsonl", "ab") as file:
+        file.write(b'{"event": "StepDo\n[1]\n\xff\xfe\n' + b"[" * 100_000 + b"\n")
+        file.write(json.dumps(step(2, loss=None, grad_norm="x")).encode() + b"\n")
+        file.write(b'{"event": "StepDone", "step": 3')  # being written
+    run = read_history(folder)
+    assert run.num_torn == 4
+    assert list(run.curves["loss"].steps) == [1]
+    assert list(run.curves["learning_rate"].steps) == [1, 2]
+
+
+def test_what_is_appended_is_read_from_where_reading_ended(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [STARTED, step(1)])
+    run = read_history(folder)
+    before = run.read_bytes
+    whole = json.dumps(step(2))
+    for part in (whole[:20], whole[20:] + "\n"):
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write(part)
+        run.refresh()
+    assert list(run.curves["loss"].steps) == [1, 2]
+    assert run.num_torn == 0
+    assert run.read_bytes == before + len(whole) + 1
+
+
+def test_the_state_of_a_run(tmp_path: Path) -> None:
+    run = read_history(write_run(tmp_path / "run", [STARTED, step(1), step(2)]))
+    run.changed = run.began + 20.0
+    assert run.state(now=run.changed + 110) == "running"
+    assert run.state(now=run.changed + 130) == "stopped"
+    run.changed = run.began + 40.0  # 20 seconds a step
+    assert run.state(now=run.changed + 130) == "running"
+    (run.folder / "diagnosis.json").write_text('{"step": 3, "loss": "nan"}')
+    run.refresh()
+    assert run.state() == "broken"
+    assert read_history(write_run(tmp_path / "done")).state() == "finished"
+
+
+def test_a_folder_without_a_run_names_the_runs_in_it(tmp_path: Path) -> None:
+    write_run(tmp_path / "first")
+    with pytest.raises(DataError, match=r"holds no run(.|\n)*first"):
+        read_history(tmp_path)
+    with pytest.raises(DataError, match="no such folder"):
+        read_history(tmp_path / "absent")
+
+
+def test_smoothing_is_the_mean_around_a_step() -> None:
+    series = Series()
+    for n in range(100):
+        series.add(n + 1, float(n % 2))
+    smooth = series.smoothed()
+    assert smooth.steps is series.steps
+    assert smooth.values[50] == pytest.approx(0.4)
+    assert smooth.values[0] == pytest.approx(1 / 3)
+
+
+def test_names_are_the_shortest_ends_of_paths_that_differ() -> None:
+    runs = [History(Path(p), p) for p in ("/runs/a/x", "/runs/b/x", "/runs/b/y")]
+    shorten_names(runs)
+    assert [run.name for run in runs] == ["a/x", "b/x", "b/y"]

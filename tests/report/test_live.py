@@ -1,0 +1,106 @@
+"""The report of a run that goes on, and the table of runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from peftkit.errors import DataError
+from peftkit.events import EvalDone, Event, Notice, StepDone
+from peftkit.report.live import LiveReport
+from peftkit.report.plot import plot
+from peftkit.report.runs import list_runs
+from peftkit_cli.app import app
+from tests.report.story import STARTED, step, write_run
+
+STEP = StepDone(1, 9, 0.1, 1.0, 1e-4, 1.0, 10, 10.0, 0, 1.0)
+EVAL = EvalDone(1, {"loss": 1.0}, True)
+
+
+def test_it_is_written_at_the_step_after_an_evaluation(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [STARTED, step(1)])
+    heard: list[Event] = []
+    live = LiveReport(folder, heard.append, lambda: None)
+    live.on_event(STEP)
+    live.on_event(EVAL)
+    assert not (folder / "report.html").exists()
+    live.on_event(STEP)
+    assert "smollm2-135m" in (folder / "report.html").read_text()
+    assert heard == [STEP, EVAL, STEP]
+
+
+def test_it_takes_a_small_share_of_the_time(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [STARTED, step(1)])
+    ticks = iter([0.0, 10.0, 10.0, 12.0, 20.0, 99.0, 1000.0, 1000.0, 1001.0])
+    live = LiveReport(folder, lambda event: None, lambda: None, clock=lambda: next(ticks))
+    written = []
+    for _ in range(3):
+        live.on_event(EVAL)
+        live.on_event(STEP)
+        written.append((folder / "report.html").exists())
+        (folder / "report.html").unlink(missing_ok=True)
+    assert written == [True, False, False]  # 2 of 20 s are too much, and of 99 s
+    live.on_event(STEP)
+    assert (folder / "report.html").exists()
+
+
+def test_what_goes_wrong_costs_one_notice(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [STARTED, step(1)])
+    (folder / "report.html").mkdir()
+    heard: list[Event] = []
+    live = LiveReport(folder, heard.append, lambda: None)
+    for _ in range(3):
+        live.on_event(EVAL)
+        live.on_event(STEP)
+    live.write()
+    assert len([event for event in heard if isinstance(event, Notice)]) == 1
+
+
+def test_runs_are_listed_newest_first_with_what_differs(tmp_path: Path) -> None:
+    for number, name in enumerate(("old", "deep/new")):
+        folder = write_run(tmp_path / name)
+        facts = json.loads((folder / "run.json").read_text())
+        facts["recipe"]["method"]["rank"] = 8 * (number + 1)
+        (folder / "run.json").write_text(json.dumps(facts))
+        os.utime(folder / "metrics.jsonl", (1e9 + number, 1e9 + number))
+    (tmp_path / "deep/new/adapter_model.safetensors").write_bytes(b"x" * 77)
+    found = list_runs(tmp_path)
+    assert [Path(run.run).name for run in found] == ["new", "old"]
+    assert [run.differs for run in found] == [{"method.rank": "16"}, {"method.rank": "8"}]
+    assert found[0].num_bytes == 77
+    assert (found[0].best_eval_loss, found[0].best_step) == (0.05, 40)
+    shown = CliRunner().invoke(app, ["runs", str(tmp_path)])
+    assert "method.rank" in shown.stdout
+    listed = json.loads(CliRunner().invoke(app, ["runs", str(tmp_path), "--json"]).stdout)
+    assert [row["state"] for row in listed] == ["finished", "finished"]
+
+
+def test_a_folder_without_runs_is_one_message(tmp_path: Path) -> None:
+    for folder, told in ((tmp_path, "no runs in"), (tmp_path / "absent", "no folder")):
+        with pytest.raises(DataError, match=told):
+            list_runs(folder)
+
+
+def test_report_prints_where_it_is(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    done = CliRunner().invoke(app, ["report", str(folder)])
+    assert done.stdout.strip() == str(folder / "report.html")
+    assert (folder / "report.html").stat().st_size > 10_000
+
+
+def test_a_curve_in_the_terminal_falls_from_the_left_to_the_right() -> None:
+    curve = [(n, float(100 - n)) for n in range(1, 101)]
+    lines = plot(curve, [(50, 50.0)], columns=20, lines=4)
+    assert [axis.strip() for axis, _, _ in lines] == ["98", "", "", "1.5"] or len(lines) == 4
+    first, last = lines[0][1], lines[-1][1]
+    assert first[0] != "\u2800"
+    assert first[-1] == "\u2800"
+    assert last[0] == "\u2800"
+    assert last[-1] != "\u2800"
+    assert sum(line.count("•") for _, line, _ in lines) == 1
+    assert plot([]) == []
+    assert len(plot([(1, 2.0)])) == 7

@@ -1,0 +1,160 @@
+"""The report: one file that is whole, safe and small."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import hashlib
+import random
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peftkit.errors import DataError
+from peftkit.report.chart import charts, points
+from peftkit.report.history import History, Series, read_history
+from peftkit.report.page import page
+from peftkit.report.write import write_report
+from tests.report.story import FACTS, STARTED, evaluation, step, write_run
+
+BAD = "<script>alert(1)</script><img src=x onerror=alert(2)>\x00\x1b"
+SAMPLES = [
+    {"step": n, "prompt": "Say yes.", "reference": "yes", "completion": f"{n} yes", "source": "e:1"}
+    for n in (0, 20, 40)
+]
+
+
+class Tags(HTMLParser):
+    """Collects what a browser would see."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+
+def marked(value: Any) -> Any:
+    """Return values with markup in every text and name."""
+    if isinstance(value, dict):
+        return {name: marked(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [marked(item) for item in value]
+    return value + BAD if isinstance(value, str) else value
+
+
+def test_a_report_runs_no_script_of_its_data(tmp_path: Path) -> None:
+    lines = [
+        {**STARTED, "device": BAD, "paths": BAD},
+        step(1),
+        step(2),
+        evaluation(2, 1.0, **{BAD: 0.5}),
+        {"event": "Notice", "text": BAD},
+    ]
+    samples = [{"step": 0, "prompt": BAD, "reference": BAD, "completion": BAD, "source": BAD}]
+    folder = write_run(tmp_path / "<b>run", lines, facts=marked(FACTS), samples=samples)
+    (folder / "diagnosis.json").write_text('{"step": 3, "loss": "<b>", "module": "<i>"}')
+    for runs in ([folder], [folder, write_run(tmp_path / "other")]):
+        text = write_report(runs, tmp_path / "report.html").read_text(encoding="utf-8")
+        seen = Tags(text)
+        assert seen.tags.count("script") == 1
+        assert "img" not in seen.tags
+        assert not [name for name, _ in seen.attributes if name.startswith("on")]
+        assert "&lt;script&gt;alert(1)" in text
+        assert "\x00" not in text
+
+
+def test_only_the_script_of_the_report_may_run_and_no_request_leaves(tmp_path: Path) -> None:
+    text = page([read_history(write_run(tmp_path / "run"))])
+    script = re.search(r"<script>(.*)</script>", text, re.DOTALL)
+    assert script is not None
+    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    assert f"script-src &#x27;sha256-{digest}&#x27;" in text
+    assert "default-src &#x27;none&#x27;" in text
+    assert not re.search(r"https?://|url\(|@import", text)
+
+
+def test_it_tells_all_that_the_files_do(tmp_path: Path) -> None:
+    text = page([read_history(write_run(tmp_path / "run", samples=SAMPLES))])
+    for told in (
+        "smollm2-135m learnt causal lm from 640 rows of train.jsonl in 40 steps (42 s)",
+        "eval loss 0.2 → 0.05",
+        "eval exact match 0.25 → 1",
+        "10 of 650 rows",
+        "20 yes",
+        "<mark>yes&lt;|im_end|&gt;</mark>",
+        "sha256:1",
+        "Gradient norm",
+        "peftkit chat ",
+        "peftkit merge ",
+    ):
+        assert told in text, told
+
+
+def test_a_hundred_thousand_steps_are_less_than_a_megabyte() -> None:
+    run, rng = History(Path("run"), "run", started=STARTED), random.Random(0)
+    for series in run.curves.values():
+        series.steps.extend(range(1, 100_001))
+        series.values.extend(rng.random() for _ in range(100_000))
+    began = time.process_time()
+    text = page([run])
+    assert len(text) < 500_000
+    assert time.process_time() - began < 20  # a tenth of that on a quiet machine
+
+
+def test_few_points_keep_the_lowest_and_the_highest() -> None:
+    series = Series()
+    for n in range(1, 50_001):
+        series.add(n, 100.0 if n == 31_415 else -5.0 if n == 27_182 else 1.0 + n % 7)
+    found = points(series, columns=100)
+    assert len(found) <= 202
+    assert (31_415, 100.0) in found
+    assert (27_182, -5.0) in found
+    assert found[0][0] == 1
+    assert found[-1][0] == 50_000
+    assert found == sorted(found)
+
+
+def test_several_runs_are_one_picture_and_their_differences_a_table(tmp_path: Path) -> None:
+    other = copy.deepcopy(FACTS)
+    other["recipe"]["method"]["rank"] = 64
+    other["recipe"]["train"]["output_dir"] = "runs/b"
+    folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", facts=other)]
+    text = write_report(folders, tmp_path / "both.html").read_text(encoding="utf-8")
+    assert "<tr><td>method.rank</td><td>16</td><td>64</td></tr>" in text
+    assert "output_dir" not in text
+    losses = charts([read_history(folder) for folder in folders])[0]
+    assert len({line.color for line in losses.lines}) == 2
+
+
+def test_a_report_of_no_step_and_of_an_empty_file_is_written(tmp_path: Path) -> None:
+    for name, lines in (("begun", [STARTED]), ("empty", [])):
+        folder = write_run(tmp_path / name, lines, facts={"tables": 3, "data": [], "row": "x"})
+        assert "No step is done yet" in write_report([folder], tmp_path / "r.html").read_text()
+
+
+def test_a_run_that_goes_on_is_read_again_by_the_browser(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [{**STARTED, "time": time.time()}, step(1)])
+    assert 'http-equiv="refresh"' in page([read_history(folder)])
+    assert 'http-equiv="refresh"' not in page([read_history(write_run(tmp_path / "done"))])
+
+
+def test_the_pictures_are_a_png_too(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    out = write_report([write_run(tmp_path / "run")], tmp_path / "r.png", png=True)
+    with image.open(out) as opened:
+        assert opened.format == "PNG"
+        assert len(opened.convert("RGB").getcolors(1 << 20)) > 20
+
+
+def test_no_run_is_one_message(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no run"):
+        write_report([tmp_path], tmp_path / "report.html")

@@ -1,0 +1,54 @@
+"""What looks wrong with a run is said, and only that."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peftkit.report.history import History, read_history
+from peftkit.report.verdict import warnings
+from tests.report.story import FACTS, STARTED, done, evaluation, step, write_run
+
+CLEAN = copy.deepcopy(FACTS)
+CLEAN["tables"] = []
+
+
+def run_of(folder: Path, *lines: dict[str, Any], facts: dict[str, Any] = CLEAN) -> History:
+    return read_history(write_run(folder, [STARTED, *lines], facts=facts))
+
+
+STEPS = [step(n) for n in range(1, 41)]
+
+
+def test_nothing_is_wrong_with_a_good_run(tmp_path: Path) -> None:
+    good = [*STEPS, evaluation(20, 0.5), evaluation(40, 0.3), done()]
+    assert warnings(run_of(tmp_path / "run", *good)) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ([*STEPS, evaluation(10, 0.4), evaluation(40, 0.6), done()], "rises since step 10"),
+        ([*STEPS[:20], step(21, grad_norm=90.0), *STEPS[21:], done()], "spikes: 1 steps"),
+        ([*(step(n, grad_norm=0.0) for n in range(1, 41)), done()], "changes nothing"),
+        ([*STEPS, evaluation(20, 0.5), evaluation(40, 0.5), done()], "changes nothing"),
+        ([*(step(n, loss=2.0) for n in range(1, 41)), done()], "hardly fell"),
+        ([*STEPS[:20]], "stopped after step 20 of 40"),
+    ],
+)
+def test_what_is_wrong_comes_first(tmp_path: Path, lines: list[dict[str, Any]], told: str) -> None:
+    run = run_of(tmp_path / "run", *lines)
+    run.changed -= 1e9
+    assert told in warnings(run)[0]
+
+
+def test_rows_that_are_cut_or_dropped_are_counted(tmp_path: Path) -> None:
+    facts = copy.deepcopy(FACTS)
+    facts["tables"][1]["rows"][3] = ["cut at 256 tokens", "1,650"]
+    facts["tables"][1]["rows"][1] = ["rows read", "6,500"]
+    told = warnings(run_of(tmp_path / "run", *STEPS, done(), facts=facts))
+    assert told[0].startswith("1,650 of 6,500 rows of data/train.jsonl are cut")
+    assert told[1].startswith("10 of 6,500 rows")
