@@ -94,13 +94,13 @@ def copy_recipe(
             file.write(source.read_text(encoding="utf-8"))
     except FileExistsError:
         raise OutputError(
-            f"'{target}' is there already.", fix="Choose another name, or remove it first."
+            f"'{target}' exists already.", fix="Choose another name, or remove it first."
         ) from None
     except OSError as error:
         raise OutputError(
             f"'{target}' cannot be written.",
             found=error.strerror or str(error),
-            fix="Give a name in a folder that exists and is yours to write to.",
+            fix="Choose a name in a folder that exists and is writable.",
         ) from None
     typer.echo(target)
     note(f"Next: peftkit check {target}")

@@ -93,13 +93,13 @@ def _weighted(text: str) -> tuple[Path, float]:
     name, equals, number = text.rpartition("=")
     if not equals or not name:
         raise AdapterError(
-            f"'{text}' says no weight.", fix=f"Write an adapter's weight after it: {text}=1"
+            f"'{text}' has no weight.", fix=f"Write an adapter's weight after it: {text}=1"
         )
     try:
         weight = float(number)
     except ValueError:
         raise AdapterError(
-            f"the weight '{number}' of {name} is not a number.", fix=f"As in: {name}=0.5"
+            f"the weight '{number}' of {name} is not a number.", fix=f"Write it as: {name}=0.5"
         ) from None
     return adapter_folder(name), weight
 

@@ -128,7 +128,7 @@ def predict(
     """Classify texts. Prints for each the most likely label, a tab, and its probability."""
     if pair is not None and len(pair) != len(text):
         raise DataError(
-            f"{len(text)} texts and {len(pair)} second texts are no pairs.",
+            f"there are {len(text)} texts and {len(pair)} second texts.",
             fix="Give --pair as often as --text.",
         )
     opened = _open(adapter, base, force)
@@ -186,7 +186,7 @@ def _open_all(
     """Open one adapter, or several side by side."""
     if (adapter is None) == (not named):
         raise AdapterError(
-            "which adapters to talk with is not clear.",
+            "give either one adapter or several names.",
             fix="Give one as `peftkit chat ADAPTER`, or several, each as --adapter NAME=ADAPTER.",
         )
     if adapter is not None:
@@ -206,13 +206,13 @@ def _named_folders(texts: Sequence[str]) -> dict[str, Path]:
         name, equals, path = text.partition("=")
         if not (name and equals and path):
             raise AdapterError(
-                f"--adapter {text} is not NAME=ADAPTER.", fix="As in --adapter json=runs/json"
+                f"--adapter {text} is not NAME=ADAPTER.", fix="Write it as --adapter json=runs/json"
             )
         if name == "base" or name in folders:
             raise AdapterError(
-                f"two voices would be named '{name}'.",
+                f"two adapters would be named '{name}'.",
                 found="'base' is the bare base." if name == "base" else f"Another is {path}.",
-                fix="Take another name.",
+                fix="Choose another name.",
             )
         folders[name] = adapter_folder(path)
     return folders

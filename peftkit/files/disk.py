@@ -183,7 +183,7 @@ def writable_folder(folder: Path) -> Path:
         probe.touch(exist_ok=False)
         probe.unlink()
     except (FileExistsError, NotADirectoryError):
-        raise OutputError(asked, found="A file stands in its place.", fix=fix) from None
+        raise OutputError(asked, found="There is a file of that name.", fix=fix) from None
     except OSError as problem:
         raise OutputError(asked, found=str(problem), fix=fix) from None
     return folder

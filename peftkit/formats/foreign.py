@@ -91,8 +91,8 @@ def recognise(path: Path) -> Found:
     if not (file.parent / CONFIG).is_file():
         raise AdapterError(
             asked,
-            found=f"There is no {CONFIG} beside {file.name}, and the scale stands in it.",
-            fix=f"Get {CONFIG} from where the tensors are from.",
+            found=f"There is no {CONFIG} beside {file.name}; the scale is in it.",
+            fix=f"Get {CONFIG} from the source of the tensors.",
         )
     return found
 
@@ -110,7 +110,7 @@ def _only_file(folder: Path, asked: str) -> Path:
         raise AdapterError(
             asked,
             found=f"It holds several: {first_few((p.name for p in usable), 5, ', ')}.",
-            fix="Name the file that is meant.",
+            fix="Give the path of one file.",
         )
     for path, kind in kinds.items():
         if "pickle" in kind or "torch.save" in kind or "git-lfs" in kind:
@@ -150,7 +150,7 @@ def plain_folder(found: Found, scratch: Path) -> Path:
         if plain in origin:
             raise AdapterError(
                 f"cannot import {found.folder}",
-                found=f"{origin[plain]} and {name} are the same tensor of different adapters.",
+                found=f"{origin[plain]} and {name} are one tensor of two adapters.",
                 fix="Save one adapter at a time.",
             )
         origin[plain] = name

@@ -147,7 +147,7 @@ def _checked(path: Path) -> Iterator[disk.TensorFile]:
             raise AdapterError(
                 asked,
                 found=first_few(bad, 5) or "no tensors",
-                fix="This is no adapter, or it is damaged: fetch or save it again.",
+                fix="This is not an adapter, or it is damaged: download or save it again.",
             )
         yield file
 

@@ -89,7 +89,7 @@ def push_adapter(
     if file.provenance.base and Path(file.provenance.base).is_absolute():
         on_event(
             Notice(
-                f"The adapter names its base by a path of this machine, {file.provenance.base}: "
+                f"The adapter records its base as a local path, {file.provenance.base}: "
                 "others will need --base MODEL."
             )
         )
@@ -206,7 +206,7 @@ def fetch(name: str, asked: str = "", *, on_event: Listener = ignore) -> Pulled:
             if (path := _download(wanted, file, at.get(file, revision)))
         }
         if len({path.parent for path in paths.values()}) > 1:
-            raise AdapterError(asked, found="It was changed meanwhile.", fix="Try again.")
+            raise AdapterError(asked, found="It has changed in the meantime.", fix="Try again.")
     folder = paths[CONFIG].parent  # snapshots/COMMIT
     check_safetensors(paths[TENSORS])
     read_adapter(folder)
@@ -222,7 +222,7 @@ def _chosen(sizes: dict[str, int | None], asked: str) -> list[str]:
             raise AdapterError(
                 asked,
                 found=f"The repository lists a file {shown(name)}.",
-                fix="Such a name leads out of the folder: do not use this repository.",
+                fix="This name points outside the folder: do not use this repository.",
             )
     missing = [name for name in NEEDED if name not in sizes]
     if missing:

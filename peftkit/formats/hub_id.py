@@ -30,9 +30,9 @@ def parse_hub_id(text: str) -> HubId:
     match = _ID.fullmatch(text)
     if not match or ".." in text or "--" in match["repo"] or len(match["repo"]) > _MAX_LENGTH:
         raise AdapterError(
-            f"{text!r} names no repository on the hub",
+            f"{text!r} is not the name of a repository on the hub",
             found="A name is USER/NAME of letters, digits and single - _ . between them.",
-            fix="Give it as on its page: USER/NAME, or USER/NAME@REVISION.",
+            fix="Write it as on its page: USER/NAME, or USER/NAME@REVISION.",
         )
     return HubId(match["repo"], match["revision"])
 

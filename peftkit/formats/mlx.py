@@ -70,7 +70,7 @@ def _check_names(file: AdapterFile, modules: Mapping[str, LowRank]) -> None:
     if file.fields.get("fan_in_fan_out"):
         raise AdapterError(
             asked,
-            found="its base has Conv1D layers (GPT-2), which mlx-lm names otherwise",
+            found="its base has Conv1D layers (GPT-2), which mlx-lm names differently",
             fix="Merge it into its base, and convert that: peftkit merge ADAPTER --out DIR",
         )
     strange = sorted(path for path in modules if not _BLOCK.fullmatch(path))
@@ -112,7 +112,7 @@ def read_mlx(folder: Path, tensors_name: str = MLX_TENSORS) -> dict[str, LowRank
                 problems.append(f"misshapen: {path} has {shapes}, but rank {rank}")
     if problems or not modules:
         raise AdapterError(
-            f"the tensors of {folder / tensors_name} are not those of its config",
+            f"the tensors of {folder / tensors_name} do not match its config",
             found="\n".join(problems) or "it has none",
             fix="Get the adapter again; experts and embeddings cannot be imported.",
         )
@@ -135,7 +135,7 @@ def _parameters(folder: Path) -> tuple[int, float, bool]:
         raise AdapterError(
             asked,
             found=f"its fine_tune_type is {kind!r}",
-            fix="Only lora and dora are adapters; 'full' holds whole weights.",
+            fix="Only lora and dora are adapters; 'full' has full weights.",
         )
     given = config.get("lora_parameters")
     given = given if isinstance(given, dict) else {}

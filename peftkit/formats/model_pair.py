@@ -92,7 +92,7 @@ def check_alike(base: ModelFiles, tuned: ModelFiles) -> None:
     if not problems:
         return
     raise BaseError(
-        f"{tuned.shards.folder} is no fine-tune of {base.shards.folder}",
+        f"{tuned.shards.folder} is not a fine-tune of {base.shards.folder}",
         found=first_few(problems, 8),
         fix="Give the model that it was tuned from. An adapter cannot add words or layers.",
     )

@@ -154,7 +154,7 @@ def task_of(file: AdapterFile) -> TaskConfig:
         raise AdapterError(
             f"{file.folder} was trained for a task that peftkit does not have",
             found=f"its task_type is {shown(task_type)}; known are {known}",
-            fix="Open it with open_adapter(..., task=...) if it is one of these all the same.",
+            fix="If it is one of these anyway, use open_adapter(..., task=...).",
         )
     kind = kinds[0]
     has_labels = "labels" in kind.model_fields
@@ -184,9 +184,9 @@ def require_causal(task: TaskConfig, folder: Path, *, images: bool = True) -> No
     """
     if not task.generates or (isinstance(task, ImageTextConfig) and not images):
         raise AdapterError(
-            f"{folder} does not go on from a prompt",
+            f"{folder} does not complete prompts",
             found=f"it was trained for the task {task.type}",
-            fix=f"What it does: peftkit eval {folder} --data FILE; of a classifier of texts: "
+            fix=f"Use peftkit eval {folder} --data FILE; for a text classifier: "
             f"peftkit predict {folder} --text TEXT",
         )
 

@@ -61,11 +61,11 @@ def check_free(out: Path, *, force: bool, sources: Sequence[Path] = ()) -> None:
     asked = f"cannot write an adapter to {out}"
     other = "Choose another folder."
     if any(out.resolve() == source.resolve() for source in sources):
-        raise OutputError(asked, found="It is one of those that are read.", fix=other)
+        raise OutputError(asked, found="It is one of the source folders.", fix=other)
     if not os.path.lexists(out):
         return
     if not out.is_dir():
-        raise OutputError(asked, found="It is no folder.", fix=other)
+        raise OutputError(asked, found="It is not a folder.", fix=other)
     names = sorted(path.name for path in out.iterdir())
     if not names:
         return

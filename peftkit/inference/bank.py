@@ -288,7 +288,7 @@ class AdapterBank:
             if model.get_submodule(path) not in (bare_layer, self._layers.get(path)):
                 raise AdapterError(
                     f"the adapter in {file.folder} cannot sit on {path}",
-                    found="that carries an adapter already which is not this bank's",
+                    found="which already has an adapter that is not of this bank",
                     fix="Call its detach() first, or merge it.",
                 )
 
@@ -337,7 +337,7 @@ def check_name(name: str) -> None:
     """
     if not NAME.fullmatch(name) or ".." in name:
         raise AdapterError(
-            f"{name!r} cannot be the name of an adapter",
+            f"{name!r} is not allowed as the name of an adapter",
             fix="Use letters, digits, '_', '-' and single dots.",
         )
 

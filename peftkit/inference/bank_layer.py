@@ -200,7 +200,7 @@ class BankLinear(nn.Module):
     def _check_rows(self, x: Tensor, rows: Sequence[str | None], is_mixed: bool) -> None:
         if is_mixed and x.dim() < 3:
             raise AdapterError(
-                f"{self.path} cannot tell the rows of a mixed batch apart",
+                f"{self.path} cannot separate the rows of a mixed batch",
                 found=f"its input has the shape {tuple(x.shape)}: the model has flattened the rows",
                 fix="Use one adapter for the whole batch.",
             )

@@ -182,7 +182,7 @@ def settings_of(
     if not (math.isfinite(temperature) and temperature >= 0):
         raise DataError(
             f"the temperature is {temperature}.",
-            fix="Give 0 for the likeliest tokens, or a number such as 0.7 to sample.",
+            fix="Use 0 for greedy decoding, or a number such as 0.7 to sample.",
         )
     if not 0 < top_p <= 1:
         raise DataError(f"top_p is {top_p}.", fix="Give a number above 0, at most 1.")

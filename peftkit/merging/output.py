@@ -22,7 +22,9 @@ def new_folder(out: Path, overwrite: bool, sources: Sequence[Path]) -> Iterator[
     """
     asked = f"cannot write the merged model to {out}"
     if any(out.resolve() == source.resolve() for source in sources if str(source) not in ("", ".")):
-        raise OutputError(asked, found="it is read from", fix="Choose another folder.")
+        raise OutputError(
+            asked, found="it is one of the source folders", fix="Choose another folder."
+        )
     existed = out.exists()
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         names = first_few(sorted(path.name for path in out.iterdir()), 5, ", ")

@@ -31,7 +31,7 @@ def check_kind(opened: Opened, from_quantized: bool) -> None:
         raise MergeError(
             "there are no quantised weights to merge into",
             found=f"the adapter was trained over {opened.base.name} in 16 or 32 bits",
-            fix="Leave --from-quantized out.",
+            fix="Merge without --from-quantized.",
         )
     raise MergeError(
         f"the base {opened.base.name} has no 16-bit weights to merge into",
@@ -50,7 +50,7 @@ def check_original(method: Method, from_quantized: bool) -> None:
     if method.fresh_changes and not method.unmergeable and not from_quantized:
         raise MergeError(
             "this adapter cannot be merged into the original weights of its base",
-            found=f"Before any training {method.fresh_changes}; they have lost nothing.",
+            found=f"Before any training {method.fresh_changes}, and they were not quantised.",
             fix="Merge with --from-quantized, into the weights that it was trained over.",
         )
 

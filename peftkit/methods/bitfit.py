@@ -88,7 +88,7 @@ def _targeted(model: nn.Module, target: str, biased: Mapping[str, Any]) -> set[s
     for site in sites:
         if site.rows is not None and site.path in biased:
             raise TargetError(
-                f"the bias of {site.path} is trained as a whole",
+                f"the bias of {site.path} can only be trained as a whole",
                 found=f"'{target}' is a part of this fused layer",
                 fix="Name the layer by its module name, or use targets: all.",
             )

@@ -171,8 +171,8 @@ class Bottleneck(Method):
         strange = [part.path for part in parts if self.style == "parallel" and not part.reads]
         if strange:
             raise TargetError(
-                f"cannot sit in parallel to what ends in {strange[0]}",
-                found="nothing before it in its block is known to read that part's input",
+                f"style parallel is not possible for the sublayer that ends in {strange[0]}",
+                found="no module in its block is known to read that sublayer's input",
                 fix="Use style pfeiffer or houlsby.",
             )
         return parts
@@ -184,8 +184,8 @@ class Bottleneck(Method):
             asked = f"size {size}" if self.size else f"reduction {self.reduction}"
             raise TargetError(
                 f"bottleneck with {asked} does not fit {site.path}",
-                found=f"it puts out {features} features",
-                fix=f"Take 1 to {features}.",
+                found=f"it has {features} output features",
+                fix=f"Use a size from 1 to {features}.",
             )
         return BottleneckModule(
             base,
@@ -257,7 +257,7 @@ def _no_match(model: nn.Module, parts: list[Sublayer], failed: list[str]) -> Tar
     name, blocks = type(model).__name__, list(dict.fromkeys(part.block for part in parts))
     if not blocks:
         return TargetError(
-            f"{name} has no blocks with a feed-forward part that bottleneck adapters could sit on.",
+            f"{name} has no blocks with a feed-forward part for bottleneck adapters.",
             fix="Use a method that sits on linear layers, such as lora.",
         )
     sides = [side for side in table.QUALIFIERS if _chosen(model, parts, side)]

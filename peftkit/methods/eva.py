@@ -137,9 +137,9 @@ def eva_starts(
         read = _read(model, ranks, most, batches, forward)
     if lacking := [path for path in ranks if len(read[path].scaled) < most[path]]:
         raise DataError(
-            f"init 'eva' finds too few tokens for the rank of {lacking[0]}",
-            found=f"{read[lacking[0]].num_seen} tokens passed it; at least {most[lacking[0]]} are "
-            "needed (rank times eva_rho)",
+            f"init 'eva' got too few tokens for the rank of {lacking[0]}",
+            found=f"{read[lacking[0]].num_seen} tokens; at least {most[lacking[0]]} are needed "
+            "(rank times eva_rho)",
             fix="Give more data, a lower rank, or another init.",
         )
     given = _share_out({path: read[path].shares() for path in ranks}, ranks, most)
@@ -243,7 +243,7 @@ def _refuse_padding(batch: Mapping[str, Any]) -> None:
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2 and not mask.all():
         raise DataError(
-            "init 'eva' takes every position of a batch for data",
-            found="a batch is padded: its attention_mask has zeros",
+            "init 'eva' cannot use padded batches",
+            found="the attention_mask of a batch has zeros",
             fix="Give batches of one row each.",
         )

@@ -127,7 +127,7 @@ class LoRAExperts(AdapterModule):
         except NoProductError as error:
             raise TargetError(
                 f"lora cannot sit on the experts of {self.site.path}",
-                found=f"{type(self.base).__name__} uses its weights otherwise than in products: "
+                found=f"{type(self.base).__name__} uses its weights for more than matrix products: "
                 f"{error}",
                 fix="Choose another with model.set_experts_implementation, or leave the experts "
                 "out of the targets.",

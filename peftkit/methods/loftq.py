@@ -44,8 +44,8 @@ def loftq_starts(model: nn.Module, method: LoRA, original: nn.Module) -> dict[st
         lost = weight.to(quantized.device, torch.float32) - quantized  # (out, in)
         if not lost.any():
             raise TargetError(
-                f"init 'loftq' has nothing to make up for in {site.path}",
-                found="the weight is the original's to the bit",
+                f"init 'loftq' needs a quantisation error in {site.path}",
+                found="the weight equals the original",
                 fix="Quantise the base (base.quantize), or leave this layer out of the targets.",
             )
         rank, scaling = method.scale_of(site)

@@ -107,7 +107,7 @@ class LoRA(Method):
             )
         if site.rows and self.init in SUBTRACTED:
             raise TargetError(
-                f"init '{self.init}' cannot start from a part of the fused layer {site.path}",
+                f"init '{self.init}' is not possible for a part of the fused layer {site.path}",
                 found=f"roles {', '.join(site.roles)} of it",
                 fix="Use init 'default', or target the whole layer by its module name.",
             )
@@ -168,8 +168,7 @@ class LoRA(Method):
 
     def _not_on_experts(self, path: str) -> TargetError:
         return TargetError(
-            f"{self.type} on the stacked experts {path} has neither dropout nor a start that is "
-            "subtracted or made beforehand",
+            f"{self.type} on the stacked experts {path} supports neither dropout nor this init",
             found=f"dropout {self.dropout}, init '{self.init}'",
             fix="Use dropout 0 and init 'default', or leave the experts out.",
         )
@@ -187,7 +186,7 @@ class LoRA(Method):
         if len(found) > 1 or (found and any(role not in pattern for role in site.roles)):
             raise TargetError(
                 f"{site.path} holds {', '.join(site.roles)} in one fused layer",
-                found="different ranks or alphas for them",
+                found="the patterns give them different ranks or alphas",
                 fix="Give them the same, or target the layer by its module name.",
             )
         if found:
@@ -211,7 +210,7 @@ class LoRA(Method):
             if not is_simple(name) or not is_pattern(name):
                 raise ConfigError(
                     f"cannot use {shown(name)} in rank_pattern or alpha_pattern",
-                    found="it is no regular expression that can be matched in bounded time",
+                    found="it is not a regular expression that can be matched in bounded time",
                     fix="Name roles, or the ends of module names.",
                 )
         return self

@@ -137,6 +137,6 @@ def check_layout(fields: Mapping[str, Any]) -> None:
         raise AdapterError(
             "cannot tell the layout of the adapter's stacked experts",
             found=f"peft_version: {shown(fields.get('peft_version'))}; before 0.19 rows and "
-            "columns were the other way round, which the file does not say",
+            "columns were swapped, which the file does not say",
             fix="Merge it with the PEFT that it was made with.",
         )

@@ -119,7 +119,7 @@ def whole(model: nn.Module, path: str, dtype: torch.dtype) -> dict[str, AdapterM
     packed = [name for name, p in module.named_parameters() if not p.is_floating_point()]
     if packed or not any(True for _ in module.parameters()):
         raise TargetError(
-            f"cannot train the whole of {path}",
+            f"cannot train {path} in full",
             found=f"{packed[0]} is quantised" if packed else "it has no parameters",
             fix="Name modules that are kept in 16 bits: heads, norms, embeddings.",
         )

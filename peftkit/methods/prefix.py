@@ -223,7 +223,7 @@ def _shape(stack: Any, asked: str) -> tuple[int, int, int]:
         found = f"{len(kept)} of its {num_layers} layers keep keys and values, "
         found += "of the sizes " + ", ".join(sorted(str(shape[1::2]) for shape in shapes)) + "."
     raise TargetError(
-        f"{asked} needs layers that keep keys and values, of one size",
+        f"{asked} needs layers with a key-value cache of one size",
         found=f"{type(stack).__name__}: {found}",
         fix="Use prompt_tuning, or a method that sits on layers, such as lora.",
     )

@@ -77,7 +77,7 @@ class TokenRows(AdapterModule):
             return
         raise TargetError(
             f"cannot train rows of {self.site.path}",
-            found=f"{type(self.base).__name__} does more than to look them up and to scale them",
+            found=f"{type(self.base).__name__} does more than look up and scale its rows",
             fix=f"Train the whole of it: train_fully: [{self.site.path}]",
         )
 
@@ -146,7 +146,7 @@ def find_rows(model: nn.Module, method: Method) -> dict[str, Rows]:
     if not method.takes_token_rows:
         raise TargetError(
             f"token_rows are not for an adapter of type '{method.type}'",
-            found="PEFT has them beside a LoRA only, and would read its file without them",
+            found="PEFT supports them with LoRA only, and would ignore them",
             fix="Use lora or dora; or train the whole table: train_fully: [embed_tokens]",
         )
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -184,7 +184,7 @@ def token_modules(
     for path, (tokens, keeper) in find_rows(model, method).items():
         if any(f"{path}.".startswith(f"{other}.") for other in taken):
             raise TargetError(
-                f"{path} is trained whole; its rows are not trained apart",
+                f"{path} is trained in full, and its rows cannot be trained too",
                 fix="Leave it out of train_fully, or leave token_rows out.",
             )
         made[path] = TokenRows(
@@ -222,7 +222,7 @@ def _table(module: nn.Module, path: str) -> Tensor:
         raise TargetError(
             f"cannot train rows of {path}",
             found=f"{type(module).__name__} is neither an embedding nor a head in 16 bits or more",
-            fix="token_rows are of the embedding of tokens, or of the head.",
+            fix="Use token_rows for the token embedding or the head.",
         )
     return weight
 
@@ -233,5 +233,5 @@ def _check_tokens(tokens: tuple[int, ...], num_rows: int, path: str) -> None:
         raise TargetError(
             f"cannot train the rows {', '.join(map(str, strange)) or 'of no token'} of {path}",
             found=f"it has rows 0 to {num_rows - 1}; each can be named once",
-            fix="Name ids of tokens; rows of new tokens have to be added to the model first.",
+            fix="Name ids of tokens; new tokens have to be added to the model first.",
         )

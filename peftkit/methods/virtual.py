@@ -122,8 +122,8 @@ class VirtualMethod(Method):
         embedding = embedding_of(holder)
         if embedding is None or not isinstance(unwrap_adapter(embedding), nn.Embedding):
             raise TargetError(
-                f"{self.type} needs tokens before which it could put virtual ones",
-                found=f"{type(holder).__name__} embeds none.",
+                f"{self.type} needs a model with token embeddings",
+                found=f"{type(holder).__name__} has none.",
                 fix="Use a method that sits on layers, such as lora.",
             )
         named = {id(module): path for path, module in model.named_modules()}
@@ -137,8 +137,8 @@ class VirtualMethod(Method):
         if not stack.config.is_encoder_decoder and _sees_more(stack):
             raise TargetError(
                 f"{self.type} cannot put tokens before the input of {type(stack).__name__}",
-                found="Its blocks also look at an image or another text, by masks that count "
-                "the real tokens.",
+                found="Its blocks also attend to an image or another text, with masks for "
+                "the real tokens only.",
                 fix="Use a method that sits on layers, such as lora.",
             )
         return path, stack
@@ -233,8 +233,8 @@ class StackInputs:
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             raise AdapterError(
                 asked,
-                found="Its attention mask says which token sees which, as for documents packed "
-                "into one row: each of them would need the virtual tokens.",
+                found="Its attention mask is not (batch, tokens), as with packed documents, each "
+                "of which would need the virtual tokens.",
                 fix="Set data.packing: false, and use a dynamic cache.",
             )
         if mask.shape[1] != num_real:
@@ -269,7 +269,7 @@ def num_past(cache: Any) -> int:
     own = getattr(cache, "self_attention_cache", cache)
     if any(getattr(layer, "is_compileable", False) for layer in own.layers):
         raise AdapterError(
-            "virtual tokens need a cache that grows",
+            "virtual tokens need a dynamic cache",
             found=f"{type(own).__name__}, whose size is fixed",
             fix="Leave cache_implementation out.",
         )

@@ -106,8 +106,8 @@ def linear_shape(module: nn.Module) -> tuple[int, int]:
     """
     if not is_linear(module):
         raise TargetError(
-            f"{type(module).__name__} is no linear layer.",
-            fix="Target layers that are: peftkit inspect MODEL",
+            f"{type(module).__name__} is not a linear layer.",
+            fix="List the linear layers with: peftkit inspect MODEL",
         )
     if hasattr(module, "in_features"):
         return cast(int, module.in_features), cast(int, module.out_features)

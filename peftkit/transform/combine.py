@@ -109,26 +109,24 @@ def _settings(method: str, rank: int | None, density: float | None, seed: int) -
     rule: Rule | None = next((rule for rule in RULES if rule == method), None)
     if rule is None:
         raise AdapterError(
-            f"there is no way of combining called {method!r}",
+            f"there is no combination method {method!r}",
             found=did_you_mean(method, RULES),
             fix=f"One of {', '.join(RULES)}.",
         )
     if rank is not None and rule in EXACT:
         raise AdapterError(
             f"{rule} takes no rank",
-            found="It is exact, at the rank that this takes.",
+            found="It is exact, with the rank that this needs.",
             fix=f"For a rank of {rank} at most: --method svd --rank {rank}",
         )
     if rank is not None and rank < 1:
-        raise AdapterError(f"a rank of {rank} is none", fix="Give a rank of at least 1.")
+        raise AdapterError(f"the rank is {rank}", fix="Give a rank of at least 1.")
     if density is not None and rule not in PRUNING:
         raise AdapterError(
             f"{rule} takes no density", fix=f"It belongs to {', '.join(PRUNING)}: leave it out."
         )
     if density is not None and not 0 < density <= 1:
-        raise AdapterError(
-            f"a density of {density:g} is none", fix="Give a share above 0, up to 1."
-        )
+        raise AdapterError(f"the density is {density:g}", fix="Give a share above 0, up to 1.")
     kept = 1.0 if rule not in PRUNING else DENSITY if density is None else density
     return Settings(rule, rank, kept, seed)
 
@@ -139,7 +137,7 @@ def _check_weights(adapters: Sequence[tuple[str | Path, float]]) -> None:
     for adapter, weight in adapters:
         if not math.isfinite(weight):
             raise AdapterError(
-                f"the weight of {adapter} is {weight}", fix="Give a finite number, as 0.5."
+                f"the weight of {adapter} is {weight}", fix="Give a finite number, such as 0.5."
             )
 
 

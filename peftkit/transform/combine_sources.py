@@ -40,17 +40,25 @@ def joined(sources: Sequence[Source], on_event: Listener) -> Provenance:
         )
     silent = [_name(s) for s, o in zip(sources, origins, strict=True) if not _says_base(o)]
     if silent and len(silent) < len(sources):
-        on_event(Notice(f"{', '.join(silent)} names no base; it is taken to be the others' base."))
+        on_event(Notice(f"{', '.join(silent)} names no base; the others' base is assumed."))
     known = next(
         (o for o in origins if o.fingerprint), next(filter(_says_base, origins), origins[0])
     )
     loadings = [o.loading for o in origins if o.loading]
     if any(loading != loadings[0] for loading in loadings):
-        on_event(Notice("The adapters were trained over differently loaded bases: left open."))
+        on_event(
+            Notice(
+                "The adapters were trained with differently loaded bases; the new one records none."
+            )
+        )
         loadings = []
     styles = {o.prompt_style for o in origins if o.prompt_style}
     if len(styles) > 1:
-        on_event(Notice("The adapters were trained on different prompt styles: left open."))
+        on_event(
+            Notice(
+                "The adapters were trained with different prompt styles; the new one records none."
+            )
+        )
     return replace(
         known,
         base=known.base or next((o.base for o in origins if o.base), None),
@@ -104,8 +112,8 @@ def check_layers(sources: Sequence[Source], settings: Settings) -> None:
     if dora and (len(sources) > 1 or dora[0].weight != 1.0 or settings.rule not in EXACT):
         raise AdapterError(
             f"{settings.rule} is not defined for DoRA",
-            found=f"{', '.join(map(_name, dora))}: what its magnitudes do depends on the base's "
-            "weights, so that it can be neither scaled, added nor cut",
+            found=f"{', '.join(map(_name, dora))}: the effect of its magnitudes depends on the "
+            "base's weights, so it cannot be scaled, added or reduced",
             fix="Turn it into a LoRA first: peftkit merge ADAPTER --out MODEL, then\n"
             "peftkit extract --base BASE --tuned MODEL --rank R --out LORA",
         )
@@ -132,7 +140,7 @@ def check_layers(sources: Sequence[Source], settings: Settings) -> None:
         ]
         if missing:
             raise AdapterError(
-                f"{settings.rule} needs adapters with the same layers: it lets them vote",
+                f"{settings.rule} needs adapters with the same layers, because it elects signs",
                 found=first_few(missing, 5),
                 fix="linear, cat, svd, dare_linear and magnitude_prune take a missing layer as "
                 "zero.",

@@ -125,7 +125,7 @@ def extract(
         OutputError: `out` is taken or cannot be written.
     """
     if rank < 1:
-        raise TargetError(f"a rank of {rank} is none", fix="Give a rank of at least 1.")
+        raise TargetError(f"the rank is {rank}", fix="Give a rank of at least 1.")
     out = Path(out).expanduser()
     folders = [_folder(base), _folder(tuned)]
     check_free(out, force=force, sources=folders)
@@ -191,7 +191,7 @@ def _sites(model: nn.Module, targets: Sequence[str] | str) -> dict[str, Site]:
     if not sites:
         raise TargetError(
             f"none of the targets {targets} is a linear layer",
-            fix="LoRA adapters hold linear layers: see peftkit inspect MODEL",
+            fix="LoRA adapts linear layers: see peftkit inspect MODEL",
         )
     return sites
 
@@ -201,8 +201,8 @@ def _check_visited(sites: Mapping[str, Site], names: Sequence[str], source: Mode
     hidden = [name for name in sites if name in source.where and name not in names]
     if hidden:
         raise TargetError(
-            f"{', '.join(hidden)} is no weight of its own",
-            found="It is tied to the embeddings, which its adapter would leave as they are.",
+            f"{', '.join(hidden)} has no weight of its own",
+            found="It is tied to the embeddings, which an adapter of it would not change.",
             fix="Leave it out of the targets.",
         )
 
@@ -248,12 +248,12 @@ def _nothing(done: Extracted, base: str, tuned: str) -> BaseError:
         return BaseError(
             f"there is nothing to extract from {tuned}",
             found=f"Its weights are those of {base}, to the bit.",
-            fix="Give the base that it was tuned from, and the tuned model, in this order.",
+            fix="Give the base first, then the fine-tuned model.",
         )
     return BaseError(
         f"there is nothing to extract from {tuned} in the layers asked for",
         found=f"It differs from the base in: {first_few(done.left, 8, ', ')}",
-        fix="Ask for these layers with --targets, as far as they are linear.",
+        fix="Name those of them that are linear with --targets.",
     )
 
 
@@ -264,8 +264,8 @@ def _provenance(base: str, model: nn.Module, source: ModelFiles, on_event: Liste
     if identity is None:
         on_event(
             Notice(
-                "The base's files name their tensors otherwise than the model does: the adapter "
-                "carries no fingerprint of its base."
+                "The base's files name their tensors differently from the model, so the adapter "
+                "records no fingerprint of its base."
             )
         )
     return Provenance(location.name, hub_id=location.hub_id, fingerprint=identity)

@@ -200,7 +200,7 @@ def test_recipes_are_listed_shown_and_copied(peftkit: Run, tmp_path: Path) -> No
     [
         (["show", "dor"], "Did you mean 'dora'?"),
         (["show", "../pyproject"], "there is no recipe named '../pyproject'."),
-        (["cp", "dora", "taken.yaml"], "'taken.yaml' is there already."),
+        (["cp", "dora", "taken.yaml"], "'taken.yaml' exists already."),
         (["cp", "dora", "nowhere/x.yaml"], "No such file or directory"),
     ],
 )

@@ -118,4 +118,4 @@ def test_a_role_of_a_fused_layer_that_a_start_cannot_split(
     model.save_pretrained(tmp_path / "gpt2")
     tokenizer.save_pretrained(tmp_path / "gpt2")
     error = refused(peftkit, f"base.model={tmp_path / 'gpt2'}", "method.init=pissa")
-    assert "init 'pissa' cannot start from a part of the fused layer transformer.h.0" in error
+    assert "init 'pissa' is not possible for a part of the fused layer transformer.h.0" in error

@@ -117,13 +117,13 @@ def test_the_conversation_goes_on_with_the_current_ones_answer(
     ("args", "told"),
     [
         ([], "Give one as `peftkit chat ADAPTER`"),
-        (["{json}", "--adapter", "a={json}"], "which adapters to talk with is not clear"),
+        (["{json}", "--adapter", "a={json}"], "give either one adapter or several names"),
         (["--adapter", "{json}"], "is not NAME=ADAPTER"),
         (["--adapter", "a="], "is not NAME=ADAPTER"),
         (["--adapter", "base={json}"], "'base' is the bare base"),
-        (["--adapter", "a={json}", "--adapter", "a={sql}"], "two voices would be named 'a'"),
-        (["--adapter", "a/b={json}"], "'a/b' cannot be the name"),
-        (["--adapter", "..={json}"], "'..' cannot be the name"),
+        (["--adapter", "a={json}", "--adapter", "a={sql}"], "two adapters would be named 'a'"),
+        (["--adapter", "a/b={json}"], "'a/b' is not allowed as the name"),
+        (["--adapter", "..={json}"], "'..' is not allowed as the name"),
         (["--adapter", "a={json}x"], "Did you mean 'json'?"),
     ],
 )

@@ -49,16 +49,16 @@ def test_combine_writes_an_adapter_and_prints_its_folder(
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["a", "--out", "c"], "AdapterError: 'a' says no weight.\n  Write .*: a=1"),
+        (["a", "--out", "c"], "AdapterError: 'a' has no weight.\n  Write .*: a=1"),
         (["a=half", "--out", "c"], "AdapterError: the weight 'half' of a is not a number."),
         (["a=nan", "--out", "c"], "AdapterError: the weight of a is nan"),
         (["b=1", "--out", "c"], "AdapterError: there is no adapter folder 'b'."),
         (["a=1", "other=1", "--out", "c"], "different bases\n  a: tiny\n  other: huge"),
         (["a=1", "--method", "tie", "--out", "c"], "'--method': .*'tie' is not one of 'linear'"),
         (["a=1", "--rank", "4", "--out", "c"], "linear takes no rank"),
-        (["a=1", "--out", "a"], "OutputError: .*\n  It is one of those that are read"),
+        (["a=1", "--out", "a"], "OutputError: .*\n  It is one of the source folders"),
         (["a=1", "--out", "other"], "OutputError: .*\n  It holds an adapter.\n  .*--force"),
-        (["a=1", "--out", "a/adapter_config.json"], "OutputError: .*\n  It is no folder"),
+        (["a=1", "--out", "a/adapter_config.json"], "OutputError: .*\n  It is not a folder"),
     ],
 )
 def test_combine_refuses_what_is_wrong(

@@ -194,9 +194,9 @@ def test_a_missing_or_taken_folder_is_an_output_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="No such file"):
         disk.write_text("new", tmp_path / "missing" / "t")
-    with pytest.raises(OutputError, match="file stands in its place"):
+    with pytest.raises(OutputError, match="file of that name"):
         disk.writable_folder(tmp_path / "file")
-    with pytest.raises(OutputError, match="file stands in its place"):
+    with pytest.raises(OutputError, match="file of that name"):
         disk.writable_folder(tmp_path / "file" / "below")
 
 

@@ -118,7 +118,7 @@ def test_a_listing_that_leads_out_of_the_folder_is_refused(
     push_adapter(run_folder, NAME)
     repo = hub.repos[NAME]
     repo.commit(repo.commits[repo.main] | {name: b"x"})
-    with pytest.raises(AdapterError, match="leads out of the folder"):
+    with pytest.raises(AdapterError, match="points outside the folder"):
         pull_adapter(NAME, tmp_path / "pulled")
     assert not (tmp_path / "pulled").exists()
 
@@ -242,7 +242,7 @@ def test_no_repository_and_no_network_are_told_apart(
 )
 def test_what_names_no_repository_is_refused(text: str) -> None:
     assert not is_hub_id(text)
-    with pytest.raises(AdapterError, match="names no repository"):
+    with pytest.raises(AdapterError, match="is not the name of a repository"):
         parse_hub_id(text)
 
 

@@ -283,7 +283,7 @@ def test_weights_that_the_adapter_was_not_trained_on_are_refused_unless_forced(
     saved: Saver,
 ) -> None:
     saved(fingerprint="sha256:" + "1" * 64)
-    with pytest.raises(AdapterError, match="trained on other weights"):
+    with pytest.raises(AdapterError, match="trained on another base"):
         merge(saved.adapter, saved.out)
     assert not saved.out.exists()
     merge(saved.adapter, saved.out, force=True)

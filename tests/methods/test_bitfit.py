@@ -170,5 +170,5 @@ def test_a_lora_does_not_become_one_that_trains_biases(tmp_path: Path) -> None:
 
 def test_what_takes_a_lora_says_that_it_is_none(tmp_path: Path) -> None:
     saved(trained(built("qwen2"), BitFit()), tmp_path)
-    with pytest.raises(AdapterError, match=r"is no LoRA\n  its method is bitfit"):
+    with pytest.raises(AdapterError, match=r"is not a LoRA\n  its method is bitfit"):
         read_low_rank(tmp_path)

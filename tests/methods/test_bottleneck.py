@@ -372,5 +372,5 @@ def test_a_part_whose_input_is_not_known_has_no_parallel_adapter() -> None:
     for layer in model.bert.encoder.layer:
         layer.intermediate.dense = nn.Bilinear(32, 32, 64)  # no linear layer of one input
     assert len(Bottleneck(style="pfeiffer").sites(model)) == 2
-    with pytest.raises(TargetError, match=r"in parallel to what ends in .*layer.0.output.dense"):
+    with pytest.raises(TargetError, match=r"sublayer that ends in .*layer.0.output.dense"):
         Bottleneck(style="parallel").sites(model)

@@ -165,10 +165,12 @@ def test_parts_and_whole_paths_are_names_and_the_outermost_counts() -> None:
 
 def test_what_cannot_be_trained_is_refused_by_name() -> None:
     model = built("llama")
-    with pytest.raises(TargetError, match=r"whole of model\.rotary_emb\n  it has no parameters"):
+    with pytest.raises(
+        TargetError, match=r"train model\.rotary_emb in full\n  it has no parameters"
+    ):
         attach(model, LoRA(rank=2, train_fully=("rotary_emb",)))
     quantize_model(model, "nf4", compute_dtype=torch.float32)
-    with pytest.raises(TargetError, match=r"layers\.0\.mlp\n  .*packed is quantised"):
+    with pytest.raises(TargetError, match=r"layers\.0\.mlp in full\n  .*packed is quantised"):
         attach(model, LoRA(rank=2, train_fully=("layers.0.mlp",)))
     assert not any(isinstance(module, AdapterModule) for module in model.modules())
 

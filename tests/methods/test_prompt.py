@@ -139,7 +139,7 @@ def test_a_prompt_that_peft_made_of_a_text_is_read(tmp_path) -> None:
 
 
 def test_an_encoder_without_embeddings_is_refused() -> None:
-    with pytest.raises(TargetError, match="WhisperEncoder embeds none"):
+    with pytest.raises(TargetError, match="WhisperEncoder has none"):
         attach(build("whisper"), PROMPT)
-    with pytest.raises(TargetError, match="Linear embeds none"):
+    with pytest.raises(TargetError, match="Linear has none"):
         attach(nn.Linear(2, 2), PROMPT)

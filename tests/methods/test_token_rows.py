@@ -142,7 +142,7 @@ def test_the_file_has_the_rows_once_in_the_order_of_the_tokens(tmp_path: Path) -
         ("llama", LoRA(token_rows={"embed_token": (7,)}), "Did you mean 'embed_tokens'"),
         ("t5", LoRA(token_rows={"embed_tokens": (7,)}), "names 2 modules"),
         ("gpt2", LoRA(token_rows={"wte": (7,), "lm_head": (8,)}), "lm_head is tied to .*wte"),
-        ("llama", LoRA(token_rows=(7,), train_fully=("embed_tokens",)), "is trained whole"),
+        ("llama", LoRA(token_rows=(7,), train_fully=("embed_tokens",)), "is trained in full"),
         ("llama", LoRA(targets=("head",), token_rows={"lm_head": (7,)}), "cannot have both"),
         ("llama", IA3(token_rows=(7,)), "not for an adapter of type 'ia3'"),
         ("vit", LoRA(token_rows=(7,)), "vit|embedding"),

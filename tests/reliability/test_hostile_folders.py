@@ -215,6 +215,6 @@ def test_without_our_notes_another_base_is_still_known_by_the_tensor_file(
     weights = load_file(other / "model.safetensors")
     weights["model.layers.0.mlp.up_proj.weight"] += 0.01
     save_file(weights, other / "model.safetensors", {"format": "pt"})
-    with pytest.raises(AdapterError, match="trained on other weights"):
+    with pytest.raises(AdapterError, match="trained on another base"):
         open_adapter(saved, str(other))
     open_adapter(saved, str(other), force=True)

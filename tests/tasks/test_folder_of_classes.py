@@ -178,7 +178,7 @@ def test_predictions_name_labels_with_their_probability(tmp_path) -> None:
     for scores in found:
         assert sum(scores.values()) == pytest.approx(1.0)
         assert list(scores.values()) == sorted(scores.values(), reverse=True)
-    with pytest.raises(AdapterError, match="does not go on from a prompt"):
+    with pytest.raises(AdapterError, match="does not complete prompts"):
         opened.style  # noqa: B018 - the property raises
 
 

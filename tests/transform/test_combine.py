@@ -384,12 +384,12 @@ def test_dora_is_itself_at_weight_one_and_refused_otherwise(folders: Folders) ->
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ({"method": "tise"}, "no way of combining called 'tise'\n.*Did you mean 'ties'"),
+        ({"method": "tise"}, "no combination method 'tise'\n.*Did you mean 'ties'"),
         ({"method": "cat", "rank": 4}, "cat takes no rank\n(.*\n)*.*--method svd --rank 4"),
-        ({"method": "svd", "rank": 0}, "a rank of 0 is none"),
+        ({"method": "svd", "rank": 0}, "the rank is 0"),
         ({"method": "svd", "density": 0.5}, "svd takes no density"),
-        ({"method": "ties", "density": 0.0}, "a density of 0 is none"),
-        ({"method": "ties", "density": float("nan")}, "a density of nan is none"),
+        ({"method": "ties", "density": 0.0}, "the density is 0"),
+        ({"method": "ties", "density": float("nan")}, "the density is nan"),
         ({"method": "cat", "weight": float("inf")}, "the weight of .*a is inf"),
     ],
 )
@@ -418,7 +418,7 @@ def test_a_taken_place_is_left_alone_unless_forced(folders: Folders) -> None:
     (out / "recipe.yaml").touch()
     with pytest.raises(OutputError, match=r"It holds a training run's recipe\.yaml"):
         folders.combine({"b": 1.0}, "cat", force=True)
-    with pytest.raises(OutputError, match="one of those that are read"):
+    with pytest.raises(OutputError, match="one of the source folders"):
         folders.combine({"b": 1.0}, "cat", out=folders.root / "b", force=True)
     (folders.root / "notes").mkdir()
     (folders.root / "notes" / "mine.txt").touch()

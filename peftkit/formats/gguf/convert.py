@@ -75,7 +75,9 @@ def export_gguf(
         raise AdapterError(f"there is no GGUF type {dtype!r} for adapters", fix=f"One of: {known}.")
     if out.is_dir() or (out.exists() and not force):
         found = "It is a folder." if out.is_dir() else "It exists."
-        raise OutputError(f"cannot write {out}", found=found, fix="Name a new file, or --force.")
+        raise OutputError(
+            f"cannot write {out}", found=found, fix="Choose a new file, or add --force."
+        )
     file, modules = read_low_rank(folder)
     name = base or file.provenance.base
     if not name:
@@ -124,7 +126,7 @@ def import_gguf(path: str | Path, out: str | Path, *, base: str, force: bool = F
         raise OutputError(
             f"cannot write an adapter to {out}",
             found="It is not empty.",
-            fix="Name a new folder; --force replaces an adapter.",
+            fix="Choose a new folder; --force replaces an adapter.",
         )
     with disk.open_regular(path) as file:
         header = read_header(path, file)
@@ -263,7 +265,8 @@ def _check_kind(path: Path, header: GGUFHeader) -> None:
         raise AdapterError(asked, found=f"Its adapter.type is {shown(kind)}, not 'lora'.")
     if INVOCATION in header.keys:
         raise AdapterError(
-            asked, found=f"It is an activated LoRA ({INVOCATION}): it sets in after certain tokens."
+            asked,
+            found=f"It is an activated LoRA ({INVOCATION}): it is switched on by certain tokens.",
         )
     alpha = header.keys.get(ALPHA, 0.0)
     if not isinstance(alpha, float) or not 0 <= alpha < 1e30:

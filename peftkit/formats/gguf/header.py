@@ -82,7 +82,7 @@ def read_header(path: Path, file: BinaryIO) -> GGUFHeader:
     if num_tensors > MAX_TENSORS or num_keys > MAX_KEYS:
         raise AdapterError(
             asked,
-            found=f"It promises {num_tensors:,} tensors and {num_keys:,} keys; the limits are "
+            found=f"It claims {num_tensors:,} tensors and {num_keys:,} keys; the limits are "
             f"{MAX_TENSORS:,} and {MAX_KEYS:,}.",
         )
     keys: dict[str, Any] = {}
@@ -112,7 +112,7 @@ def read_tensor(path: Path, file: BinaryIO, entry: GGUFTensor) -> Tensor:
     data = torch.empty(entry.num_bytes, dtype=torch.uint8)
     file.seek(entry.start)
     if file.readinto(data.numpy().data) != entry.num_bytes:  # type: ignore[attr-defined]
-        raise AdapterError(f"cannot read {path}", found="It shrank while it was read.")
+        raise AdapterError(f"cannot read {path}", found="It became shorter while it was read.")
     kind = KINDS[entry.kind][0]
     if kind == "Q8_0":  # blocks of a float16 scale and 32 signed bytes
         blocks = data.view(-1, 34)

@@ -170,7 +170,7 @@ def read_adapter(folder: str | Path) -> AdapterFile:
         raise AdapterError(
             f"{folder} is an adapter of mlx-lm",
             found=f"{CONFIG} has no peft_type",
-            fix=f"Make it one of peftkit's first: peftkit import {folder} --base MODEL --out DIR",
+            fix=f"Convert it first: peftkit import {folder} --base MODEL --out DIR",
         )
     for name in ("target_modules", "target_parameters"):
         check_targets(fields.get(name), f"cannot use {folder / CONFIG}", name)
@@ -266,10 +266,10 @@ def check_weights(file: AdapterFile, fingerprint: str) -> None:
     recorded = file.provenance.fingerprint
     if recorded and recorded != fingerprint:
         raise AdapterError(
-            f"the adapter in {file.folder} was trained on other weights than this base's",
+            f"the adapter in {file.folder} was trained on another base",
             found=f"trained on {file.provenance.base} ({recorded[:23]}...); "
             f"this base is {fingerprint[:23]}...",
-            fix="Give the right base with --base, or load it all the same with --force.",
+            fix="Give the right base with --base, or load it anyway with --force.",
         )
 
 
@@ -286,9 +286,9 @@ def named_tensors(folder: Path) -> dict[str, Tensor]:
         plain = DEFAULT_NAME.sub("", name.removeprefix(prefix).removeprefix(BARE))
         if f".{BARE}" in plain:
             raise AdapterError(
-                f"{folder / TENSORS} holds a tensor of no adapter",
-                found=f"{plain}: {BARE} stands in the middle of its name",
-                fix="Save it again with the tool that made it; PEFT's names begin with it.",
+                f"{folder / TENSORS} holds a tensor that belongs to no adapter",
+                found=f"{plain}: {BARE} is in the middle of its name",
+                fix="Save it again with the tool that made it; PEFT's names begin with that.",
             )
         if plain in named:
             raise AdapterError(f"{folder / TENSORS} holds {plain} twice", found=f"again as {name}")

@@ -67,22 +67,22 @@ def read_low_rank(folder: str | Path) -> tuple[AdapterFile, dict[str, LowRank]]:
     file = read_adapter(folder)
     method = method_from_peft(file.fields)
     if not isinstance(method, LoRA):
-        raise AdapterError(f"{file.folder} is no LoRA", found=f"its method is {method.type}")
+        raise AdapterError(f"{file.folder} is not a LoRA", found=f"its method is {method.type}")
     if beside := [name for name in BESIDE.values() if file.fields.get(name)]:
         raise AdapterError(
-            f"{file.folder} is no LoRA alone",
-            found=f"{beside[0]}: {shown(file.fields[beside[0]])}; these weights are trained beside",
-            fix=f"Use it alone: {_use_of(file)}. Or merge it: peftkit merge ADAPTER",
+            f"{file.folder} is not only a LoRA",
+            found=f"{beside[0]}: {shown(file.fields[beside[0]])}; these weights are trained too",
+            fix=f"Use it as it is: {_use_of(file)}. Or merge it: peftkit merge ADAPTER",
         )
     if method.init in ("pissa", "olora"):
         raise AdapterError(
-            f"{file.folder} is not whole without its base",
-            found=f"init_lora_weights: {method.init}; its start is subtracted from the base",
+            f"{file.folder} needs its base to be read",
+            found=f"init_lora_weights: {method.init}; its initial value is computed from the base",
             fix="Load it with --base and save it again: that writes a plain LoRA.",
         )
     if file.fields.get("target_parameters"):
         raise AdapterError(
-            f"{file.folder} is no LoRA of linear layers alone",
+            f"{file.folder} is not only a LoRA of linear layers",
             found=f"target_parameters: {shown(file.fields['target_parameters'])}",
             fix="Load it on its base, or merge it.",
         )
@@ -104,7 +104,7 @@ def read_low_rank(folder: str | Path) -> tuple[AdapterFile, dict[str, LowRank]]:
             found[path] = LowRank(part[A], part[B], scaling, part.get(MAGNITUDE))
     if problems or not found:
         raise AdapterError(
-            f"the tensors of {file.folder} are not those of its config",
+            f"the tensors of {file.folder} do not match its config",
             found="\n".join(problems) or "it has none",
             fix="Get the adapter again.",
         )
@@ -154,7 +154,7 @@ def save_low_rank(
     if not modules or (with_magnitude and len(with_magnitude) < len(modules)):
         raise AdapterError(
             f"cannot write an adapter to {folder}",
-            found="some layers are DoRA's and some are not" if modules else "it has no layers",
+            found="some layers are DoRA and some are not" if modules else "it has no layers",
         )
     scales = peft_scales(
         {path: m.rank for path, m in modules.items()},

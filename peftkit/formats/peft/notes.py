@@ -108,7 +108,7 @@ def read_notes(path: Path, tensors: Path, config: Path, fields: Mapping[str, Any
         if isinstance(error, PeftkitError):
             raise
         raise AdapterError(
-            f"{path} is not one that peftkit wrote",
+            f"{path} was not written by peftkit",
             found=f"{error} is missing or of the wrong type",
             fix="Restore it, or delete it to load the folder as a plain PEFT adapter.",
         ) from error
@@ -118,8 +118,8 @@ def read_notes(path: Path, tensors: Path, config: Path, fields: Mapping[str, Any
     if sha256_of(tensors) != digest:
         raise AdapterError(
             f"{tensors} is not the file that was saved",
-            found=f"its sha256 is another one than that in {path.name}",
-            fix="Get it again; or delete the notes to load it as a plain PEFT adapter.",
+            found=f"its sha256 differs from the one in {path.name}",
+            fix="Get it again; or delete peftkit.json to load it as a plain PEFT adapter.",
         )
     return Notes(method, origin)
 
@@ -143,7 +143,7 @@ def notes_changed(path: Path) -> AdapterError:
     """Return the error for settings whose hash is not the recorded one."""
     return AdapterError(
         f"{path} was changed after the adapter was saved",
-        found="its settings, as rank and alpha, have another sha256 than was noted",
+        found="the sha256 of its settings, such as rank and alpha, differs from the recorded one",
         fix="Restore it; or delete it to load the folder as its adapter_config.json says.",
     )
 

@@ -110,8 +110,8 @@ def _plain_lora(file: AdapterFile) -> LoRA:
     ):
         raise AdapterError(
             f"cannot stack the experts of {file.folder}",
-            found=f"its method is {method.type}, or its start is subtracted from the base, or "
-            "other weights are trained beside it",
+            found=f"its method is {method.type}, or its initial value is computed from the base, "
+            "or other weights are trained too",
             fix="Merge it with the versions that it was made with.",
         )
     return method
@@ -168,7 +168,7 @@ def _stacks(
         raise AdapterError(
             f"cannot stack the experts of {source}",
             found=first_few(problems, 20),
-            fix="Every expert of a layer needs one, all of the same rank and scale.",
+            fix="Every expert of a layer needs a LoRA, all of the same rank and scale.",
         )
     return state, stacked
 

@@ -422,7 +422,7 @@ def _info(name: bytes, dims: tuple[int, ...], kind: int, offset: int = 0) -> byt
         (b"GGUF", "ends within its header"),
         (b"GGUF" + struct.pack("<I", 1), "GGUF version 1"),
         (b"GGUF" + struct.pack(">I", 3) + b"\0" * 64, "big-endian"),
-        (HEAD + struct.pack("<QQ", 2**63, 1), "promises 9,223,372,036,854,775,808 tensors"),
+        (HEAD + struct.pack("<QQ", 2**63, 1), "claims 9,223,372,036,854,775,808 tensors"),
         (HEAD + struct.pack("<QQ", 1, 2**60), "keys; the limits are"),
         (HEAD + struct.pack("<QQ", 1, 1) + struct.pack("<Q", 2**62), "A string of"),
         (HEAD + struct.pack("<QQ", 1, 1) + ARRAY + struct.pack("<IQ", 0, 2**62), "ends within"),

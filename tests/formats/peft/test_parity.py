@@ -295,7 +295,7 @@ def test_another_base_of_the_same_shapes_is_refused_unless_forced(
     save_adapter(adapter, tmp_path, Provenance(base="one", fingerprint="sha256:" + "1" * 64))
     adapter.detach()
     other = "sha256:" + "2" * 64
-    with pytest.raises(AdapterError, match="trained on other weights"):
+    with pytest.raises(AdapterError, match="trained on another base"):
         load_adapter(base, tmp_path, fingerprint=other)
     load_adapter(base, tmp_path, fingerprint=other, force=True)
 
