@@ -49,10 +49,11 @@ if TYPE_CHECKING:
     from peftkit.inference.evaluate import Answer as Answer
     from peftkit.inference.evaluate import answer as answer
     from peftkit.inference.evaluate import evaluate as evaluate
-    from peftkit.inference.evaluate import predict as predict
     from peftkit.inference.generate import generate as generate
     from peftkit.inference.generate import generate_ids as generate_ids
     from peftkit.inference.generate import stream as stream
+    from peftkit.inference.predict import predict as predict
+    from peftkit.inference.predict import predict_file as predict_file
     from peftkit.merging.fold import merge_into as merge_into
     from peftkit.merging.merge import merge as merge
     from peftkit.methods.bitfit import BitFit as BitFit
@@ -86,6 +87,7 @@ if TYPE_CHECKING:
     from peftkit.tasks.masked_lm import MaskedLM as MaskedLM
     from peftkit.tasks.masked_lm import MaskedLMConfig as MaskedLMConfig
     from peftkit.tasks.preference.config import PreferenceConfig as PreferenceConfig
+    from peftkit.tasks.reward import RewardConfig as RewardConfig
     from peftkit.tasks.seq2seq import Seq2Seq as Seq2Seq
     from peftkit.tasks.seq2seq import Seq2SeqConfig as Seq2SeqConfig
     from peftkit.tasks.sequence_classification import (
@@ -136,6 +138,7 @@ _HOME = {
     "OutputError": "errors",
     "PeftkitError": "errors",
     "PreferenceConfig": "tasks.preference.config",
+    "RewardConfig": "tasks.reward",
     "PrefixTuning": "methods.prefix",
     "PromptTuning": "methods.prompt",
     "Provenance": "formats.peft.folder",
@@ -173,7 +176,8 @@ _HOME = {
     "merge_into": "merging.fold",
     "open_adapter": "formats.open_adapter",
     "open_bank": "inference.bank",
-    "predict": "inference.evaluate",
+    "predict": "inference.predict",
+    "predict_file": "inference.predict",
     "prepare_recipe": "recipe:prepare",
     "pull_adapter": "formats.hub",
     "push_adapter": "formats.hub",

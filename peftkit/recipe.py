@@ -317,8 +317,13 @@ def prepare(
         base = open_base(recipe, settings.purpose, on_event=on_event)
     continued = None
     if recipe.method.start_from:
-        quantize = recipe.base.quantize
-        continued = continue_adapter(base, recipe.method, quantize, on_event=on_event)
+        continued = continue_adapter(
+            base,
+            recipe.method,
+            recipe.base.quantize,
+            auto_class=settings.auto_class,
+            on_event=on_event,
+        )
         adapter = continued.adapter
     else:
         method = _with_head_and_tokens(recipe, base)

@@ -93,7 +93,7 @@ def evaluate(
     from peftkit_cli.render import Renderer
 
     with Renderer(transient=True) as on_event:
-        style = opened.style if opened.is_causal else None
+        style = opened.style if opened.is_causal else opened.file.provenance.prompt_style
         metrics = measure(
             opened.base,
             data,
@@ -112,7 +112,10 @@ def evaluate(
 
 def predict(
     adapter: Adapter,
-    text: Annotated[list[str], typer.Option(metavar="TEXT", help="What to classify. Repeatable.")],
+    text: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="What to classify. Repeatable.", show_default=False),
+    ] = None,
     pair: Annotated[
         list[str] | None,
         typer.Option(
@@ -121,18 +124,41 @@ def predict(
             show_default=False,
         ),
     ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Rows to predict of, instead.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Where the rows go, as JSON Lines; else stdout.",
+            show_default=False,
+        ),
+    ] = None,
     base: Base = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Classify texts. Prints for each the most likely label, a tab, and its probability."""
+    """Classify or score texts. Prints for each the most likely label, a tab, and its probability.
+
+    With --data: writes each row with what is predicted of it, a score or an embedding.
+    """
+    if (text is None) == (data is None) or (data is None and out is not None):
+        raise DataError(
+            "what to predict of is not clear.", fix="Give either --text or --data (with --out)."
+        )
+    if data is not None:
+        _predict_file(adapter, data, out, base, force)
+        return
+    assert text is not None
     if pair is not None and len(pair) != len(text):
         raise DataError(
             f"there are {len(text)} texts and {len(pair)} second texts.",
             fix="Give --pair as often as --text.",
         )
     opened = _open(adapter, base, force)
-    from peftkit.inference.evaluate import predict as classify
+    from peftkit.inference.predict import predict as classify
 
     found = classify(opened, text if pair is None else list(zip(text, pair, strict=True)))
     if as_json:
@@ -141,6 +167,27 @@ def predict(
     for scores in found:
         label, value = next(iter(scores.items()))
         typer.echo(f"{label}\t{value:.4g}")
+
+
+def _predict_file(
+    adapter: str, data: Path, out: Path | None, base: str | None, force: bool
+) -> None:
+    if not data.exists():
+        raise DataError(
+            f"there is no data file '{data}'.", found=neighbours(data, f"*{data.suffix}")
+        )
+    opened = _open(adapter, base, force)
+    from peftkit.inference.predict import predict_file, write_rows
+    from peftkit_cli.render import Renderer
+
+    with Renderer(transient=True) as on_event:
+        rows = predict_file(opened, data, on_event=on_event)
+    if out is None:
+        for row in rows:
+            typer.echo(json.dumps(row, ensure_ascii=False))
+        return
+    write_rows(rows, out)
+    typer.echo(out)
 
 
 def chat(

@@ -17,6 +17,7 @@ from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, Notice, ignore
 from peftkit.files.disk import read_tensors, sha256_of, write_tensors
 from peftkit.formats.find_adapter import adapter_folder
+from peftkit.formats.open_adapter import task_of
 from peftkit.formats.peft.folder import TENSORS, AdapterFile, load_adapter, read_adapter
 from peftkit.methods.protocol import Method
 
@@ -43,12 +44,19 @@ class Continued:
 
 
 def continue_adapter(
-    base: Base, asked: Method, quantize: str, *, on_event: Listener = ignore
+    base: Base,
+    asked: Method,
+    quantize: str,
+    *,
+    auto_class: str = "AutoModelForCausalLM",
+    on_event: Listener = ignore,
 ) -> Continued:
     """Put the adapter that `asked.start_from` names on a base, to be trained on.
 
     Args:
         quantize: How the base is quantised.
+        auto_class: What the base was loaded with. Where the adapter learnt on another class of it
+            (an answering model that becomes a reward model) the bases are compared by name.
 
     Raises:
         AdapterError: There is none, or it is of another base.
@@ -65,17 +73,32 @@ def continue_adapter(
                 f"{quantize}, so that it begins a little off."
             )
         )
+    same_class = task_of(file).auto_class == auto_class
+    if not same_class:
+        _check_name(file, base)
     tokens = restore_tokens(base, file.folder)
     adapter = load_adapter(
         base.model,
         file.folder,
-        fingerprint=base.fingerprint,
+        fingerprint=base.fingerprint if same_class else None,
         trainable=True,
         dropout=getattr(asked, "dropout", None) if "dropout" in asked.model_fields_set else None,
         head=base.head,
     )
     start = {name: tensor.clone() for name, tensor in adapter.state().items()}
     return Continued(adapter, start, sha256_of(file.folder / TENSORS), bool(tokens))
+
+
+def _check_name(file: AdapterFile, base: Base) -> None:
+    """Refuse a base of another name: its weights have another head, and cannot be compared."""
+    own = file.provenance.base
+    if own not in (base.name, base.hub_id, None):
+        raise AdapterError(
+            f"{file.folder} may belong to another base",
+            found=f"It was trained on {own}; this base is {base.name}, and has another head, so "
+            "that their weights cannot be compared.",
+            fix=f"Set base.model: {own}.",
+        )
 
 
 def _check_asked(asked: Method, file: AdapterFile) -> None:

@@ -1,4 +1,4 @@
-"""Evaluates an adapter on a file with its task's metrics; and predicts."""
+"""Evaluates an adapter on a file with its task's metrics."""
 
 from __future__ import annotations
 
@@ -14,19 +14,13 @@ from peftkit.data.encode import Style, stop_ids
 from peftkit.data.image_row import ImageRow
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
-from peftkit.errors import AdapterError
 from peftkit.events import Listener, Progress, Stage, ignore
-from peftkit.formats.open_adapter import Opened
 from peftkit.inference.generate import decoded, generate_ids
 from peftkit.inference.generate_images import ImagePrompt
 from peftkit.inference.generate_images import complete as complete_images
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.image_text import ImageText
 from peftkit.tasks.protocol import BATCH_SIZE, Task, TaskConfig
-from peftkit.tasks.sequence_classification import (
-    SequenceClassification,
-    SequenceClassificationConfig,
-)
 
 MARGIN = 1.25
 """Tokens that a completion may have beyond the longest reference."""
@@ -95,34 +89,6 @@ def answer(
     task, rows = _rows(base, data, CausalLMConfig(), style, on_event)
     assert isinstance(task, CausalLM)
     return _answers(base, task, rows, on_event)
-
-
-def predict(opened: Opened, texts: Sequence[str | tuple[str, str]]) -> list[dict[str, float]]:
-    """Classify texts, or pairs of texts.
-
-    Returns:
-        For each text the probability of each label, the most likely first; for regression its
-        "value".
-
-    Raises:
-        AdapterError: The adapter was not trained to classify texts.
-        DataError: A text is empty, or single texts were given for a task of pairs, or the reverse.
-    """
-    if not isinstance(opened.task, SequenceClassificationConfig):
-        raise AdapterError(
-            f"{opened.file.folder} does not classify texts",
-            found=f"it was trained for the task {opened.task.type}",
-            fix="Adapters of the task sequence_classification do.",
-        )
-    config = DataConfig(train="", max_length=None)
-    task = opened.task.on(opened.base.model, opened.base.processor, config)
-    assert isinstance(task, SequenceClassification)
-    found = []
-    for start in range(0, len(texts), BATCH_SIZE):
-        for row in task.predict(opened.base.model, texts[start : start + BATCH_SIZE]).tolist():
-            labelled = zip(task.labels, row, strict=True)
-            found.append(dict(sorted(labelled, key=lambda pair: -pair[1])))
-    return found
 
 
 def _rows(

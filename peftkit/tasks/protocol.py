@@ -24,7 +24,8 @@ from peftkit.base.purpose import Processor, Purpose
 from peftkit.config.schema import Config
 from peftkit.data.encode import Style
 from peftkit.data.lengths import num_tokens, padded
-from peftkit.data.load import DataConfig
+from peftkit.data.load import DataConfig, Record
+from peftkit.errors import DataError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.loss import unwrapped
@@ -87,6 +88,37 @@ class Task(loop.Task, ABC):
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return the loss and what else this task is measured by; the model is in eval mode."""
+
+    def predict_rows(
+        self,
+        model: nn.Module,
+        records: Sequence[Record],
+        where: str,
+        *,
+        on_event: Listener = ignore,
+    ) -> list[dict[str, Any]]:
+        """Return what is predicted of each row of a file, as fields to add to it.
+
+        Raises:
+            DataError: The task predicts nothing of rows, or rows lack what it reads.
+        """
+        raise self._predicts_nothing()
+
+    def predict_texts(
+        self, model: nn.Module, texts: Sequence[str | tuple[str, str]]
+    ) -> list[dict[str, float]]:
+        """Return what is predicted of each text, or pair of texts, the likeliest first.
+
+        Raises:
+            DataError: The task predicts nothing of texts, or they are not what it reads.
+        """
+        raise self._predicts_nothing()
+
+    def _predicts_nothing(self) -> DataError:
+        return DataError(
+            f"{type(self).__name__} predicts nothing of a text.",
+            fix="Adapters of sequence_classification, reward and embedding do.",
+        )
 
 
 class TaskConfig(Config, ABC):

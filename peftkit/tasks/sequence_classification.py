@@ -34,7 +34,7 @@ from peftkit.tasks.labels import (
 )
 from peftkit.tasks.loss import accepted, unwrapped
 from peftkit.tasks.metrics import class_metrics, multi_label_metrics, number_metrics
-from peftkit.tasks.protocol import Task, TaskConfig, over_batches
+from peftkit.tasks.protocol import BATCH_SIZE, Task, TaskConfig, over_batches
 from peftkit.tasks.texts import Texts
 
 PROBLEM_TYPES: dict[Problem, ProblemType] = {
@@ -187,6 +187,34 @@ class SequenceClassification(Task):
         if self.problem == "regression":
             return logits
         return logits.sigmoid() if self.problem == "multi_label" else logits.softmax(-1)
+
+    def predict_texts(
+        self, model: nn.Module, texts: Sequence[str | tuple[str, str]]
+    ) -> list[dict[str, float]]:
+        """Return the probability of each label, or the "value", of each text."""
+        found: list[dict[str, float]] = []
+        for start in range(0, len(texts), BATCH_SIZE):
+            for row in self.predict(model, texts[start : start + BATCH_SIZE]).tolist():
+                labelled = zip(self.labels, row, strict=True)
+                found.append(dict(sorted(labelled, key=lambda pair: -pair[1])))
+        return found
+
+    def predict_rows(
+        self,
+        model: nn.Module,
+        records: Sequence[Record],
+        where: str,
+        *,
+        on_event: Listener = ignore,
+    ) -> list[dict[str, Any]]:
+        """Return the probabilities of each row's text, or its value, as `prediction`."""
+        first, second = self.config.text, self.config.pair
+        texts: list[str | tuple[str, str]] = []
+        for record in records:
+            text = text_of(record, first, "task.text")
+            pair = None if second is None else text_of(record, second, "task.pair")
+            texts.append(text if pair is None else (text, pair))
+        return [{"prediction": found} for found in self.predict_texts(model, texts)]
 
     def _logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         inputs: dict[str, Any] = {n: t for n, t in batch.items() if n != "targets"}

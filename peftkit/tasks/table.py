@@ -12,6 +12,7 @@ from peftkit.tasks.image_text import ImageTextConfig
 from peftkit.tasks.masked_lm import MaskedLMConfig
 from peftkit.tasks.preference.config import PreferenceConfig
 from peftkit.tasks.protocol import TaskConfig
+from peftkit.tasks.reward import RewardConfig
 from peftkit.tasks.seq2seq import Seq2SeqConfig
 from peftkit.tasks.sequence_classification import SequenceClassificationConfig
 from peftkit.tasks.token_classification import TokenClassificationConfig
@@ -25,6 +26,7 @@ TASKS: dict[str, type[TaskConfig]] = {
     "image_classification": ImageClassificationConfig,
     "image_text": ImageTextConfig,
     "preference": PreferenceConfig,
+    "reward": RewardConfig,
 }
 
 
@@ -41,7 +43,8 @@ _Section = Annotated[
     | MaskedLMConfig
     | ImageClassificationConfig
     | ImageTextConfig
-    | PreferenceConfig,
+    | PreferenceConfig
+    | RewardConfig,
     Field(discriminator="type"),
 ]
 AnyTask = Annotated[_Section, BeforeValidator(_spelled_out, json_schema_input_type=str | _Section)]

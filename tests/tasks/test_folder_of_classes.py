@@ -18,7 +18,8 @@ from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Event, Table
 from peftkit.formats.open_adapter import Opened, open_adapter
 from peftkit.formats.peft.folder import NOTES
-from peftkit.inference.evaluate import evaluate, predict
+from peftkit.inference.evaluate import evaluate
+from peftkit.inference.predict import predict
 from peftkit.merging.merge import merge
 from peftkit.recipe import Recipe
 from peftkit.tasks.sequence_classification import SequenceClassificationConfig

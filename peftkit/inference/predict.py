@@ -1,0 +1,73 @@
+"""What an adapter predicts of texts, and of the rows of a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from peftkit.data.load import DataConfig, read_records
+from peftkit.errors import AdapterError, DataError
+from peftkit.events import Listener, Saved, Stage, ignore
+from peftkit.files.disk import write_text
+from peftkit.formats.open_adapter import Opened
+from peftkit.tasks.protocol import Task
+
+PREDICTING = ("sequence_classification", "reward", "embedding")
+
+
+def predict(opened: Opened, texts: Sequence[str | tuple[str, str]]) -> list[dict[str, float]]:
+    """Classify or score texts, or pairs of texts.
+
+    Returns:
+        For each text the probability of each label, the most likely first; for regression its
+        "value"; of a reward model its "score".
+
+    Raises:
+        AdapterError: The adapter was not trained to classify or score texts.
+        DataError: A text is empty, or single texts were given for a task of pairs, or the reverse.
+    """
+    return _task(opened, ("sequence_classification", "reward")).predict_texts(
+        opened.base.model, texts
+    )
+
+
+def predict_file(
+    opened: Opened, data: str | Path, *, on_event: Listener = ignore
+) -> list[dict[str, Any]]:
+    """Return each row of a file with what is predicted of it: prediction, score or embedding.
+
+    Raises:
+        AdapterError: The adapter was not trained to predict anything of texts.
+        DataError: The rows cannot be read, or have such a field already.
+    """
+    task = _task(opened, PREDICTING)
+    on_event(Stage(f"Reading {data}"))
+    records = read_records(str(data))
+    found = task.predict_rows(opened.base.model, records, str(data), on_event=on_event)
+    for record, more in zip(records, found, strict=True):
+        if both := set(record.fields) & set(more):
+            raise DataError(
+                f"{record.source} has a field {sorted(both)[0]!r} already.",
+                fix="Rename it: it would be replaced by what is predicted.",
+            )
+    return [{**record.fields, **more} for record, more in zip(records, found, strict=True)]
+
+
+def write_rows(rows: Sequence[dict[str, Any]], path: Path, *, on_event: Listener = ignore) -> None:
+    """Write rows as JSON Lines, whole or not at all."""
+    write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), path)
+    on_event(Saved("rows", path))
+
+
+def _task(opened: Opened, kinds: Sequence[str]) -> Task:
+    if opened.task.type not in kinds:
+        raise AdapterError(
+            f"{opened.file.folder} does not classify texts",
+            found=f"it was trained for the task {opened.task.type}",
+            fix=f"Adapters of these tasks classify, score or embed them: {', '.join(kinds)}.",
+        )
+    config = DataConfig(train="", max_length=None)
+    style = opened.file.provenance.prompt_style
+    return opened.task.on(opened.base.model, opened.base.processor, config, style=style)

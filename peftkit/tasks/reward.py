@@ -1,0 +1,297 @@
+"""Reward models: a head of one value, learnt from which of two answers is better.
+
+The loss of a pair is -log sigmoid(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2
+(Bradley and Terry; the margin of Llama 2, arXiv:2307.09288; the centring of arXiv:2312.09244).
+
+Shapes: B pairs, 2 B documents: all chosen ones, then all rejected ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from peftkit.base.purpose import ClassHead, Purpose
+from peftkit.data.chat import Chat, choose_template
+from peftkit.data.encode import Encoder, Style
+from peftkit.data.format import Completion, Conversation, Example, Instruction, Text, parse
+from peftkit.data.lengths import MULTIPLE
+from peftkit.data.load import DataConfig, Record, read_records
+from peftkit.data.preferences import Pair, read_pairs_of
+from peftkit.events import Listener, Progress, Stage, Table, ignore
+from peftkit.tasks.loss import accepted
+from peftkit.tasks.protocol import BATCH_SIZE, Task, TaskConfig, over_batches
+from peftkit.tasks.rows import check_dropped, named
+from peftkit.tasks.texts import Encoded, Texts
+
+PROGRESS_EVERY = 500
+OUTPUT = "reward"
+"""Name of the head's one output."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRow:
+    """A pair, as the tokens of both documents; `lengths` of each."""
+
+    input_ids: tuple[int, ...]
+    types: tuple[int, ...]
+    lengths: tuple[int, int]
+    margin: float
+    source: str
+
+    @property
+    def documents(self) -> tuple[Encoded, Encoded]:
+        """The chosen one and the rejected one."""
+        at = self.lengths[0]
+        return (
+            Encoded(self.input_ids[:at], self.types[:at], False),
+            Encoded(self.input_ids[at:], self.types[at:], False),
+        )
+
+
+class Reward(Task):
+    """Rows from pairs, batches of both documents of each, a loss of their rewards.
+
+    Args:
+        model: With a head of one value.
+        style: How the adapter in hand was trained to be prompted; None: the rows decide.
+    """
+
+    num_figures: ClassVar[int] = 3
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        settings: RewardConfig,
+        data: DataConfig,
+        *,
+        style: Style | None = None,
+        on_event: Listener = ignore,
+    ) -> None:
+        self.settings, self.config, self._on_event = settings, data, on_event
+        self._style = style
+        self.texts = Texts(model, tokenizer, data.max_length)
+        template = choose_template(tokenizer, data.chat_template)
+        if style is not None and style.kind == "chat":
+            template = style.chat_template
+        self._encoder, self._chat = Encoder(tokenizer, template), Chat(tokenizer, template)
+        bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+        self._frames = tokenizer("a")["input_ids"][-1] != bare[-1]  # an encoder's, as BERT's [SEP]
+
+    @property
+    def style(self) -> Style | None:
+        """How answers stand after their prompts in what was learnt."""
+        return self._style
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """A head of classes reads one document of each row."""
+        return {"pairs": "two rows"}
+
+    def load(self, where: str) -> list[RewardRow]:
+        """Read a file or data set; emits the counts.
+
+        Raises:
+            DataError: Named rows are no pairs, or too many do not fit.
+        """
+        self._on_event(Stage(f"Reading {where}"))
+        records = read_records(where)
+        pairs, unused = read_pairs_of(records, where, margin=self.settings.margin)
+        self._style = self._style or self._encoder.style(pairs[0].chosen)
+        rows, lost = [], []
+        for number, pair in enumerate(pairs):
+            if number % PROGRESS_EVERY == 0:
+                self._on_event(Progress(f"Encoding {where}", number, len(pairs)))
+            row = self._row(pair)
+            if row is None:
+                lost.append(pair.source)
+            else:
+                rows.append(row)
+        lines = [
+            ("rows read", f"{len(records):,}"),
+            ("rows kept", f"{len(rows):,}"),
+            (f"dropped: longer than {self.texts.max_length:,} tokens", named(lost)),
+            ("tokens", f"{sum(len(row.input_ids) for row in rows):,}"),
+        ]
+        if unused:
+            lines.append(("fields not used", ", ".join(unused)))
+        self._on_event(Table(f"Data: {where}", ("what", "how many"), tuple(lines)))
+        why = {f"An answer ends beyond {self.texts.max_length} tokens": lost}
+        check_dropped(where, len(records), why, self.config, "Raise data.max_length")
+        return rows
+
+    def _row(self, pair: Pair) -> RewardRow | None:
+        """Return a pair as tokens; None where one does not fit: its value is read at its end."""
+        chosen, rejected = self.encoded(pair.chosen), self.encoded(pair.rejected)
+        if chosen.is_cut or rejected.is_cut:
+            return None
+        return RewardRow(
+            chosen.input_ids + rejected.input_ids,
+            chosen.types + rejected.types,
+            (len(chosen.input_ids), len(rejected.input_ids)),
+            pair.margin or 0.0,
+            pair.source,
+        )
+
+    def encoded(self, example: Example) -> Encoded:
+        """Return the tokens of a prompt and its answer: as training reads them all."""
+        if self._frames:
+            return self.texts.encode(self._as_text(example))
+        ids = self._encoder.encode(example).input_ids
+        return Encoded(ids[: self.texts.max_length], (), len(ids) > self.texts.max_length)
+
+    def _as_text(self, example: Example) -> str:
+        if isinstance(example, Conversation):
+            return self._chat.render(example.messages, example.tools, example.source)
+        if isinstance(example, Instruction):
+            return f"{example.request}\n\n{example.output}"
+        if isinstance(example, Completion):
+            return example.prompt + example.completion
+        return example.text
+
+    def num_positions(self, rows: Sequence[RewardRow]) -> int:
+        """Return how many tokens the model reads of both documents of each row."""
+        lengths = [length for row in rows for length in row.lengths]
+        return len(lengths) * -(-max(lengths) // MULTIPLE) * MULTIPLE
+
+    def collate(self, rows: Sequence[RewardRow]) -> dict[str, Tensor]:
+        """Return a batch of tokens (2 B, T), and margins (B,)."""
+        documents = [row.documents for row in rows]
+        ordered = [first for first, _ in documents] + [second for _, second in documents]
+        margins = torch.tensor([row.margin for row in rows])
+        return {**self.texts.collate(ordered), "margins": margins}
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        """Return the number of pairs."""
+        return batch["margins"].numel()
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss summed over pairs, in fp32."""
+        return self.sums(model, batch)[0]
+
+    def sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the summed loss, rewards and right pairs; see `figures`."""
+        chosen, rejected = self.values(model, batch).chunk(2)
+        losses = -functional.logsigmoid(chosen - rejected - batch["margins"])
+        if self.settings.centring:
+            losses = losses + self.settings.centring * (chosen + rejected) ** 2
+        told = (chosen > rejected, chosen.detach(), rejected.detach())
+        return torch.stack([losses.sum(), *(each.to(losses).sum() for each in told)])
+
+    def values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the reward of each document of a batch, in fp32."""
+        inputs: dict[str, Any] = {n: t for n, t in batch.items() if n != "margins"}
+        logits: Tensor = model(**accepted(model, {**inputs, "use_cache": False})).logits
+        return logits[:, 0].float()
+
+    def figures(self, means: Sequence[float]) -> dict[str, float]:
+        """Return means over pairs; accuracy: share of pairs whose chosen answer has more."""
+        accuracy, chosen, rejected = means
+        return {
+            "accuracy": accuracy,
+            "margin": chosen - rejected,
+            "reward_chosen": chosen,
+            "reward_rejected": rejected,
+        }
+
+    def spans(self, row: RewardRow) -> list[tuple[str, str]]:
+        """Return both documents."""
+        names = ("chosen", "rejected")
+        pairs = zip(names, row.documents, strict=True)
+        return [(name, self.texts.pieces(document.input_ids)) for name, document in pairs]
+
+    @torch.no_grad()
+    def metrics(
+        self, model: nn.Module, rows: Sequence[RewardRow], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        """Return the loss, and what is told at each step of training."""
+        total, compute = torch.zeros(1 + self.num_figures), partial(self.sums, model)
+        for _, sums in over_batches(self, model, rows, "Comparing", on_event, compute):
+            total += sums.cpu()
+        loss, *means = (total / len(rows)).tolist()
+        return {"loss": loss, **self.figures(means)}
+
+    @torch.no_grad()
+    def scores(
+        self, model: nn.Module, examples: Sequence[Example], on_event: Listener = ignore
+    ) -> list[float]:
+        """Return the reward of each example; longer ones lose their end."""
+        device = next(model.parameters()).device
+        documents = [self.encoded(example) for example in examples]
+        order = sorted(range(len(documents)), key=lambda n: len(documents[n].input_ids))
+        found = [0.0] * len(documents)
+        for start in range(0, len(order), BATCH_SIZE):
+            on_event(Progress("Scoring", start, len(order)))
+            part = order[start : start + BATCH_SIZE]
+            batch = self.texts.collate([documents[n] for n in part])
+            values = self.values(model, {name: t.to(device) for name, t in batch.items()})
+            for n, value in zip(part, values.tolist(), strict=True):
+                found[n] = value
+        return found
+
+    def predict_rows(
+        self,
+        model: nn.Module,
+        records: Sequence[Record],
+        where: str,
+        *,
+        on_event: Listener = ignore,
+    ) -> list[dict[str, Any]]:
+        """Return the score of each row, in any format that has a text or a prompt and an answer."""
+        parsed = parse(records, "auto", where=where)
+        values = self.scores(model, parsed.examples, on_event)
+        return [{"score": value} for value in values]
+
+    def predict_texts(
+        self, model: nn.Module, texts: Sequence[str | tuple[str, str]]
+    ) -> list[dict[str, float]]:
+        """Return the score of each text, or of each prompt and its answer."""
+        return [{"score": value} for value in self.scores(model, [*map(self._example, texts)])]
+
+    def _example(self, text: str | tuple[str, str]) -> Example:
+        if isinstance(text, str):
+            return Text(text, "the text")
+        if self._style is not None and self._style.kind != "plain":
+            return Instruction(text[0], "", text[1], "the text")
+        return Completion(text[0], text[1], "the text")
+
+
+class RewardConfig(TaskConfig):
+    """Rewards: how good an answer is, learnt from pairs of a better and a worse one."""
+
+    task_type: ClassVar[str] = "SEQ_CLS"
+    auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
+    command: ClassVar[str] = "peftkit predict {folder} --data FILE --out scored.jsonl"
+    data_fields: ClassVar[frozenset[str]] = frozenset(
+        {"max_length", "chat_template", "max_dropped"}
+    )
+
+    type: Literal["reward"] = "reward"
+    margin: str | None = None
+    """Field with the number by which the chosen answer has to be ahead; null: none."""
+    centring: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the square of both rewards' sum, which keeps rewards around 0; 0.01 is usual."""
+
+    @property
+    def purpose(self) -> Purpose:
+        head = ClassHead((OUTPUT,), "regression")
+        return Purpose(self.type, self.auto_class, self.processor, head)
+
+    def on(
+        self,
+        model: nn.Module,
+        processor: Any,
+        data: DataConfig,
+        *,
+        style: Style | None = None,
+        on_event: Listener = ignore,
+    ) -> Reward:
+        return Reward(model, processor, self, data, style=style, on_event=on_event)

@@ -1,0 +1,136 @@
+"""A reward model learns which answer is better, and scores texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from peftkit.adapter import attach
+from peftkit.base.load import load_base
+from peftkit.config import schema
+from peftkit.data.load import DataConfig
+from peftkit.errors import DataError
+from peftkit.events import Event, StepDone
+from peftkit.formats.open_adapter import open_adapter
+from peftkit.inference.evaluate import evaluate
+from peftkit.inference.predict import predict, predict_file
+from peftkit.methods.lora import LoRA
+from peftkit.recipe import Recipe, run
+from peftkit.tasks.reward import Reward, RewardConfig
+from tests.cli.conftest import peftkit
+from tests.tasks.classifiers import save_base
+from tests.tasks.preference.cases import PAIRS, write
+
+__all__ = ["peftkit"]  # a fixture
+
+
+def write_rows(file: Path) -> str:
+    rows = [
+        {"prompt": p, "chosen": c, "rejected": r, "by": n / 2} for n, (p, c, r) in enumerate(PAIRS)
+    ]
+    return write(file, rows)
+
+
+@pytest.fixture(params=["decoder", "encoder"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, model_folder: Path) -> Path:
+    return model_folder if request.param == "decoder" else save_base(tmp_path / "bert")
+
+
+def reward(folder: Path, file: str, **asked: Any) -> tuple[Any, Reward, list[Any]]:
+    settings = RewardConfig(**asked)
+    base = load_base(str(folder), dtype="fp32", purpose=settings.purpose)
+    attach(base.model, LoRA(rank=2, train_fully=base.head))
+    task = settings.on(base.model, base.tokenizer, DataConfig(train=file, max_length=64))
+    return base.model, task, task.load(file)
+
+
+def test_the_loss_is_its_formula(folder: Path, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "a.jsonl")
+    model, task, rows = reward(folder, file, margin="by", centring=0.3)
+    expected = []
+    for row in rows:
+        c, r = (
+            model(input_ids=torch.tensor([d.input_ids])).logits[0, 0].detach()
+            for d in row.documents
+        )
+        expected.append(-logsigmoid(c - r - row.margin) + 0.3 * (c + r) ** 2)
+    found = task.sums(model, task.collate(rows))
+    assert found[0].item() == pytest.approx(sum(map(float, expected)), rel=1e-4)
+    assert task.num_targets(task.collate(rows)) == len(PAIRS)
+
+
+def test_a_run_learns_and_scores_texts_and_files(
+    folder: Path, tmp_path: Path, peftkit: Any
+) -> None:
+    file = write_rows(tmp_path / "train.jsonl")
+    told = {
+        "task": {"type": "reward"},
+        "base": {"model": str(folder), "dtype": "fp32"},
+        "method": {"type": "lora", "rank": 4},
+        "data": {"train": file, "eval": file, "max_length": 64},
+        "train": {"output_dir": str(tmp_path / "run"), "max_steps": 15, "batch_size": 5}
+        | {"learning_rate": 0.02, "save_every": None},
+    }
+    events: list[Event] = []
+    result = run(schema.from_dict(Recipe, told, "the test"), on_event=events.append)
+    steps = [event for event in events if isinstance(event, StepDone)]
+    assert {"accuracy", "margin"} <= steps[-1].figures.keys()
+    opened = open_adapter(tmp_path / "run")
+    found = evaluate(opened.base, file, task=opened.task)
+    assert found["accuracy"] == 1.0
+    assert found["loss"] == pytest.approx(result.metrics["eval_loss"], abs=1e-4)
+    prompt, chosen, rejected = PAIRS[0]
+    good, bad = predict(opened, [(prompt, chosen), (prompt, rejected)])
+    assert good["score"] > bad["score"]
+    texts = write(
+        tmp_path / "b.jsonl",
+        [{"prompt": prompt, "completion": text, "id": n} for n, text in enumerate(PAIRS[0][1:])],
+    )
+    rows = predict_file(opened, texts)
+    assert [row["score"] for row in rows] == pytest.approx([good["score"], bad["score"]], abs=1e-5)
+    assert rows[0]["id"] == 0
+    scored = tmp_path / "scored.jsonl"
+    peftkit("predict", str(tmp_path / "run"), "--data", texts, "--out", str(scored))
+    lines = [json.loads(line) for line in scored.read_text().splitlines()]
+    assert [line["score"] for line in lines] == pytest.approx([row["score"] for row in rows])
+    (tmp_path / "b.jsonl").write_text(scored.read_text())
+    with pytest.raises(DataError, match="a field 'score' already"):
+        predict_file(opened, texts)
+
+
+def test_pairs_that_do_not_fit_and_rows_without_a_pair_are_named(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "a ", "chosen": "b", "rejected": "c"}] * 9
+    long = {"prompt": "a ", "chosen": "the dog " * 60, "rejected": "c"}
+    _, _, kept = reward(model_folder, write(tmp_path / "a.jsonl", [*rows, long]))
+    assert len(kept) == 9
+    with pytest.raises(DataError, match=r"a\.jsonl:1, .*a\.jsonl:2"):
+        reward(model_folder, write(tmp_path / "a.jsonl", [long, long, *rows[:5]]))
+    with pytest.raises(DataError, match=r"a\.jsonl:2: rejected: missing"):
+        reward(model_folder, write(tmp_path / "a.jsonl", [rows[0], {"prompt": "a", "chosen": "b"}]))
+
+
+def test_an_adapter_that_learnt_to_answer_becomes_a_reward_model(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    file = write_rows(tmp_path / "train.jsonl")
+    told: dict[str, Any] = {
+        "task": {"type": "preference", "loss": "orpo"},
+        "base": {"model": str(model_folder), "dtype": "fp32"},
+        "method": {"type": "lora", "rank": 2},
+        "data": {"train": file, "max_length": 64},
+        "train": {"output_dir": str(tmp_path / "first"), "max_steps": 2, "batch_size": 2},
+    }
+    run(schema.from_dict(Recipe, told, "the test"))
+    told["task"], told["method"] = {"type": "reward"}, {"start_from": str(tmp_path / "first")}
+    told["train"] = {**told["train"], "output_dir": str(tmp_path / "second")}
+    run(schema.from_dict(Recipe, told, "the test"))
+    opened = open_adapter(tmp_path / "second")
+    assert any(path.endswith("score") for path in opened.adapter.full)
+    assert predict(opened, ["the dog"])[0]["score"] != 0
