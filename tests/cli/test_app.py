@@ -26,7 +26,7 @@ COMMANDS: dict[str, list[str]] = {
         "[ADAPTER]", "--adapter", "--base", "--max-new-tokens", "--temperature", "--seed",
         "--force",
     ],
-    "predict": ["ADAPTER", "--text", "--pair", "--base", "--force", "--json"],
+    "predict": ["ADAPTER", "--text", "--pair", "--data", "--out", "--base", "--force", "--json"],
     "eval": ["ADAPTER", "--data", "--base", "--force", "--json"],
     "merge": [
         "ADAPTER", "--out", "--base", "--dtype", "--force", "--from-quantized", "--overwrite",
