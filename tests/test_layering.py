@@ -41,7 +41,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "triton": ("kernels/",),
     "accelerate": ("train/",),
     "datasets": ("data/load",),
-    "transformers": ("base/", "tasks/", "methods/prefix", "inference/"),
+    "transformers": ("base/", "tasks/", "methods/prefix", "methods/prefix_cache", "inference/"),
     "gguf": ("formats/gguf/",),  # the optional extra; imported when called
     "huggingface_hub": ("formats/hub",),
     "safetensors": ("formats/", "merging/"),

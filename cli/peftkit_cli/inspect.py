@@ -156,7 +156,8 @@ def _split_name(name: str) -> tuple[str, str]:
 def model_facts(name: str) -> tuple[dict[str, Any], list[Group], list[MethodFacts]]:
     """Build a model without weights, name the roles of its modules, and try every method on it."""
     from peftkit.base.load import skeleton
-    from peftkit.model.places import blocks, find_places
+    from peftkit.model.blocks import blocks
+    from peftkit.model.places import find_places
     from peftkit.model.targets import find_roles
 
     model = skeleton(name)

@@ -17,9 +17,9 @@ from torch import nn
 
 from peftkit.model import module_names
 from peftkit.model import roles as table
+from peftkit.model.blocks import blocks
 from peftkit.model.places import (
     ModelWeight,
-    blocks,
     find_places,
     is_linear,
     linear_shape,

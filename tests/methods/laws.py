@@ -22,7 +22,7 @@ from peftkit.merging.fold import Tally, merge_dequantized, merge_into, shared_pa
 from peftkit.methods.eva import eva_starts
 from peftkit.methods.loftq import loftq_starts
 from peftkit.methods.protocol import Method
-from peftkit.model.places import blocks
+from peftkit.model.blocks import blocks
 from tests.kinds import inputs, outputs
 from tests.methods.cell import (
     ROUNDING,

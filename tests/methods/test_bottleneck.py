@@ -17,7 +17,7 @@ from peftkit.errors import AdapterError, ConfigError, MergeError, TargetError
 from peftkit.formats.peft.folder import Provenance, load_adapter, save_adapter
 from peftkit.merging.fold import merge_into
 from peftkit.methods.bottleneck import Bottleneck, BottleneckModule
-from peftkit.model.places import blocks
+from peftkit.model.blocks import blocks
 from peftkit.model.sublayers import find_sublayers
 from peftkit.quant.quantize import quantize_model
 from peftkit_cli.app import run

@@ -20,9 +20,9 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.phi4_multimodal.modeling_phi4_multimodal import Phi4MultimodalAudioMLP
 
 from peftkit.model import roles as table
+from peftkit.model.blocks import blocks
 from peftkit.model.places import (
     ModelWeight,
-    blocks,
     find_places,
     is_linear,
     is_transposed,

@@ -11,7 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from peftkit.errors import TargetError
 from peftkit.model import roles as table
-from peftkit.model.places import blocks, find_places, is_linear, linear_shape, stacked_shape
+from peftkit.model.blocks import blocks
+from peftkit.model.places import find_places, is_linear, linear_shape, stacked_shape
 from peftkit.model.targets import Site, find_roles, resolve
 from tests.families import ARCHITECTURES
 
@@ -236,7 +237,7 @@ def test_linear_shape_is_in_and_out_of_any_kind_of_layer() -> None:
 
 
 def test_linear_shape_of_anything_else_is_a_target_error() -> None:
-    with pytest.raises(TargetError, match="LayerNorm is no linear layer"):
+    with pytest.raises(TargetError, match="LayerNorm is not a linear layer"):
         linear_shape(nn.LayerNorm(3))
 
 

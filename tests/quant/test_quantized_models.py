@@ -12,7 +12,8 @@ from torch.nn.utils import parametrize
 from peftkit.errors import BaseError
 from peftkit.events import Progress
 from peftkit.kernels.packed import keep_copies, packed_tensors
-from peftkit.model.places import blocks, is_linear
+from peftkit.model.blocks import blocks
+from peftkit.model.places import is_linear
 from peftkit.quant.audit import audit
 from peftkit.quant.layers import QuantizedLinear
 from peftkit.quant.quantize import KINDS, quantize_model
