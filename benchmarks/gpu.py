@@ -105,7 +105,9 @@ def speeds(args: argparse.Namespace, folder: Path) -> tuple[list[list[str]], lis
     lines, found = [], []
     for quantize in ("none", "nf4"):
         job = make_job(args.model, args.length, args.steps, args, quantize=quantize)
-        runs: dict[str, list[Any]] = {side: [] for side in ("ours", *args.against.split(","))}
+        runs: dict[str, list[Any]] = {
+            side: [] for side in ("ours", *filter(None, args.against.split(",")))
+        }
         for _ in range(args.repeats):
             for side, results in runs.items():
                 if not any("failed" in result for result in results):

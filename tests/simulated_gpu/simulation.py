@@ -15,11 +15,14 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
 
 from tests.simulated_gpu import tensors
 from tests.simulated_gpu.tensors import Card, CudaTensor, Kernels
 
 STREAMS: list[Stream] = []
+_device_constructors()  # torch lists its functions once, and must find them as they are
 
 
 class Stream:
@@ -118,6 +121,9 @@ def _answers(card: Card) -> dict[str, Any]:
     def set_device(device: Any) -> None:
         card.current = tensors._device(device).index
 
+    def cap(fraction: float, device: Any = None) -> None:
+        card.memory = int(fraction * facts.total_memory)
+
     def nothing(*_: Any, **__: Any) -> None:
         return None
 
@@ -152,7 +158,7 @@ def _answers(card: Card) -> dict[str, Any]:
         "max_memory_reserved": peak,
         "reset_peak_memory_stats": forget_peak,
         "memory_stats": lambda *_, **__: {},
-        "set_per_process_memory_fraction": nothing,
+        "set_per_process_memory_fraction": cap,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "manual_seed": nothing,
@@ -199,15 +205,25 @@ def _made_on_cpu_first(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def made(data: Any, *args: Any, device: Any = None, **how: Any) -> Tensor:
         if device is None and isinstance(data, CudaTensor):
             device = data.device
-        if device is None or torch.device(device).type != "cuda":
+        within = _default_device() if device is None else torch.device(device)
+        if within.type != "cuda":
             return make(data, *args, device=device, **how)
+        device = within
         if isinstance(data, CudaTensor):
             return data.to(device, how.get("dtype"))
         if how.pop("pin_memory", False):
             raise RuntimeError("Only dense CPU tensors can be pinned")
-        return make(data, *args, **how).to(device)
+        return make(data, *args, device="cpu", **how).to(device)
 
     return made
+
+
+def _default_device() -> torch.device:
+    """Return what `with torch.device(...)` has set."""
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return torch.device(mode.device)
+    return torch.device("cpu")
 
 
 class _Autocast(torch.autocast):

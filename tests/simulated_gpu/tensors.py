@@ -380,6 +380,8 @@ class Kernels(TorchDispatchMode):
             return pin(func(*args, **{**kwargs, "pin_memory": False}))
         if place is not None and place.type == "cpu" and _made_by_cpp():
             place = torch.device("cuda", CARD.current)
+        if ours and func is torch.ops.aten._to_copy.default:  # C++ takes it to be on the CPU
+            kwargs, place = {**kwargs, "device": None}, None  # `moved` takes care of the others
         if not ours and (place is None or place.type != "cuda"):
             return func(*args, **kwargs)
         name = func._overloadpacket.__name__
