@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
     PreTrainedModel,
@@ -30,7 +30,9 @@ from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
 from peftkit.errors import DataError
 from peftkit.kernels.packed import copies_kept
 from peftkit.model.modes import evaluating
+from peftkit.model.training import prepared_for_serving
 from peftkit.tasks.length import num_virtual
+from peftkit.tasks.loss import find_head
 
 MAX_NEW_TOKENS = 256
 
@@ -233,6 +235,8 @@ def sampling(model: PreTrainedModel, seed: int | None) -> Iterator[None]:
         with (
             evaluating(model),
             copies_kept(model, COPY_SHARE),
+            prepared_for_serving(model),
+            _rows_for_the_head(model),
             torch.random.fork_rng(devices=cuda, enabled=seed is not None),
         ):
             if seed is not None:
@@ -240,6 +244,28 @@ def sampling(model: PreTrainedModel, seed: int | None) -> Iterator[None]:
             yield
     finally:
         model.generation_config = own
+
+
+@contextmanager
+def _rows_for_the_head(model: PreTrainedModel) -> Iterator[None]:
+    """Give the head rows that lie one after the other.
+
+    Of a prompt's hidden rows transformers takes the last ones, as a view with gaps; torch's product
+    of such a view with a weight copies the weight for each row of the batch.
+    """
+    head = find_head(model)
+    if head is None:
+        yield
+        return
+
+    def joined(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args)
+
+    handle = head.register_forward_pre_hook(joined)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class _Pieces(BaseStreamer):

@@ -12,7 +12,8 @@ is broken up, and each computes on its own, as do layers that cannot be in a gro
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from peftkit.methods.groups import BesideGroup, Group, JoinedGroup, copy_masters
+from peftkit.methods.groups import BesideGroup, Group, JoinedGroup, ServingGroup, copy_masters
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.protocol import AdapterModule
 from peftkit.model.places import find_places
@@ -77,6 +78,18 @@ class Grouping:
         for group in self._groups:
             group.release()
         self._groups = []
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Have A and B ready for token after token; then layers are as they were."""
+        before = [(layer, layer.group) for layer in self._layers()]
+        groups = [ServingGroup(m) for found in self._sets for m in ServingGroup.fitting(found)]
+        copy_masters(groups)
+        try:
+            yield
+        finally:
+            for layer, group in before:
+                layer.group = group
 
     def remove(self) -> None:
         """Leave every layer as it was before there was an adapter."""

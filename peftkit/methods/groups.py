@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from peftkit.kernels.beside import BesideLinear, Layer
 from peftkit.kernels.grouped import ALIGNMENT, GroupedLinear, Member
@@ -259,6 +260,43 @@ class BesideGroup(Group):
             *self.masters(),
         )
         return found
+
+
+class ServingGroup(Group):
+    """For generation: the base as it is, copies of A and B that are not cast for each token."""
+
+    how = "beside the base"
+
+    def __init__(self, members: Sequence[LoRALinear]) -> None:
+        super().__init__(members)
+        self.dtype, device = _dtype_of(members[0].base), members[0].lora_A.device
+        sizes = [size.num_hidden for size in self.sizes]
+        like = {"dtype": self.dtype, "device": device}
+        self.lora_a = torch.empty(sum(sizes), members[0].in_features, **like)
+        scaled = [torch.empty(size.num_out, size.num_hidden, **like) for size in self.sizes]
+        self.copies = [*self.lora_a.split(sizes), *scaled]
+
+    @classmethod
+    def fitting(cls, layers: Sequence[LoRALinear]) -> list[list[LoRALinear]]:
+        return BesideGroup.fitting(layers)
+
+    def takes(self, x: Tensor) -> bool:
+        return (
+            not torch.is_grad_enabled()
+            and not self.members[0].training
+            and x.dtype == self.dtype
+            and x.device == self.lora_a.device
+            and not torch.is_autocast_enabled(x.device.type)
+        )
+
+    def products(self, x: Tensor, dropped: Tensor | None) -> Sequence[Tensor]:
+        hidden = functional.linear(x, self.lora_a)
+        parts = hidden.split([size.num_hidden for size in self.sizes], 1)
+        scaled = self.copies[len(self.members) :]
+        return [
+            torch.addmm(member.base(x), part, lora_b.t())
+            for member, part, lora_b in zip(self.members, parts, scaled, strict=True)
+        ]
 
 
 def _dtype_of(base: nn.Module) -> torch.dtype:

@@ -7,7 +7,7 @@ A method may compute several layers together while they are trained. It says so 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 from torch import nn
@@ -24,6 +24,9 @@ class TrainingLayout(Protocol):
 
     def end(self) -> None:
         """Leave every layer as it was."""
+
+    def serving(self) -> AbstractContextManager[None]:
+        """Return a context in which the layers are ready to be called for token after token."""
 
 
 def training_layouts(model: nn.Module) -> list[TrainingLayout]:
@@ -43,6 +46,15 @@ def prepared_for_training(model: nn.Module, *, wanted: bool = True) -> Iterator[
     finally:
         for layout in layouts:
             layout.end()
+
+
+@contextmanager
+def prepared_for_serving(model: nn.Module) -> Iterator[None]:
+    """Have a model's layers ready for token after token within the context."""
+    with ExitStack() as stack:
+        for layout in training_layouts(model):
+            stack.enter_context(layout.serving())
+        yield
 
 
 def refresh_layouts(model: nn.Module) -> None:
