@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     GenerationConfig,
     PreTrainedModel,
@@ -28,16 +28,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
 from peftkit.errors import DataError
-from peftkit.kernels.packed import copies_kept
+from peftkit.inference.beginnings import padded_between, shared_cache
+from peftkit.inference.ready import ready_for_tokens
 from peftkit.model.modes import evaluating
-from peftkit.model.training import prepared_for_serving
 from peftkit.tasks.length import num_virtual
-from peftkit.tasks.loss import find_head
 
 MAX_NEW_TOKENS = 256
-
-COPY_SHARE = 0.5
-"""Of the free main memory that unpacked weights may take meanwhile."""
 
 
 def generate(
@@ -119,7 +115,10 @@ def generate_ids(
             chosen = order[start : start + batch_size]
             batch = [prompts[index] for index in chosen]
             settings.max_new_tokens = room_left(model, batch, max_new_tokens)
-            new = run_batch(model, left_padded(batch, int(settings.pad_token_id)), settings)
+            cache = shared_cache(model, batch)
+            common = 0 if cache is None else cache.get_seq_length()
+            inputs = padded_between(batch, common, int(settings.pad_token_id))
+            new = run_batch(model, inputs, settings, cache=cache)
             for index, ids in zip(chosen, new.tolist(), strict=True):
                 answers[index] = until_end(settings.eos_token_id or (), ids)
     return answers
@@ -234,9 +233,7 @@ def sampling(model: PreTrainedModel, seed: int | None) -> Iterator[None]:
         model.generation_config = GenerationConfig()
         with (
             evaluating(model),
-            copies_kept(model, COPY_SHARE),
-            prepared_for_serving(model),
-            _rows_for_the_head(model),
+            ready_for_tokens(model),
             torch.random.fork_rng(devices=cuda, enabled=seed is not None),
         ):
             if seed is not None:
@@ -244,28 +241,6 @@ def sampling(model: PreTrainedModel, seed: int | None) -> Iterator[None]:
             yield
     finally:
         model.generation_config = own
-
-
-@contextmanager
-def _rows_for_the_head(model: PreTrainedModel) -> Iterator[None]:
-    """Give the head rows that lie one after the other.
-
-    Of a prompt's hidden rows transformers takes the last ones, as a view with gaps; torch's product
-    of such a view with a weight copies the weight for each row of the batch.
-    """
-    head = find_head(model)
-    if head is None:
-        yield
-        return
-
-    def joined(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args)
-
-    handle = head.register_forward_pre_hook(joined)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 class _Pieces(BaseStreamer):
@@ -317,13 +292,7 @@ class _Stop(StoppingCriteria):
 
 def left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tensor]:
     """Return prompts as a batch whose last column is every row's last token."""
-    width = max(len(prompt) for prompt in prompts)
-    input_ids = torch.full((len(prompts), width), pad_token_id)  # (B, T)
-    attention_mask = torch.zeros_like(input_ids)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        attention_mask[row, width - len(prompt) :] = 1
-    return {"input_ids": input_ids, "attention_mask": attention_mask}
+    return padded_between(prompts, 0, pad_token_id)
 
 
 def run_batch(
@@ -332,18 +301,22 @@ def run_batch(
     settings: GenerationConfig,
     streamer: BaseStreamer | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
+    cache: Any = None,
 ) -> Tensor:
     """Return the new ids, (B, N), padded on the right where a row ended early.
 
     Args:
         inputs: Of prompts padded on the left: input_ids (B, T), and what goes with them.
+        cache: Keys and values of the first columns, the same in all rows.
     """
+    more = {} if cache is None else {"past_key_values": cache}
     generate = cast(Callable[..., Tensor], model.generate)  # its decorators hide its type
     output = generate(
         **{name: value.to(model.device) for name, value in inputs.items()},
         generation_config=settings,
         stopping_criteria=StoppingCriteriaList([_Stop(is_stopped)]),
         streamer=streamer,
+        **more,
     )
     return output[:, inputs["input_ids"].shape[1] :]
 

@@ -271,10 +271,12 @@ class ServingGroup(Group):
         super().__init__(members)
         self.dtype, device = _dtype_of(members[0].base), members[0].lora_A.device
         sizes = [size.num_hidden for size in self.sizes]
-        like = {"dtype": self.dtype, "device": device}
-        self.lora_a = torch.empty(sum(sizes), members[0].in_features, **like)
-        scaled = [torch.empty(size.num_out, size.num_hidden, **like) for size in self.sizes]
-        self.copies = [*self.lora_a.split(sizes), *scaled]
+        shape = sum(sizes), members[0].in_features
+        self.lora_a = torch.empty(shape, dtype=self.dtype, device=device)
+        self.copies = [
+            *self.lora_a.split(sizes),
+            *(torch.empty(size, dtype=self.dtype, device=device) for size in self.sizes),
+        ]
 
     @classmethod
     def fitting(cls, layers: Sequence[LoRALinear]) -> list[list[LoRALinear]]:

@@ -1,0 +1,163 @@
+"""Generation faster than token by token as the model is: the same answers, and nothing is left."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from peftkit.adapter import Adapter, attach
+from peftkit.inference import beginnings, ready
+from peftkit.inference.beginnings import num_common, padded_between, shared_cache
+from peftkit.inference.generate import generate_ids
+from peftkit.methods.groups import BesideGroup, JoinedGroup, ServingGroup
+from peftkit.methods.lora import LoRA
+from peftkit.methods.lora_linear import LoRALinear
+from peftkit.methods.prefix import PrefixTuning
+from peftkit.quant.quantize import quantize_model
+from tests.families import ARCHITECTURES, FAMILIES
+from tests.further import FURTHER
+
+MODELS = {**ARCHITECTURES, **FURTHER}
+Tokenizer = PreTrainedTokenizerFast
+COMMON = [11, 45, 200, 7, 90, 33, 34, 35, 36]
+PROMPTS = [[*COMMON, *rest] for rest in ([9, 41, 77, 130], [55], [33, 8, 99, 120, 61], [17, 18])]
+SHARING = ["llama", "qwen3", "gpt2", "gpt_neox", "mixtral"]
+NOT = ["gemma2", "mistral_swa", "jamba"]
+"""Windows and states, to which padding in the middle is not nothing."""
+
+
+@pytest.fixture
+def sharing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Share what is in common however short; tell when that was done."""
+    monkeypatch.setattr(beginnings, "MIN_SAVED", 1)
+    done: list[bool] = []
+    whole = beginnings.shared_cache
+
+    def counted(*args: Any) -> Any:
+        cache = whole(*args)
+        done.append(cache is not None)
+        return cache
+
+    monkeypatch.setattr("peftkit.inference.generate.shared_cache", counted)
+    return done
+
+
+def adapted(model: nn.Module, rank: int = 3) -> Adapter:
+    adapter = attach(model, LoRA(rank=rank, alpha=6))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return adapter
+
+
+@pytest.mark.parametrize("name", [*SHARING, *NOT])
+def test_answers_are_those_of_prompts_computed_whole(
+    name: str, sharing: list[bool], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = MODELS[name]().eval()
+    adapted(model)
+    found = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
+    assert sharing == [name in SHARING]
+    monkeypatch.setattr("peftkit.inference.generate.shared_cache", lambda *args: None)
+    assert found == generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
+    alone = [generate_ids(model, tokenizer, [p], max_new_tokens=7)[0] for p in PROMPTS]
+    assert found == alone
+
+
+def test_a_prompt_that_is_how_others_begin_has_a_token_of_its_own() -> None:
+    assert num_common([[3, 4], [3, 4, 5]]) == 1
+    assert num_common([[3], [3, 4]]) == 0
+    batch = padded_between([[3, 4, 5], [3, 6]], 1, 0)
+    assert batch["input_ids"].tolist() == [[3, 4, 5], [3, 0, 6]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 1]]
+
+
+def test_little_in_common_and_virtual_tokens_are_computed_whole() -> None:
+    model: Any = FAMILIES["llama"]().eval()
+    assert shared_cache(model, PROMPTS) is None  # 27 tokens spared
+    attach(model, PrefixTuning(num_virtual_tokens=3))
+    with torch.no_grad():
+        assert shared_cache(model, [[*range(3, 203), n] for n in (5, 6)]) is None
+
+
+def groups_of(model: nn.Module) -> set[type]:
+    return {type(m.group) for m in model.modules() if isinstance(m, LoRALinear)}
+
+
+@pytest.mark.parametrize("kind", ["none", "nf4"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
+def test_layers_that_are_ready_say_what_they_say_alone(
+    name: str, kind: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = MODELS[name]().eval()
+    if kind != "none":
+        quantize_model(model, kind)
+    adapter = adapted(model)
+    seen: list[set[type]] = []
+    watch = model.register_forward_pre_hook(lambda *_: seen.append(groups_of(model)))
+    found = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
+    watch.remove()
+    assert all(ServingGroup in kinds for kinds in seen)
+    assert groups_of(model) == {type(None)}
+    with adapter.disabled():
+        bare = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
+    monkeypatch.setattr(ready, "prepared_for_serving", lambda model: nullcontext())
+    assert found == generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
+    assert found != bare
+    with adapter.disabled():
+        assert bare == generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
+
+
+def test_generating_within_training_leaves_its_groups(tokenizer: Tokenizer) -> None:
+    model: Any = FAMILIES["llama"]().train()
+    adapter = adapted(model)
+    before = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
+    adapter.prepare_training()
+    assert generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7) == before
+    assert groups_of(model) == {JoinedGroup}
+    with torch.no_grad():  # what is ready for tokens follows the adapter too
+        for parameter in adapter.parameters():
+            parameter.add_(0.3)
+    after = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
+    adapter.end_training()
+    assert after == generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7) != before
+
+
+def test_the_head_is_given_rows_without_gaps(tokenizer: Tokenizer) -> None:
+    model: Any = FAMILIES["llama"]().eval()
+    given: list[bool] = []
+
+    def look(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        given.append(args[0].is_contiguous())
+
+    handle = model.lm_head.register_forward_hook(look)
+    generate_ids(model, tokenizer, PROMPTS, max_new_tokens=3)
+    assert given == [True] * 3
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[3, 4, 5]] * 2), logits_to_keep=1)
+    assert given[3:] == [False]  # as transformers gives them
+    handle.remove()
+
+
+def test_a_serving_group_is_for_generation_alone() -> None:
+    model = FAMILIES["llama"]().train()
+    adapter = adapted(model)
+    layout = model.model.layers[0].self_attn.q_proj.training_layout
+    x = torch.zeros(1, 2, 32)
+    with layout.serving():
+        group = model.model.layers[0].self_attn.q_proj.group
+        assert isinstance(group, ServingGroup)
+        assert not isinstance(group, BesideGroup)
+        assert not group.takes(x)
+        model.eval()
+        assert not group.takes(x)
+        with torch.no_grad():
+            assert group.takes(x)
+            assert not group.takes(x.double())
+    assert adapter.num_trainable > 0
