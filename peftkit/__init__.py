@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     from peftkit.methods.prompt import PromptTuning as PromptTuning
     from peftkit.methods.vera import VeRA as VeRA
     from peftkit.model.targets import find_roles as find_roles
+    from peftkit.planning.plan import Plan as Plan
+    from peftkit.planning.plan import plan_run as plan_run
     from peftkit.recipe import Recipe as Recipe
     from peftkit.recipe import check as check_recipe
     from peftkit.recipe import load as load_recipe
@@ -137,6 +139,7 @@ _HOME = {
     "Opened": "formats.open_adapter",
     "OutputError": "errors",
     "PeftkitError": "errors",
+    "Plan": "planning.plan",
     "PreferenceConfig": "tasks.preference.config",
     "RewardConfig": "tasks.reward",
     "PrefixTuning": "methods.prefix",
@@ -176,6 +179,7 @@ _HOME = {
     "merge_into": "merging.fold",
     "open_adapter": "formats.open_adapter",
     "open_bank": "inference.bank",
+    "plan_run": "planning.plan",
     "predict": "inference.predict",
     "predict_file": "inference.predict",
     "prepare_recipe": "recipe:prepare",

@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("formats/",),
     ("inference/", "merging/", "report/"),
     ("transform/", "recipe"),
-    ("sweeps/",),
+    ("planning/", "sweeps/"),
     ("__init__",),
     ("cli/",),
 )

@@ -21,7 +21,18 @@ import typer
 import typer.core
 
 from peftkit.errors import PeftkitError
-from peftkit_cli import about, combining, exchange, inspect, merge, reporting, sweep, talk, train
+from peftkit_cli import (
+    about,
+    combining,
+    exchange,
+    inspect,
+    merge,
+    plan,
+    reporting,
+    sweep,
+    talk,
+    train,
+)
 
 
 class CommandsByPurpose(typer.core.TyperGroup):
@@ -56,6 +67,7 @@ TRAIN, TALK, LOOK = "Train", "Talk and merge", "Look"
 app.command(rich_help_panel=TRAIN)(train.train)
 app.command(rich_help_panel=TRAIN)(train.check)
 app.command(rich_help_panel=TRAIN)(sweep.sweep)
+app.command(rich_help_panel=TRAIN)(plan.plan)
 app.command(rich_help_panel=TALK)(talk.generate)
 app.command(rich_help_panel=TALK)(talk.chat)
 app.command(rich_help_panel=TALK)(talk.predict)

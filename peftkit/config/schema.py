@@ -95,13 +95,18 @@ def load(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
     return _validated(cls, str(path), parsed)
 
 
-def from_dict(cls: type[C], data: Mapping[str, Any], source: str) -> C:
-    """Validate values that were read elsewhere; errors name `source`.
+def from_dict(
+    cls: type[C], data: Mapping[str, Any], source: str, overrides: Sequence[str] = ()
+) -> C:
+    """Validate values that were read elsewhere; errors name `source`, or the override.
 
     Raises:
         ConfigError: With every error at once.
     """
-    return _validated(cls, source, ParsedYaml(dict(data), {(): SourceLocation(source)}))
+    parsed = ParsedYaml(dict(data), {(): SourceLocation(source)})
+    for number, override in enumerate(overrides, start=1):
+        _apply(override, number, parsed)
+    return _validated(cls, source, parsed)
 
 
 def dump_yaml(config: Config) -> str:

@@ -24,6 +24,7 @@ from torch.nn.utils import parametrize
 
 from peftkit.errors import BaseError
 from peftkit.kernels.packed import (
+    BLOCK,
     NESTED_BLOCK,
     Form,
     Packing,
@@ -81,6 +82,30 @@ def pack(
         packed, absmax = pack_4bit(source, kind)
         scales = pack_absmax(absmax, code.to(absmax.device)) if double_quant else (absmax,)
     return packed, Packing(Form(kind, tensor.shape), dtype or tensor.dtype, scales)
+
+
+def empty_packed(
+    shape: torch.Size, kind: str, dtype: torch.dtype, *, double_quant: bool = True
+) -> tuple[Tensor, Packing]:
+    """Return what `pack` returns of a tensor of this shape, without values.
+
+    Made on the default device, or under FakeTensorMode, it says what a packed weight takes.
+    """
+    number = shape.numel()
+    scales: tuple[Tensor, ...]
+    if kind == "int8":
+        scales = (torch.empty(*shape[:-1], 1, dtype=torch.float32),)
+        return torch.empty(shape, dtype=torch.int8), Packing(Form(kind, shape), dtype, scales)
+    _bitsandbytes()  # its operators, which read it
+    blocks = -(-number // BLOCK)
+    packed = torch.empty(blocks * BLOCK // 2, 1, dtype=torch.uint8)
+    if not double_quant:
+        scales = (torch.empty(blocks, dtype=torch.float32),)
+    else:
+        nested = torch.empty(-(-blocks // NESTED_BLOCK), dtype=torch.float32)
+        code, offset = torch.empty(256, dtype=torch.float32), torch.empty((), dtype=torch.float32)
+        scales = (torch.empty(blocks, dtype=torch.uint8), nested, code, offset)
+    return packed, Packing(Form(kind, shape), dtype, scales)
 
 
 class QuantizedLinear(nn.Module):

@@ -20,7 +20,7 @@ from peftkit.base.locate import Location
 from peftkit.base.purpose import Purpose
 from peftkit.errors import BaseError
 from peftkit.quant.audit import audit
-from peftkit.quant.quantize import quantize_model
+from peftkit.quant.quantize import quantize_model, tower_paths
 from tests.families import ARCHITECTURES
 
 CPU = torch.device("cpu")
@@ -51,7 +51,8 @@ def whole_then_quantised(where: Location, purpose: Purpose, form: Form) -> tuple
     identity = fingerprint(model)
     cast(model, form.dtype)
     if form.quantize != "none":
-        quantize_model(model, form.quantize, double_quant=form.double_quant)
+        kind, double_quant, towers = form.quantize, form.double_quant, tower_paths(model)
+        quantize_model(model, kind, double_quant=double_quant, keep=towers)
     return model, identity
 
 

@@ -1,0 +1,160 @@
+"""What `peftkit plan` says of a step's memory, beside what the CPU's allocator says of the step.
+
+    python -m benchmarks.plan
+
+The measured step is `Learner.step` on a model with random weights: the forward and backward passes
+and the optimizer. Weights, adapters and optimizer state are those of the live tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import shapes
+from benchmarks.report import heading, table, versions
+from peftkit.adapter import attach
+from peftkit.data.load import DataConfig
+from peftkit.data.pack import Row
+from peftkit.methods.lora import LoRA
+from peftkit.model.training import prepared_for_training
+from peftkit.planning.reckon import Reckoner
+from peftkit.planning.step import Setup
+from peftkit.quant.quantize import quantize_model
+from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
+from peftkit.tasks.protocol import TaskConfig
+from peftkit.train.config import TrainConfig
+from peftkit.train.learner import Learner
+from peftkit.train.memory.blocks import Activations
+from peftkit.train.model import trainable_parameters
+from peftkit.train.optim import STATE_BYTES
+from peftkit.train.ranks import Ranks
+from peftkit.train.signals import StopRequest
+
+FAMILIES = ("smollm2-135m", "gpt2", "gpt_neox", "gemma2", "qwen3_moe")
+LAYERS = 6
+"""Of each; a plan builds two or three."""
+LENGTHS = (128, 512, 1024)
+WAYS: tuple[Activations, ...] = ("keep", "recompute")
+
+
+def config_of(family: str) -> Any:
+    """Return the config of a family's shape, of LAYERS blocks."""
+    shape = shapes.SHAPES[family]
+    name = "n_layer" if shape.config == "GPT2Config" else "num_hidden_layers"
+    return shape.make_config(**{name: LAYERS}, attn_implementation="sdpa")
+
+
+def reckoner_of(config: Any, quantize: str, task: TaskConfig | None = None) -> Reckoner:
+    """Return what a model's plans on a CPU are reckoned with: LoRA of rank 16, in bf16."""
+    method, dtype = LoRA(rank=16), torch.bfloat16
+    return Reckoner(Setup(config, task or CausalLMConfig(), method, quantize, True, dtype, False))
+
+
+def planned(reckoner: Reckoner, way: Activations, length: int) -> int:
+    """Return the peak that the plan tells of a step of one row."""
+    state = STATE_BYTES["adamw"] * reckoner.weights.num_trained
+    return sum(reckoner.count(1, length, way).peak.values()) + state
+
+
+class Measured:
+    """A model with random weights whose steps are measured."""
+
+    def __init__(self, config: Any, quantize: str) -> None:
+        torch.manual_seed(0)
+        made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        self.model = made.eval().requires_grad_(False)
+        if quantize != "none":
+            quantize_model(self.model, quantize)
+        attach(self.model, LoRA(rank=16))
+        data = DataConfig(train="", packing=False, max_length=max(LENGTHS))
+        self.task = CausalLM(self.model, shapes.tokenizer(), data)
+        self.parameters = trainable_parameters(self.model)
+
+    def peak(self, way: Activations, length: int) -> int:
+        """Return the bytes of the weights, and of all that a step allocates at its most."""
+        wish = way != "keep"
+        config = TrainConfig(gradient_checkpointing=wish, compile=False, tokens_per_batch=None)
+        learner = Learner(
+            self.model, self.task, self.parameters, config, Ranks(torch.device("cpu")),
+            StopRequest(),
+        )  # fmt: skip
+        ids = tuple(n % 1000 + 5 for n in range(length))
+        row = Row(ids, (-100, *ids[1:]), (length,), "row 1")
+        with _training(learner):
+            learner.step([row], 1e-4)
+            held = _bytes_of(self.model) + _bytes_of(learner.optimizer)
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+                learner.step([row], 1e-4)
+        return held + _most(seen)
+
+
+@contextmanager
+def _training(learner: Learner) -> Iterator[None]:
+    learner.set_activations(learner.ways[0])
+    learner.model.train()
+    try:
+        with prepared_for_training(learner.model), learner.task.training(learner.model):
+            yield
+    finally:
+        learner.blocks.restore()
+
+
+def _bytes_of(holder: Any) -> int:
+    """Return the bytes of a model's parameters and buffers, or of an optimizer's state."""
+    if isinstance(holder, torch.nn.Module):
+        tensors = [*holder.parameters(), *holder.buffers()]
+    else:
+        tensors = [t for s in holder.state.values() for t in s.values() if torch.is_tensor(t)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _most(seen: Any) -> int:
+    """Return the most that was allocated at once, beyond what was there before."""
+    events = [
+        (event.start_ns(), event.nbytes())
+        for event in seen.profiler.kineto_results.events()
+        if event.name() == "[memory]" and "CPU" in str(event.device_type())
+    ]
+    live = most = 0
+    for _, num_bytes in sorted(events, key=lambda event: event[0]):
+        live += num_bytes
+        most = max(most, live)
+    return most
+
+
+def main() -> None:
+    """Print planned and measured peaks of every family, form, way and length."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--quantize", default="none,nf4")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    rows, worst = [], 0.0
+    for family in asked.families.split(","):
+        for quantize in asked.quantize.split(","):
+            config = config_of(family)
+            reckoner, measured = reckoner_of(config, quantize), Measured(config, quantize)
+            for way in WAYS:
+                for length in LENGTHS:
+                    told, found = planned(reckoner, way, length), measured.peak(way, length)
+                    off = told / found - 1
+                    worst = max(worst, abs(off))
+                    cells = (f"{told / 1e6:,.1f}", f"{found / 1e6:,.1f}", f"{100 * off:+.1f} %")
+                    rows.append((family, quantize, way, str(length), *cells))
+                    print(*rows[-1], flush=True)
+    columns = ("model", "quantize", "activations", "tokens", "planned MB", "measured MB", "off")
+    print(heading({"here": versions()}))
+    print(table(columns, rows))
+    print(f"Furthest apart: {100 * worst:.1f} %.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The memory and the speed of machines: this one, measured, and GPUs by name."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+
+import torch
+
+from peftkit.errors import ConfigError
+from peftkit.kernels.packed import free_bytes
+
+GPU_SHARE, GPU_CONTEXT = 0.95, 450_000_000
+"""Of a card's memory so much can be allocated, less what CUDA and its libraries take."""
+CPU_PROCESS = 700_000_000
+"""What a Python process takes with torch and transformers loaded, before any model."""
+PRODUCT_SHARE = 0.4
+"""Of the peak rate a step reaches, as the best published LoRA runs do."""
+BANDWIDTH_SHARE = 0.85
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{unit}I": 1 << (10 * n) for n, unit in enumerate("KMGT", 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU: dense bf16 TFLOP/s with fp32 sums, GB/s and GB of its memory, as its maker says."""
+
+    name: str
+    tflops: float
+    gigabytes_per_second: float
+    gigabytes: int
+
+    def seconds(self, flops: float, num_bytes: float) -> float:
+        """Return the time of a step: by its FLOPs, or by the bytes that it reads."""
+        by_flops = flops / (PRODUCT_SHARE * self.tflops * 1e12)
+        return max(by_flops, num_bytes / (BANDWIDTH_SHARE * self.gigabytes_per_second * 1e9))
+
+
+CARDS = (
+    Card("RTX 3060", 25, 360, 12),
+    Card("RTX 4060 Ti", 44, 288, 16),
+    Card("RTX 4090", 165, 1008, 24),
+    Card("A100", 312, 2039, 80),
+    Card("H100", 989, 3350, 80),
+    Card("H200", 989, 4800, 141),
+)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a text like 8GB, 12 GiB or 16 means; a bare number is in GB.
+
+    Raises:
+        ConfigError: It is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?(B?)\s*", text, re.IGNORECASE)
+    value = float(match[1]) if match else 0.0
+    if match is None or value <= 0 or (match[3] and not match[2]):
+        raise ConfigError(
+            f"--memory {text!r} is no size.",
+            found="Expected a number of GB above zero.",
+            fix="Write it as 8GB, 24GB or 7.5GiB.",
+        )
+    return int(value * _UNITS[(match[2] or "G").upper()])
+
+
+def this_machine() -> tuple[int, bool]:
+    """Return the memory that is there for a run in bytes, and whether it is a GPU's.
+
+    Raises:
+        ConfigError: The system does not say.
+    """
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory, True
+    free = free_bytes()
+    if free is None:
+        raise ConfigError(
+            "this machine does not tell how much memory is free.",
+            fix="Say what to plan for: --memory 8GB (a GPU's).",
+        )
+    return free, False
+
+
+def usable(memory: int, on_gpu: bool) -> int:
+    """Return what of a memory is left for tensors."""
+    return int(GPU_SHARE * memory) - GPU_CONTEXT if on_gpu else memory - CPU_PROCESS
+
+
+def measured_rate(dtype: torch.dtype) -> float:
+    """Return the FLOP/s of a product of matrices on this machine, measured for a moment."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = 4096 if device.type == "cuda" else 1024
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    best = float("inf")
+    for _ in range(4):  # the first one makes its kernel
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best

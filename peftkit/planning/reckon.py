@@ -1,0 +1,159 @@
+"""A step of the whole model, reckoned from steps of a few of its blocks.
+
+Blocks of one kind take the same: what the second of two models with one block more takes beyond
+the first is what each further block does. Weights and adapters are counted of all blocks.
+
+Shapes: B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from peftkit.base.shapes import with_depth
+from peftkit.planning.step import (
+    DatalessStep,
+    Setup,
+    StepCount,
+    packed_shapes,
+    skeleton_of,
+    with_method,
+)
+from peftkit.train.memory.blocks import Activations, Blocks
+
+CATEGORIES = ("weights", "adapters", "gradients", "activations")
+FEW, MOST = 2, 8
+"""Blocks that are built: at least, so that inner ones are among them; at most, if kinds differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What a whole model is made of.
+
+    Attributes:
+        num_parameters: Of the base.
+        num_trained: Of the adapter.
+        base_bytes, adapter_bytes: As they are in memory.
+    """
+
+    num_parameters: int
+    num_trained: int
+    base_bytes: int
+    adapter_bytes: int
+
+
+class Reckoner:
+    """Counts steps of one setup; models are built once."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self._steps: dict[int, DatalessStep] = {}
+        self._known: dict[tuple[int, int, Activations], tuple[StepCount, StepCount, float]] = {}
+        self.whole = skeleton_of(setup)
+        blocks = Blocks(self.whole).blocks
+        self.num_blocks = len(blocks)
+        self.ways: tuple[Activations, ...] = Blocks(self.whole).ways("auto", setup.on_gpu)
+        self._depth = _depth_with_all_kinds(blocks)
+
+    @cached_property
+    def weights(self) -> Weights:
+        """What the whole model is made of; puts the method on its skeleton."""
+        parameters = list(self.whole.parameters())
+        base = sum(p.nbytes for p in parameters)
+        for shape, num_bytes in self._packed():
+            base += num_bytes - shape
+        total = sum(p.numel() for p in parameters)
+        with_method(self.whole, self.setup)
+        trained = [p for p in self.whole.parameters() if p.requires_grad]
+        return Weights(total, sum(p.numel() for p in trained), base, sum(p.nbytes for p in trained))
+
+    def _packed(self) -> list[tuple[int, int]]:
+        """Return for each weight that will be packed its bytes before and after."""
+        found, seen = [], set()
+        per = {"int8": 1.0}.get(self.setup.quantize, 0.5)
+        for (_, module, name), shape in packed_shapes(self.whole, self.setup):
+            if (id(module), name) in seen:
+                continue
+            seen.add((id(module), name))
+            number, rows = shape.numel(), shape.numel() // shape[-1]
+            blocks = -(-number // 64)
+            scales = 4 * rows if per == 1.0 else 4 * blocks
+            if per < 1.0 and self.setup.double_quant:
+                scales = blocks + 4 * -(-blocks // 256) + 1028
+            found.append((number * self.setup.dtype.itemsize, int(per * number) + scales))
+        return found
+
+    def count(self, rows: int, length: int, way: Activations) -> StepCount:
+        """Return what a step of the whole model takes."""
+        first, second, more = self._both(rows, length, way)
+        peak = {
+            name: max(0, round(_reckoned(first.peak, second.peak, name, more)))
+            for name in CATEGORIES
+        }
+        flops = round(first.flops + more * (second.flops - first.flops))
+        return StepCount(peak, flops, first.block_input)
+
+    def bytes_per_token(self, rows: int, length: int, way: Activations) -> float:
+        """Return what each further token takes, from two lengths."""
+        first, second, more = self._both(rows, length, way)
+        tokens, other = rows * length, length // 4 if length >= 512 else 4 * length
+        small = self._step(self._depth)
+        elsewhere = _moved_away(small.count(1, other, way), small.num_blocks, self.setup, way)
+        slope = (elsewhere.beside_weights - first.beside_weights) / (other - tokens)
+        return slope + more * (second.beside_weights - first.beside_weights) / tokens
+
+    def _both(self, rows: int, length: int, way: Activations) -> tuple[StepCount, StepCount, float]:
+        """Return a step of few blocks, of some more, and how often the difference is to be added.
+
+        Counted once for each key.
+        """
+        key = rows, length, way
+        if key not in self._known:
+            small = self._step(self._depth)
+            first = _moved_away(small.count(*key), small.num_blocks, self.setup, way)
+            second, more = first, 0.0
+            if small.num_blocks < self.num_blocks:
+                large = self._step(self._depth + 1)
+                second = _moved_away(large.count(*key), large.num_blocks, self.setup, way)
+                more = self.num_blocks - small.num_blocks
+                more /= large.num_blocks - small.num_blocks
+            self._known[key] = first, second, more
+        return self._known[key]
+
+    def _step(self, depth: int) -> DatalessStep:
+        if depth not in self._steps:
+            config = with_depth(self.setup.config, depth)
+            self._steps[depth] = DatalessStep(replace(self.setup, config=config))
+        return self._steps[depth]
+
+
+def _reckoned(first: Mapping[str, int], second: Mapping[str, int], name: str, more: float) -> float:
+    return first.get(name, 0) + more * (second.get(name, 0) - first.get(name, 0))
+
+
+def _depth_with_all_kinds(blocks: list[nn.Module]) -> int:
+    """Return how many blocks of each stack have to be built to have one of each kind."""
+    kinds: list[Any] = [
+        tuple(
+            (name, type(m), tuple(p.shape for p in m._parameters.values() if p is not None))
+            for name, m in block.named_modules()
+        )
+        for block in blocks
+    ]
+    firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    late = [first for first in firsts if first < MOST]  # a second stack's begins far behind
+    return max(FEW, *(first + 1 for first in late)) if late else FEW
+
+
+def _moved_away(count: StepCount, num_blocks: int, setup: Setup, way: Activations) -> StepCount:
+    """Take out of a count the blocks' inputs that wait in main memory."""
+    if way != "offload" or not setup.on_gpu:
+        return count
+    peak = dict(count.peak)
+    peak["activations"] -= count.block_input * max(num_blocks - 2, 0)
+    return replace(count, peak=peak)

@@ -1,0 +1,273 @@
+"""One training step of a model without data: its memory by category, its FLOPs.
+
+The model is built with a few of its blocks, its weights as packed as they will be, the method on
+it; then a forward and a backward pass of the code that trains run under a `Counter`.
+
+Shapes: B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from peftkit.adapter import Adapter, attach
+from peftkit.base.class_head import head_of_classes
+from peftkit.base.purpose import Purpose
+from peftkit.base.shapes import on_meta, untraced
+from peftkit.kernels import cross_entropy
+from peftkit.methods.protocol import Method
+from peftkit.model.places import is_conv1d
+from peftkit.model.training import prepared_for_training
+from peftkit.planning.counter import GPU_ROUNDING, Counter
+from peftkit.quant.layers import empty_packed
+from peftkit.quant.quantize import Job, install_packed, quantizable, tower_paths
+from peftkit.tasks.attention import training_attention
+from peftkit.tasks.head import Head, token_loss
+from peftkit.tasks.loss import accepted, find_head
+from peftkit.tasks.protocol import TaskConfig
+from peftkit.train.memory.blocks import Activations, Blocks
+
+TOKEN_TASKS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
+
+
+@dataclass(frozen=True, slots=True)
+class StepCount:
+    """What one step of a model takes.
+
+    Attributes:
+        peak: Bytes by category at their most: weights, adapters, gradients, activations.
+        flops: Of the forward and the backward pass.
+        block_input: Bytes of the hidden states that enter one block.
+    """
+
+    peak: Mapping[str, int]
+    flops: int
+    block_input: int
+
+    @property
+    def beside_weights(self) -> int:
+        """Bytes of what depends on the rows: activations and gradients."""
+        return self.peak.get("activations", 0) + self.peak.get("gradients", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is trained, and how it is held.
+
+    Attributes:
+        config: The model's; with as many blocks as are to be built.
+        on_gpu: Whether the step takes a GPU's paths.
+    """
+
+    config: Any
+    task: TaskConfig
+    method: Method
+    quantize: str
+    double_quant: bool
+    dtype: torch.dtype
+    on_gpu: bool
+    quantize_towers: bool = False
+
+    @property
+    def is_of_classes(self) -> bool:
+        """Whether the model has a head of classes, which is trained whole."""
+        return self.task.auto_class not in TOKEN_TASKS
+
+
+class DatalessStep:
+    """A model without data that steps can be counted of."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.counter = Counter(GPU_ROUNDING if setup.on_gpu else 1)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        bare = skeleton_of(setup)
+        with self._counting():
+            self.model = _materialised(bare, setup)
+            with self.counter.during("adapters"):
+                self.adapter = with_method(self.model, setup)
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.model.train()
+        self.num_blocks = len(Blocks(self.model).blocks)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        with warnings.catch_warnings(), untraced(), self._mode, self.counter:
+            warnings.simplefilter("ignore")
+            with _loss_of_a_gpu() if self.setup.on_gpu else _one_part_of_each_chunk():
+                yield
+
+    def count(self, rows: int, length: int, activations: Activations) -> StepCount:
+        """Count a step of B rows of T tokens, all of them learnt."""
+        blocks, seen = Blocks(self.model), _Widest()
+        hooks = [block.register_forward_pre_hook(seen, with_kwargs=True) for block in blocks.blocks]
+        hooks += [
+            p.register_post_accumulate_grad_hook(lambda p: self._is_gradient(p.grad))
+            for p in self.trained
+        ]
+        try:
+            blocks.set_activations(activations)
+            with ExitStack() as stack:
+                stack.enter_context(self._counting())
+                with self.counter.during("adapters"):
+                    stack.enter_context(prepared_for_training(self.model))
+                if not self.setup.on_gpu:
+                    stack.enter_context(training_attention(self.model))
+                self.counter.restart()
+                self._step(rows, length)
+                found, flops = dict(self.counter.at_peak), self.counter.flops
+        finally:
+            for hook in hooks:
+                hook.remove()
+            blocks.restore()
+            for parameter in self.trained:
+                parameter.grad = None
+        return StepCount(found, flops, seen.num_bytes)
+
+    def _step(self, rows: int, length: int) -> None:
+        for parameter in self.trained:
+            parameter.grad = None
+        with self.counter.during("activations"):
+            self._loss(rows, length).backward()
+
+    def _is_gradient(self, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self.counter.move(gradient, "gradients")
+
+    def _loss(self, rows: int, length: int) -> Tensor:
+        inputs = accepted(self.model, {**self._inputs(rows, length), "use_cache": False})
+        if self.setup.is_of_classes:
+            loss: Tensor = self.model(**inputs).logits.float().logsumexp(-1).sum()
+            return loss
+        tokens = inputs.get("decoder_input_ids", inputs["input_ids"]).numel()
+        targets = torch.zeros(tokens, dtype=torch.long)
+        return token_loss(self.model, self._head(), inputs, torch.arange(tokens), targets)
+
+    def _inputs(self, rows: int, length: int) -> dict[str, Tensor]:
+        config = self.setup.config
+        if self.setup.task.processor == "image_processor":
+            size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+            channels = getattr(config, "num_channels", 3)
+            return {"pixel_values": torch.zeros(rows, channels, size, size, dtype=self.setup.dtype)}
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        if not config.is_encoder_decoder:
+            return {"input_ids": ids}
+        half = torch.zeros(
+            rows, min(length, getattr(self.setup.task, "max_target_length", length))
+        ).long()
+        return {"input_ids": ids, "decoder_input_ids": half}
+
+    def _head(self) -> Head | None:
+        module = find_head(self.model)
+        if module is None:
+            return None
+        config = self.setup.config.get_text_config()
+        cap = getattr(config, "final_logit_softcapping", None)
+        return Head(module, 1.0, None if cap is None else float(cap))
+
+
+@contextmanager
+def _loss_of_a_gpu() -> Iterator[None]:
+    """Cut the loss into chunks as on a GPU, whatever device tensors without data are of."""
+    before = cross_entropy.CHUNK_BYTES, cross_entropy.WIDE_BYTES
+    cross_entropy.CHUNK_BYTES, cross_entropy.WIDE_BYTES = {}, {}
+    try:
+        yield
+    finally:
+        cross_entropy.CHUNK_BYTES, cross_entropy.WIDE_BYTES = before
+
+
+@contextmanager
+def _one_part_of_each_chunk() -> Iterator[None]:
+    """Let a chunk's loss be counted of its first part: all others reuse the same memory."""
+    whole = cross_entropy.losses_and_gradient
+
+    def part(logits: Tensor, targets: Tensor) -> Tensor:
+        rows = max(1, cross_entropy.WIDE_BYTES["cpu"] // (4 * logits.shape[1]))
+        return whole(logits[:rows], targets[:rows])
+
+    cross_entropy.losses_and_gradient = part
+    try:
+        yield
+    finally:
+        cross_entropy.losses_and_gradient = whole
+
+
+class _Widest:
+    """A hook on blocks that sees how much enters them."""
+
+    num_bytes = 0
+
+    def __call__(self, block: nn.Module, args: tuple[Any, ...], more: dict[str, Any]) -> None:
+        hidden = next((x for x in (*args, *more.values()) if isinstance(x, Tensor)), None)
+        if hidden is not None:
+            self.num_bytes = max(self.num_bytes, hidden.numel() * hidden.element_size())
+
+
+def plain_purpose(task: TaskConfig) -> Purpose:
+    """Return what a task's model is for, before its data say the labels."""
+    return Purpose(task.type, task.auto_class, task.processor)
+
+
+def skeleton_of(setup: Setup) -> Any:
+    """Build the bare model on the meta device, its weights tied and frozen."""
+    model: Any = on_meta(setup.config, plain_purpose(setup.task), setup.dtype)
+    model.tie_weights()
+    return model.requires_grad_(False)
+
+
+def with_method(model: Any, setup: Setup) -> Adapter:
+    """Put the method on a model, and have the head of a task of classes trained whole."""
+    head = head_of_classes(model) if setup.is_of_classes else ()
+    whole = tuple(dict.fromkeys((*setup.method.train_fully, *head)))
+    return attach(model, setup.method.model_copy(update={"train_fully": whole}), fresh=False)
+
+
+def packed_shapes(model: Any, setup: Setup) -> list[tuple[Job, torch.Size]]:
+    """Return every weight that will be packed, and the shape that it has then."""
+    if setup.quantize == "none":
+        return []
+    head = head_of_classes(model) if setup.is_of_classes else ()
+    towers = () if setup.quantize_towers else tower_paths(model)
+    found = []
+    for job in quantizable(model, keep=(*head, *towers)):
+        shape = job[1]._parameters[job[2]].shape  # type: ignore[union-attr]
+        turned = job[2] == "weight" and is_conv1d(job[1])
+        found.append((job, torch.Size(reversed(shape)) if turned else shape))
+    return found
+
+
+def _materialised(model: Any, setup: Setup) -> Any:
+    """Give a model on the meta device tensors without data, packed as they will be."""
+    jobs, packings = [], {}
+    made: dict[tuple[int, str], nn.Parameter] = {}
+    for job, shape in packed_shapes(model, setup):
+        jobs.append(job)
+        key = (id(job[1]), job[2])
+        if key not in made:
+            packed, packing = empty_packed(
+                shape, setup.quantize, setup.dtype, double_quant=setup.double_quant
+            )
+            made[key] = nn.Parameter(packed, requires_grad=False)
+            packings[id(made[key])] = packing
+    for _, module, name in jobs:
+        module._parameters[name] = made[id(module), name]
+    install_packed(model, jobs, packings, torch.device("cpu"))
+    for module in model.modules():
+        for name, tensor in module._parameters.items():
+            if tensor is not None and tensor.device.type == "meta":
+                new = torch.empty_like(tensor, device="cpu")
+                module._parameters[name] = nn.Parameter(new, requires_grad=False)
+        for name, tensor in module._buffers.items():
+            if tensor is not None and tensor.device.type == "meta":
+                module._buffers[name] = torch.empty_like(tensor, device="cpu")
+    model.tie_weights()
+    return model
