@@ -39,6 +39,8 @@ from peftkit.methods.loftq import loftq_starts
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import Method, Start
 from peftkit.methods.table import AnyMethod
+from peftkit.model.roles import ALL_LINEAR
+from peftkit.quant.quantize import tower_paths
 from peftkit.report.facts import BeforeRun
 from peftkit.report.live import LiveReport
 from peftkit.tasks.causal_lm import CausalLMConfig
@@ -377,9 +379,15 @@ def open_base(recipe: Recipe, purpose: Purpose, *, on_event: Listener = ignore) 
 
 
 def _with_head_and_tokens(recipe: Recipe, base: Base) -> Method:
-    """Return the method with all that is trained beside it; the base takes the new tokens in."""
+    """Return the method with all that is trained beside it; the base takes the new tokens in.
+
+    Where no targets are named, towers for images and sound are left as they are.
+    """
     whole = tuple(dict.fromkeys((*recipe.method.train_fully, *base.head)))
     beside: dict[str, Any] = {"train_fully": whole}
+    unnamed = "targets" not in recipe.method.model_fields_set
+    if unnamed and recipe.method.targets == ALL_LINEAR and tower_paths(base.model):
+        beside["targets"] = (f"language.{ALL_LINEAR}",)
     if recipe.base.new_tokens:
         ids = add_tokens(base, recipe.base.new_tokens)
         beside["token_rows"] = token_rows(base.model, ids)

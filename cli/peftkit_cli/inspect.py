@@ -155,12 +155,11 @@ def _split_name(name: str) -> tuple[str, str]:
 
 def model_facts(name: str) -> tuple[dict[str, Any], list[Group], list[MethodFacts]]:
     """Build a model without weights, name the roles of its modules, and try every method on it."""
-    from peftkit.base.load import skeleton
     from peftkit.model.blocks import blocks
     from peftkit.model.places import find_places
     from peftkit.model.targets import find_roles
 
-    model = skeleton(name)
+    model = _without_weights(name)
     parameters = list(model.parameters())
     facts = {
         "kind": "model",
@@ -175,6 +174,20 @@ def model_facts(name: str) -> tuple[dict[str, Any], list[Group], list[MethodFact
         group for role, sites in find_roles(model).items() for group in _groups(model, role, sites)
     ]
     return facts, groups, list(method_facts(model))
+
+
+def _without_weights(name: str) -> nn.Module:
+    """Build a model that writes text, with or without images before it."""
+    from peftkit.base.load import skeleton
+    from peftkit.tasks.image_text import ImageTextConfig
+
+    try:
+        return skeleton(name)
+    except BaseError as error:
+        try:
+            return skeleton(name, purpose=ImageTextConfig().purpose)
+        except BaseError:
+            raise error from None
 
 
 def _groups(model: nn.Module, role: str, sites: Sequence[Site]) -> list[Group]:
@@ -199,9 +212,9 @@ def weight_shape(model: nn.Module, role: str, site: Site) -> tuple[int, ...]:
         *leading, num_out = stacked_shape(module, site.parameter)
     elif site.parameter is None and is_linear(module):
         *leading, num_out = linear_shape(module)
-    else:  # an embedding, (rows, width); a bare router, (out, in)
+    else:  # an embedding, (rows, width), or of patches, (width, channels, ...); a bare router
         weight = getattr(module, site.parameter or "weight")
-        first, second = weight.shape
+        first, second = weight.shape[0], weight[0].numel()
         *leading, num_out = (first, second) if site.parameter is None else (second, first)
     return (*leading, len(site.rows[role]) if site.rows else num_out)
 

@@ -267,7 +267,11 @@ def _card(
         )
     name = merged.folder.name
     kind = purpose.auto_class
-    processor = "AutoTokenizer" if purpose.processor == "tokenizer" else "AutoImageProcessor"
+    processor = {
+        "tokenizer": "AutoTokenizer",
+        "image_processor": "AutoImageProcessor",
+        "multimodal": "AutoProcessor",
+    }[purpose.processor]
     code = (
         f"from transformers import {kind}, {processor}\n\n"
         f'model = {kind}.from_pretrained("{name}")\n'

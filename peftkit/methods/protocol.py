@@ -144,7 +144,8 @@ class Method(Config, ABC):
 
     type: str
     targets: tuple[str, ...] | str = "all-linear"
-    """Roles (q, k, v, o, gate, up, down, ...), groups (attention, ffn, all-linear), or names."""
+    """Roles (q, k, v, o, gate, up, down, ...), groups (attention, ffn, all-linear), or names. Where
+    a recipe names none, towers for images and sound are left out."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """dtype of the adapter's weights, whatever the base's is."""
     train_fully: tuple[str, ...] = ()

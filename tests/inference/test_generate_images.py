@@ -269,6 +269,25 @@ def test_check_shows_rows_with_their_images(base_folder: Path, data: Path, tmp_p
     assert shown[0].rows[1] == ("learnt", "red<|im_end|>")
 
 
+def test_without_targets_the_language_side_alone_is_adapted(
+    base_folder: Path, data: Path, tmp_path: Path
+) -> None:
+    settings = settings_of(base_folder, data, tmp_path / "run")
+    ready = recipe.prepare(settings.model_copy(update={"method": LoRA(rank=2)}))
+    assert all(".language_model." in path for path in ready.adapter.modules)
+    assert len(ready.adapter.modules) == 2 * 7
+    everything = LoRA(rank=2, targets="all-linear")
+    ready = recipe.prepare(settings.model_copy(update={"method": everything}))
+    assert any(".vision_tower." in path for path in ready.adapter.modules)
+
+
+def test_a_model_that_sees_is_inspected(
+    base_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("inspect", str(base_folder))
+    assert "vision_q" in capsys.readouterr().out
+
+
 def test_settings_that_the_task_cannot_use_are_named(base_folder: Path, data: Path) -> None:
     with pytest.raises(PeftkitError, match=r"data.max_pixels is not used by the task causal_lm"):
         recipe.Recipe(
