@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import model_validator
 
 from peftkit.adapter import Adapter, attach
-from peftkit.base.load import Base, BaseConfig, load_base
+from peftkit.base.load import Base, BaseConfig, default_device, load_base
 from peftkit.base.new_tokens import add_tokens, save_tokenizer, token_rows
 from peftkit.base.purpose import Purpose
 from peftkit.config import schema
@@ -52,6 +52,7 @@ from peftkit.train.loop import check_output, train_prepared
 from peftkit.train.metrics import require_trackers
 from peftkit.train.ranks import Ranks
 from peftkit.train.run import Result
+from peftkit.train.sharding import check_sharding, local_bytes, shard_base
 from peftkit.train.signals import Interrupted, stop_requests, stopping_at_once
 
 RECIPE = "recipe.yaml"
@@ -192,6 +193,8 @@ def run(
         Interrupted: SIGINT or SIGTERM came; what was reached is saved.
     """
     folder = recipe.train.output_dir
+    if recipe.train.shard != "none":
+        check_sharding(recipe.train, recipe.method.type, recipe.task.type)
     check_output(recipe.train, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
     with stopping_at_once("stopped before the first step; what was there is as it was."):
         before = BeforeRun(on_event)
@@ -214,6 +217,8 @@ def run(
         on_event=report.on_event,
         watch=watch,
     )
+    if recipe.train.shard != "none":
+        result = _measured(ready, result, on_event)  # all processes run the model
     if result.is_main:
         with stop_requests() as stop:
             result = save_result(recipe, ready, result, on_event=on_event)
@@ -257,7 +262,8 @@ def save_result(
     weights.save(folder)
     if told := refused_by_peft(ready.adapter):
         on_event(Notice(told))
-    result = _measured(ready, result, on_event)
+    if recipe.train.shard == "none":
+        result = _measured(ready, result, on_event)
     _write_papers(recipe, ready, result, on_event)
     on_event(Saved("adapter", folder))
     return result
@@ -333,6 +339,8 @@ def prepare(
         seed = recipe.train.seed
         adapter = attach(base.model, method, starts=starts, fresh=not resume, seed=seed)
     on_event(adapter_table(adapter))
+    if recipe.train.shard != "none":
+        base = _sharded(recipe, base, on_event)
     if told := small_reach(adapter, base.audit):
         on_event(Notice(told))
     data = recipe.data
@@ -349,6 +357,16 @@ def prepare(
     train = task.load(recipe.data.train)
     evaluation = task.load(recipe.data.eval) if recipe.data.eval else []
     return Prepared(recipe, base, adapter, task, settings, train, evaluation, continued)
+
+
+def _sharded(recipe: Recipe, base: Base, on_event: Listener) -> Base:
+    """Spread the base over the processes; return it as it is then, on this process's device."""
+    device = default_device()
+    whole = local_bytes(base.model)["base"]
+    shard_base(base.model, device, offload=recipe.train.shard == "offload")
+    own = local_bytes(base.model)["base"]
+    on_event(Notice(f"The base is spread over processes: {own / 1e9:.2f} of {whole / 1e9:.2f} GB."))
+    return replace(base, device=device)
 
 
 def _reference(
@@ -372,6 +390,7 @@ def open_base(recipe: Recipe, purpose: Purpose, *, on_event: Listener = ignore) 
         double_quant=recipe.base.double_quant,
         quantize_towers=recipe.base.quantize_towers,
         purpose=purpose,
+        device=None if recipe.train.shard == "none" else "cpu",
         on_event=on_event,
     )
     on_event(base.audit.table())
@@ -430,6 +449,8 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
         PeftkitError: The first thing that would have stopped the run.
     """
     require_trackers(recipe.train.log_to)
+    whole = recipe.train.model_copy(update={"shard": "none"})  # this is one process
+    recipe = recipe.model_copy(update={"train": whole})
     ready = prepare(recipe, on_event=on_event)
     for row in ready.train[:num_rows]:
         pieces = tuple(ready.task.spans(row))

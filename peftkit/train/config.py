@@ -97,6 +97,10 @@ class TrainConfig(Config):
     """What is asked then; by default the first eval rows."""
     sample_tokens: int = Field(default=64, ge=1)
     """Tokens of a sample at most."""
+    shard: Literal["none", "base", "offload"] = "none"
+    """With several processes: base spreads the frozen base over them, block by block, where one
+    device does not hold it; offload keeps the parts in main memory besides. The adapter stays whole
+    on each."""
     log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Trackers that get the metrics too; metrics.jsonl is always written."""
 

@@ -17,6 +17,7 @@ from peftkit.train.learner import TOO_LARGE
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
 from peftkit.train.metrics import perplexity
 from peftkit.train.ranks import Ranks
+from peftkit.train.sharding import is_sharded
 from peftkit.train.signals import StopRequest
 from peftkit.train.task import Task
 from peftkit.train.whole_step import StepValues, step_values
@@ -43,7 +44,7 @@ class Evaluator:
             config.batch_size,
             config.tokens_at_once(ranks.device.type),
         )
-        self.rows = rows[ranks.rank :: ranks.world_size]
+        self.all_rows, self.rows = rows, rows[ranks.rank :: ranks.world_size]
         self.ranks, self.stop = ranks, stop
         self.feed = Feed(task, ranks.device)
 
@@ -94,7 +95,9 @@ class Evaluator:
         sums = torch.zeros(1 + self.task.num_figures, device=self.ranks.device)
         targets, known = 0, self._known()
         pending = self._cut(self.rows)
-        while pending and not self.stop.signum:
+        sharded = is_sharded(self.model)
+        idle = self.ranks.max(len(pending)) - len(pending) if sharded else 0
+        while pending and (sharded or not self.stop.signum):
             rows = pending.pop(0)
             result = self._try(rows, pending[:1], known)
             if result is None:
@@ -109,6 +112,8 @@ class Evaluator:
                 continue
             sums += result[0]
             targets += result[1]
+        for _ in range(idle):  # the other processes need this one's part of the base
+            self._try(self.all_rows[:1])
         return sums, targets
 
     def _cut(self, rows: Sequence[Any]) -> list[Sequence[Any]]:

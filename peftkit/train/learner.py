@@ -24,6 +24,7 @@ from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory,
 from peftkit.train.memory.plan import BUSY
 from peftkit.train.optim import LossScale, build_optimizer, complete_gradients, set_learning_rate
 from peftkit.train.ranks import Ranks
+from peftkit.train.sharding import is_sharded
 from peftkit.train.signals import StopRequest
 from peftkit.train.state import State
 from peftkit.train.task import Task
@@ -74,6 +75,8 @@ class Learner:
     Attributes:
         state: Its `micro_batch`, `micro_tokens` and `activations` follow what fits into memory.
         ways: What may be kept of activations, the fastest first.
+        sharded: Whether the base is: then all processes run the model equally often, and who has
+            fewer micro-batches runs `idle_rows` through it, without learning.
     """
 
     def __init__(
@@ -94,6 +97,8 @@ class Learner:
         self.feed = Feed(task, ranks.device)
         self.blocks = Blocks(model)
         self.ways = self.blocks.ways(config.gradient_checkpointing, on_gpu)
+        self.sharded, self._num_idle = is_sharded(model), 0
+        self.idle_rows: Sequence[Any] = ()
         self._asked = config.batch_size, config.tokens_at_once(ranks.device.type)
         self.state = State(*self._asked, self.ways[0])
 
@@ -182,6 +187,8 @@ class Learner:
         known: StepValues | None,
     ) -> tuple[Tensor, str]:
         """Return what is summed, the gradients in place; uses less memory until it suffices."""
+        if self.sharded:
+            self._num_idle = self.ranks.max(len(batches)) - len(batches)
         before, said = replace(self.state), ""
         while isinstance(sums := self._try(batches, total, known), str):
             release_memory()
@@ -248,9 +255,17 @@ class Learner:
                 sums = self._sums(batch)
                 (sums[0] * (self.scale.factor / total)).backward()
                 summed += sums.detach()  # stays on the device: .item() would wait for it
+            for _ in range(self._num_idle):
+                (self.loss(self.idle_rows) * 0.0).backward()
         except Exception as error:
             if self.blocks.compiled and is_compile_error(error):
                 return told(error)
+            if is_out_of_memory(error) and self.sharded:
+                raise RunError(
+                    "memory ran out on one process, and the others wait for its part of the base",
+                    fix="Lower train.tokens_per_batch or train.batch_size, or set "
+                    "train.gradient_checkpointing: true.",
+                ) from None
             if is_out_of_memory(error):
                 return OUT_OF_MEMORY  # not the error: its traceback holds the activations
             raise
@@ -369,7 +384,7 @@ class Learner:
             return diagnose(
                 self.model,
                 self.loss,
-                self.micro_batches(rows),
+                [] if self.sharded else self.micro_batches(rows),
                 step=self.state.step + 1,
                 loss=facts.loss,
                 grad_norm=facts.grad_norm,

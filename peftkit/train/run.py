@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from peftkit.data.lengths import num_tokens
 from peftkit.errors import PeftkitError, RunError
 from peftkit.events import (
     EvalDone,
@@ -151,7 +152,9 @@ class Run:
         """Have a method's layers laid out for the precision that they will compute in."""
         with ExitStack() as stack:
             with self.ranks.autocast():
-                layout = prepared_for_training(self.model, wanted=self.config.group_layers)
+                layout = prepared_for_training(
+                    self.model, wanted=self.config.group_layers and not sharded
+                )
                 stack.enter_context(layout)
             yield
 
@@ -176,7 +179,11 @@ class Run:
             resume: None to start; else resume, with these changes allowed.
         """
         self.start(resume)
-        plan_memory_and_compile(self.learner, self.rows, self.num_steps, self.say)
+        if self.learner.sharded:  # processes would come to different plans
+            self.learner.state.planned, self.learner.state.compiled = True, False
+            self.learner.idle_rows = [min(self.rows, key=num_tokens)]
+        else:
+            plan_memory_and_compile(self.learner, self.rows, self.num_steps, self.say)
         self._give_back()
         self.say(self.header())
         if resume is not None:
