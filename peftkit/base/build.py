@@ -108,7 +108,8 @@ def build(
     model, fresh = load_model(location, revision, purpose, form.dtype, stream, on_event)
     model.requires_grad_(False).eval()
     text = model.config.get_text_config()
-    if purpose.head is not None and text.pad_token_id is None and pad_token_id is not None:
+    unset = getattr(text, "pad_token_id", None) is None
+    if purpose.head is not None and unset and pad_token_id is not None:
         text.pad_token_id = pad_token_id  # its head reads the last token
     head = _trained_head(model, fresh) if purpose.head else ()
     adopt_bitsandbytes(model, form.dtype)

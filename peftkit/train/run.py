@@ -153,7 +153,7 @@ class Run:
         with ExitStack() as stack:
             with self.ranks.autocast():
                 layout = prepared_for_training(
-                    self.model, wanted=self.config.group_layers and not sharded
+                    self.model, wanted=self.config.group_layers and not self.learner.sharded
                 )
                 stack.enter_context(layout)
             yield
