@@ -1,8 +1,8 @@
 """Several adapted layers that read one input, their updates beside the products with the base.
 
-    y_i = X W_i^T + b_i + H_i (s_i B_i)^T        H = X A^T, one product for all layers
-    G_i = dy_i s_i B_i        dX = sum over layers of dy_i W_i + G A        dA = G^T X
-    dB_i = s_i dy_i^T H_i
+    y_i = X W_i^T + b_i + H_i B_i^T        H = X (s A)^T, one product for all layers
+    G_i = dy_i B_i        dX = sum over layers of dy_i W_i + G s A
+    dA = s G^T X        dB_i = dy_i^T H_i
 
 The base's weights are read as they lie, packed ones too: nothing is laid out anew, which for a
 model that fills a GPU would not fit. Each update is added to the base's product where that stands:
@@ -39,7 +39,7 @@ class Layer(NamedTuple):
 
 
 class BesideLinear(torch.autograd.Function):
-    """y = X W^T + b + X A^T (s B)^T of each layer, with gradients of X, A and B."""
+    """y = X W^T + b + X (s A)^T B^T of each layer, with gradients of X, A and B."""
 
     @staticmethod
     def forward(
@@ -55,19 +55,19 @@ class BesideLinear(torch.autograd.Function):
 
         Args:
             x: (M, in). dropped: The input of A where that is another one, after dropout.
-            lora_a: (R, in), in x's dtype. scales: (R,), s of each hidden column.
-            tensors: s B (out, r) of each layer; then of each its weight, scales and bias; then A
+            lora_a: (R, in), s A, in x's dtype. scales: (R,), s of each of its rows.
+            tensors: B (out, r) of each layer; then of each its weight, scales and bias; then A
                 and then B of each: what the gradients go to; not read.
         """
-        scaled, base, masters = _parted(layers, tensors)
+        lora_b, base, masters = _parted(layers, tensors)
         hidden = torch.mm(x if dropped is None else dropped, lora_a.t())
         outputs = []
         parts = hidden.split([layer.num_hidden for layer in layers], 1)
-        for layer, own, lora_b, part in zip(layers, base, scaled, parts, strict=True):
+        for layer, own, b, part in zip(layers, base, lora_b, parts, strict=True):
             bias = own[-1].to(x.dtype) if layer.has_bias else None
             out = functional.linear(x, _weight(layer, own, x.dtype), bias)
-            outputs.append(out.addmm_(part, lora_b.t()))
-        ctx.save_for_backward(x, dropped, hidden, lora_a, scales, *scaled, *_flat(base))
+            outputs.append(out.addmm_(part, b.t()))
+        ctx.save_for_backward(x, dropped, hidden, lora_a, scales, *lora_b, *_flat(base))
         ctx.layers, ctx.dtypes = layers, [master.dtype for master in masters]
         return tuple(outputs)
 
@@ -76,8 +76,9 @@ class BesideLinear(torch.autograd.Function):
         """Return the gradients of x, dropped, and each A and B."""
         x, dropped, hidden, lora_a, scales, *rest = ctx.saved_tensors
         layers: tuple[Layer, ...] = ctx.layers
-        scaled, base, _ = _parted(layers, rest)
-        back = torch.cat([torch.mm(g, b) for g, b in zip(grads, scaled, strict=True)], 1)
+        lora_b, base, _ = _parted(layers, rest)
+        backs = [torch.mm(grad, b) for grad, b in zip(grads, lora_b, strict=True)]
+        back = torch.cat(backs, 1) if len(backs) > 1 else backs[0]
         grad_x = grad_dropped = None
         if ctx.needs_input_grad[0]:  # else nothing below these layers learns
             for grad, layer, own in zip(grads, layers, base, strict=True):
@@ -87,31 +88,27 @@ class BesideLinear(torch.autograd.Function):
                 grad_x = torch.addmm(grad_x, back, lora_a)
             else:
                 grad_dropped = torch.mm(back, lora_a)
-        grad_a = torch.mm(back.t(), x if dropped is None else dropped)
+        grad_a = torch.mm(back.t(), x if dropped is None else dropped) * scales[:, None]
         sizes = [layer.num_hidden for layer in layers]
-        grads_b = [
-            torch.mm(grad.t(), part) * scale
-            for grad, part, scale in zip(
-                grads, hidden.split(sizes, 1), scales.split(sizes), strict=True
-            )
-        ]
+        parts = hidden.split(sizes, 1)
+        grads_b = [torch.mm(grad.t(), part) for grad, part in zip(grads, parts, strict=True)]
         own_grads = (*grad_a.split(sizes), *grads_b)
         cast = [g.to(dtype) for g, dtype in zip(own_grads, ctx.dtypes, strict=True)]
-        nothing = [None] * (len(scaled) + sum(map(len, base)))
+        nothing = [None] * (len(lora_b) + sum(map(len, base)))
         return grad_x, grad_dropped, None, None, None, *nothing, *cast
 
 
 def _parted(
     layers: tuple[Layer, ...], tensors: Any
 ) -> tuple[list[Tensor], list[list[Tensor]], list[Tensor]]:
-    """Return s B of each layer, what its base has, and all that is left."""
-    scaled, rest = list(tensors[: len(layers)]), list(tensors[len(layers) :])
+    """Return B of each layer, what its base has, and all that is left."""
+    lora_b, rest = list(tensors[: len(layers)]), list(tensors[len(layers) :])
     base = []
     for layer in layers:
         count = layer.num_tensors + layer.has_bias
         base.append(rest[:count])
         rest = rest[count:]
-    return scaled, base, rest
+    return lora_b, base, rest
 
 
 def _flat(base: list[list[Tensor]]) -> list[Tensor]:

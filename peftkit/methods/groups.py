@@ -25,10 +25,12 @@ class Group(ABC):
     Attributes:
         how: In words, for the header of a run.
         members: The layers, in the order of their rows.
-        copies: Where A of each member and then s B of each go.
+        copies: Where A of each member and then B of each go.
+        scales_a: Whether it is A that is scaled there, or B.
     """
 
     how = ""
+    scales_a = False
     copies: list[Tensor]
 
     def __init__(self, members: Sequence[LoRALinear]) -> None:
@@ -108,14 +110,14 @@ def copy_masters(groups: Sequence[Group]) -> None:
     """
     if not groups:
         return
-    members = [member for group in groups for member in group.members]
-    scaled = iter(
-        torch._foreach_mul([m.full_b().detach() for m in members], [m.scaling for m in members])
-    )
-    sources = []
+    sources: list[Tensor] = []
+    scales: list[float] = []
     for group in groups:
+        own, ones = [member.scaling for member in group.members], [1.0] * len(group.members)
         sources += [member.full_a().detach() for member in group.members]
-        sources += [next(scaled) for _ in group.members]
+        sources += [member.full_b().detach() for member in group.members]
+        scales += own + ones if group.scales_a else ones + own
+    sources = list(torch._foreach_mul(sources, scales))
     torch._foreach_copy_([copy.data for group in groups for copy in group.copies], sources)
     for group in groups:
         group.mark_fresh()
@@ -205,6 +207,7 @@ class BesideGroup(Group):
     """The base untouched, packed or not; updates of all layers by one product with A."""
 
     how = "beside the base"
+    scales_a = True
 
     def __init__(self, members: Sequence[LoRALinear]) -> None:
         super().__init__(members)

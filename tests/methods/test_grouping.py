@@ -88,6 +88,8 @@ def test_together_is_the_same_as_each_alone(
     way: type[Group],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if way is BesideGroup and targets != "all-linear":
+        pytest.skip("which layers are adapted is nothing to a base that is not touched")
     method = LoRA(rank=3, alpha=6, targets=targets)
     adapter = filled(built(family, dtype, kind, kept=way is JoinedGroup), method)
     loss, grads = gradients(adapter)
@@ -145,10 +147,10 @@ def test_gradients_beside_the_base_are_those_of_finite_differences(
     frozen = [t for pair in zip(base, bias, strict=True) for t in pair] if with_bias else base
 
     def compute(x: torch.Tensor, *masters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        scaled = [s * m.detach() for s, m in zip((0.5, 2.0), masters[2:], strict=True)]
         given = None if mask is None else x * mask
-        stacked = torch.cat([m.detach() for m in masters[:2]])
-        return BesideLinear.apply(x, given, stacked, scales, layers, *scaled, *frozen, *masters)
+        stacked = torch.cat([m.detach() for m in masters[:2]]) * scales[:, None]
+        lora_b = [m.detach() for m in masters[2:]]
+        return BesideLinear.apply(x, given, stacked, scales, layers, *lora_b, *frozen, *masters)
 
     assert torch.autograd.gradcheck(compute, (x, *a, *b))
     given = x if mask is None else x * mask
