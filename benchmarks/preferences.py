@@ -1,0 +1,168 @@
+"""Preferences beside TRL: is every loss the same, and how fast is DPO?
+
+    python -m benchmarks.preferences --peers PEERS/bin/python          # each loss, 10 steps in fp32
+    python -m benchmarks.preferences --peers PEERS/bin/python --speed  # DPO in bf16, SmolLM2-135M
+
+The first takes a small Llama with random weights, unless --model names another, and exits 1 when a
+loss differs by more than 1e-4. KTO's rows are few, all in each step: TRL takes the answers of other
+prompts from its batch, peftkit from the file. ORPO's and CPO's own loss is a mean over the tokens
+of a batch in TRL and over pairs here: TRL gets its pairs one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.orders import make_rows
+from benchmarks.workers import work
+from peftkit.adapter import attach
+from peftkit.base.load import load_base
+from peftkit.base.locate import locate
+from peftkit.base.pretrained import load_tokenizer
+from peftkit.events import ignore
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.methods.lora import LoRA
+from peftkit.train.order import Order
+
+NAME = "smollm2-135m"
+TOLERANCE = 1e-4
+LOSSES = ("dpo", "ipo", "robust", "hinge", "orpo", "simpo", "cpo", "kto")
+STEPS, BATCH_SIZE = 10, 4
+SHAPES = {"long prompts": (6, 1), "long answers": (1, 4)}
+"""Orders in a prompt, and in an answer."""
+
+
+def pairs(folder: Path, count: int, asked: int = 1, answered: int = 1) -> list[dict[str, Any]]:
+    """Return orders, their JSON, and another order's JSON."""
+    lines = make_rows(folder, count * max(asked, answered) + 1).read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    made = []
+    for n in range(count):
+        some = rows[n * max(asked, answered) :]
+        prompt = " ".join(row["instruction"] for row in some[:asked]) + "\n"
+        chosen, rejected = (
+            " ".join(row["output"] for row in some[at : at + answered]) for at in (0, 1)
+        )
+        made.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    return made
+
+
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one answer of each pair, in turn a wanted and an unwanted one."""
+    sides = (("chosen", True), ("rejected", False))
+    return [
+        {"prompt": row["prompt"], "completion": row[sides[n % 2][0]], "label": sides[n % 2][1]}
+        for n, row in enumerate(rows)
+    ]
+
+
+def write(rows: Sequence[dict[str, Any]], file: Path) -> str:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def job_of(args: argparse.Namespace, rows: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """Return what both sides are told."""
+    steps = len(rows) // BATCH_SIZE
+    order = Order(len(rows), BATCH_SIZE, 0)
+    ordered = [rows[index] for step in range(steps) for index in order.group(step)]
+    return {
+        "source": locate(args.model).source,
+        "file": write(rows, folder / "rows.jsonl"),
+        "ordered": write(ordered, folder / "ordered.jsonl"),
+        "batch_size": BATCH_SIZE,
+        "steps": steps,
+        "max_length": 1024,
+        "settings": {},
+    }
+
+
+def small_model(folder: Path) -> str:
+    """Write a Llama of four layers with random weights and SmolLM2's tokenizer."""
+    tokenizer = load_tokenizer(locate(NAME), None, ignore)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        initializer_range=0.1,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def parity(args: argparse.Namespace, folder: Path) -> int:
+    """Compare the losses of each step; return 1 if one differs."""
+    args.model = args.model or small_model(folder / "model")
+    base = load_base(args.model, dtype="fp32")
+    save_adapter(attach(base.model, LoRA(rank=8, alpha=16)), folder / "start")
+    del base
+    worst = 0.0
+    print("loss     first     last      TRL's last  largest difference")
+    for loss in args.losses:
+        rows = pairs(folder, STEPS * BATCH_SIZE if loss != "kto" else BATCH_SIZE)
+        job = job_of(args, verdicts(rows) if loss == "kto" else rows, folder)
+        job |= {"loss": loss, "dtype": "fp32", "adapter": str(folder / "start"), "exact": True}
+        job |= {"learning_rate": 1e-4, "steps": STEPS}
+        if loss == "robust":
+            job["settings"] = {"label_smoothing": 0.1}
+        if loss == "kto":  # the rows stand as they are in the file
+            job["ordered"] = job["file"]
+        ours = work("ours_preferences", job, folder)["losses"]
+        theirs = work("trl_preferences", job, folder, python=args.peers)["losses"]
+        differs = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+        worst = max(worst, differs)
+        print(
+            f"{loss:8} {ours[0]:.6f}  {ours[-1]:.6f}  {theirs[-1]:.6f}    {differs:.1e}", flush=True
+        )
+    print(f"largest difference {worst:.1e}, allowed {TOLERANCE:.0e}")
+    return int(worst > TOLERANCE)
+
+
+def speed(args: argparse.Namespace, folder: Path) -> int:
+    """Compare pairs per second and peak memory of DPO, the reference computed before."""
+    args.model = args.model or NAME
+    print("rows          by       pairs/s  with the reference  peak MB")
+    for name, (asked, answered) in SHAPES.items():
+        job = job_of(args, pairs(folder, args.rows, asked, answered), folder)
+        job |= {"loss": "dpo", "dtype": "bf16", "rank": 16, "learning_rate": 1e-5, "exact": False}
+        for side, python in (("ours", None), ("trl", args.peers)):
+            kwargs = {} if python is None else {"python": python}
+            found = work(f"{side}_preferences", job, folder, **kwargs)
+            steps = found["step_seconds"][1:]
+            rate = BATCH_SIZE * len(steps) / sum(steps)
+            whole = args.rows / found["seconds"]
+            peak = found["peak_bytes"] / 1e6
+            print(f"{name:13} {side:8} {rate:7.2f}  {whole:18.2f}  {peak:7,.0f}", flush=True)
+    return 0
+
+
+def main() -> int:
+    """Run what was asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", required=True, help="python of an environment with trl and peft")
+    parser.add_argument("--model")
+    parser.add_argument("--losses", type=lambda text: text.split(","), default=LOSSES)
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--rows", type=int, default=48)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        return (speed if args.speed else parity)(args, Path(folder))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
