@@ -41,6 +41,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "triton": ("kernels/",),
     "accelerate": ("train/",),
     "datasets": ("data/load",),
+    "pyarrow": ("data/stored",),  # datasets brings it; imported when rows are encoded
     "transformers": ("base/", "tasks/", "methods/prefix", "methods/prefix_cache", "inference/"),
     "gguf": ("formats/gguf/",),  # the optional extra; imported when called
     "huggingface_hub": ("formats/hub",),

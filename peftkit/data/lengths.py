@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 MULTIPLE = 8
@@ -11,6 +12,12 @@ MULTIPLE = 8
 def num_tokens(row: Any) -> int:
     """Return a row's length in tokens, the decoder's beside the encoder's; 0 if it does not say."""
     return sum(_lengths(row))
+
+
+def tokens_of_each(rows: Sequence[Any]) -> Sequence[int]:
+    """Return each row's length in tokens; rows that are not in memory know it without a look."""
+    known: Sequence[int] | None = getattr(rows, "num_tokens", None)
+    return [num_tokens(row) for row in rows] if known is None else known
 
 
 def padded(*rows: Any) -> int:

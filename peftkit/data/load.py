@@ -71,19 +71,31 @@ def read_records(where: str) -> list[Record]:
     Raises:
         DataError: It cannot be found or read; with file, line and column where there are any.
     """
+    return list(iterate_records(where))
+
+
+def is_json_lines(path: Path) -> bool:
+    """Return whether a file is read line by line."""
+    return path.is_file() and _READERS.get(path.suffix.lower()) is read_jsonl
+
+
+def iterate_records(where: str) -> Iterator[Record]:
+    """Yield every row, as `read_records` does; of JSON Lines and Parquet a few are in memory."""
     path = Path(where).expanduser()
     if path.is_file():
         reader = _READERS.get(path.suffix.lower())
         if reader is None:
             raise _unknown_suffix(path)
-        records = [Record(fields, f"{where}:{line}") for line, fields in reader(path)]
+        rows = reader(path)
     elif path.is_dir() or _is_data_set(where):
-        records = [Record(fields, f"{where}:{row}") for row, fields in _read_data_set(where)]
+        rows = _read_data_set(where)
     else:
         raise _missing(where, path)
-    if not records:
+    number = None
+    for number, fields in rows:
+        yield Record(fields, f"{where}:{number}")
+    if number is None:
         raise DataError(f"Cannot use {where}.", found="It holds no rows.")
-    return records
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Fields]]:

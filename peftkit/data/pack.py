@@ -5,6 +5,7 @@ Shapes: B rows, T tokens of the longest row, rounded up, n learnt tokens of the 
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,22 +52,27 @@ def pack(rows: Sequence[Row], max_length: int) -> list[Row]:
     split, none is lost, and the same rows give the same packing; within a row, and between the
     first documents of the rows, the order given is kept.
     """
-    order = sorted(range(len(rows)), key=lambda i: (-len(rows[i].input_ids), i))
-    bins: list[list[int]] = []
+    lengths = [len(row.input_ids) for row in rows]
+    return [joined([rows[i] for i in group]) for group in packing(lengths, max_length)]
+
+
+def packing(lengths: Sequence[int], max_length: int) -> list[array[int]]:
+    """Return which documents of these lengths share a row, as `pack` does, by their numbers."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    bins: list[array[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
     for i in order:
-        length = len(rows[i].input_ids)
+        length = lengths[i]
         place = bisect_left(room, (length, -1))
         if place < len(room):
             left, chosen = room.pop(place)
             bins[chosen].append(i)
         else:
             left, chosen = max_length, len(bins)
-            bins.append([i])
+            bins.append(array("q", [i]))
         if left > length:
             insort(room, (left - length, chosen))
-    members = sorted(sorted(group) for group in bins)
-    return [_joined([rows[i] for i in group]) for group in members]
+    return sorted((array("q", sorted(group)) for group in bins), key=lambda group: group[0])
 
 
 def collate(rows: Sequence[Row], pad_id: int, limit: int | None = None) -> dict[str, Tensor]:
@@ -106,7 +112,8 @@ def collate(rows: Sequence[Row], pad_id: int, limit: int | None = None) -> dict[
     }
 
 
-def _joined(rows: Sequence[Row]) -> Row:
+def joined(rows: Sequence[Row]) -> Row:
+    """Return documents one after the other in one row."""
     if len(rows) == 1:
         return rows[0]
     return Row(

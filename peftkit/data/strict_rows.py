@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,22 +56,34 @@ def named_for_what_it_is(head: bytes) -> tuple[str, str] | None:
     return None
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[int, Fields]]:
-    """Yield (line, object) of a JSON Lines file; blank lines are skipped."""
+def read_jsonl(
+    path: Path, *, start: int = 0, stop: int | None = None, line: int = 1
+) -> Iterator[tuple[int, Fields]]:
+    """Yield (line, object) of a JSON Lines file; blank lines are skipped.
+
+    Args:
+        start, stop: Bytes between which whole lines are read.
+        line: Number of the first of these.
+    """
+    left = sys.maxsize if stop is None else stop - start
     with open(path, "rb") as file:
-        _check_text(path, file.read(4096))
-        file.seek(0)
-        for number, raw in enumerate(file, start=1):
-            line = _decoded(path, raw, number)
-            if not line.strip():
+        if start == 0:
+            _check_text(path, file.read(4096))
+        file.seek(start)
+        for number, raw in enumerate(file, start=line):
+            left -= len(raw)
+            if left < 0:
+                break
+            text = _decoded(path, raw, number)
+            if not text.strip():
                 continue
-            if number == 1 and line.lstrip().startswith("["):
+            if number == 1 and text.lstrip().startswith("["):
                 raise DataError(
                     f"Cannot read {path} as JSON Lines.",
                     found="It holds a JSON array.",
                     fix="Rename it to .json, or write one object per line.",
                 )
-            yield number, _object(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
+            yield number, _object(_parsed(text, f"{path}:{number}"), f"{path}:{number}")
 
 
 def read_json(path: Path) -> Iterator[tuple[int, Fields]]:

@@ -93,7 +93,7 @@ def answer(
 
 def _rows(
     base: Base, data: str | Path, task: TaskConfig, style: Style | None, on_event: Listener
-) -> tuple[Task, list[Any]]:
+) -> tuple[Task, Sequence[Any]]:
     config = DataConfig(train=str(data), max_length=None, packing=False)
     measured = task.on(base.model, base.processor, config, style=style, on_event=on_event)
     return measured, measured.load(str(data))

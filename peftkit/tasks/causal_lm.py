@@ -6,37 +6,25 @@ Shapes: B rows, T tokens, n learnt tokens of the batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
 from peftkit.data.chat import choose_template
-from peftkit.data.encode import Encoder, Style
-from peftkit.data.format import parse
-from peftkit.data.load import DataConfig, read_records
-from peftkit.data.pack import IGNORE, Row, collate, pack
+from peftkit.data.encode import Style
+from peftkit.data.encoding import BEYOND, NOTHING, Settings
+from peftkit.data.load import DataConfig
+from peftkit.data.pack import IGNORE, Row, collate
+from peftkit.data.stored import PackedRows, StoredRows, encoded
 from peftkit.errors import DataError, PeftkitError
-from peftkit.events import Listener, Notice, Progress, Stage, Table, ignore
+from peftkit.events import Listener, Notice, Stage, Table, ignore
 from peftkit.tasks.head import TokenTask, head_of
 from peftkit.tasks.isolation import Isolation, check_causal, check_packing, isolating_mask
 from peftkit.tasks.length import exact_length
 from peftkit.tasks.protocol import TaskConfig, mean_loss
 from peftkit.tasks.rows import check_dropped, named
 from peftkit.train.metrics import perplexity
-
-PROGRESS_EVERY = 500
-
-
-@dataclass(slots=True)
-class _Counts:
-    """What became of the rows of one file."""
-
-    read: int = 0
-    truncated: int = 0
-    masked: list[str] = field(default_factory=list)
-    cut_away: list[str] = field(default_factory=list)
 
 
 class CausalLM(TokenTask):
@@ -72,7 +60,8 @@ class CausalLM(TokenTask):
         template = choose_template(tokenizer, config.chat_template)
         if style is not None and style.kind == "chat":
             template = style.chat_template
-        self._encoder = Encoder(tokenizer, template)
+        self._template = template
+        self._read: list[StoredRows] = []
         self._style = style
         self._on_event = on_event
         pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
@@ -101,8 +90,10 @@ class CausalLM(TokenTask):
         assert self._style is not None, "no rows have been encoded"
         return self._style
 
-    def load(self, where: str) -> list[Row]:
+    def load(self, where: str) -> Sequence[Row]:
         """Read a file or data set (see `DataConfig.train`), encode it, pack it if asked.
+
+        The rows are not in memory: each is read from a file of the cache when it is asked for.
 
         Raises:
             DataError: As `encode` does.
@@ -110,8 +101,8 @@ class CausalLM(TokenTask):
         rows = self.encode(where)
         if self.isolation is None:
             return rows
-        packed = pack(rows, self.max_length)
-        share = sum(len(row.input_ids) for row in rows) / (len(packed) * self.max_length)
+        packed = PackedRows(rows, self.max_length)
+        share = sum(rows.num_tokens) / (len(packed) * self.max_length)
         self._on_event(
             Notice(
                 f"Packed {len(rows):,} documents into {len(packed):,} rows of up to "
@@ -120,7 +111,7 @@ class CausalLM(TokenTask):
         )
         return packed
 
-    def encode(self, where: str) -> list[Row]:
+    def encode(self, where: str) -> StoredRows:
         """Read a file or data set and encode it, one document per row; emits the counts.
 
         Raises:
@@ -128,34 +119,43 @@ class CausalLM(TokenTask):
                 prompted in another style than the rows before.
         """
         self._on_event(Stage(f"Reading {where}"))
-        parsed = parse(read_records(where), self.config.format, where=where)
-        self._agree_on_style(self._encoder.style(parsed.examples[0]), where)
-        counts = _Counts(read=len(parsed.examples))
-        off_prompt = self._encoder.num_off_prompt
-        rows: list[Row] = []
-        for number, example in enumerate(parsed.examples):
-            if number % PROGRESS_EVERY == 0:
-                self._on_event(Progress(f"Encoding {where}", number, counts.read))
-            row = self._cut(self._encoder.encode(example), counts)
-            if row is not None:
-                rows.append(row)
-        self._report(where, parsed.format, parsed.unused, rows, counts)
+        settings = Settings(self.tokenizer, self._template, self.config.format, self.max_length)
+        rows = encoded(where, settings, on_event=self._on_event)
+        self._agree_on_style(rows.style(self._template), where)
+        masked, cut_away = rows.dropped(NOTHING), rows.dropped(BEYOND)
+        self._report(where, rows, masked, cut_away)
         why = {
-            "Nothing to learn (no answer)": counts.masked,
-            f"The answer lies beyond {self.max_length} tokens": counts.cut_away,
+            "Nothing to learn (no answer)": masked,
+            f"The answer lies beyond {self.max_length} tokens": cut_away,
         }
-        fix = "Raise data.max_length" if counts.cut_away else "Give these rows an answer"
-        check_dropped(where, counts.read, why, self.config, fix)
-        if self._encoder.num_off_prompt > off_prompt:
+        fix = "Raise data.max_length" if cut_away else "Give these rows an answer"
+        check_dropped(where, rows.num_read, why, self.config, fix)
+        if number := rows.facts["num_off_prompt"]:
             self._on_event(
                 Notice(
-                    f"{where}: in {self._encoder.num_off_prompt - off_prompt} rows the answer does "
+                    f"{where}: in {number} rows the answer does "
                     "not begin right after the chat template's generation prompt (it may open a "
                     "<think> that the rows lack). Generation will start otherwise than training "
                     "did; data.chat_template can change that."
                 )
             )
+        self._tell_repeated(where, rows)
         return rows
+
+    def _tell_repeated(self, where: str, rows: StoredRows) -> None:
+        """Say which rows stand there more than once, or in a file that was read before."""
+        if number := rows.num_duplicates:
+            text = f"{where}: {number:,} of {len(rows):,} rows teach what one before them does."
+            self._on_event(Notice(text))
+        for other in self._read:
+            if other.where != where and (number := rows.num_shared(other)):
+                self._on_event(
+                    Notice(
+                        f"{number:,} of {len(rows):,} rows of {where} stand in {other.where} too: "
+                        "what is measured on them says nothing of other rows."
+                    )
+                )
+        self._read.append(rows)
 
     def padded(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return a batch, padded on the right (see `peftkit.data.pack.collate`)."""
@@ -217,42 +217,21 @@ class CausalLM(TokenTask):
                 fix="Give rows of one format, or set data.format and data.chat_template.",
             )
 
-    def _cut(self, row: Row, counts: _Counts) -> Row | None:
-        """Return a row of at most max_length tokens; None where nothing is left to learn."""
-        if row.num_targets == 0:
-            counts.masked.append(row.source)
-            return None
-        if len(row.input_ids) <= self.max_length:
-            return row
-        cut = replace(
-            row,
-            input_ids=row.input_ids[: self.max_length],
-            labels=row.labels[: self.max_length],
-            lengths=(self.max_length,),
-        )
-        if cut.num_targets == 0:
-            counts.cut_away.append(row.source)
-            return None
-        counts.truncated += 1
-        return cut
-
     def _report(
-        self, where: str, name: str, unused: Sequence[str], rows: Sequence[Row], counts: _Counts
+        self, where: str, rows: StoredRows, masked: Sequence[str], cut_away: Sequence[str]
     ) -> None:
-        tokens = sum(len(row.input_ids) for row in rows)
-        targets = sum(row.num_targets for row in rows)
         lines = [
-            ("format", name),
-            ("rows read", f"{counts.read:,}"),
+            ("format", rows.facts["format"]),
+            ("rows read", f"{rows.num_read:,}"),
             ("rows kept", f"{len(rows):,}"),
-            (f"cut at {self.max_length:,} tokens", f"{counts.truncated:,}"),
-            ("dropped: nothing to learn", named(counts.masked)),
-            ("dropped: the answer lies beyond the cut", named(counts.cut_away)),
-            ("tokens", f"{tokens:,}"),
-            ("learnt tokens", f"{targets:,}"),
+            (f"cut at {self.max_length:,} tokens", f"{rows.num_cut:,}"),
+            ("dropped: nothing to learn", named(masked)),
+            ("dropped: the answer lies beyond the cut", named(cut_away)),
+            ("tokens", f"{sum(rows.num_tokens):,}"),
+            ("learnt tokens", f"{rows.num_targets:,}"),
         ]
-        if unused:
-            lines.append(("fields not used", ", ".join(unused)))
+        if rows.facts["unused"]:
+            lines.append(("fields not used", ", ".join(rows.facts["unused"])))
         self._on_event(Table(f"Data: {where}", ("what", "how many"), tuple(lines)))
 
 

@@ -57,7 +57,7 @@ class Task(loop.Task, ABC):
         return data
 
     @abstractmethod
-    def load(self, where: str) -> list[Any]:
+    def load(self, where: str) -> Sequence[Any]:
         """Read a file or data set (see `DataConfig.train`) as rows; emits the counts.
 
         Raises:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,7 @@ class Run:
         """Let the task compute what it needs once; that leaves the generators as they are."""
         before = rng.capture(self.ranks.device)
         beginning = Beginning(
-            rows=[*self.rows, *self.eval_rows],
+            rows=chain(self.rows, self.eval_rows),
             ranks=self.ranks,
             folder=self.config.output_dir,
             stop=self.stop,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from peftkit.data.lengths import num_tokens
+from peftkit.data.lengths import num_tokens, tokens_of_each
 from peftkit.errors import RunError
 from peftkit.events import Event, Notice, Stage
 from peftkit.kernels.packed import free_bytes
@@ -48,6 +48,10 @@ WORDS: dict[Activations, str] = {
 Say = Callable[[Event], None]
 
 
+LOOKED_AT = 2_000
+"""Of more rows so many are looked at to plan memory."""
+
+
 def plan_memory_and_compile(
     learner: Learner, rows: Sequence[Any], num_steps: int, say: Say
 ) -> None:
@@ -62,13 +66,22 @@ def plan_memory_and_compile(
         RunError: Not even one row fits, or blocks that have to be compiled cannot be.
     """
     positions = learner.task.num_positions
-    by_length = sorted(rows, key=lambda row: (positions([row]), num_tokens(row)))
+    by_length = sorted(_of_all_lengths(rows), key=lambda row: (positions([row]), num_tokens(row)))
     if _is_planned(learner):
-        short = _saved(learner, by_length[len(rows) // 2])
+        short = _saved(learner, by_length[len(by_length) // 2])
         if not learner.state.planned:
             _plan(learner, by_length, short, say)
     learner.state.planned = True
     _compile(learner, rows, num_steps, say)
+
+
+def _of_all_lengths(rows: Sequence[Any]) -> Sequence[Any]:
+    """Return the rows, or of very many some, the shortest and the longest among them."""
+    if len(rows) <= LOOKED_AT:
+        return rows
+    lengths = tokens_of_each(rows)
+    order = sorted(range(len(rows)), key=lengths.__getitem__)
+    return [rows[order[n * (len(order) - 1) // (LOOKED_AT - 1)]] for n in range(LOOKED_AT)]
 
 
 def _is_planned(learner: Learner) -> bool:
@@ -233,7 +246,7 @@ def _try_to_compile(learner: Learner, rows: Sequence[Any]) -> str:
 def work_of(learner: Learner, rows: Sequence[Any], num_steps: int) -> float:
     """Return the tokens of the whole run times the parameters of the model."""
     per_step = learner.config.rows_per_step(learner.ranks.world_size)
-    tokens = sum(map(num_tokens, rows)) * num_steps * min(per_step / len(rows), 1.0)
+    tokens = sum(tokens_of_each(rows)) * num_steps * min(per_step / len(rows), 1.0)
     return tokens * audit(learner.model).num_parameters
 
 
