@@ -244,7 +244,10 @@ def adapter_folder(recipe: Recipe, ready: Prepared) -> AdapterFolder:
 def identity(recipe: Recipe, ready: Prepared) -> dict[str, Any]:
     """Return what a resumed run must have in common with the saved one, as plain JSON."""
     return {
-        "base": {**recipe.base.model_dump(mode="json"), "fingerprint": ready.base.fingerprint},
+        "base": {
+            **recipe.base.model_dump(mode="json", exclude={"store"}),
+            "fingerprint": ready.base.fingerprint,
+        },
         "method": recipe.method.model_dump(mode="json"),
         "data": recipe.data.model_dump(mode="json"),
         "task": ready.settings.model_dump(mode="json"),
@@ -389,6 +392,7 @@ def open_base(recipe: Recipe, purpose: Purpose, *, on_event: Listener = ignore) 
         quantize=recipe.base.quantize,
         double_quant=recipe.base.double_quant,
         quantize_towers=recipe.base.quantize_towers,
+        store=recipe.base.store,
         purpose=purpose,
         device=None if recipe.train.shard == "none" else "cpu",
         on_event=on_event,
@@ -504,7 +508,9 @@ def _provenance(recipe: Recipe, ready: Prepared) -> Provenance:
         hub_id=ready.base.hub_id,
         revision=ready.base.revision,
         fingerprint=ready.base.fingerprint,
-        loading=recipe.base.model_dump(mode="json", exclude={"model", "revision", "new_tokens"}),
+        loading=recipe.base.model_dump(
+            mode="json", exclude={"model", "revision", "new_tokens", "store"}
+        ),
         prompt_style=ready.task.style,
         task_type=ready.settings.task_type,
         task=ready.settings.model_dump(mode="json"),

@@ -23,6 +23,7 @@ import typer.core
 from peftkit.errors import PeftkitError
 from peftkit_cli import (
     about,
+    base,
     combining,
     exchange,
     inspect,
@@ -82,6 +83,7 @@ app.command(rich_help_panel=TALK)(exchange.pull)
 app.command("inspect", rich_help_panel=LOOK)(inspect.inspect)
 app.command(rich_help_panel=LOOK)(reporting.report)
 app.command(rich_help_panel=LOOK)(reporting.runs)
+app.add_typer(base.base, name="base", rich_help_panel=LOOK)
 app.add_typer(about.recipes, name="recipes", rich_help_panel=LOOK)
 app.command(rich_help_panel=LOOK)(about.env)
 app.command(rich_help_panel=LOOK)(about.schema)

@@ -11,7 +11,6 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stderr
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import transformers
 
 from peftkit.base.class_head import head_of_classes, owners, renew
 from peftkit.base.fingerprint import fingerprint
+from peftkit.base.form import Built, Form
 from peftkit.base.locate import Location
 from peftkit.base.pretrained import (
     check_config,
@@ -36,39 +36,6 @@ from peftkit.events import Listener, Notice, Progress, Stage, ignore
 from peftkit.files.disk import fsync_dir
 from peftkit.kernels.packed import Packing
 from peftkit.quant.quantize import adopt_bitsandbytes, quantize_model, tower_paths
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How a base is held in memory.
-
-    Attributes:
-        quantize: "none", "nf4", "fp4" or "int8".
-        double_quant: Quantise the scales of nf4 and fp4 as well.
-        dtype: Of all computing and of what is not packed.
-        device: Where it is.
-        quantize_towers: Pack what stands beside a language model too.
-    """
-
-    quantize: str
-    double_quant: bool
-    dtype: torch.dtype
-    device: torch.device
-    quantize_towers: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """A frozen model in eval mode.
-
-    Attributes:
-        fingerprint: Of config and weights as they were before packing.
-        head: Paths of the modules of its head, if it was loaded for one.
-    """
-
-    model: Any
-    fingerprint: str
-    head: tuple[str, ...]
 
 
 def build(

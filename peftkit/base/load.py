@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from peftkit.base import pretrained
-from peftkit.base.build import Form, build, convert
+from peftkit.base.build import build, convert
+from peftkit.base.form import Built, Form
 from peftkit.base.locate import Location, locate
 from peftkit.base.multimodal import load_multimodal
 from peftkit.base.purpose import CAUSAL_LM, Purpose
+from peftkit.base.store import Wanted, opened_or_kept, storable
 from peftkit.config.schema import Config, from_dict
 from peftkit.events import Listener, Stage, ignore
 from peftkit.kernels.packed import keep_copies
@@ -39,6 +41,9 @@ class BaseConfig(Config):
     quantize_towers: bool = False
     """Quantise the towers for images and sound and their projectors too; by default only the
     language side of such a model is, and these stay in 16 bits."""
+    store: Literal["auto", "off"] = "auto"
+    """auto: a large base that was packed once is kept in the cache (PEFTKIT_CACHE), from where it
+    is opened in seconds; peftkit base ls shows what is there. off: it is packed at each start."""
     new_tokens: tuple[str, ...] = ()
     """Tokens to add; their rows in the embedding and the head are trained beside the method."""
 
@@ -89,6 +94,7 @@ def load_base(
     quantize_towers: bool = False,
     purpose: Purpose = CAUSAL_LM,
     device: torch.device | str | None = None,
+    store: str = "auto",
     on_event: Listener = ignore,
 ) -> Base:
     """Load a base model to put an adapter on.
@@ -105,13 +111,16 @@ def load_base(
             language model.
         purpose: What the model is for, as a task says it: its class, and its head of classes.
         device: By default a GPU where there is one.
+        store: "auto": open the packed base that the cache keeps, and keep a large one there;
+            "off": neither.
 
     Raises:
         BaseError: There is no such model, its files are damaged or incomplete, or it could not be
             quantised as asked.
-        ConfigError: dtype or quantize is none of these.
+        ConfigError: dtype, quantize or store is none of these.
     """
     asked = {"model": model, "dtype": dtype, "quantize": quantize, "double_quant": double_quant}
+    asked["store"] = store
     from_dict(BaseConfig, asked, "load_base(...)")
     place = default_device() if device is None else torch.device(device)
     computed = DTYPES.get(dtype) or fast_dtype(place)
@@ -122,9 +131,18 @@ def load_base(
     config = pretrained.check_config(location, revision, purpose)
     tokenizer, images, both = _processors(location, revision, purpose, on_event)
     padding = None if tokenizer is None else tokenizer.pad_token_id
-    built = build(
-        location, revision, purpose, config, form, pad_token_id=padding, on_event=on_event
-    )
+
+    def anew() -> Built:
+        return build(
+            location, revision, purpose, config, form, pad_token_id=padding, on_event=on_event
+        )
+
+    source = storable(location, revision, purpose, config, form) if store == "auto" else None
+    if source is None:
+        built = anew()
+    else:
+        wanted = Wanted(location.name, source, purpose, config, form)
+        built = opened_or_kept(wanted, anew, on_event)
     if place.type == "cpu":
         keep_copies(built.model)
     return Base(

@@ -78,8 +78,9 @@ class Location:
 
 
 def cache_folder() -> Path:
-    """Return peftkit's own cache: PEFTKIT_CACHE, or ~/.cache/peftkit."""
-    return Path(os.environ.get("PEFTKIT_CACHE") or "~/.cache/peftkit").expanduser()
+    """Return peftkit's own cache: PEFTKIT_CACHE, XDG_CACHE_HOME/peftkit, or ~/.cache/peftkit."""
+    own, shared = (os.environ.get(name) for name in ("PEFTKIT_CACHE", "XDG_CACHE_HOME"))
+    return Path(own or f"{shared or '~/.cache'}/peftkit").expanduser()
 
 
 def locate(model: str, revision: str | None = None) -> Location:

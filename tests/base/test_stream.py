@@ -13,8 +13,9 @@ import torch
 import transformers
 from torch import nn
 
-from peftkit.base.build import Form, build, cast, load_model
+from peftkit.base.build import build, cast, load_model
 from peftkit.base.fingerprint import fingerprint
+from peftkit.base.form import Form
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location
 from peftkit.base.purpose import Purpose
@@ -106,7 +107,8 @@ PEAK = """
 import sys, threading, time
 import torch
 import transformers
-from peftkit.base.build import Form, build
+from peftkit.base.build import build
+from peftkit.base.form import Form
 from peftkit.base.locate import Location
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.pretrained import check_config

@@ -1,0 +1,89 @@
+"""`peftkit base`: the bases that the cache keeps packed."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from peftkit_cli.arguments import Json, note
+
+base = typer.Typer(
+    help="Packed bases in the cache: list them, remove them, pack one.", no_args_is_help=True
+)
+
+
+@base.command("ls")
+def list_(as_json: Json = False) -> None:
+    """List the packed bases, their sizes, and what is wrong with them, if anything."""
+    from rich.console import Console
+
+    from peftkit.base.store import store_folder, stored_bases
+    from peftkit.events import Table
+    from peftkit.report.figures import size
+    from peftkit_cli.render import show_table
+
+    found = stored_bases()
+    if as_json:
+        facts = [
+            {
+                "name": each.folder.name,
+                "model": each.model,
+                "quantize": each.quantize,
+                "dtype": each.dtype,
+                "num_bytes": each.num_bytes,
+                "problem": each.problem,
+            }
+            for each in found
+        ]
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    rows = tuple(
+        (e.folder.name, e.model, e.quantize, e.dtype, size(e.num_bytes), e.problem) for e in found
+    )
+    if rows:
+        columns = ("name", "model", "quantize", "dtype", "size", "problem")
+        show_table(Console(highlight=False), Table("", columns, rows))
+    total = size(sum(each.num_bytes for each in found))
+    note(f"{len(found)} packed bases in {store_folder()}, {total} in all.")
+
+
+@base.command("rm")
+def remove(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="A name or a model that `base ls` shows.", show_default=False
+        ),
+    ],
+) -> None:
+    """Remove packed bases; the models that they were made of stay."""
+    from peftkit.base.store import remove_stored
+    from peftkit.report.figures import size
+
+    for each in remove_stored(name):
+        note(f"Removed {each.folder.name} ({size(each.num_bytes)}).")
+
+
+@base.command("pack")
+def pack(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Hub id, folder or short name.", show_default=False),
+    ],
+    quantize: Annotated[str, typer.Option(metavar="KIND", help="nf4, fp4 or int8.")] = "nf4",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="bf16, fp16, fp32, auto.")] = "auto",
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit.", show_default=False)
+    ] = None,
+) -> None:
+    """Pack a base into the cache, so that runs on it start in seconds."""
+    from peftkit.base.pack import pack_base
+    from peftkit_cli.render import Renderer
+
+    with Renderer() as listener:
+        folder = pack_base(
+            model, quantize=quantize, dtype=dtype, revision=revision, on_event=listener
+        )
+    typer.echo(str(folder))

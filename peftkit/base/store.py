@@ -1,0 +1,234 @@
+"""Bases that were packed once, kept in the cache and opened again by mapping their file.
+
+A folder for each base and form: `model.safetensors`, every tensor of the packed model under its own
+name, buffers too; `store.json`, what it was made of. A folder is whole or not there. It is of use
+as long as the base's files are those that it was made of, and its own file is as it was written.
+Two processes that open it share its pages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peftkit.base.form import Built, Form
+from peftkit.base.locate import Location, cache_folder
+from peftkit.base.mapped import fill, mapped, packed_skeleton, tensors_of
+from peftkit.base.pretrained import snapshot
+from peftkit.base.purpose import Purpose
+from peftkit.errors import BaseError, OutputError, PeftkitError
+from peftkit.events import Listener, Notice
+from peftkit.files import disk
+from peftkit.files.safetensors_header import DTYPE_NAMES, TensorSpec
+
+VERSION = 1
+WEIGHTS, MANIFEST, FOLDER = "model.safetensors", "store.json", "packed"
+WORTH_KEEPING = 500_000_000
+"""Bytes of a packed base from which on it is kept without being asked: seconds of packing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A packed base in the cache.
+
+    Attributes:
+        folder: Where it is. model: What it was made of, as it was asked for.
+        quantize, dtype: Its form. num_bytes: On disk. problem: Why it is of no use, or "".
+    """
+
+    folder: Path
+    model: str
+    quantize: str
+    dtype: str
+    num_bytes: int
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A base that the cache may keep packed.
+
+    Attributes:
+        name: As it is recorded. source: The folder with its files. config: Of transformers.
+    """
+
+    name: str
+    source: Path
+    purpose: Purpose
+    config: Any
+    form: Form
+
+
+def storable(
+    location: Location, revision: str | None, purpose: Purpose, config: Any, form: Form
+) -> Path | None:
+    """Return the folder with the files of a base that the cache may keep packed, or None."""
+    if form.quantize == "none" or purpose.head is not None or location.gguf:
+        return None
+    if getattr(config, "quantization_config", None) is not None:
+        return None
+    return Path(location.source) if location.is_local else snapshot(location, revision)
+
+
+def opened_or_kept(wanted: Wanted, anew: Callable[[], Built], on_event: Listener) -> Built:
+    """Open a base that is kept packed; else make it anew, and keep it if it is large."""
+    folder = folder_of(wanted.source, wanted.form, wanted.purpose)
+    was_kept = (folder / MANIFEST).is_file()
+    if was_kept:
+        try:
+            return open_stored(folder, wanted)
+        except BaseError as error:
+            on_event(Notice(f"The base is packed anew. {error.asked} {error.found}"))
+    built = anew()
+    size = sum(tensor.nbytes for tensor in built.model.parameters())
+    if size >= WORTH_KEEPING or was_kept:
+        try:
+            keep(folder, built, wanted)
+            on_event(Notice(f"The packed base is kept in {folder} ({size / 1e9:.1f} GB)."))
+        except PeftkitError as error:  # it is of use without
+            on_event(Notice(f"The packed base is not kept. {error.asked} {error.found}"))
+    return built
+
+
+def store_folder() -> Path:
+    """Return where packed bases are kept."""
+    return cache_folder() / FOLDER
+
+
+def folder_of(source: Path, form: Form, purpose: Purpose) -> Path:
+    """Return where a base is kept in this form.
+
+    Args:
+        source: The folder with its files.
+    """
+    known = json.dumps([str(source.resolve()), purpose.auto_class, _form(form)])
+    name = re.sub(r"[^\w.-]+", "-", source.name)[:40]
+    return store_folder() / f"{name}-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
+
+
+def keep(folder: Path, built: Built, wanted: Wanted) -> None:
+    """Write a packed base into the cache.
+
+    Raises:
+        OutputError, RunError: The cache cannot be written, or the disk is full; nothing is left.
+    """
+    tensors = dict(tensors_of(built.model))
+    specs = [TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in tensors.items()]
+    specs.sort(key=lambda spec: spec.order)
+    size = sum(spec.num_bytes for spec in specs)
+    disk.writable_folder(folder.parent)
+    disk.check_space(folder.parent, size)
+    temporary = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
+    try:
+        temporary.mkdir()
+        disk.write_tensor_stream(temporary / WEIGHTS, specs, (tensors[s.name] for s in specs))
+        manifest = {
+            "version": VERSION,
+            "model": wanted.name,
+            "fingerprint": built.fingerprint,
+            "form": _form(wanted.form),
+            "stamp": _stamp(wanted.source),
+            "sha256": disk.sha256_of(temporary / WEIGHTS),
+        }
+        disk.write_json(manifest, temporary / MANIFEST)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+        disk.fsync_dir(folder.parent)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {folder}.", found=str(error), fix="Set PEFTKIT_CACHE to another folder."
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def open_stored(folder: Path, wanted: Wanted) -> Built:
+    """Open a packed base by mapping its file; on a GPU its tensors are copied there.
+
+    Raises:
+        BaseError: It is damaged, of another version, or the base's files have changed since.
+    """
+    manifest, form = _manifest(folder), wanted.form
+    if manifest["stamp"] != _stamp(wanted.source):
+        raise _useless(folder, f"The files of {wanted.source} have changed since it was made.")
+    path = folder / WEIGHTS
+    if not path.is_file() or disk.sha256_of(path) != manifest["sha256"]:
+        raise _useless(folder, f"{WEIGHTS} is not as it was written.")
+    model = packed_skeleton(wanted.config, wanted.purpose, form)
+    if problem := fill(model, mapped(path), form.device):
+        raise _useless(folder, problem)
+    model.config.dtype = form.dtype
+    model.is_quantized = False
+    return Built(model.requires_grad_(False).eval(), manifest["fingerprint"], ())
+
+
+def stored_bases() -> list[Stored]:
+    """Return every packed base in the cache, and what is wrong with it, if anything."""
+    root = store_folder()
+    folders = sorted(p for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+    return [_stored(folder) for folder in folders if not folder.name.startswith(".")]
+
+
+def remove_stored(name: str) -> list[Stored]:
+    """Remove packed bases by the name of their folder or of their model.
+
+    Raises:
+        BaseError: There is none of that name; lists those that there are.
+    """
+    known = stored_bases()
+    found = [each for each in known if name in (each.folder.name, each.model)]
+    if not found:
+        listed = "\n".join(f"{each.folder.name} ({each.model})" for each in known)
+        raise BaseError(f"there is no packed base {name!r}.", found=listed or "There is none.")
+    for each in found:
+        shutil.rmtree(each.folder)
+    return found
+
+
+def _stored(folder: Path) -> Stored:
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    try:
+        manifest = _manifest(folder)
+        with disk.open_tensors(folder / WEIGHTS, error=BaseError):
+            problem = ""
+    except PeftkitError as error:
+        return Stored(folder, "?", "?", "?", size, error.found.splitlines()[0])
+    form = manifest["form"]
+    return Stored(folder, manifest["model"], form["quantize"], form["dtype"], size, problem)
+
+
+def _form(form: Form) -> dict[str, Any]:
+    return {
+        "quantize": form.quantize,
+        "double_quant": form.double_quant,
+        "quantize_towers": form.quantize_towers,
+        "dtype": str(form.dtype).removeprefix("torch."),
+    }
+
+
+def _stamp(source: Path) -> dict[str, list[int]]:
+    """Return the size and the time of every file that a base is read from."""
+    files = [source / "config.json", *sorted(source.glob("*.safetensors"))]
+    return {p.name: [(s := os.stat(p)).st_size, s.st_mtime_ns] for p in files if p.is_file()}
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    manifest = disk.read_json(folder / MANIFEST, error=BaseError)
+    if manifest.get("version") != VERSION:
+        raise _useless(folder, f"It is of version {manifest.get('version')}, not {VERSION}.")
+    if {"model", "fingerprint", "form", "stamp", "sha256"} - manifest.keys():
+        raise _useless(folder, f"{MANIFEST} is not whole.")
+    return manifest
+
+
+def _useless(folder: Path, found: str) -> BaseError:
+    fix = f"Remove it: peftkit base rm {folder.name}"
+    return BaseError(f"cannot use the packed base {folder.name}.", found=found, fix=fix)
