@@ -239,11 +239,14 @@ def _of_the_cpu(ask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def simulated(card: Card | None = None) -> Iterator[Card]:
+def simulated(card: Card | None = None, kernels: Callable[[], Kernels] = Kernels) -> Iterator[Card]:
     """Let there be a GPU.
+
+    Within FakeTensorMode tensors have shapes alone.
 
     Args:
         card: What it says it is; an H200 by default.
+        kernels: Makes the mode that runs operators: one that counts, perhaps.
     """
     card = card or Card()
     STREAMS.clear()
@@ -276,7 +279,7 @@ def simulated(card: Card | None = None) -> Iterator[Card]:
         swap = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
-            with Kernels():
+            with kernels():
                 yield card
                 card.settle()
         finally:

@@ -1,0 +1,286 @@
+"""What one training step launches, moves and computes on a GPU, and the time that takes at least.
+
+    python -m benchmarks.simulate
+    python -m benchmarks.simulate --quantize nf4 --length 1024 --cards H200 --by operator
+
+No GPU is needed: the code that trains runs on the simulated card of tests/simulated_gpu, on
+tensors without data. LoRA on all linears, one row, all of its tokens learnt, blocks recomputed; a
+model of two and of three blocks is counted, and what the third adds is taken for each other one.
+
+A kernel's time is the larger of its FLOPs by 75 % of the card's dense bf16 rate and its bytes by
+85 % of its bandwidth, and at least 2 microseconds: a bound from below. Attention counts as one
+fused kernel, as do SiLU's gradient and the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import flop_registry
+
+from benchmarks import shapes
+from benchmarks.report import table, write_json
+from peftkit.adapter import attach
+from peftkit.data.pack import Row, collate
+from peftkit.methods.lora import LoRA
+from peftkit.model.training import prepared_for_training
+from peftkit.quant.quantize import quantize_model
+from peftkit.tasks.head import Head, token_loss
+from peftkit.train.config import TrainConfig
+from peftkit.train.learner import Learner
+from peftkit.train.memory import blocks
+from peftkit.train.model import trainable_parameters
+from peftkit.train.ranks import Ranks
+from peftkit.train.signals import StopRequest
+from peftkit.train.task import Task
+from tests.simulated_gpu.simulation import simulated
+from tests.simulated_gpu.tensors import Card, CudaTensor, Kernels
+
+RATES = {"RTX 4090": (165e12, 1.008e12), "H200": (989e12, 4.8e12)}
+"""Dense bf16 FLOP/s and bytes/s, as the makers say."""
+OF_PRODUCTS, OF_BANDWIDTH, SHORTEST = 0.75, 0.85, 2e-6
+FREE = {"detach", "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty", "_unsafe_view"}
+"""Operators that launch nothing; views besides."""
+KINDS = ("products", "LoRA's products", "attention", "unpacking", "the loss", "all else")
+
+
+@dataclass
+class Count:
+    """What some kernels take together."""
+
+    launches: float = 0
+    flops: float = 0
+    bytes: float = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(RATES, 0.0))
+
+    def add(self, other: Count, times: float = 1.0) -> None:
+        """Add another count, so many times."""
+        self.launches += times * other.launches
+        self.flops += times * other.flops
+        self.bytes += times * other.bytes
+        for card, seconds in other.seconds.items():
+            self.seconds[card] += times * seconds
+
+
+class Counting(Kernels):
+    """Counts every kernel, by kind and by operator."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.kinds: dict[str, Count] = defaultdict(Count)
+        self.operators: dict[str, Count] = defaultdict(Count)
+
+    def launched(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        """Count one."""
+        if func.is_view or name in FREE:
+            return
+        read, written = _each(args) + _each(kwargs), _each(out)
+        flops = _flops(func, name, args, kwargs, out)
+        moved = sum(map(_bytes, read)) + sum(map(_bytes, written))
+        if name in ("embedding", "index_select", "gather"):
+            moved = 2 * sum(map(_bytes, written))
+        one = Count(1, flops, moved)
+        for card, (rate, bandwidth) in RATES.items():
+            by_flops, by_bytes = flops / (OF_PRODUCTS * rate), moved / (OF_BANDWIDTH * bandwidth)
+            one.seconds[card] = max(by_flops, by_bytes, SHORTEST)
+        self.kinds[self._kind(name, flops, read)].add(one)
+        self.operators[name].add(one)
+
+    def _kind(self, name: str, flops: float, read: Sequence[Tensor]) -> str:
+        if "attention" in name:
+            return "attention"
+        if "4bit" in name or "blockwise" in name:
+            return "unpacking"
+        if flops:
+            # a group's ranks come together in one product
+            skinny = any(size <= 4 * self.rank for t in read for size in t.shape if t.dim() == 2)
+            return "LoRA's products" if skinny else "products"
+        return "the loss" if _in_loss() else "all else"
+
+
+def _each(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _each(item)]
+    return []
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Return what is read of a tensor: what is expanded only once."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    number = 1
+    for size, stride in sizes:
+        number *= size if stride else 1
+    return number * tensor.element_size() * (tensor.numel() > 0)
+
+
+def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
+    if "scaled_dot_product" in name:
+        backward = "backward" in name
+        query, key = (args[1], args[2]) if backward else args[:2]
+        pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] / 2  # causal
+        return (10.0 if backward else 4.0) * pairs * query.shape[3]
+    if name in ("matmul", "linear"):  # whole, as it arrives from within an operator of ours
+        return 2.0 * args[0].numel() * out.shape[-1]
+    count = flop_registry.get(func._overloadpacket)
+    return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
+
+
+def _in_loss() -> bool:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("kernels/cross_entropy.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Tokens(Task):
+    """Rows of which every token is learnt, through the chunked loss."""
+
+    predicts_tokens = True
+
+    def __init__(self, model: Any) -> None:
+        self.head = Head(model.get_output_embeddings(), 1.0, None)
+
+    def training(self, model: nn.Module) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def num_positions(self, rows: Sequence[Any]) -> int:
+        return sum(len(row.input_ids) for row in rows)
+
+    def collate(self, rows: Sequence[Any]) -> Any:
+        with torch.utils._python_dispatch._disable_current_modes():
+            return collate(rows, 0)
+
+    def num_targets(self, batch: Any) -> int:
+        return batch["targets"].numel()
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs = {"input_ids": batch["input_ids"], "use_cache": False}
+        return token_loss(model, self.head, inputs, batch["target_index"], batch["targets"])
+
+
+@contextlib.contextmanager
+def without_data() -> Iterator[None]:
+    """Let tensors have shapes alone; no block is watched for random numbers: there are none."""
+    with mock.patch.object(blocks, "_generators", list), FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def step(layers: int, args: argparse.Namespace) -> tuple[Counting, Card]:
+    """Count a model's second step: the first makes the optimizer's state."""
+    counting, card = Counting(args.rank), Card()
+    with without_data(), simulated(card, lambda: counting):
+        device = torch.device("cuda", 0)
+
+        def pack(block: nn.Module) -> None:
+            if args.quantize != "none":
+                quantize_model(block, args.quantize, device=device)
+
+        model = shapes.build(
+            shapes.SHAPES[args.model],
+            dtype=torch.bfloat16,
+            device=device,
+            each_block=pack,
+            num_hidden_layers=layers,
+        ).requires_grad_(False)
+        attach(model, LoRA(rank=args.rank, alpha=2 * args.rank))
+        parameters = trainable_parameters(model)
+        assert all(isinstance(parameter, CudaTensor) for parameter in parameters.values())
+        task = Tokens(model)
+        learner = Learner(
+            model, task, parameters, TrainConfig(batch_size=1), Ranks(device), StopRequest()
+        )
+        learner.set_activations(args.activations)
+        model.train()
+        ids = tuple(range(10, 10 + args.length))
+        with prepared_for_training(model):
+            for length in (16, args.length):
+                counting.kinds.clear()
+                counting.operators.clear()
+                card.reset()
+                learner.step([Row(ids[:length], ids[:length], (length,), "row")], 1e-4)
+    return counting, card
+
+
+def whole(args: argparse.Namespace, by: str) -> tuple[dict[str, Count], int]:
+    """Return what a step of all blocks takes, by kind or by operator; and its waits."""
+    (two, _), (three, card) = step(2, args), step(3, args)
+    layers = args.layers or shapes.SHAPES[args.model].settings["num_hidden_layers"]
+    found: dict[str, Count] = {}
+    few, more = getattr(two, by), getattr(three, by)
+    for name in dict.fromkeys([*few, *more]):
+        count = Count()
+        count.add(few[name], 1 - (layers - 2))
+        count.add(more[name], layers - 2)
+        found[name] = count
+    return found, len(card.waits)
+
+
+def show(found: dict[str, Count], cards: Sequence[str]) -> str:
+    """Return a table: a line for each kind, and their sum."""
+    total = Count()
+    for count in found.values():
+        total.add(count)
+    lines = []
+    ordered = sorted(found.items(), key=lambda item: -item[1].seconds[cards[0]])
+    for name, count in [*ordered, ("the step", total)]:
+        times = [
+            f"{count.seconds[card]:.3f} s ({count.seconds[card] / total.seconds[card]:.0%})"
+            for card in cards
+        ]
+        figures = [
+            f"{count.launches:,.0f}",
+            f"{count.flops / 1e12:.1f}",
+            f"{count.bytes / 1e9:.1f}",
+        ]
+        lines.append([name, *figures, *times])
+    return table(("", "launches", "TFLOP", "GB", *cards), lines)
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=tuple(shapes.LARGE), default="llama-3.1-8b")
+    parser.add_argument("--quantize", nargs="+", default=["nf4", "none"])
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--layers", type=int, help="other than the model has")
+    parser.add_argument("--activations", default="recompute")
+    parser.add_argument("--cards", nargs="+", choices=tuple(RATES), default=list(RATES))
+    parser.add_argument("--by", choices=("kind", "operator"), default="kind")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Count a step in 16 and in 4 bits and print the tables."""
+    args, figures = arguments(words), {}
+    for quantize in args.quantize:
+        asked = argparse.Namespace(**{**vars(args), "quantize": quantize})
+        found, waits = whole(asked, f"{args.by}s")
+        figures[quantize] = {name: vars(count) for name, count in found.items()}
+        told = f"{args.model}, {quantize}, {args.length:,} tokens, r{args.rank}, {args.activations}"
+        print(f"\n{told}; waits for the device: {waits}\n\n{show(found, args.cards)}")
+    write_json(args.json, {"figures": figures})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
