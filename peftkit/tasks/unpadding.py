@@ -54,7 +54,7 @@ LENGTHS = (11, 9, 2)
 
 
 def num_positions(lengths: Sequence[int]) -> int:
-    """Return how many tokens documents of these lengths are as good as, in one row.
+    """Return the padded-token-equivalent cost of documents of these lengths in one row.
 
     Their own, and what attention takes for the padding between them.
     """

@@ -19,12 +19,12 @@ more, so that short ones do not pay for the padding of the longest."""
 
 
 class EarlyStopping(Config):
-    """When a run that gets no better ends before its last step."""
+    """When to stop a run that no longer improves."""
 
     patience: int = Field(default=3, ge=1)
-    """Evaluations in a row whose loss is no lower than the lowest before."""
+    """Stop after this many evaluations in a row without a lower loss."""
     min_delta: float = Field(default=0.0, ge=0)
-    """By how much a loss has to be lower, to count as lower."""
+    """A loss counts as lower only if it is lower by more than this."""
 
 
 class TrainConfig(Config):
@@ -42,8 +42,8 @@ class TrainConfig(Config):
     """Batches per optimizer step; a step learns from batch_size x this x processes rows."""
     tokens_per_batch: Literal["auto"] | Annotated[int, Field(ge=1)] | None = "auto"
     """Tokens that go through the model at once, padding included, in at most batch_size rows: a
-    step's rows are sorted by length and cut where they have more. A single row may. null: any
-    number. auto: 1,280 on a CPU, which is no faster with more; 16,384 on a GPU. Which rows
+    step's rows are sorted by length and cut where they have more. One longer row is allowed;
+    null: no limit. auto: 1,280 on a CPU, which is no faster with more; 16,384 on a GPU. Which rows
     a step learns from does not depend on it."""
     learning_rate: float = Field(default=2e-4, gt=0)
     """Peak learning rate."""
@@ -60,13 +60,13 @@ class TrainConfig(Config):
     loraplus_ratio: float = Field(default=1.0, gt=0)
     """LoRA+ (arXiv:2402.12354): how many times the learning rate lora_B gets; 16 is usual."""
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Of the order of the rows, of dropout, of a fresh adapter."""
+    """Random seed for the order of rows, dropout and a new adapter's values."""
     eval_every: int | None = Field(default=100, ge=1)
     """Steps between evaluations, with one more at the end; null: at the end only."""
     save_every: int | None = Field(default=100, ge=1)
     """Steps between checkpoints, with one more at the best eval and one at the end."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Newest checkpoints to keep; the best one is kept besides."""
+    """How many of the newest checkpoints to keep; the best one is kept as well."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass: less memory, up to 1.4 times the work.
     auto: only if not even one row fits without it."""
@@ -87,16 +87,16 @@ class TrainConfig(Config):
     """Eval rows that each evaluation has the model answer, to count exact answers (exact_match) and
     to compare them with the rows' own (rouge_l); null: none."""
     early_stopping: EarlyStopping | None = None
-    """End when the eval loss falls no more; null: never."""
+    """Stop when the eval loss no longer falls; null: never."""
     keep_best: bool = False
     """Save the weights with the lowest eval loss as the adapter, not those of the last step."""
     sample_every: int | None = Field(default=None, ge=1)
     """Steps between samples of what the model says, with more before the first step and at the end:
     on the screen, in samples.jsonl and in the report; null: none."""
     sample_prompts: tuple[str, ...] = ()
-    """What is asked then; by default the first eval rows."""
+    """Prompts to sample from; by default the first eval rows."""
     sample_tokens: int = Field(default=64, ge=1)
-    """Tokens of a sample at most."""
+    """The most tokens of a sample."""
     shard: Literal["none", "base", "offload"] = "none"
     """With several processes: base spreads the frozen base over them, block by block, where one
     device does not hold it; offload keeps the parts in main memory besides. The adapter stays whole

@@ -1,4 +1,4 @@
-"""One optimizer step at a time, whatever memory and numbers do."""
+"""Optimizer steps, with recovery from running out of memory and from loss-scale overflow."""
 
 from __future__ import annotations
 
@@ -110,12 +110,12 @@ class Learner:
         self.set_activations(state.activations if state.activations in self.ways else self.ways[0])
 
     def set_activations(self, activations: Activations) -> None:
-        """Keep this of the activations from here on."""
+        """Set what is kept of the activations from now on."""
         self.blocks.set_activations(activations)
         self.state.activations = activations
 
     def stop_compiling(self) -> None:
-        """Run blocks as they are written from here on."""
+        """Run blocks uncompiled from now on."""
         self.blocks.compile(False)
         self.state.compiled = False
 
@@ -186,7 +186,7 @@ class Learner:
         start: rng.State,
         known: StepValues | None,
     ) -> tuple[Tensor, str]:
-        """Return what is summed, the gradients in place; uses less memory until it suffices."""
+        """Return the sums, with gradients in place; retries with less memory until it fits."""
         if self.sharded:
             self._num_idle = self.ranks.max(len(batches)) - len(batches)
         before, said = replace(self.state), ""

@@ -1,4 +1,4 @@
-"""Where a run's figures go besides the screen: metrics.jsonl, always, and trackers, when named."""
+"""Metrics of a run: metrics.jsonl always, and trackers that the recipe names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""By which paths a model is computed in training, in words, read from the live model."""
+"""How a model is computed in training, in words for the run header."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from peftkit.train.memory.blocks import Blocks
 
 PREFIX = "peftkit_"
-"""Of the attention functions that are ours."""
+"""Names of our own attention functions."""
 
 
 def paths(model: nn.Module, blocks: Blocks, of_task: Mapping[str, str]) -> str:
@@ -39,7 +39,7 @@ def paths(model: nn.Module, blocks: Blocks, of_task: Mapping[str, str]) -> str:
 
 
 def _layers(model: nn.Module) -> str:
-    """Tell how the layers are computed that a method may compute in groups."""
+    """Say how many layers are computed in groups."""
     groups: list[Any] = [
         module.group
         for module in model.modules()

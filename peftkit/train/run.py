@@ -56,7 +56,7 @@ from peftkit.train.task import Beginning, Task, Watch
 
 DIAGNOSIS = "diagnosis.json"
 GIVE_BACK_EVERY = 16
-"""Steps on a CPU after which memory that lies in holes is given back."""
+"""On a CPU, steps between calls that return fragmented memory to the system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Run:
         self._resumed = (0, 0.0)  # steps and seconds of these
 
     def say(self, event: Event) -> None:
-        """Tell everyone who listens."""
+        """Send an event to all listeners."""
         for listener in self._listeners:
             listener(event)
 
@@ -278,7 +278,7 @@ class Run:
         self.say(self._done(facts, rate, seconds))
 
     def before_steps(self) -> None:
-        """Look at what the base can do by itself, as far as that is asked for."""
+        """Evaluate and sample before the first step, as far as asked for."""
         if self.config.eval_before and self.has_eval:
             self.evaluate()
         if self.config.sample_every is not None:
@@ -309,7 +309,7 @@ class Run:
             )
 
     def evaluate(self) -> None:
-        """Measure the eval rows, and tell."""
+        """Evaluate, and emit EvalDone."""
         state, batch_size = self.learner.state, self.evaluator.batch_size
         with self.learner.blocks.eagerly():
             metrics = self.evaluator.run()
@@ -334,7 +334,7 @@ class Run:
         self._judge(loss)
 
     def _judge(self, loss: float) -> None:
-        """Count evaluations that got no better, for early stopping."""
+        """Count evaluations without improvement, for early stopping."""
         state, asked = self.learner.state, self.config.early_stopping
         if asked is None:
             return
@@ -384,7 +384,7 @@ class Run:
         )
 
     def header(self) -> RunStarted:
-        """Return what is known of the run before its first step."""
+        """Return the run's header."""
         return RunStarted(
             num_steps=self.num_steps,
             start_step=self.learner.state.step,
@@ -422,7 +422,7 @@ class Run:
         )
 
     def result(self) -> Result:
-        """Return what came of the run; tells of its end."""
+        """Return the result, and emit RunDone."""
         state, folder = self.learner.state, self.saver.checkpoints.folder
         metrics = {
             "loss": state.loss,

@@ -1,4 +1,4 @@
-"""What a run knows of itself between two steps, apart from weights, optimizer and generators."""
+"""A run's state between two steps, apart from weights, optimizer and generators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from peftkit.train.memory.blocks import Activations
 
 @dataclass(slots=True)
 class State:
-    """A run's own memory, saved with every checkpoint.
+    """A run's state, saved with every checkpoint.
 
     Attributes:
         step: Optimizer steps done.

@@ -42,7 +42,7 @@ class Task(Protocol):
     """
 
     num_figures: ClassVar[int] = 0
-    """How many sums `sums` gives beside the loss."""
+    """Number of figures that `sums` returns beside the loss."""
     needs_whole_step: ClassVar[bool] = False
     """Whether a row's loss depends on other rows of the step; see `row_values`."""
 
@@ -102,10 +102,10 @@ class Task(Protocol):
 
 
 class Watch(Protocol):
-    """What is looked at between steps, besides the loss: what the model says."""
+    """What the model generates during training: samples, and measured answers."""
 
     def samples(self) -> tuple[Sample, ...]:
-        """Return what it says to the prompts that it is watched by."""
+        """Return the model's answers to the sample prompts."""
 
     def metrics(self) -> dict[str, float]:
-        """Return how good its answers to the eval rows are; nothing if that is not asked for."""
+        """Return metrics of generated answers to the eval rows; empty if not asked for."""

@@ -1,4 +1,4 @@
-"""What the rows of a step know of each other where they do not go through the model at once.
+"""Row values of a whole step, for losses that depend on other rows (KTO).
 
 Some losses compare rows with each other, or with a mean over all of them. Each row is then looked
 at first, without a gradient; what is seen goes to all processes, and into every batch.
@@ -19,7 +19,7 @@ from peftkit.train.ranks import Ranks
 
 @dataclass(frozen=True, slots=True)
 class StepValues:
-    """What is known of the rows of a step.
+    """The row values of a step.
 
     Attributes:
         values: (N, K), of all rows on all processes.
@@ -57,7 +57,7 @@ def step_values(
     parts: Sequence[Sequence[Any]],
     ranks: Ranks,
 ) -> StepValues:
-    """Look at this process's rows, part by part, and take in what all others see of theirs.
+    """Compute this process's row values, part by part, and gather those of all others.
 
     Args:
         look: Returns (rows, K) of a part.

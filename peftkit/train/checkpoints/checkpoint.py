@@ -151,7 +151,7 @@ class Checkpoints:
             )
 
     def remove_leftovers(self) -> None:
-        """Delete what processes that live no more left half written."""
+        """Delete half-written checkpoints of processes that no longer run."""
         with contextlib.suppress(OSError):
             for entry in list(os.scandir(self.folder)):
                 match = _TEMPORARY.fullmatch(entry.name)
@@ -241,7 +241,7 @@ def delete_checkpoints(output_dir: Path) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether another process of this number runs; our own leftovers are older than us."""
+    """Tell whether another process with this id is running."""
     if pid == os.getpid():
         return False
     if sys.platform == "win32":  # there os.kill ends it, whatever the signal

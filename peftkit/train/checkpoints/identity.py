@@ -1,4 +1,4 @@
-"""What makes two runs the same run: compared before a resume, every difference named."""
+"""A run's identity: what must be equal for an exact resume."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def fingerprint(rows: Iterable[Any]) -> str:
-    """Return a hash of what rows teach; a row's field `source` only says where it came from."""
+    """Return a hash of the rows' contents, without their `source`."""
     known = getattr(rows, "fingerprint", None)  # of rows that are not in memory
     if isinstance(known, str):
         return known

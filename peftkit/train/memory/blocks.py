@@ -87,7 +87,7 @@ class Blocks:
         return ("keep", *less) if wish == "auto" and self._marked else ("keep",)
 
     def set_activations(self, activations: Activations) -> None:
-        """Keep this of the activations from here on.
+        """Set what is kept of the activations from now on.
 
         Raises:
             PeftkitError: Not all are to be kept, and the model has no blocks.

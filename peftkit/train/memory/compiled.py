@@ -1,4 +1,4 @@
-"""Whether to compile a model's blocks, and the pass that does it.
+"""Whether to compile a model's blocks.
 
 Compiling takes ten to twenty seconds for each kind of block, whatever the run. It is repaid by what
 each token saves, which grows with the model: so it is done where tokens times parameters come to at

@@ -1,4 +1,4 @@
-"""Memory that runs out: how it is known, given back and told of."""
+"""Out of memory: recognised, cleaned up after and reported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_memory() -> None:
-    """Give back what a failed attempt left behind; call it outside of the `except` block."""
+    """Free what a failed attempt left behind; call it outside of the `except` block."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -103,7 +103,9 @@ def _plan(
     state, config, device = learner.state, learner.config, learner.ranks.device
     given, longest = config.memory != "auto", by_length[-1]
     long = _saved(learner, longest)
-    available = _available(learner)  # now that all is in use which is, whatever is kept
+    available = _available(
+        learner
+    )  # after the warm-up forward pass: weights and buffers are resident
     if short is None or long is None:
         return  # the first step will say so
     positions = learner.task.num_positions([longest])
