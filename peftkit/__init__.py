@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from peftkit.sweeps.sweep import sweep as sweep
     from peftkit.tasks.causal_lm import CausalLM as CausalLM
     from peftkit.tasks.causal_lm import CausalLMConfig as CausalLMConfig
+    from peftkit.tasks.embedding import EmbeddingConfig as EmbeddingConfig
     from peftkit.tasks.image_classification import ImageClassification as ImageClassification
     from peftkit.tasks.image_classification import (
         ImageClassificationConfig as ImageClassificationConfig,
@@ -141,6 +142,7 @@ _HOME = {
     "PeftkitError": "errors",
     "Plan": "planning.plan",
     "PreferenceConfig": "tasks.preference.config",
+    "EmbeddingConfig": "tasks.embedding",
     "RewardConfig": "tasks.reward",
     "PrefixTuning": "methods.prefix",
     "PromptTuning": "methods.prompt",

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from peftkit.tasks.causal_lm import CausalLMConfig
+from peftkit.tasks.embedding import EmbeddingConfig
 from peftkit.tasks.image_classification import ImageClassificationConfig
 from peftkit.tasks.image_text import ImageTextConfig
 from peftkit.tasks.masked_lm import MaskedLMConfig
@@ -27,6 +28,7 @@ TASKS: dict[str, type[TaskConfig]] = {
     "image_text": ImageTextConfig,
     "preference": PreferenceConfig,
     "reward": RewardConfig,
+    "embedding": EmbeddingConfig,
 }
 
 
@@ -44,7 +46,8 @@ _Section = Annotated[
     | ImageClassificationConfig
     | ImageTextConfig
     | PreferenceConfig
-    | RewardConfig,
+    | RewardConfig
+    | EmbeddingConfig,
     Field(discriminator="type"),
 ]
 AnyTask = Annotated[_Section, BeforeValidator(_spelled_out, json_schema_input_type=str | _Section)]

@@ -1,0 +1,371 @@
+"""Embeddings: texts that mean the same come close, others of the step go apart.
+
+The loss is sentence-transformers' MultipleNegativesRankingLoss: cross entropy of an anchor's cosine
+similarities, times a scale, with every positive and negative of the step, of which its own positive
+is right (arXiv:1705.00652). `symmetric`: the mean with that of each positive among all anchors.
+Rows of a step that do not fit at once are embedded first without a gradient (gradient caching,
+arXiv:2101.06983): the gradient is that of the whole step, the memory that of a part.
+
+Shapes: B rows of a batch, N of the step, m texts of a row (anchor, positive, negatives), D width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from peftkit.base.purpose import Purpose
+from peftkit.data.lengths import MULTIPLE
+from peftkit.data.load import DataConfig, Record, read_records
+from peftkit.errors import DataError
+from peftkit.events import Listener, Progress, Stage, Table, ignore
+from peftkit.tasks.loss import accepted, unwrapped
+from peftkit.tasks.pooling import Pooled, pooled, pooling_of
+from peftkit.tasks.protocol import BATCH_SIZE, Task, TaskConfig, over_batches
+from peftkit.tasks.texts import Encoded, Texts
+
+PROGRESS_EVERY = 500
+RECALL_AT = (1, 5, 10)
+BITS = 23
+"""Of a number that float32 holds exactly: texts are told apart by two of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRow:
+    """An anchor, what means the same, and what does not.
+
+    Args:
+        input_ids, types, lengths: The tokens of all texts, one after the other, and how many of
+            each.
+        names: Two numbers for each text, the same for the same text alone.
+        source: "train.jsonl:7".
+    """
+
+    input_ids: tuple[int, ...]
+    types: tuple[int, ...]
+    lengths: tuple[int, ...]
+    names: tuple[tuple[int, int], ...]
+    source: str
+
+    @property
+    def texts(self) -> list[Encoded]:
+        """Each text by itself."""
+        found, at = [], 0
+        for length in self.lengths:
+            part = slice(at, at + length)
+            found.append(Encoded(self.input_ids[part], self.types[part], False))
+            at += length
+        return found
+
+
+class Embedding(Task):
+    """Rows from texts, batches of all texts of each, a loss over a whole step.
+
+    Args:
+        model: A bare encoder or decoder.
+    """
+
+    num_figures: ClassVar[int] = 2
+    needs_whole_step: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        settings: EmbeddingConfig,
+        data: DataConfig,
+        *,
+        on_event: Listener = ignore,
+    ) -> None:
+        self.settings, self._on_event = settings, on_event
+        self.texts = Texts(model, tokenizer, data.max_length)
+        self.pooled: Pooled = pooling_of(unwrapped(model), settings.pooling, settings.normalize)
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """How a text becomes one vector."""
+        return {"pooling": self.pooled.mode + ", normalized" * self.pooled.normalize}
+
+    def load(self, where: str) -> list[EmbeddingRow]:
+        """Read a file or data set; emits the counts.
+
+        Raises:
+            DataError: Named rows lack a text, or have other numbers of negatives.
+        """
+        self._on_event(Stage(f"Reading {where}"))
+        records = read_records(where)
+        rows, num_cut = [], 0
+        for number, record in enumerate(records):
+            if number % PROGRESS_EVERY == 0:
+                self._on_event(Progress(f"Encoding {where}", number, len(records)))
+            texts = self._texts(record)
+            encoded = [self.texts.encode(text) for text in texts]
+            num_cut += any(text.is_cut for text in encoded)
+            rows.append(
+                EmbeddingRow(
+                    input_ids=tuple(token for text in encoded for token in text.input_ids),
+                    types=tuple(kind for text in encoded for kind in text.types),
+                    lengths=tuple(len(text.input_ids) for text in encoded),
+                    names=tuple(map(_name, texts)),
+                    source=record.source,
+                )
+            )
+        _check_even(rows, where)
+        lines = [
+            ("rows", f"{len(rows):,}"),
+            ("negatives of each", f"{len(rows[0].lengths) - 2}"),
+            (f"cut at {self.texts.max_length:,} tokens", f"{num_cut:,}"),
+            ("tokens", f"{sum(len(row.input_ids) for row in rows):,}"),
+        ]
+        self._on_event(Table(f"Data: {where}", ("what", "how many"), tuple(lines)))
+        return rows
+
+    def _texts(self, record: Record) -> list[str]:
+        """Return anchor, positive and negatives of a row."""
+        asked, fields = self.settings, record.fields
+        negatives: Any = fields.get(asked.negatives, ())
+        listed = [negatives] if isinstance(negatives, str) else list(negatives or ())
+        named = [(name, fields.get(name)) for name in (asked.anchor, asked.positive)]
+        named += [(asked.negatives, text) for text in listed]
+        for name, text in named:
+            if not isinstance(text, str) or not text.strip():
+                found = "missing" if text is None else f"found {text!r:.40}"
+                raise DataError(
+                    f"Cannot use {record.source}: {name}: expected a text, {found}.",
+                    fix="Mend the row, or name its fields: task.anchor, task.positive, "
+                    "task.negatives.",
+                )
+        texts = [str(text) for _, text in named]
+        if texts[1] in texts[2:]:
+            raise DataError(f"Cannot use {record.source}: a negative is equal to {asked.positive}.")
+        return texts
+
+    def num_positions(self, rows: Sequence[EmbeddingRow]) -> int:
+        """Return how many tokens the model reads of all texts of rows, padding included."""
+        lengths = [length for row in rows for length in row.lengths]
+        return len(lengths) * (-(-max(lengths) // MULTIPLE) * MULTIPLE)
+
+    def collate(self, rows: Sequence[EmbeddingRow]) -> dict[str, Tensor]:
+        """Return a batch of tokens (B * m, T), and names (B, m, 2)."""
+        names = torch.tensor([row.names for row in rows], dtype=torch.float32)
+        return {**self.texts.collate([t for row in rows for t in row.texts]), "names": names}
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        """Return the number of anchors."""
+        return len(batch["names"])
+
+    def embed(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the vectors of a batch of texts, in fp32, normalized if asked."""
+        known = ("names", "step_values", "step_index")
+        inputs: dict[str, Any] = {n: t for n, t in batch.items() if n not in known}
+        hidden = model(**accepted(model, {**inputs, "use_cache": False})).last_hidden_state
+        return pooled(hidden, batch["attention_mask"], self.pooled)
+
+    @torch.no_grad()
+    def row_values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the vectors of each row's texts, and their names (B, m * (D + 2))."""
+        return _joined(self.embed(model, batch), batch["names"])
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss summed over the batch's anchors, in fp32."""
+        return self.sums(model, batch)[0]
+
+    def sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the summed loss, right anchors, and texts left out; see `figures`.
+
+        The loss is that of the batch's own anchors; its gradient is that of the whole step's with
+        respect to their vectors, which all other anchors see too.
+        """
+        names = batch["names"]
+        table = batch.get("step_values")
+        own = _joined(self.embed(model, batch), names)
+        if table is None:
+            table, index = own, torch.arange(len(own), device=own.device)
+        else:
+            index = batch["step_index"]
+            table = table.index_copy(0, index, own) if own.requires_grad else table
+        if not own.requires_grad:
+            found = self._losses(table, names.shape[1], index)
+            return torch.stack([each.sum() for each in found])
+        losses, right, masked = self._losses(table, names.shape[1], None)
+        told = torch.stack([each[index].sum() for each in (losses.detach(), right, masked)])
+        total = losses.sum()
+        return torch.cat([(told[0] + total - total.detach())[None], told[1:]])
+
+    def _losses(
+        self, table: Tensor, num_texts: int, only: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return of each anchor the loss, whether it is right, and how many texts are left out.
+
+        Args:
+            table: (N, m * (D + 2)). only: Numbers of the anchors that are asked for.
+        """
+        vectors, names = _apart(table, num_texts)
+        count = len(table)
+        own = torch.arange(count, device=table.device) if only is None else only
+        vectors = functional.normalize(vectors, dim=-1)
+        texts = vectors[:, 1:].transpose(0, 1).flatten(0, 1)  # all positives, then all negatives
+        text_names = names[:, 1:].transpose(0, 1).flatten(0, 1)
+        scores = self.settings.scale * vectors[own, 0] @ texts.T
+        # what equals the positive, or the anchor, or answers the same anchor elsewhere, is no wrong
+        same = _equal(names[own, 1], text_names) | _equal(names[own, 0], text_names)
+        same[:, :count] |= _equal(names[own, 0], names[:, 0])
+        same[torch.arange(len(own), device=own.device), own] = False
+        scores = scores.masked_fill(same, -torch.inf)
+        losses = functional.cross_entropy(scores, own, reduction="none")
+        if self.settings.symmetric:
+            anchors = (self.settings.scale * vectors[own, 1] @ vectors[:, 0].T).masked_fill(
+                same[:, :count], -torch.inf
+            )
+            losses = (losses + functional.cross_entropy(anchors, own, reduction="none")) / 2
+        right = (scores.argmax(1) == own).to(losses)
+        return losses, right, same.sum(1).to(losses)
+
+    def figures(self, means: Sequence[float]) -> dict[str, float]:
+        """Return accuracy: share of anchors whose own positive is nearest; masked: texts left out,
+        because they are no false answers, on average."""
+        accuracy, masked = means
+        return {"accuracy": accuracy, "masked": masked}
+
+    def spans(self, row: EmbeddingRow) -> list[tuple[str, str]]:
+        """Return the texts of a row, each with what it is."""
+        names = ("anchor", "positive", *("negative" for _ in row.lengths[2:]))
+        pairs = zip(names, row.texts, strict=True)
+        return [(name, self.texts.pieces(text.input_ids)) for name, text in pairs]
+
+    @torch.no_grad()
+    def metrics(
+        self, model: nn.Module, rows: Sequence[EmbeddingRow], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        """Return the loss among all rows, recall@k and MRR of each positive among all texts."""
+        found = []
+
+        def values(batch: Mapping[str, Tensor]) -> Tensor:
+            return self.row_values(model, batch)
+
+        for _, some in over_batches(self, model, rows, "Embedding", on_event, values):
+            found.append(some.cpu())
+        table, num_texts = torch.cat(found), len(rows[0].lengths)
+        vectors, names = _apart(table, num_texts)
+        vectors = functional.normalize(vectors, dim=-1)
+        texts, text_names = vectors[:, 1:].flatten(0, 1), names[:, 1:].flatten(0, 1)
+        losses, ranks = [], []
+        for own in torch.arange(len(table)).split(256):
+            losses.append(self._losses(table, num_texts, own)[0])
+            scores = vectors[own, 0] @ texts.T
+            answers = _answers(names, text_names, own)
+            best = scores.masked_fill(~answers, -torch.inf).amax(1, keepdim=True)
+            ranks.append(1 + ((scores > best) & ~answers).sum(1))
+        rank = torch.cat(ranks).float()
+        recalls = {f"recall@{k}": float((rank <= k).float().mean()) for k in RECALL_AT}
+        return {"loss": float(torch.cat(losses).mean()), **recalls, "mrr": float((1 / rank).mean())}
+
+    @torch.no_grad()
+    def vectors(
+        self, model: nn.Module, texts: Sequence[str], on_event: Listener = ignore
+    ) -> list[list[float]]:
+        """Return the vector of each text."""
+        device, found = next(model.parameters()).device, list[list[float]]()
+        for start in range(0, len(texts), 4 * BATCH_SIZE):
+            on_event(Progress("Embedding", start, len(texts)))
+            encoded = [self.texts.encode(text) for text in texts[start : start + 4 * BATCH_SIZE]]
+            batch = {name: t.to(device) for name, t in self.texts.collate(encoded).items()}
+            found += self.embed(model, batch).tolist()
+        return found
+
+    def predict_rows(
+        self,
+        model: nn.Module,
+        records: Sequence[Record],
+        where: str,
+        *,
+        on_event: Listener = ignore,
+    ) -> list[dict[str, Any]]:
+        """Return the vector of each row's `text`, or else of its anchor, as `embedding`."""
+        texts = []
+        for record in records:
+            text = record.fields.get("text", record.fields.get(self.settings.anchor))
+            if not isinstance(text, str) or not text.strip():
+                raise DataError(
+                    f"Cannot embed {record.source}: it has no text.",
+                    fix=f"Give rows a field text, or {self.settings.anchor}.",
+                )
+            texts.append(text)
+        return [{"embedding": vector} for vector in self.vectors(model, texts, on_event)]
+
+
+def _name(text: str) -> tuple[int, int]:
+    number = int.from_bytes(hashlib.sha256(text.strip().encode()).digest()[:6], "big")
+    return number % (1 << BITS), (number >> BITS) % (1 << BITS)
+
+
+def _joined(vectors: Tensor, names: Tensor) -> Tensor:
+    rows = vectors.view(*names.shape[:2], -1)
+    return torch.cat([rows, names.to(rows)], dim=-1).flatten(1)
+
+
+def _apart(table: Tensor, num_texts: int) -> tuple[Tensor, Tensor]:
+    """Return vectors (N, m, D) and names (N, m, 2)."""
+    rows = table.view(len(table), num_texts, -1)
+    return rows[..., :-2], rows[..., -2:].detach()
+
+
+def _equal(some: Tensor, others: Tensor) -> Tensor:
+    return (some[:, None] == others[None]).all(-1)
+
+
+def _answers(names: Tensor, text_names: Tensor, own: Tensor) -> Tensor:
+    """Return which texts are right for each anchor: those of all rows with the same anchor."""
+    same_anchor = _equal(names[own, 0], names[:, 0]).float()
+    is_positive = _equal(names[:, 1], text_names).float()
+    return same_anchor @ is_positive > 0
+
+
+def _check_even(rows: Sequence[EmbeddingRow], where: str) -> None:
+    for row in rows:
+        if len(row.lengths) != len(rows[0].lengths):
+            raise DataError(
+                f"Cannot use {where}: rows have other numbers of negatives.",
+                found=f"{rows[0].source} has {len(rows[0].lengths) - 2}, {row.source} has "
+                f"{len(row.lengths) - 2}.",
+                fix="Give every row as many.",
+            )
+
+
+class EmbeddingConfig(TaskConfig):
+    """Embeddings: search, similarity, clusters."""
+
+    task_type: ClassVar[str] = "FEATURE_EXTRACTION"
+    auto_class: ClassVar[str] = "AutoModel"
+    task: ClassVar[Callable[..., Task]] = Embedding
+    command: ClassVar[str] = "peftkit predict {folder} --data FILE --out vectors.jsonl"
+    data_fields: ClassVar[frozenset[str]] = frozenset({"max_length"})
+
+    type: Literal["embedding"] = "embedding"
+    anchor: str = "anchor"
+    """Field with the text that is searched with."""
+    positive: str = "positive"
+    """Field with the text that is to be found."""
+    negatives: str = "negatives"
+    """Field with a text, or several, that are not; rows may have none."""
+    scale: Annotated[float, Field(gt=0)] = 20.0
+    """Cosine similarities are multiplied by it: 1 / temperature."""
+    symmetric: bool = False
+    """Also have each positive find its anchor."""
+    pooling: Literal["auto", "mean", "cls", "last"] = "auto"
+    """How a text becomes one vector; auto: as the base's modules.json says, else mean, or last of a
+    decoder."""
+    normalize: bool | Literal["auto"] = "auto"
+    """Whether vectors have length 1; auto: as modules.json says, else true. The loss does not
+    depend on it."""
+
+    @property
+    def purpose(self) -> Purpose:
+        return Purpose(self.type, self.auto_class, self.processor)

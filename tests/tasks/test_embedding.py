@@ -1,0 +1,160 @@
+"""Texts that mean the same come close: one loss of a step, whatever goes through at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+
+from peftkit.adapter import attach
+from peftkit.base.load import load_base
+from peftkit.config import schema
+from peftkit.data.load import DataConfig
+from peftkit.errors import BaseError, DataError
+from peftkit.formats.open_adapter import open_adapter
+from peftkit.inference.evaluate import evaluate
+from peftkit.inference.predict import predict_file
+from peftkit.methods.lora import LoRA
+from peftkit.recipe import Recipe, run
+from peftkit.tasks.embedding import Embedding, EmbeddingConfig
+from peftkit.tasks.pooling import pooling_of
+from tests.families import ARCHITECTURES
+from tests.tasks.classifiers import framing_tokenizer, write_rows
+from tests.train.toy import learner_of
+
+ROWS = [
+    {"anchor": "the quick brown fox", "positive": "jumps over the dog", "negatives": ["olives"]},
+    {"anchor": "pizza with cheese", "positive": "extra olives please", "negatives": ["the fox"]},
+    {"anchor": "what is the answer?", "positive": "the question", "negatives": ["an olive"]},
+    {"anchor": "is the dog lazy?", "positive": "the dog is lazy", "negatives": ["the answer"]},
+    {"anchor": "three olives and cheese", "positive": "a pizza", "negatives": ["a brown dog"]},
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    from transformers import BertModel
+
+    made = BertModel(ARCHITECTURES["bert"]().config)
+    made.save_pretrained(tmp_path / "bert")
+    framing_tokenizer().save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+def embedding(folder: Path, rows: list[dict[str, Any]], **asked: Any) -> tuple[Any, Embedding, Any]:
+    settings = EmbeddingConfig(**asked)
+    base = load_base(str(folder), dtype="fp32", purpose=settings.purpose)
+    attach(base.model, LoRA(rank=2, targets=("q", "v", "up")))
+    file = write_rows(folder.parent / "rows.jsonl", rows)
+    task = settings.on(base.model, base.tokenizer, DataConfig(train=file, max_length=64))
+    assert isinstance(task, Embedding)
+    return base.model, task, task.load(file)
+
+
+def vector(model: nn.Module, ids: tuple[int, ...]) -> torch.Tensor:
+    hidden: torch.Tensor = model(input_ids=torch.tensor([ids])).last_hidden_state
+    return normalize(hidden[0].mean(0), dim=0)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_the_loss_is_its_formula(symmetric: bool, folder: Path) -> None:
+    model, task, rows = embedding(folder, ROWS, symmetric=symmetric)
+    texts = [[vector(model, text.input_ids) for text in row.texts] for row in rows]
+    anchors = torch.stack([row[0] for row in texts])
+    candidates = torch.stack([row[n] for n in (1, 2) for row in texts])
+    scores, right = 20 * anchors @ candidates.T, torch.arange(len(rows))
+    expected = cross_entropy(scores, right, reduction="sum")
+    if symmetric:
+        back = cross_entropy(scores[:, : len(rows)].T, right, reduction="sum")
+        expected = (expected + back) / 2
+    found = task.sums(model, task.collate(rows))
+    assert found[0].item() == pytest.approx(expected.item(), rel=1e-4)
+    hits = (scores.argmax(1) == right).float().mean().item()
+    assert task.figures((found[1:].detach() / 5).tolist())["accuracy"] == pytest.approx(hits)
+
+
+@pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
+def test_parts_of_a_step_have_the_gradient_of_the_whole(dropout: bool, folder: Path) -> None:
+    found = []
+    for size in (5, 2, 1) if not dropout else (2, 2):
+        model, task, rows = embedding(folder, ROWS)
+        model.train(dropout)
+        learner = learner_of(model, task, max_grad_norm=None)
+        learner.state.micro_batch = size
+        torch.manual_seed(1)
+        facts = learner.step(rows, 1e-2)
+        weights = [p.detach().clone() for p in model.parameters() if p.requires_grad]
+        found.append((facts.loss, facts.grad_norm, weights))
+    for loss, norm, weights in found[1:]:
+        assert (loss, norm) == pytest.approx(found[0][:2], rel=1e-4)
+        for a, b in zip(weights, found[0][2], strict=True):
+            # AdamW's first step is the gradient's sign: small ones may have either
+            assert ((a - b).abs() < 1e-4).float().mean() > 0.95
+
+
+def test_equal_texts_are_no_wrong_answers(folder: Path) -> None:
+    twice = [ROWS[0], {**ROWS[1], "anchor": ROWS[0]["anchor"]}, {**ROWS[2], "positive": "a pizza"}]
+    twice.append(ROWS[4])  # its positive is that of the row before
+    model, task, rows = embedding(folder, twice)
+    masked = task.sums(model, task.collate(rows))[2]
+    # of the first two rows each other's positive, for they have one anchor; of the others too
+    assert masked.item() == 4
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"anchor": "a"}, r"rows\.jsonl:2: positive: .* missing"),
+        ({"anchor": " ", "positive": "b"}, r"rows\.jsonl:2: anchor"),
+        ({"anchor": "a", "positive": "b", "negatives": ["b"]}, "a negative is equal to positive"),
+        ({"anchor": "a", "positive": "b"}, r"rows\.jsonl:2 has 0"),
+    ],
+)
+def test_what_is_no_row_is_named(row: dict[str, Any], found: str, folder: Path) -> None:
+    with pytest.raises(DataError, match=found):
+        embedding(folder, [ROWS[0], row])
+
+
+def test_pooling_is_the_bases_own(folder: Path) -> None:
+    model, _, _ = embedding(folder, ROWS)
+    assert pooling_of(model, "auto", "auto") == pooling_of(model, "mean", True)
+    pool = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+    modules = [{"type": "a.Transformer", "path": ""}, {"type": "b.Pooling", "path": "1_Pooling"}]
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pool))
+    (folder / "modules.json").write_text(json.dumps(modules))
+    assert pooling_of(model, "auto", "auto") == pooling_of(model, "cls", False)
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
+    with pytest.raises(BaseError, match="pooling_mode_max_tokens"):
+        pooling_of(model, "auto", "auto")
+
+
+def test_a_run_learns_to_find_and_writes_vectors(folder: Path, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "train.jsonl", ROWS)
+    told = {
+        "task": {"type": "embedding"},
+        "base": {"model": str(folder), "dtype": "fp32"},
+        "method": {"type": "lora", "rank": 4},
+        "data": {"train": file, "eval": file, "max_length": 64},
+        "train": {"output_dir": str(tmp_path / "run"), "max_steps": 40, "batch_size": 5}
+        | {"learning_rate": 0.02, "save_every": None},
+    }
+    result = run(schema.from_dict(Recipe, told, "the test"))
+    opened = open_adapter(tmp_path / "run")
+    found = evaluate(opened.base, file, task=opened.task)
+    assert found["recall@1"] == result.metrics["eval_recall@1"] >= 0.8
+    assert found["recall@5"] >= found["recall@1"]
+    with opened.adapter.disabled():
+        before = evaluate(opened.base, file, task=opened.task)
+    assert before["loss"] > 2 * found["loss"]
+    assert before["mrr"] < found["mrr"]
+    rows = predict_file(opened, file)
+    assert rows[0]["anchor"] == ROWS[0]["anchor"]
+    vectors = torch.tensor([row["embedding"] for row in rows])
+    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(5))
