@@ -182,7 +182,13 @@ def require_causal(task: TaskConfig, folder: Path, *, images: bool = True) -> No
     Raises:
         AdapterError: It cannot.
     """
-    if not task.generates or (isinstance(task, ImageTextConfig) and not images):
+    if isinstance(task, ImageTextConfig) and not images:
+        raise AdapterError(
+            f"{folder} completes prompts with images, which a bank of adapters does not take",
+            found=f"it was trained for the task {task.type}",
+            fix=f"Open it alone: peftkit chat {folder}",
+        )
+    if not task.generates:
         raise AdapterError(
             f"{folder} does not complete prompts",
             found=f"it was trained for the task {task.type}",

@@ -25,6 +25,7 @@ from peftkit.data.pack import IGNORE, collate
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, Notice, Progress, Stage, Table, ignore
 from peftkit.tasks.head import TokenTask, head_of
+from peftkit.tasks.isolation import check_causal_answer
 from peftkit.tasks.length import exact_length
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.protocol import Task, TaskConfig, mean_loss
@@ -76,7 +77,7 @@ class ImageText(TokenTask):
                 fix="Give a model that writes text after the images in it.",
             )
         self.max_length = exact_length(model, self.tokenizer, config.max_length)
-        self._head = head_of(model)
+        self._head, self._model, self._is_checked = head_of(model), model, False
         template = choose_template(self.tokenizer, config.chat_template)
         if style is not None and style.kind == "chat":
             template = style.chat_template
@@ -144,6 +145,7 @@ class ImageText(TokenTask):
             self.config,
             fix if counts.too_long else "Give these rows an answer",
         )
+        self._check_causal(rows[0])
         if self.encoder.num_off_prompt > off_prompt:
             self._on_event(
                 Notice(
@@ -212,6 +214,18 @@ class ImageText(TokenTask):
                 ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         )
+
+    def _check_causal(self, row: ImageRow) -> None:
+        """Ask the model, once, whether it learns to say what it is shown."""
+        if self._is_checked:
+            return
+        device = unwrapped(self._model).device
+        batch = {name: value.to(device) for name, value in self.collate([row]).items()}
+        last = max(place for place, label in enumerate(row.labels) if label != IGNORE)
+        usual = (self.tokenizer.eos_token_id, *self.tokenizer("a b c")["input_ids"])
+        other = next(token for token in usual if token not in (None, row.labels[last]))
+        check_causal_answer(self._model, self.inputs(self._model, batch), last, other)
+        self._is_checked = True
 
     def _agree_on_style(self, style: Style, where: str) -> None:
         if self._style is None:

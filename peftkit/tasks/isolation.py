@@ -79,6 +79,35 @@ def check_causal(model: nn.Module) -> None:
         raise BaseError(asked, found=found, fix="Choose a base that was made for generation.")
 
 
+def check_causal_answer(
+    model: nn.Module, inputs: Mapping[str, Any], place: int, other: int
+) -> None:
+    """Make sure that the tokens before a learnt one say the same whichever it is.
+
+    Asked with a row of the data: over a prompt, or an image, some models see in both directions.
+
+    Args:
+        inputs: Of one row, as the model takes them.
+        place: Of a learnt token. other: What it might have been.
+
+    Raises:
+        BaseError: They do not, or are not finite.
+    """
+    ids = inputs["input_ids"]
+    changed = ids.clone()
+    changed[:, place] = other
+    more = {name: value for name, value in inputs.items() if name != "input_ids"}
+    with evaluating(model):
+        before, after = (logits_of(model, each, more)[:, :place] for each in (ids, changed))
+    # written so that NaN is no success
+    if not rms_difference([before], [after]) <= 2e-2 * rms_difference([before], None):
+        raise BaseError(
+            f"Cannot train {type(unwrapped(model)).__name__} on answers.",
+            found="What it says of a token changes with the answer's tokens after it.",
+            fix="Choose a base that was made to write text after images.",
+        )
+
+
 def check_packing(model: nn.Module) -> Isolation:
     """Return how packed documents are kept apart in this model.
 

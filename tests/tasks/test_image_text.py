@@ -21,6 +21,7 @@ from peftkit.events import Event, Table
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model, tower_paths
 from peftkit.tasks.image_text import ImageText, ImageTextConfig
+from peftkit.tasks.isolation import check_causal_answer
 from peftkit.train.batches import cut
 from peftkit.train.checkpoints.identity import fingerprint
 from tests import vision
@@ -301,6 +302,18 @@ def test_an_answer_melted_into_its_prompt_is_carried_on(tmp_path: Path, folder: 
 def test_a_base_that_sees_nothing_is_refused(llama: Any) -> None:
     with pytest.raises(BaseError, match="no token for images"):
         ImageTextConfig().on(llama, processor_of("llava"), DataConfig(train=""))
+
+
+def test_a_model_that_sees_the_answer_is_refused(folder: Path) -> None:
+    model = model_of("paligemma")  # which sees all of a text that it is not told is an answer
+    task = task_of("paligemma", model)
+    row = rows_of(task, "paligemma", folder)[0]
+    inputs = task.inputs(model, task.collate([row]))
+    place = len(row.input_ids) - 1
+    check_causal_answer(model, inputs, place, 7)
+    inputs["token_type_ids"] = torch.zeros_like(inputs["token_type_ids"])
+    with pytest.raises(BaseError, match="changes with the answer's tokens after it"):
+        check_causal_answer(model, inputs, place, 7)
 
 
 def test_a_processor_without_a_chat_template_is_named(folder: Path) -> None:
