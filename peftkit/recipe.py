@@ -45,6 +45,7 @@ from peftkit.report.facts import BeforeRun
 from peftkit.report.live import LiveReport
 from peftkit.tasks.causal_lm import CausalLMConfig
 from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.splits import load_splits
 from peftkit.tasks.table import TASKS, AnyTask
 from peftkit.train.checkpoints.checkpoint import Checkpoints
 from peftkit.train.config import TrainConfig
@@ -357,8 +358,7 @@ def prepare(
     task = settings.on(base.model, base.processor, data, on_event=on_event)
     task.refer_to(*_reference(recipe, base, adapter, continued))
     recipe = recipe.model_copy(update={"data": task.data_used(data)})
-    train = task.load(recipe.data.train)
-    evaluation = task.load(recipe.data.eval) if recipe.data.eval else []
+    train, evaluation = load_splits(task, recipe.data)
     return Prepared(recipe, base, adapter, task, settings, train, evaluation, continued)
 
 
@@ -441,7 +441,7 @@ def _initial_values(
         original = load_base(**known, purpose=settings.purpose, device="cpu", on_event=on_event)
         return method, loftq_starts(base.model, method, original.model)
     task = settings.on(base.model, base.processor, recipe.data)
-    rows = task.load(recipe.data.train)
+    rows, _ = load_splits(task, recipe.data.model_copy(update={"eval": None}))
     found, starts = init_from_rows(base.model, method, task, rows, seed=recipe.train.seed)
     return as_on_main(base.model, method, found, starts, Ranks(base.device))
 
@@ -518,7 +518,7 @@ def _provenance(recipe: Recipe, ready: Prepared) -> Provenance:
 
 
 def _card(recipe: Recipe, ready: Prepared, result: Result) -> Card:
-    data = f"{recipe.data.train}, {len(ready.train):,} rows after packing and filtering"
+    data = f"{recipe.data.train_name}, {len(ready.train):,} rows after packing and filtering"
     usage = adapter_usage(
         ready.base.name,
         str(recipe.train.output_dir),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,14 +24,25 @@ from peftkit.errors import DataError, did_you_mean, first_few
 FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 
 
+class Source(Config):
+    """One of several files or data sets to learn from."""
+
+    path: str
+    """As `train` is, if it is one."""
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """How often each of its rows is learnt in an epoch; of 0.25 every fourth row is."""
+
+
 class DataConfig(Config):
     """What to learn from, and how its rows become tokens."""
 
-    train: str
+    train: str | tuple[Source, ...]
     """A .jsonl, .json, .csv or .parquet file, a folder or a hub data set: "org/name",
-    "org/name:split", "org/name:config:split", each also with "@revision" after the name."""
-    eval: str | None = None
-    """Rows to measure on, given as `train` is; null: no evaluation."""
+    "org/name:split", "org/name:config:split", each also with "@revision" after the name; files by a
+    pattern ("data/*.jsonl"); or a list of these: [{path: a.jsonl, weight: 2}, {path: b.jsonl}]."""
+    eval: str | Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Rows to measure on: a file or data set; or a share of the training rows, 0.02, which is held
+    out by what each row says, so that it stays the same when rows are added; null: none."""
     format: Literal["auto"] | FormatName = "auto"
     """What a row's fields mean; auto decides by their names."""
     max_length: Annotated[int, Field(ge=2)] | None = 1024
@@ -46,6 +58,29 @@ class DataConfig(Config):
     what an image costs grows with its pixels; null: as large as that takes them."""
     max_dropped: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Largest share of rows with nothing to learn that is left out without being an error."""
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """What is learnt from, patterns in its files' place.
+
+        Raises:
+            DataError: No file fits a pattern, or the list is empty.
+        """
+        given = (Source(path=self.train),) if isinstance(self.train, str) else self.train
+        if not given:
+            raise DataError("data.train names no file.", found="It is an empty list.")
+        return tuple(
+            Source(path=path, weight=source.weight)
+            for source in given
+            for path in files_of(source.path)
+        )
+
+    @property
+    def train_name(self) -> str:
+        """What is learnt from, in words."""
+        if isinstance(self.train, str):
+            return self.train
+        return first_few([source.path for source in self.train], 4, ", ")
 
     @property
     def asks_to_pack(self) -> bool:
@@ -65,13 +100,33 @@ class Record:
     source: str
 
 
-def read_records(where: str) -> list[Record]:
-    """Read every row of a file, a folder or a hub data set (see `DataConfig.train`).
+def files_of(path: str) -> list[str]:
+    """Return the files that a pattern names, sorted; what is no pattern names itself.
+
+    Raises:
+        DataError: No file fits.
+    """
+    if not any(sign in path for sign in "*?[") or Path(path).expanduser().exists():
+        return [path]
+    found = sorted(glob(str(Path(path).expanduser()), recursive=True))
+    if not found:
+        raise DataError(
+            f"no file fits the pattern '{path}'.",
+            found=f"Looked in {Path.cwd()}.",
+            fix="Write a pattern such as data/*.jsonl, or name the files.",
+        )
+    return found
+
+
+def read_records(where: str | Sequence[Source]) -> list[Record]:
+    """Read every row of a file, a folder or a hub data set (see `DataConfig.train`), or of several.
 
     Raises:
         DataError: It cannot be found or read; with file, line and column where there are any.
     """
-    return list(iterate_records(where))
+    if isinstance(where, str):
+        return list(iterate_records(where))
+    return [record for source in where for record in iterate_records(source.path)]
 
 
 def is_json_lines(path: Path) -> bool:

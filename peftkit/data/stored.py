@@ -173,6 +173,20 @@ class StoredRows(LazyRows):
         return len(self.digests) - len(set(self.digests.tolist()))
 
 
+class Subset(LazyRows):
+    """Some of other rows, for good: a split of a file."""
+
+    def __init__(self, rows: LazyRows, places: Sequence[int]) -> None:
+        super().__init__()
+        self._rows, self._places = rows, array("q", places)
+        self.num_tokens = array("i", (rows.num_tokens[place] for place in places))
+        told = rows.fingerprint.encode() + self._places.tobytes()
+        self.fingerprint = f"sha256:{hashlib.sha256(told).hexdigest()[:32]}"
+
+    def row(self, place: int) -> Row:
+        return self._rows.row(self._places[place])
+
+
 class PackedRows(LazyRows):
     """Whole documents together in rows of at most `max_length` tokens; see `pack.pack`."""
 

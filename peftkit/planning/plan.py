@@ -268,6 +268,8 @@ def _changed(recipe: Recipe, changes: Sequence[str]) -> Recipe:
 
 def _data(recipe: Recipe, length: int) -> tuple[int | None, int | None]:
     """Return about how many rows and tokens a data file has, by its size; None if not at hand."""
+    if not isinstance(recipe.data.train, str):
+        return None, None
     path = Path(recipe.data.train).expanduser()
     if not recipe.data.train or not path.is_file() or path.suffix != ".jsonl":
         return None, None

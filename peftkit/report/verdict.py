@@ -21,7 +21,8 @@ def verdict(run: History) -> str:
     base = _short_name(_at(run.recipe, "base", "model"))
     task = _at(run.recipe, "task", "type").replace("_", " ")
     rows = run.started.get("num_rows")
-    data = _short_name(_at(run.recipe, "data", "train"))
+    files = run.recipe.get("data", {}).get("train") if run.recipe else ""
+    data = f"{len(files)} files" if isinstance(files, list) else _short_name(str(files or ""))
     who = base or "The model"
     subject = f"{who} learns {task or 'its task'}" if run.state() == "running" else ""
     subject = subject or f"{who} learnt {task or 'its task'}"

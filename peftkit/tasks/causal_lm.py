@@ -15,8 +15,9 @@ from peftkit.data.chat import choose_template
 from peftkit.data.encode import Style
 from peftkit.data.encoding import BEYOND, NOTHING, Settings
 from peftkit.data.load import DataConfig
+from peftkit.data.mixture import is_held_out
 from peftkit.data.pack import IGNORE, Row, collate
-from peftkit.data.stored import PackedRows, StoredRows, encoded
+from peftkit.data.stored import LazyRows, PackedRows, StoredRows, Subset, encoded
 from peftkit.errors import DataError, PeftkitError
 from peftkit.events import Listener, Notice, Stage, Table, ignore
 from peftkit.tasks.head import TokenTask, head_of
@@ -98,8 +99,16 @@ class CausalLM(TokenTask):
         Raises:
             DataError: As `encode` does.
         """
+        return self._packed(self.encode(where))
+
+    def split(self, where: str, share: float) -> tuple[Sequence[Row], Sequence[Row]]:
         rows = self.encode(where)
-        if self.isolation is None:
+        held = [is_held_out(str(digest), share) for digest in rows.digests.tolist()]
+        kept, out = ([n for n, o in enumerate(held) if o is side] for side in (False, True))
+        return self._packed(Subset(rows, kept)), self._packed(Subset(rows, out))
+
+    def _packed(self, rows: LazyRows) -> LazyRows:
+        if self.isolation is None or not len(rows):
             return rows
         packed = PackedRows(rows, self.max_length)
         share = sum(rows.num_tokens) / (len(packed) * self.max_length)

@@ -154,9 +154,13 @@ class ImageClassificationConfig(TaskConfig):
         require_pillow()
         if self.labels is not None:
             return self
-        records = read_images(data.train, self.image, self.label)
+        records = [
+            record
+            for source in data.sources
+            for record in read_images(source.path, self.image, self.label)
+        ]
         names = (label_name(field_of(r, self.label, "task.label"), r.source) for r in records)
-        return self.model_copy(update={"labels": sorted_names(names, data.train)})
+        return self.model_copy(update={"labels": sorted_names(names, data.train_name)})
 
     @property
     def purpose(self) -> Purpose:

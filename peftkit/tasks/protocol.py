@@ -25,12 +25,14 @@ from peftkit.config.schema import Config
 from peftkit.data.encode import Style
 from peftkit.data.lengths import num_tokens, padded
 from peftkit.data.load import DataConfig, Record
+from peftkit.data.mixture import is_held_out
 from peftkit.errors import DataError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.loss import unwrapped
 from peftkit.train import task as loop
 from peftkit.train.batches import cut
+from peftkit.train.checkpoints.identity import fingerprint
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
 
 BATCH_SIZE = 8
@@ -78,6 +80,15 @@ class Task(loop.Task, ABC):
             key: Tells that from all others; "" where it is not known.
         """
         return None
+
+    def split(self, where: str, share: float) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return a file's rows and a share of them that is held out, by what each row says."""
+        rows = self.load(where)
+        held = [is_held_out(fingerprint([row]), share) for row in rows]
+        return (
+            [row for row, out in zip(rows, held, strict=True) if not out],
+            [row for row, out in zip(rows, held, strict=True) if out],
+        )
 
     @abstractmethod
     def spans(self, row: Any) -> list[tuple[str, str]]:

@@ -289,16 +289,16 @@ class SequenceClassificationConfig(TaskConfig):
         """Find the problem and the labels in the training data, as far as they are not given."""
         if self.problem == "regression" or (self.problem != "auto" and self.labels):
             return self
-        records = read_records(data.train)
+        records = read_records(data.sources)
         values = [(field_of(r, self.label, "task.label"), r.source) for r in records]
         problem = problem_of(values) if self.problem == "auto" else self.problem
         labels = self.labels
         if problem == "multi_label" and not labels:
             lists = (list_of(record, self.label, "task.label") for record in records)
             pairs = [(v, r.source) for r, vs in zip(records, lists, strict=True) for v in vs]
-            labels = sorted_names((label_name(v, source) for v, source in pairs), data.train)
+            labels = sorted_names((label_name(v, source) for v, source in pairs), data.train_name)
         elif problem == "single_label" and not labels:
-            labels = sorted_names((label_name(v, source) for v, source in values), data.train)
+            labels = sorted_names((label_name(v, source) for v, source in values), data.train_name)
         return self.model_copy(update={"problem": problem, "labels": labels})
 
     @property

@@ -237,9 +237,9 @@ class TokenClassificationConfig(TaskConfig):
         """Find the tags in the training data, if they are not given."""
         if self.labels:
             return self
-        lists = ((list_of(r, self.tags, "task.tags"), r.source) for r in read_records(data.train))
+        lists = ((list_of(r, self.tags, "task.tags"), r.source) for r in read_records(data.sources))
         names = (label_name(tag, source) for tags, source in lists for tag in tags)
-        return self.model_copy(update={"labels": sorted_names(names, data.train)})
+        return self.model_copy(update={"labels": sorted_names(names, data.train_name)})
 
     @property
     def purpose(self) -> Purpose:

@@ -1,0 +1,45 @@
+"""The rows to learn from and the rows to measure on, as a recipe's data section says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from peftkit.data.load import DataConfig
+from peftkit.data.mixture import Mixture
+from peftkit.errors import DataError
+from peftkit.tasks.protocol import Task
+
+
+def load_splits(task: Task, data: DataConfig) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return the training rows and the eval rows.
+
+    Raises:
+        DataError: Rows cannot be used; or the share that is held out is none or all of them.
+    """
+    sources, share = data.sources, data.eval
+    if isinstance(share, str) or share is None:
+        trained = [(task.load(source.path), source.weight) for source in sources]
+        held = [task.load(share)] if share else []
+    else:
+        parts = [task.split(source.path, share) for source in sources]
+        trained = [(rows, source.weight) for (rows, _), source in zip(parts, sources, strict=True)]
+        held = [out for _, out in parts]
+        for what, count in (
+            ("held out", sum(map(len, held))),
+            ("left to learn from", sum(len(rows) for rows, _ in trained)),
+        ):
+            if not count:
+                raise DataError(
+                    f"data.eval: {share} is no share of {data.train_name}.",
+                    found=f"No row is {what}.",
+                    fix="Take another share, or name a file.",
+                )
+    return _as_one(trained), _as_one([(rows, 1.0) for rows in held])
+
+
+def _as_one(parts: Sequence[tuple[Sequence[Any], float]]) -> Sequence[Any]:
+    """Return rows as they are if they are all of one file, each once."""
+    if not parts:
+        return []
+    return parts[0][0] if len(parts) == 1 and parts[0][1] == 1.0 else Mixture(parts)

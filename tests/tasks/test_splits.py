@@ -1,0 +1,128 @@
+"""Rows of several files, with weights and patterns, and a share of them held out."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from peftkit import recipe
+from peftkit.config.schema import from_dict
+from peftkit.data.load import DataConfig, Source
+from peftkit.data.mixture import Mixture, is_held_out
+from peftkit.errors import ConfigError, DataError
+from peftkit.events import Event, Notice
+from peftkit.recipe import Recipe
+from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.splits import load_splits
+from peftkit.train.checkpoints.identity import fingerprint
+
+
+def write(path: Path, rows: list[str]) -> str:
+    text = "".join(json.dumps({"prompt": row, "completion": " yes"}) + "\n" for row in rows)
+    path.write_text(text)
+    return str(path)
+
+
+def task_of(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, data: DataConfig, **more: Any
+) -> CausalLM:
+    return CausalLM(llama, tokenizer, data, **more)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_share_is_held_out_by_what_rows_say(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, packing: bool
+) -> None:
+    names = [f"row {n}" for n in range(200)]
+    held = []
+    for rows in (names, [*reversed(names), "one more"]):
+        train = write(tmp_path / "a.jsonl", rows)
+        data = DataConfig(train=train, eval=0.2, max_length=64, packing=packing)
+        train_rows, eval_rows = load_splits(task_of(llama, tokenizer, data), data)
+        sizes = [sum(len(row.lengths) for row in part) for part in (train_rows, eval_rows)]
+        assert sum(sizes) == len(rows)
+        assert 20 < sizes[1] < 60
+        texts = [tokenizer.decode(row.input_ids, skip_special_tokens=True) for row in eval_rows]
+        held.append({text for whole in texts for text in whole.split(" yes")})
+    assert held[0] <= held[1]  # whatever else is there
+
+
+def test_a_share_of_nothing_is_an_error(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    data = DataConfig(train=write(tmp_path / "a.jsonl", ["a"]), eval=1e-9, max_length=64)
+    with pytest.raises(DataError, match="No row is held out"):
+        load_splits(task_of(llama, tokenizer, data), data)
+
+
+def test_weights_and_patterns(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    for name in ("a1", "a2", "b"):
+        write(tmp_path / f"{name}.jsonl", [f"{name} {n}" for n in range(4)])
+    sources = (Source(path=f"{tmp_path}/a*.jsonl", weight=2.5), Source(path=f"{tmp_path}/b.jsonl"))
+    data = DataConfig(train=sources, max_length=64, packing=False)
+    rows, _ = load_splits(task_of(llama, tokenizer, data), data)
+    found = Counter(Path(row.source.rpartition(":")[0]).stem for row in rows)
+    assert found == {"a1": 10, "a2": 10, "b": 4}
+    assert Counter(row.source for row in rows)[f"{tmp_path}/a1.jsonl:1"] == 3
+    assert list(rows.num_tokens) == [len(row.input_ids) for row in rows]
+    assert isinstance(fingerprint(rows), str)
+    other = DataConfig(train=(sources[0],), max_length=64, packing=False)
+    fewer, _ = load_splits(task_of(llama, tokenizer, other), other)
+    assert fingerprint(fewer) != fingerprint(rows)
+    with pytest.raises(DataError, match="no file fits"):
+        _ = DataConfig(train=f"{tmp_path}/c*.jsonl").sources
+
+
+def test_less_than_once_takes_every_so_many_rows() -> None:
+    rows = Mixture([(list(range(100)), 0.25)])
+    assert list(rows) == list(range(0, 100, 4))
+    assert rows[2:4] == [8, 12]
+    assert 0.1 < sum(is_held_out(str(n), 0.2) for n in range(500)) / 500 < 0.3
+
+
+def test_repeated_rows_are_told(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    train = write(tmp_path / "a.jsonl", ["a", "b", "a", "c"])
+    data = DataConfig(train=train, eval=write(tmp_path / "b.jsonl", ["c", "d"]), max_length=64)
+    events: list[Event] = []
+    load_splits(task_of(llama, tokenizer, data, on_event=events.append), data)
+    told = [event.text for event in events if isinstance(event, Notice)]
+    assert any("1 of 4 rows teach what one before" in text for text in told)
+    assert any("1 of 2 rows of" in text and "a.jsonl too" in text for text in told)
+
+
+def test_a_run_learns_from_several_files_and_holds_rows_out(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    for name in "ab":
+        write(tmp_path / f"{name}.jsonl", [f"{name} {n}" for n in range(40)])
+    settings = {
+        "base": {"model": str(model_folder), "dtype": "fp32"},
+        "data": {
+            "train": [
+                {"path": f"{tmp_path}/a.jsonl", "weight": 2},
+                {"path": f"{tmp_path}/b.jsonl"},
+            ],
+            "eval": 0.2,
+            "max_length": 64,
+        },
+        "train": {"output_dir": str(tmp_path / "run"), "max_steps": 2, "batch_size": 2},
+    }
+    result = recipe.run(from_dict(Recipe, settings, "test"))
+    assert result.metrics["eval_loss"] > 0
+    again = {**settings, "train": {**settings["train"], "max_steps": 3}}
+    recipe.run(from_dict(Recipe, again, "test"), resume=True, allow_changes=["train.max_steps"])
+    for wrong in ({"eval": 1.5}, {"train": {"path": 3}}, {"train": [{"path": "a", "weight": 0}]}):
+        with pytest.raises(ConfigError):
+            from_dict(Recipe, {**settings, "data": {**settings["data"], **wrong}}, "test")
+    empty = from_dict(Recipe, {**settings, "data": {"train": [], "max_length": 64}}, "test")
+    with pytest.raises(DataError, match="names no file"):
+        recipe.run(empty, overwrite=True)
