@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.families import ARCHITECTURES
 from tests.simulated_gpu.same import CLOSE, Heard, train
 from tests.simulated_gpu.simulation import simulated
 from tests.tasks.classifiers import save_base, write_rows, write_texts, write_words
+from tests.tasks.test_image_classification import COLOURS, png
 
 METHODS: dict[str, Method] = {
     "lora": LoRA(rank=4, alpha=8, dropout=0.1),
@@ -82,7 +84,7 @@ def recipe_for(task: str, folder: Path) -> Recipe:
     plain = [
         {"text": "the quick brown fox jumps over the lazy dog " * (n % 3 + 1)} for n in range(6)
     ]
-    families = {"causal_lm": "llama", "seq2seq": "t5", "image_classification": "vit"}
+    families = {"causal_lm": "llama", "seq2seq": "t5"}
     writers: dict[str, Any] = {
         "sequence_classification": write_texts,
         "token_classification": write_words,
@@ -113,12 +115,42 @@ def recipe_for(task: str, folder: Path) -> Recipe:
     )
 
 
-TASKS = ("causal_lm", "seq2seq", "masked_lm", "sequence_classification", "token_classification")
+def image_recipe(folder: Path) -> Recipe:
+    """Return a recipe over folders of pictures in one colour each."""
+    for name, colour in COLOURS.items():
+        (folder / "data" / name).mkdir(parents=True)
+        for number in range(2):
+            (folder / "data" / name / f"{number}.png").write_bytes(png(colour, (9 + number, 41)))
+    ARCHITECTURES["vit"]().save_pretrained(folder / "base")
+    return Recipe(
+        task={"type": "image_classification", "fresh_head": True},
+        base={"model": str(folder / "base"), "dtype": "fp32"},
+        method={"type": "lora", "rank": 3, "targets": "attention"},
+        data={"train": str(folder / "data"), "eval": str(folder / "data")},
+        train={
+            "output_dir": folder / "out",
+            "max_steps": 3,
+            "batch_size": 3,
+            "learning_rate": 0.02,
+            "compile": False,
+        },
+    )
+
+
+TASKS = (
+    "image_classification",
+    "causal_lm",
+    "seq2seq",
+    "masked_lm",
+    "sequence_classification",
+    "token_classification",
+)
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_runs_from_recipe_to_adapter(task: str, tmp_path: Path) -> None:
-    asked, expected, found = recipe_for(task, tmp_path), Heard(), Heard()
+    make = image_recipe if task == "image_classification" else partial(recipe_for, task)
+    asked, expected, found = make(tmp_path), Heard(), Heard()
     on_cpu = recipe.run(asked, on_event=expected)
     with simulated():
         on_card = recipe.run(asked, overwrite=True, on_event=found)
