@@ -44,7 +44,10 @@ class Feed:
         if not self.is_ahead or _key(parts) in self._coming:
             return
         if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="collate")
+            # a thread begins on the first GPU: memory pinned there would be another one's
+            self._worker = ThreadPoolExecutor(
+                1, "collate", initializer=torch.cuda.set_device, initargs=(self._device,)
+            )
         self._coming[_key(parts)] = parts, self._worker.submit(self._made, parts)
 
     def batches(self, parts: Parts) -> list[Batch]:

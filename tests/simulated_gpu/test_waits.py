@@ -16,6 +16,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.train.feed import Feed, OnDevice
 from tests.simulated_gpu import same
 from tests.simulated_gpu.same import train
+from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card, Wait
 from tests.train.toy import ToyTask, make_rows
 
@@ -92,6 +93,22 @@ def test_the_rows_of_the_next_step_are_collated_ahead_and_once(card: Card) -> No
     assert len(feed.batches(now)) == 2  # other rows than expected: memory ran out, perhaps
     feed.close()
     assert task.seen.count(tuple(row.source for row in now[0])) == 1
+
+
+def test_the_thread_pins_memory_for_the_card_of_its_process() -> None:
+    seen: list[int] = []
+
+    class Looking(ToyTask):
+        def collate(self, rows: Sequence[Any]) -> Any:
+            seen.append(torch.cuda.current_device())
+            return super().collate(rows)
+
+    with simulated(Card(count=2)):
+        feed, parts = Feed(Looking(), torch.device("cuda", 1)), [make_rows(2)]
+        feed.expect(parts)
+        feed.batches(parts)
+        feed.close()
+    assert seen == [1]
 
 
 def test_what_draws_random_numbers_is_collated_when_it_is_its_turn(card: Card) -> None:
