@@ -175,13 +175,14 @@ def reference_varlen_attn(
                 (value, k_start, k_stop),
             )
         )
-        scores = q @ k.repeat_interleave(groups, 0).mT * scale
-        place = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
-        distance = place - torch.arange(k.shape[1])
+        k, v = (x[:, None].expand(-1, groups, -1, -1).flatten(0, 1) for x in (k, v))
+        scores = q @ k.mT * scale
+        places = [torch.arange(x.shape[1], device=x.device) for x in (q, k)]
+        distance = places[0][:, None] + k.shape[1] - q.shape[1] - places[1]
         left, right = window_size
         hidden = ((distance > left) & (left >= 0)) | ((-distance > right) & (right >= 0))
         probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        out.append((probs @ v.repeat_interleave(groups, 0)).transpose(0, 1))
+        out.append((probs @ v).transpose(0, 1))
         q_start, k_start = q_stop, k_stop
     return torch.cat(out)
 

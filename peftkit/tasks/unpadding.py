@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from peftkit.kernels.grid import Grid, grid_of, one_of_few, width_of
 from peftkit.kernels.varlen import Spans, spans_of
@@ -253,18 +252,20 @@ def can_unpad(model: nn.Module, attention: TrainingAttention, *, share: bool) ->
         document[common:] = document[common:].add(vocab // 2).remainder(vocab)
 
     def said(inputs: Mapping[str, Tensor]) -> Tensor:
-        inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
-        inputs = laid_out(inputs, attention)
+        moved = {name: tensor.to(device) for name, tensor in inputs.items()}
+        inputs = laid_out(moved, attention)
         return logits_of(model, inputs["input_ids"], inputs).flatten(0, 1)
 
     def said_in_one_row(documents: Sequence[Tensor]) -> Tensor:
-        ids = pad_sequence(list(documents), batch_first=True)
-        mask = pad_sequence([torch.ones_like(document) for document in documents], batch_first=True)
+        ids = torch.zeros(len(documents), max(LENGTHS), dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, document in enumerate(documents):
+            ids[row, : len(document)], mask[row, : len(document)] = document, 1
         batch = {"target_index": torch.arange(ids.shape[1], ids.shape[1] + len(seen))}
         for half in halves:
             batch |= {half + "input_ids": ids, half + "attention_mask": mask}
-        row = unpadded(batch, share=share, spans=attention.takes_spans)
-        return said(row)[row["target_index"].to(device)]
+        one_row = unpadded(batch, share=share, spans=attention.takes_spans)
+        return said(one_row)[one_row["target_index"].to(device)]
 
     def said_as_they_are(ids: Tensor) -> Tensor:
         return said({half + "input_ids": ids[None] for half in halves})
@@ -274,14 +275,18 @@ def can_unpad(model: nn.Module, attention: TrainingAttention, *, share: bool) ->
     with evaluating(model):
         alone = said_as_they_are(seen)
         together = said_as_they_are(torch.cat(documents))[first : first + len(seen)]
-        try:
-            here, there = said_in_one_row(documents), said_in_one_row(others)
-        except Exception:  # a model's own way of saying that it takes no such row
-            return False
-        finally:
-            attention.layout = ()
-    open_door = rms_difference([together], [alone])
-    return are_apart([here], [there], [alone], open_door, bare.dtype)
+        open_door = rms_difference([together], [alone])
+        for spans in (True, False) if attention.takes_spans else (False,):
+            attention.takes_spans = spans
+            try:
+                here, there = said_in_one_row(documents), said_in_one_row(others)
+            except Exception:  # a model's own way of saying that it takes no such row
+                continue
+            finally:
+                attention.layout = ()
+            if are_apart([here], [there], [alone], open_door, bare.dtype):
+                return True
+    return False
 
 
 @torch.no_grad()
@@ -295,16 +300,17 @@ def _listen(
         logits_of(model, ids[None], inputs)
 
 
-def laid_out(batch: Mapping[str, Tensor], attention: TrainingAttention | None) -> dict[str, Tensor]:
+def laid_out(
+    batch: Mapping[str, Tensor], attention: TrainingAttention | None
+) -> Mapping[str, Tensor]:
     """Lay the documents of a batch out for attention; return what the model is called with.
 
     A mask of ones is given where attention needs none: without any, transformers looks for
     documents in the positions, and waits for a GPU to do so.
     """
     layout = layout_in(batch)
-    given = dict(batch)
     if attention is not None:
         attention.layout = layout
-        if layout and not attention.needs_mask:
-            given["attention_mask"] = torch.ones_like(batch["input_ids"])
-    return given
+    if layout and attention is not None and not attention.needs_mask:
+        return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+    return batch
