@@ -111,24 +111,27 @@ def parity(args: argparse.Namespace, folder: Path) -> int:
     base = load_base(args.model, dtype="fp32")
     save_adapter(attach(base.model, LoRA(rank=8, alpha=16)), folder / "start")
     del base
-    worst = 0.0
-    print("loss     first     last      TRL's last  largest difference")
+    jobs = []
     for loss in args.losses:
         rows = pairs(folder, STEPS * BATCH_SIZE if loss != "kto" else BATCH_SIZE)
-        job = job_of(args, verdicts(rows) if loss == "kto" else rows, folder)
+        (folder / loss).mkdir()
+        job = job_of(args, verdicts(rows) if loss == "kto" else rows, folder / loss)
         job |= {"loss": loss, "dtype": "fp32", "adapter": str(folder / "start"), "exact": True}
-        job |= {"learning_rate": 1e-4, "steps": STEPS}
+        job |= {"learning_rate": 1e-4, "steps": STEPS, "output": str(folder / "out" / loss)}
         if loss == "robust":
             job["settings"] = {"label_smoothing": 0.1}
         if loss == "kto":  # the rows stand as they are in the file
             job["ordered"] = job["file"]
-        ours = work("ours_preferences", job, folder)["losses"]
-        theirs = work("trl_preferences", job, folder, python=args.peers)["losses"]
-        differs = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+        jobs.append(job)
+    ours = work("ours_preferences", {"jobs": jobs}, folder)
+    theirs = work("trl_preferences", {"jobs": jobs}, folder, python=args.peers)
+    worst = 0.0
+    print("loss     first     last      TRL's last  largest difference")
+    for loss in args.losses:
+        a, b = ours[loss], theirs[loss]
+        differs = max(abs(x - y) for x, y in zip(a, b, strict=True))
         worst = max(worst, differs)
-        print(
-            f"{loss:8} {ours[0]:.6f}  {ours[-1]:.6f}  {theirs[-1]:.6f}    {differs:.1e}", flush=True
-        )
+        print(f"{loss:8} {a[0]:.6f}  {a[-1]:.6f}  {b[-1]:.6f}    {differs:.1e}", flush=True)
     print(f"largest difference {worst:.1e}, allowed {TOLERANCE:.0e}")
     return int(worst > TOLERANCE)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,39 +20,47 @@ from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 
 
+def train(job: dict[str, Any], meter: Meter) -> tuple[list[float], int]:
+    """Train as a job says; return the losses of its steps, and how many values are trained."""
+    base = load_base(job["source"], dtype=job["dtype"], device="cpu")
+    losses: list[float] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, StepDone):
+            losses.append(event.loss)
+            meter.step()
+
+    if job.get("adapter"):
+        adapter = load_adapter(base.model, job["adapter"], trainable=True)
+    else:
+        adapter = attach(base.model, LoRA(rank=job["rank"], alpha=2 * job["rank"]))
+    settings = PreferenceConfig(loss=job["loss"], **job["settings"])
+    meter.init_from()
+    data = DataConfig(train=job["file"], max_length=job["max_length"])
+    task = settings.on(base.model, base.tokenizer, data)
+    config = TrainConfig(
+        output_dir=Path(job["output"]) / job["loss"],
+        max_steps=job["steps"],
+        batch_size=job["batch_size"],
+        learning_rate=job["learning_rate"],
+        schedule="constant",
+        warmup_ratio=0.0,
+        save_every=None,
+    )
+    fit(base.model, task, task.load(job["file"]), config=config, on_event=listen)
+    return losses, adapter.num_trainable
+
+
 def main() -> None:
-    """Train as the job says."""
+    """Do a job; of several, print the losses of each by its loss."""
     job = read_job()
+    meter = Meter(job, torch.device("cpu"))
     with telling_of_memory():
-        base = load_base(job["source"], dtype=job["dtype"], device="cpu")
-        meter = Meter(job, torch.device("cpu"))
-        losses: list[float] = []
-
-        def listen(event: Event) -> None:
-            if isinstance(event, StepDone):
-                losses.append(event.loss)
-                meter.step()
-
-        if job.get("adapter"):
-            adapter = load_adapter(base.model, job["adapter"], trainable=True)
+        if "jobs" in job:
+            found = {each["loss"]: train(each, meter)[0] for each in job["jobs"]}
+            print("\n" + json.dumps(found), flush=True)
         else:
-            adapter = attach(base.model, LoRA(rank=job["rank"], alpha=2 * job["rank"]))
-        settings = PreferenceConfig(loss=job["loss"], **job["settings"])
-        meter.init_from()
-        data = DataConfig(train=job["file"], max_length=job["max_length"])
-        task = settings.on(base.model, base.tokenizer, data)
-        rows = task.load(job["file"])
-        config = TrainConfig(
-            output_dir=Path(job["output"]),
-            max_steps=job["steps"],
-            batch_size=job["batch_size"],
-            learning_rate=job["learning_rate"],
-            schedule="constant",
-            warmup_ratio=0.0,
-            save_every=None,
-        )
-        fit(base.model, task, rows, config=config, on_event=listen)
-        meter.finish(losses, adapter.num_trainable)
+            meter.finish(*train(job, meter))
 
 
 if __name__ == "__main__":

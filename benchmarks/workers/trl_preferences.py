@@ -81,34 +81,46 @@ def trainer_of(job: dict[str, Any], model: Any, tokenizer: Any) -> Any:
     )
 
 
+def train(job: dict[str, Any], meter: Meter) -> tuple[list[float], int]:
+    """Train as a job says; return the losses of its steps, and how many values are trained."""
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[job["dtype"]]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(job["source"])
+    tokenizer.bos_token = None  # the base adds none; two of the trainers would
+    if job.get("adapter"):
+        base = transformers.AutoModelForCausalLM.from_pretrained(job["source"], dtype=dtype)
+        model = PeftModel.from_pretrained(base, job["adapter"], is_trainable=True)
+    else:
+        told = job | {"quantize": "none", "task": "causal_lm"}
+        model = peft_model(told, torch.device("cpu"))
+    if not hasattr(model, "warnings_issued"):
+        model.warnings_issued = {}
+
+    class Steps(transformers.TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            meter.step()
+
+    meter.init_from()
+    trainer = trainer_of(job, model, tokenizer)
+    trainer.add_callback(Steps())
+    trainer.train()
+    losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    return losses, sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
 def main() -> None:
-    """Train as the job says."""
+    """Do a job; of several, print the losses of each by its loss."""
     job = read_job()
-    with telling_of_memory(), contextlib.redirect_stdout(sys.stderr):
-        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[job["dtype"]]
-        meter = Meter(job, torch.device("cpu"))
-        tokenizer = transformers.AutoTokenizer.from_pretrained(job["source"])
-        tokenizer.bos_token = None  # the base adds none; two of the trainers would
-        if job.get("adapter"):
-            base = transformers.AutoModelForCausalLM.from_pretrained(job["source"], dtype=dtype)
-            model = PeftModel.from_pretrained(base, job["adapter"], is_trainable=True)
+    meter = Meter(job, torch.device("cpu"))
+    with telling_of_memory():
+        with contextlib.redirect_stdout(sys.stderr):
+            if "jobs" in job:
+                found = {each["loss"]: train(each, meter)[0] for each in job["jobs"]}
+            else:
+                losses, trained = train(job, meter)
+        if "jobs" in job:
+            print("\n" + json.dumps(found), flush=True)
         else:
-            job |= {"quantize": "none", "task": "causal_lm"}
-            model = peft_model(job, torch.device("cpu"))
-        if not hasattr(model, "warnings_issued"):
-            model.warnings_issued = {}
-
-        class Steps(transformers.TrainerCallback):
-            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-                meter.step()
-
-        meter.init_from()
-        trainer = trainer_of(job, model, tokenizer)
-        trainer.add_callback(Steps())
-        trainer.train()
-        losses = [float(e["loss"]) for e in trainer.state.log_history if "loss" in e]
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    meter.finish(losses, trained)
+            meter.finish(losses, trained)
 
 
 if __name__ == "__main__":

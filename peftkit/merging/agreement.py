@@ -69,7 +69,10 @@ def _call(base: Base, number: int, prompt: str) -> Tensor:
         return base.model(pixel_values=noise.to(base.device, base.model.dtype)).logits
     ids = base.tokenizer(prompt, return_tensors="pt")["input_ids"].to(base.device)
     decoder = {"decoder_input_ids": ids} if config.is_encoder_decoder and not base.head else {}
-    return base.model(input_ids=ids, **decoder).logits
+    found = base.model(input_ids=ids, **decoder)
+    # a bare model, that of an embedding, ends with its hidden states
+    output: Tensor = found.logits if "logits" in found else found.last_hidden_state
+    return output
 
 
 def agreement(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> Agreement:

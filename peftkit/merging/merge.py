@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from peftkit.base.load import DTYPES, load_base, skeleton
+from peftkit.base.load import DTYPES, load_base, local_folder, skeleton
 from peftkit.base.locate import locate
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.errors import RunError
@@ -144,6 +144,8 @@ def merge(
             on_event(Stage("Comparing the merged model with base and adapter"))
             effect = agreement(reference.adapted, reference.bare)
             agreed = _verified(folder, purpose, reference, tally, prompts, effect)
+        config = skeleton(str(folder), purpose=purpose).config
+        task_of(file).write_beside(folder, config, local_folder(name, revision))
         merged = Merged(out, name, tally, effect, agreed)
         card = _card(merged, file, purpose, from_quantized, locate(name, revision).hub_id)
         write_card(card, folder)

@@ -45,15 +45,18 @@ def new_folder(out: Path, overwrite: bool, sources: Sequence[Path]) -> Iterator[
 
 def _publish(folder: Path, out: Path) -> None:
     """Move the files up; weights of an earlier model go, and config.json comes last."""
-    for path in folder.iterdir():  # those that transformers wrote are not on the disk yet
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+    for path in folder.rglob("*"):  # those that transformers wrote are not on the disk yet
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
     config = out / "config.json"
     config.unlink(missing_ok=True)
     for path in out.iterdir():
         if path.name.endswith((".safetensors", ".safetensors.index.json", ".bin")):
             path.unlink()
     for path in sorted(folder.iterdir(), key=lambda path: path.name == config.name):
+        if path.is_dir():
+            shutil.rmtree(out / path.name, ignore_errors=True)
         os.replace(path, out / path.name)
     folder.rmdir()
     disk.fsync_dir(out)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -27,7 +28,7 @@ from peftkit.data.load import DataConfig, Record, read_records
 from peftkit.errors import DataError
 from peftkit.events import Listener, Progress, Stage, Table, ignore
 from peftkit.tasks.loss import accepted, unwrapped
-from peftkit.tasks.pooling import Pooled, pooled, pooling_of
+from peftkit.tasks.pooling import Pooled, pooled, pooling_for, pooling_of, write_modules
 from peftkit.tasks.protocol import BATCH_SIZE, Task, TaskConfig, over_batches
 from peftkit.tasks.texts import Encoded, Texts
 
@@ -365,6 +366,9 @@ class EmbeddingConfig(TaskConfig):
     normalize: bool | Literal["auto"] = "auto"
     """Whether vectors have length 1; auto: as modules.json says, else true. The loss does not
     depend on it."""
+
+    def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
+        write_modules(folder, config, pooling_for(config, base, self.pooling, self.normalize))
 
     @property
     def purpose(self) -> Purpose:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from peftkit.errors import BaseError
+from peftkit.files.disk import write_json, write_text
 
 Mode = Literal["mean", "cls", "last"]
 FLAGS: dict[str, Mode] = {
@@ -55,8 +56,13 @@ def pooling_of(model: Any, mode: str, normalize: bool | str) -> Pooled:
     Raises:
         BaseError: They say something that is not known here.
     """
-    own_mode, own_normalize = _of_files(Path(str(model.config._name_or_path)))
-    is_decoder = hasattr(model.config, "num_key_value_heads") or model.config.is_decoder
+    return pooling_for(model.config, Path(str(model.config._name_or_path)), mode, normalize)
+
+
+def pooling_for(config: Any, folder: Path | None, mode: str, normalize: bool | str) -> Pooled:
+    """Return the same of a model's config and of the folder with its files, if it has one."""
+    own_mode, own_normalize = _of_files(folder) if folder else (None, None)
+    is_decoder = hasattr(config, "num_key_value_heads") or config.is_decoder
     default: Mode = "last" if is_decoder else "mean"
     return Pooled(
         mode=(own_mode or default) if mode == "auto" else NAMES.get(mode, "last"),
@@ -64,6 +70,25 @@ def pooling_of(model: Any, mode: str, normalize: bool | str) -> Pooled:
         if normalize == "auto"
         else bool(normalize),
     )
+
+
+def write_modules(folder: Path, config: Any, how: Pooled) -> None:
+    """Write what makes a model's folder one of sentence-transformers."""
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if how.normalize else [])]
+    modules = [
+        {
+            "idx": number,
+            "name": str(number),
+            "path": f"{number}_{kind}" if number else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for number, kind in enumerate(kinds)
+    ]
+    settings: dict[str, Any] = {"word_embedding_dimension": config.hidden_size}
+    settings |= {flag: mode == how.mode for flag, mode in FLAGS.items()}
+    (folder / "1_Pooling").mkdir()
+    write_json(settings, folder / "1_Pooling" / "config.json")
+    write_text(json.dumps(modules, indent=2) + "\n", folder / "modules.json")
 
 
 def _of_files(folder: Path) -> tuple[Mode | None, bool | None]:

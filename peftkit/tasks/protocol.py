@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -172,6 +173,14 @@ class TaskConfig(Config, ABC):
     def purpose(self) -> Purpose:
         """What the base is loaded for. A task with a head of classes says it here, resolved."""
         return Purpose(self.type, self.auto_class, self.processor)
+
+    def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
+        """Write what a merged model needs beside its weights to be used for the task.
+
+        Args:
+            folder: The merged model's. config: Its config. base: The base's folder, if it has one.
+        """
+        return None
 
     def on(
         self,

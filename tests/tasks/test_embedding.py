@@ -19,6 +19,7 @@ from peftkit.errors import BaseError, DataError
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
 from peftkit.inference.predict import predict_file
+from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe, run
 from peftkit.tasks.embedding import Embedding, EmbeddingConfig
@@ -158,3 +159,24 @@ def test_a_run_learns_to_find_and_writes_vectors(folder: Path, tmp_path: Path) -
     assert rows[0]["anchor"] == ROWS[0]["anchor"]
     vectors = torch.tensor([row["embedding"] for row in rows])
     torch.testing.assert_close(vectors.norm(dim=1), torch.ones(5))
+
+
+def test_a_merged_model_is_a_folder_of_sentence_transformers(folder: Path, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "train.jsonl", ROWS)
+    told = {
+        "task": {"type": "embedding", "pooling": "cls", "normalize": False},
+        "base": {"model": str(folder), "dtype": "fp32"},
+        "data": {"train": file, "max_length": 64},
+        "train": {"output_dir": str(tmp_path / "run"), "max_steps": 2, "batch_size": 5},
+    }
+    run(schema.from_dict(Recipe, told, "the test"))
+    merge(tmp_path / "run", tmp_path / "merged")
+    modules = json.loads((tmp_path / "merged" / "modules.json").read_text())
+    assert [module["path"] for module in modules] == ["", "1_Pooling"]
+    opened = open_adapter(tmp_path / "run")
+    wanted = [row["embedding"] for row in predict_file(opened, file)]
+    base = load_base(str(tmp_path / "merged"), dtype="fp32", purpose=EmbeddingConfig().purpose)
+    task = EmbeddingConfig().on(base.model, base.tokenizer, DataConfig(train=file))  # all auto
+    assert isinstance(task, Embedding)
+    found = task.vectors(base.model, [str(row["anchor"]) for row in ROWS])
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-4, atol=1e-5)

@@ -61,7 +61,8 @@ def compared(first: Row, second: Row, max_length: int, **more: Any) -> Compared 
         for d in (first, second)
     ]
     a, b = documents
-    if not (a.num_targets and b.num_targets) or a.input_ids == b.input_ids:
+    is_pair = more.get("wanted") is None  # another prompt's answer may be the same one
+    if not (a.num_targets and b.num_targets) or (is_pair and a.input_ids == b.input_ids):
         return None
     return Compared(
         input_ids=a.input_ids + b.input_ids,

@@ -79,6 +79,15 @@ def test_a_verdict_is_measured_against_the_answer_of_the_row_before(
     assert others == [answers[-1], *answers[:-1]]
 
 
+def test_a_verdict_after_the_same_answer_is_kept(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    verdict = {"prompt": "the dog ", "completion": "and", "label": True}
+    file = write(tmp_path / "a.jsonl", [verdict, verdict, {**verdict, "label": False}])
+    _, rows = task_on(llama, tokenizer, settings("kto"), file)
+    assert len(rows) == 3
+
+
 @pytest.mark.parametrize(
     ("loss", "field"),
     [
