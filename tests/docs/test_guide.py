@@ -1,0 +1,299 @@
+"""What the README and docs/ say is so: commands parse, recipes load, rows are read, links lead
+somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer.main
+import yaml
+
+import peftkit
+from peftkit import PeftkitError, load_recipe
+from peftkit.data.format import parse as parse_rows
+from peftkit.data.image_rows import parse_with_images
+from peftkit.data.images import read_images
+from peftkit.data.load import DataConfig, read_records
+from peftkit.data.pairs import read_pairs
+from peftkit.data.preferences import read_pairs_of, read_verdicts
+from peftkit.recipe import Recipe
+from peftkit.tasks.labels import text_of
+from peftkit.tasks.table import TASKS
+from peftkit_cli.app import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SITE = ROOT / "mkdocs.yml"
+SECTIONS = set(Recipe.model_fields)
+RUN_BY = re.compile(r"(?:^|\s)-m peftkit_cli\s")
+
+
+class Block(NamedTuple):
+    """A fenced block of a page; `section` is the heading above it."""
+
+    page: Path
+    line: int
+    section: str
+    language: str
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    section, fence, language, first, lines = "", False, "", 0, list[str]()
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.startswith("```"):
+            if fence:
+                yield Block(page, first, section, language, "\n".join(lines) + "\n")
+            fence, language, first, lines = not fence, line[3:].strip(), number, []
+        elif fence:
+            lines.append(line)
+        elif line.startswith("## "):
+            section = line[3:]
+
+
+ALL = [block for page in PAGES for block in blocks(page)]
+
+
+def in_languages(*languages: str) -> list[Any]:
+    return [pytest.param(b, id=b.where) for b in ALL if b.language in languages]
+
+
+# commands
+
+
+def commands_of(text: str) -> Iterator[str]:
+    """Yield the arguments of each call of peftkit in lines of a shell."""
+    for line in text.replace("\\\n", " ").splitlines():
+        line = line.partition(" #")[0]
+        for part in re.split(r"\s+(?:\||&&)\s+|;\s+", line):
+            if part.startswith("peftkit "):
+                yield part.removeprefix("peftkit ")
+            elif found := RUN_BY.search(part):
+                yield part[found.end() :].rstrip("'")
+
+
+def spoken_of(page: Path) -> Iterator[str]:
+    """Yield what stands as `peftkit ...` within sentences."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for code in re.findall(r"`([^`]+)`", text):
+        yield from commands_of(" ".join(code.split()))
+
+
+COMMANDS = sorted(
+    {(b.where, c) for b in ALL if b.language == "bash" for c in commands_of(b.text)}
+    | {(page.name, c) for page in PAGES for c in spoken_of(page)}
+)
+
+
+PLACEHOLDERS = {"peft|gguf|mlx": "peft", "COMMAND --help": "train --help"}
+"""What stands for one of several words, and one of them."""
+
+
+@cache
+def root() -> Any:
+    return typer.main.get_command(app)
+
+
+def refused(arguments: str) -> str:
+    """Parse a command line without running it; return what is wrong with it."""
+    command, words = root(), shlex.split(arguments)
+    while words and words[0] in {"--debug"}:
+        words = words[1:]
+    if words in (["--help"], ["--version"]):
+        return ""
+    while hasattr(command, "commands"):
+        if not words or words[0] not in command.commands:
+            return f"there is no command {' '.join(words[:1])!r}"
+        command, words = command.commands[words[0]], words[1:]
+    if words in ([], ["--help"]):  # a sentence names the command alone
+        return ""
+    try:
+        command.make_context(command.name, words)
+    except Exception as problem:  # typer's usage errors, wherever typer keeps their class
+        told = getattr(problem, "format_message", None)
+        return str(told()) if told else repr(problem)
+    return ""
+
+
+def test_the_pages_are_full_of_commands() -> None:
+    assert len(COMMANDS) > 90
+    assert {c.split()[0] for _, c in COMMANDS} >= {*root().commands}
+
+
+@pytest.mark.parametrize(("where", "command"), COMMANDS, ids=[f"{w} {c}" for w, c in COMMANDS])
+def test_a_command_parses(where: str, command: str) -> None:
+    for several, one in PLACEHOLDERS.items():
+        command = command.replace(several, one)
+    assert not refused(command), where
+
+
+@pytest.mark.parametrize(
+    "wrong", ["trian recipe.yaml", "train recipe.yaml --epochs 3", "merge ADAPTER", "recipes list"]
+)
+def test_a_wrong_command_would_be_found(wrong: str) -> None:
+    assert refused(wrong)
+
+
+def test_what_is_run_with_python_or_make_exists() -> None:
+    shell = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    modules = set(re.findall(r"python -m (benchmarks\.\w+)", shell))
+    assert len(modules) >= 5
+    for module in modules:
+        assert importlib.util.find_spec(module), module
+    for script in re.findall(r"python ((?:recipes|benchmarks)/\S+\.py)", shell):
+        assert (ROOT / script).is_file(), script
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"(?m)^make (\w+)", shell):
+        assert re.search(rf"(?m)^{target}:", makefile), target
+
+
+# recipes
+
+
+def recipe_of(text: str, folder: Path, overrides: tuple[str, ...] = ()) -> Recipe:
+    """Load a recipe, or a part of one: what is not there and has to be is filled in."""
+    path = folder / "recipe.yaml"
+    path.write_text(text or "{}", encoding="utf-8")
+    given = yaml.safe_load(text) or {}
+    needed = {
+        "base.model": "smollm2-135m",
+        "data.train": "train.jsonl",
+        "train.output_dir": "runs/demo",
+    }
+    filled = [
+        f"{key}={value}"
+        for key, value in needed.items()
+        if key.partition(".")[2] not in given.get(key.partition(".")[0], {})
+    ]
+    return load_recipe(path, [*filled, *overrides])
+
+
+@pytest.mark.parametrize("block", in_languages("yaml"))
+def test_a_recipe_loads(block: Block, tmp_path: Path) -> None:
+    values = yaml.safe_load(block.text)
+    if set(values) <= SECTIONS:
+        recipe_of(block.text, tmp_path)
+        return
+    for settings in values.values():  # members of a sweep: settings by dotted key
+        own = (f"{key}={value}" for key, value in settings.items())
+        recipe_of("", tmp_path, ("method.type=lora", *own))
+
+
+def test_a_recipe_with_a_misspelt_key_would_be_found(tmp_path: Path) -> None:
+    with pytest.raises(PeftkitError):
+        recipe_of("train: {learning_rates: 1e-4}\n", tmp_path)
+
+
+# rows
+
+
+def task_above(block: Block, folder: Path) -> Any:
+    """Return the task of the last recipe before a block, in its section."""
+    before = [
+        b
+        for b in blocks(block.page)
+        if (b.section, b.language) == (block.section, "yaml") and b.line < block.line
+    ]
+    return recipe_of(before[-1].text if before else "", folder).task
+
+
+def read(block: Block, folder: Path) -> int:
+    """Read a block of rows as its task does; return how many there are."""
+    path = folder / f"train.{block.language}"
+    path.write_text(block.text, encoding="utf-8")
+    task, where = task_above(block, folder), str(path)
+    records = read_records(where)
+    if task.type == "preference":
+        (read_verdicts if task.loss == "kto" else read_pairs_of)(records, where)
+    elif task.type == "reward":
+        read_pairs_of(records, where, margin=task.margin)
+    elif task.type == "seq2seq":
+        read_pairs(records, "auto", task.fields, where)
+    elif task.type == "image_text":
+        parse_with_images(records, "auto", where=where)
+    elif task.type == "image_classification":
+        task.resolve(DataConfig(train=where))
+        return len(read_images(where, task.image, task.label))
+    elif task.type == "token_classification":
+        assert task.resolve(DataConfig(train=where)).labels
+        assert all(len(r.fields[task.words]) == len(r.fields[task.tags]) for r in records)
+    elif task.type == "sequence_classification":
+        task.resolve(DataConfig(train=where))
+        for name in filter(None, (task.text, task.pair)):
+            assert all(text_of(record, name, "") for record in records)
+    else:
+        parsed = parse_rows(records, "auto", where=where)
+        assert not parsed.unused
+    return len(records)
+
+
+@pytest.mark.parametrize("block", in_languages("jsonl", "csv"))
+def test_rows_are_read(block: Block, tmp_path: Path) -> None:
+    assert read(block, tmp_path)
+
+
+def test_rows_of_no_known_format_would_be_found(tmp_path: Path) -> None:
+    wrong = Block(PAGES[0], 0, "", "jsonl", '{"ask": "x", "reply": "y"}\n')
+    with pytest.raises(PeftkitError):
+        read(wrong, tmp_path)
+
+
+def test_there_are_rows_for_each_task(tmp_path: Path) -> None:
+    rows = [b for b in ALL if b.page.name == "data.md" and b.language == "jsonl"]
+    assert {task_above(block, tmp_path).type for block in rows} == set(TASKS)
+
+
+# the rest
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as the site and GitHub make them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = set()
+    for heading in re.findall(r"(?m)^#+ (.+)$", text):
+        bare = re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip().lower()
+        found.add(re.sub(r"[\s-]+", "-", bare))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_every_link_within_the_house_leads_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.is_file(), f"{page.name}: {link}"
+        if anchor:
+            assert anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_every_page_is_in_the_menu_of_the_site() -> None:
+    menu = set(re.findall(r"(?m)^ +- .+: (\S+\.md)$", SITE.read_text(encoding="utf-8")))
+    hooks = (ROOT / "docs" / "hooks.py").read_text(encoding="utf-8")
+    above = set(re.findall(r'"(\w+\.md)": "(\w+\.md)"', hooks))
+    assert menu == {p.name for p in PAGES[1:]} | {page for _, page in above}
+    assert all((ROOT / name).is_file() for name, _ in above)
+
+
+def test_the_api_page_has_every_public_name_once() -> None:
+    named = re.findall(r"(?m)^::: peftkit\.(\w+)$", (ROOT / "docs" / "api.md").read_text())
+    assert sorted(named) == sorted(peftkit.__all__)
+
+
+def test_the_page_of_errors_has_every_kind_with_its_exit_code() -> None:
+    text = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
+    for kind in PeftkitError.__subclasses__():
+        if kind.__module__ == "peftkit.errors":
+            assert f"Exit code {kind.exit_code}." in sections[kind.__name__]
