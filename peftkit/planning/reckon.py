@@ -102,6 +102,7 @@ class Reckoner:
         """Return what each further token takes, from two lengths."""
         first, second, more = self._both(rows, length, way)
         tokens, other = rows * length, length // 4 if length >= 512 else 4 * length
+        other += length * (other == tokens)  # a slope needs two lengths
         small = self._step(self._depth)
         elsewhere = _moved_away(small.count(1, other, way), small.num_blocks, self.setup, way)
         slope = (elsewhere.beside_weights - first.beside_weights) / (other - tokens)

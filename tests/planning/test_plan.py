@@ -143,6 +143,14 @@ def test_recipe_is_planned_with_its_data(folder, tmp_path) -> None:
     assert plan.run_tokens == 2 * plan.num_tokens
 
 
+def test_a_batch_of_short_rows_is_planned(folder, tmp_path) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text(json.dumps({"text": "a word and more"}) + "\n", encoding="utf-8")
+    given = {"base": {"model": str(folder)}, "data": {"train": str(data), "max_length": 64}}
+    recipe = from_dict(Recipe, {**given, "train": {"batch_size": 4}}, "test")
+    assert plan_run(recipe, memory=24 * GB, measure=False).fits
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("8GB", 8 * GB), ("7.5GiB", int(7.5 * 2**30)), ("12", 12 * GB), ("512 mb", 512 * 10**6)],
