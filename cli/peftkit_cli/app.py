@@ -25,6 +25,7 @@ from peftkit_cli import (
     about,
     base,
     combining,
+    data,
     exchange,
     inspect,
     merge,
@@ -81,6 +82,7 @@ app.command("import", rich_help_panel=TALK)(exchange.import_)
 app.command(rich_help_panel=TALK)(exchange.push)
 app.command(rich_help_panel=TALK)(exchange.pull)
 app.command("inspect", rich_help_panel=LOOK)(inspect.inspect)
+app.command(rich_help_panel=LOOK)(data.data)
 app.command(rich_help_panel=LOOK)(reporting.report)
 app.command(rich_help_panel=LOOK)(reporting.runs)
 app.add_typer(base.base, name="base", rich_help_panel=LOOK)

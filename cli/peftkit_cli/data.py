@@ -1,0 +1,126 @@
+"""`peftkit data`: what is in a file of rows, before any model is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from peftkit_cli.arguments import Json, note
+
+if TYPE_CHECKING:
+    from peftkit.data.survey import Survey, TokenFacts
+
+BAR, NUM_BARS = 40, 12
+
+
+def data(
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help="A file or data set of rows.", show_default=False),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Count tokens as this model's tokenizer makes them; no weights are loaded.",
+            show_default=False,
+        ),
+    ] = None,
+    max_length: Annotated[
+        int, typer.Option(min=2, help="Longer rows are cut: data.max_length.")
+    ] = 1024,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="As data.chat_template.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what is in a file: its format, fields, duplicates, and how many tokens rows have."""
+    from peftkit.data.chat import choose_template
+    from peftkit.data.survey import survey
+    from peftkit_cli.render import Renderer
+
+    tokenizer = None
+    with Renderer(transient=True) as on_event:
+        if model is not None:
+            from peftkit.base.locate import locate
+            from peftkit.base.pretrained import load_tokenizer, reachable
+
+            location, revision = reachable(locate(model), None)
+            tokenizer = load_tokenizer(location, revision, on_event)
+        template = choose_template(tokenizer, chat_template) if tokenizer is not None else None
+        found = survey(file, tokenizer, template=template, max_length=max_length, on_event=on_event)
+    if as_json:
+        plain = asdict(found)
+        if found.tokens is not None:
+            plain["tokens"]["lengths"] = _quantiles(found.tokens)
+        typer.echo(json.dumps(plain, indent=2))
+        return
+    _show(found)
+    if model is None:
+        note("To count tokens, name a model: --model smollm2-135m")
+
+
+def _show(found: Survey) -> None:
+    from rich.console import Console
+
+    from peftkit.events import Table
+    from peftkit.report.figures import count
+    from peftkit.tasks.rows import named
+    from peftkit_cli.render import show_table
+
+    console = Console(highlight=False)
+    lines = [
+        ("rows", f"{found.num_rows:,}"),
+        ("format", found.format or "none that is known"),
+        ("duplicates", f"{found.num_duplicates:,}"),
+    ]
+    if (tokens := found.tokens) is not None:
+        total = sum(tokens.lengths)
+        lines += [
+            ("cut", f"{tokens.num_cut:,}"),
+            ("nothing to learn", named(tokens.dropped)),
+            ("tokens of an epoch", f"{count(total)}, of which {count(tokens.num_targets)} learnt"),
+            ("tokens of a row", ", ".join(f"{k} {v:,}" for k, v in _quantiles(tokens).items())),
+        ]
+    show_table(console, Table(f"Data: {found.where}", ("", ""), tuple(lines)))
+    rows = tuple(
+        (
+            field.name,
+            f"{field.num_rows:,}",
+            f"{field.num_empty:,}",
+            f"{field.mean_chars:,.0f}",
+            ", ".join(f"{script} {share:.0%}" for script, share in field.scripts.items()) or "-",
+        )
+        for field in found.fields
+    )
+    columns = ("field", "rows", "empty", "characters", "scripts")
+    show_table(console, Table("Fields", columns, rows))
+    if tokens is not None and tokens.lengths:
+        _histogram(tokens)
+
+
+def _histogram(tokens: TokenFacts) -> None:
+    """Print how many rows are how long, a bar for each span of tokens."""
+    low, high = min(tokens.lengths), max(tokens.lengths)
+    width = max(1, -(-(high - low + 1) // NUM_BARS))
+    counts = [0] * (-(-(high - low + 1) // width))
+    for length in tokens.lengths:
+        counts[(length - low) // width] += 1
+    most = max(counts)
+    for number, many in enumerate(counts):
+        first = low + number * width
+        bar = "█" * round(BAR * many / most)
+        typer.echo(f"{first:>7,} to {first + width - 1:<7,} {bar} {many:,}")
+
+
+def _quantiles(tokens: TokenFacts) -> dict[str, int]:
+    lengths = sorted(tokens.lengths)
+    if not lengths:
+        return {}
+    last = len(lengths) - 1
+    places = {"shortest": 0.0, "median": 0.5, "95 %": 0.95, "longest": 1.0}
+    return {name: lengths[round(share * last)] for name, share in places.items()}

@@ -1,0 +1,140 @@
+"""What is in a file of rows, before any model is loaded: its fields, and how long rows are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from peftkit.data.encoding import BEYOND, NOTHING, Settings
+from peftkit.data.format import detect
+from peftkit.data.load import FormatName, iterate_records
+from peftkit.data.stored import encoded
+from peftkit.errors import DataError
+from peftkit.events import Listener, ignore
+
+LOOKED_AT = 2_000
+"""Rows whose texts are looked at for their script."""
+SCRIPTS = ("LATIN", "CYRILLIC", "GREEK", "ARABIC", "HEBREW", "DEVANAGARI", "CJK", "HIRAGANA",
+           "KATAKANA", "HANGUL", "THAI", "BENGALI", "TAMIL", "GEORGIAN", "ARMENIAN")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FieldFacts:
+    """A field of rows: in how many it is, how many of these are empty, and what it holds.
+
+    Attributes:
+        mean_chars: Of texts; of others as JSON. scripts: Shares of its letters by script.
+    """
+
+    name: str
+    num_rows: int
+    num_empty: int
+    mean_chars: float
+    scripts: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFacts:
+    """Rows as one tokenizer has them.
+
+    Attributes:
+        lengths: Tokens of each row that is kept. dropped: Sources of rows with nothing to learn.
+    """
+
+    lengths: Sequence[int]
+    num_targets: int
+    num_cut: int
+    num_duplicates: int
+    dropped: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What is in a file of rows; `num_duplicates` counts rows that are equal to one before."""
+
+    where: str
+    num_rows: int
+    format: FormatName | None
+    fields: list[FieldFacts]
+    num_duplicates: int
+    tokens: TokenFacts | None
+
+
+def survey(
+    where: str,
+    tokenizer: Any = None,
+    *,
+    template: str | None = None,
+    max_length: int = 1024,
+    on_event: Listener = ignore,
+) -> Survey:
+    """Look at every row of a file or data set.
+
+    Args:
+        tokenizer: Makes tokens of them; without one only fields are counted.
+
+    Raises:
+        DataError: Rows cannot be read; or, with a tokenizer, cannot be learnt from.
+    """
+    seen: set[bytes] = set()
+    number, found = 0, None
+    counts: dict[str, list[int]] = {}  # of each field: rows, empty ones, characters
+    letters: dict[str, Counter[str]] = {}
+    for record in iterate_records(where):
+        found = detect(record.fields) if number == 0 else found
+        whole = json.dumps(record.fields, sort_keys=True, default=str)
+        seen.add(hashlib.blake2b(whole.encode("utf-8", "replace"), digest_size=8).digest())
+        for name, value in record.fields.items():
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            known = counts.setdefault(name, [0, 0, 0])
+            known[0] += 1
+            known[1] += value in (None, [], {}) or not text.strip()
+            known[2] += len(text)
+            if number < LOOKED_AT:
+                letters.setdefault(name, Counter()).update(_scripts(text))
+        number += 1
+    fields = [
+        FieldFacts(name, rows, empty, chars / rows, _shares(letters.get(name, Counter())))
+        for name, (rows, empty, chars) in counts.items()
+    ]
+    tokens = None
+    if tokenizer is not None:
+        if found is None:
+            raise DataError(
+                f"Cannot tell the format of {where}.", found=f"Its fields: {', '.join(counts)}."
+            )
+        rows = encoded(where, Settings(tokenizer, template, "auto", max_length), on_event=on_event)
+        tokens = TokenFacts(
+            lengths=rows.num_tokens,
+            num_targets=rows.num_targets,
+            num_cut=rows.num_cut,
+            num_duplicates=rows.num_duplicates,
+            dropped=rows.dropped(NOTHING) + rows.dropped(BEYOND),
+        )
+    return Survey(where, number, found, fields, number - len(seen), tokens)
+
+
+def _scripts(text: str) -> Counter[str]:
+    """Return how many letters are of which script, of the first few hundred characters."""
+    found: Counter[str] = Counter()
+    for letter in text[:400]:
+        if letter.isascii():
+            found["LATIN"] += letter.isalpha()
+        elif letter.isalpha():
+            name = unicodedata.name(letter, "").split(" ")[0]
+            found[name if name in SCRIPTS else "other"] += 1
+    return found
+
+
+def _shares(letters: Counter[str]) -> dict[str, float]:
+    total = sum(letters.values())
+    return {
+        name.capitalize() if name != "CJK" else name: count / total
+        for name, count in letters.most_common(3)
+        if count >= 0.01 * total > 0
+    }

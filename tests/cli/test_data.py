@@ -1,0 +1,54 @@
+"""`peftkit data`: what is in a file, with and without a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from peftkit_cli.app import app
+
+ROWS = [
+    {"instruction": "Say yes.", "input": "", "output": "yes"},
+    {"instruction": "Say no.", "input": "", "output": "no"},
+    {"instruction": "Say yes.", "input": "", "output": "yes"},
+    {"instruction": "Скажи да.", "input": "", "output": "да"},
+    {"instruction": "Say nothing.", "input": "", "output": " "},
+]
+
+
+def write(folder: Path) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    return path
+
+
+def test_fields_are_counted_without_a_model(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["data", str(write(tmp_path)), "--json"])
+    found = json.loads(done.stdout)
+    assert (found["num_rows"], found["format"], found["num_duplicates"]) == (5, "alpaca", 1)
+    fields = {field["name"]: field for field in found["fields"]}
+    assert fields["input"]["num_empty"] == 5
+    assert fields["output"]["num_empty"] == 1
+    assert 0 < fields["instruction"]["scripts"]["Cyrillic"] < 0.5
+    assert found["tokens"] is None
+
+
+def test_tokens_are_counted_as_a_model_has_them(tmp_path: Path, model_folder: Path) -> None:
+    asked = ["data", str(write(tmp_path)), "--model", str(model_folder), "--max-length", "200"]
+    found = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)["tokens"]
+    assert found["num_duplicates"] == 1
+    assert found["dropped"] == [f"{tmp_path}/rows.jsonl:5"]
+    assert found["lengths"]["shortest"] <= found["lengths"]["median"] <= found["lengths"]["longest"]
+    shown = CliRunner().invoke(app, asked).stdout
+    assert "tokens of an epoch" in shown
+    assert "█" in shown
+
+
+def test_wrong_rows_are_one_message(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n{"a": \n')
+    done = CliRunner().invoke(app, ["data", str(path)])
+    assert done.exit_code != 0
+    assert "rows.jsonl:2" in str(done.exception)
