@@ -79,6 +79,17 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
+    def _placement_suits_the_training(self) -> Recipe:
+        kept = self.train.gradient_checkpointing is False
+        if self.base.placement == "stream" and kept:
+            raise ConfigError(
+                "base.placement: stream recomputes activations.",
+                found="train.gradient_checkpointing is false, which keeps every block's weights.",
+                fix="Set it to auto or true, or base.placement: device.",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _data_suits_the_method(self) -> Recipe:
         if self.packs_beside_virtual_tokens and self.data.asks_to_pack:
             raise ConfigError(
@@ -246,7 +257,7 @@ def identity(recipe: Recipe, ready: Prepared) -> dict[str, Any]:
     """Return what a resumed run must have in common with the saved one, as plain JSON."""
     return {
         "base": {
-            **recipe.base.model_dump(mode="json", exclude={"store"}),
+            **recipe.base.model_dump(mode="json", exclude={"store", "placement"}),
             "fingerprint": ready.base.fingerprint,
         },
         "method": recipe.method.model_dump(mode="json"),
@@ -392,6 +403,7 @@ def open_base(recipe: Recipe, purpose: Purpose, *, on_event: Listener = ignore) 
         quantize=recipe.base.quantize,
         double_quant=recipe.base.double_quant,
         quantize_towers=recipe.base.quantize_towers,
+        placement=recipe.base.placement,
         store=recipe.base.store,
         purpose=purpose,
         device=None if recipe.train.shard == "none" else "cpu",
@@ -509,7 +521,7 @@ def _provenance(recipe: Recipe, ready: Prepared) -> Provenance:
         revision=ready.base.revision,
         fingerprint=ready.base.fingerprint,
         loading=recipe.base.model_dump(
-            mode="json", exclude={"model", "revision", "new_tokens", "store"}
+            mode="json", exclude={"model", "revision", "new_tokens", "store", "placement"}
         ),
         prompt_style=ready.task.style,
         task_type=ready.settings.task_type,

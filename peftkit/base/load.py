@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from peftkit.base.build import build, convert
 from peftkit.base.form import Built, Form
 from peftkit.base.locate import Location, locate
 from peftkit.base.multimodal import load_multimodal
+from peftkit.base.placement import BlockStream, must_stream
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.store import Wanted, opened_or_kept, storable
 from peftkit.config.schema import Config, from_dict
@@ -41,6 +42,9 @@ class BaseConfig(Config):
     quantize_towers: bool = False
     """Quantise the towers for images and sound and their projectors too; by default only the
     language side of such a model is, and these stay in 16 bits."""
+    placement: Literal["auto", "device", "stream"] = "auto"
+    """Where the packed weights of blocks are: on the device, or in main memory, from where two
+    blocks at a time are streamed to it. auto: streamed where a packed base does not fit a GPU."""
     store: Literal["auto", "off"] = "auto"
     """auto: a large base that was packed once is kept in the cache (PEFTKIT_CACHE), from where it
     is opened in seconds; peftkit base ls shows what is there. off: it is packed at each start."""
@@ -94,6 +98,7 @@ def load_base(
     quantize_towers: bool = False,
     purpose: Purpose = CAUSAL_LM,
     device: torch.device | str | None = None,
+    placement: str = "auto",
     store: str = "auto",
     on_event: Listener = ignore,
 ) -> Base:
@@ -111,16 +116,18 @@ def load_base(
             language model.
         purpose: What the model is for, as a task says it: its class, and its head of classes.
         device: By default a GPU where there is one.
+        placement: "device"; "stream": packed weights wait in main memory, and two blocks at a time
+            are on the device; "auto": streamed where a packed base does not fit a GPU.
         store: "auto": open the packed base that the cache keeps, and keep a large one there;
             "off": neither.
 
     Raises:
         BaseError: There is no such model, its files are damaged or incomplete, or it could not be
             quantised as asked.
-        ConfigError: dtype, quantize or store is none of these.
+        ConfigError: dtype, quantize, placement or store is none of these.
     """
     asked = {"model": model, "dtype": dtype, "quantize": quantize, "double_quant": double_quant}
-    asked["store"] = store
+    asked |= {"placement": placement, "store": store}
     from_dict(BaseConfig, asked, "load_base(...)")
     place = default_device() if device is None else torch.device(device)
     computed = DTYPES.get(dtype) or fast_dtype(place)
@@ -131,6 +138,9 @@ def load_base(
     config = pretrained.check_config(location, revision, purpose)
     tokenizer, images, both = _processors(location, revision, purpose, on_event)
     padding = None if tokenizer is None else tokenizer.pad_token_id
+    streams = must_stream(placement, config, purpose, form)
+    if streams:
+        form = replace(form, device=torch.device("cpu"))
 
     def anew() -> Built:
         return build(
@@ -143,7 +153,9 @@ def load_base(
     else:
         wanted = Wanted(location.name, source, purpose, config, form)
         built = opened_or_kept(wanted, anew, on_event)
-    if place.type == "cpu":
+    if streams:
+        BlockStream(built.model, place)
+    elif place.type == "cpu":
         keep_copies(built.model)
     return Base(
         model=built.model,

@@ -29,6 +29,8 @@ def packed_skeleton(config: Any, purpose: Purpose, form: Form) -> Any:
     """Build the packed model on the meta device."""
     model: Any = on_meta(config, purpose, form.dtype)
     model.tie_weights()
+    if form.quantize == "none":
+        return model
     jobs = quantizable(model, keep=() if form.quantize_towers else tower_paths(model))
     made: dict[tuple[int, str], nn.Parameter] = {}
     packings = {}

@@ -27,6 +27,9 @@ Activations = Literal["keep", "recompute", "offload"]
 MARK = "GradientCheckpointingLayer"
 """The class of transformers that blocks are of; known by name, for it is not imported here."""
 
+STREAMED = "block_stream"
+"""What a model has whose blocks' weights come from main memory: kept activations would hold all."""
+
 BACKEND = "inductor"
 """Of torch.compile."""
 
@@ -61,6 +64,8 @@ class Blocks:
         found = any(enabled for enabled, _ in self._before)
         self.activations: Activations = "recompute" if found else "keep"
         self._name = type(model).__name__
+        self._stream = getattr(model, STREAMED, None)
+        self.are_streamed = self._stream is not None
         self._offload = Offload()
         self._draws: dict[tuple[Any, bool], bool] = {}
         self._call: Callable[..., Any] = _call
@@ -82,6 +87,8 @@ class Blocks:
             wish: train.gradient_checkpointing.
         """
         less: tuple[Activations, ...] = ("recompute", "offload") if on_gpu else ("recompute",)
+        if self.are_streamed:
+            return less
         if wish is True or (wish == "auto" and self.activations != "keep"):
             return less
         return ("keep", *less) if wish == "auto" and self._marked else ("keep",)
@@ -189,8 +196,8 @@ class Blocks:
 
         The first time it is watched: a block has dropout or not.
         """
-        bound = getattr(run, "args", None) or (getattr(run, "__self__", None),)
-        key = (bound[0], getattr(bound[0], "training", True))  # transformers passes either
+        block = _block_of(run)
+        key = (block, getattr(block, "training", True))
         if key in self._draws:
             return call(self._draws[key])
         before = _generators()
@@ -200,8 +207,24 @@ class Blocks:
         return out
 
     def _inner(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what is computed twice: compiled inside of what computes it again."""
+        """Return what is computed twice: compiled inside of what computes it again.
+
+        transformers keeps a block's hooks outside: streamed weights are fetched for both times.
+        """
+        if self._stream is not None:
+            return functools.partial(self._with_weights, run)
         return functools.partial(self._call, run) if self.compiled else run
+
+    def _with_weights(self, run: Callable[..., Any], *args: Any) -> Any:
+        assert self._stream is not None
+        with self._stream.around(_block_of(run)):
+            return run(*args)
+
+
+def _block_of(run: Callable[..., Any]) -> Any:
+    """Return the block whose forward pass this is: transformers passes it in one of two ways."""
+    bound = getattr(run, "args", None) or (getattr(run, "__self__", None),)
+    return bound[0]
 
 
 def _with_gradient(call: Callable[..., Any], *args: Any, **more: Any) -> Any:

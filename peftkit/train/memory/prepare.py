@@ -226,6 +226,8 @@ def _compile(learner: Learner, rows: Sequence[Any], num_steps: int, say: Say) ->
 def _try_to_compile(learner: Learner, rows: Sequence[Any]) -> str:
     """Run a forward and a backward pass with compiled blocks; return why that does not work."""
     blocks, device = learner.blocks, learner.ranks.device
+    if blocks.are_streamed:
+        return "Their weights are streamed (base.placement), each block's when it is entered."
     if not blocks.blocks:
         return f"{type(learner.model).__name__} has no blocks that transformers marks as such."
     if device.type == "cpu" and cpp_compiler() is None:
