@@ -69,9 +69,6 @@ def in_languages(*languages: str) -> list[Any]:
     return [pytest.param(b, id=b.where) for b in ALL if b.language in languages]
 
 
-# commands
-
-
 def commands_of(text: str) -> Iterator[str]:
     """Yield the arguments of each call of peftkit in lines of a shell."""
     for line in text.replace("\\\n", " ").splitlines():
@@ -158,9 +155,6 @@ def test_what_is_run_with_python_or_make_exists() -> None:
         assert re.search(rf"(?m)^{target}:", makefile), target
 
 
-# recipes
-
-
 def recipe_of(text: str, folder: Path, overrides: tuple[str, ...] = ()) -> Recipe:
     """Load a recipe, or a part of one: what is not there and has to be is filled in."""
     path = folder / "recipe.yaml"
@@ -195,9 +189,6 @@ def test_a_recipe_with_a_misspelt_key_would_be_found(tmp_path: Path) -> None:
         recipe_of("train: {learning_rates: 1e-4}\n", tmp_path)
 
 
-# rows
-
-
 def task_above(block: Block, folder: Path) -> Any:
     """Return the task of the last recipe before a block, in its section."""
     before = [
@@ -208,8 +199,12 @@ def task_above(block: Block, folder: Path) -> Any:
     return recipe_of(before[-1].text if before else "", folder).task
 
 
-def read(block: Block, folder: Path) -> int:
-    """Read a block of rows as its task does; return how many there are."""
+def read(block: Block, folder: Path, model: Any = None, tokenizer: Any = None) -> int:
+    """Read a block of rows as its task does; return how many there are.
+
+    Args:
+        model: For readers that encode as they read, with its tokenizer.
+    """
     path = folder / f"train.{block.language}"
     path.write_text(block.text, encoding="utf-8")
     task, where = task_above(block, folder), str(path)
@@ -225,6 +220,8 @@ def read(block: Block, folder: Path) -> int:
     elif task.type == "image_classification":
         task.resolve(DataConfig(train=where))
         return len(read_images(where, task.image, task.label))
+    elif task.type == "embedding":
+        return len(task.on(model, tokenizer, DataConfig(train=where)).load(where))
     elif task.type == "token_classification":
         assert task.resolve(DataConfig(train=where)).labels
         assert all(len(r.fields[task.words]) == len(r.fields[task.tags]) for r in records)
@@ -239,8 +236,8 @@ def read(block: Block, folder: Path) -> int:
 
 
 @pytest.mark.parametrize("block", in_languages("jsonl", "csv"))
-def test_rows_are_read(block: Block, tmp_path: Path) -> None:
-    assert read(block, tmp_path)
+def test_rows_are_read(block: Block, tmp_path: Path, llama: Any, tokenizer: Any) -> None:
+    assert read(block, tmp_path, llama, tokenizer)
 
 
 def test_rows_of_no_known_format_would_be_found(tmp_path: Path) -> None:
@@ -252,9 +249,6 @@ def test_rows_of_no_known_format_would_be_found(tmp_path: Path) -> None:
 def test_there_are_rows_for_each_task(tmp_path: Path) -> None:
     rows = [b for b in ALL if b.page.name == "data.md" and b.language == "jsonl"]
     assert {task_above(block, tmp_path).type for block in rows} == set(TASKS)
-
-
-# the rest
 
 
 def anchors(page: Path) -> set[str]:
