@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,12 +10,16 @@ import torch
 
 from benchmarks import shapes
 from peftkit.data.load import DataConfig
+from peftkit.events import Event, RunStarted, StepDone
 from peftkit.kernels import varlen
 from peftkit.kernels.varlen import reference_varlen_attn
+from peftkit.recipe import Recipe, run
 from peftkit.tasks.causal_lm import CausalLM
 from tests.families import ARCHITECTURES
 from tests.simulated_gpu.same import make_rows
+from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
+from tests.simulated_gpu.test_training import recipe_for
 
 
 def missing(*args: Any, **more: Any) -> Any:
@@ -74,3 +79,36 @@ def test_nothing_waits_for_where_documents_begin(
         assert [str(wait) for wait in card.waits] == []
     assert len(set(sizes)) == 1  # numbers of Python, read off a shape
     assert all(type(size) is int for pair in sizes for size in pair)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "packing", "name"),
+    [
+        (reference_varlen_attn, False, "varlen"),
+        (reference_varlen_attn, True, "varlen"),
+        (missing, True, "sdpa"),
+    ],
+)
+def test_a_run_in_16_bits_learns_what_the_cpu_does(
+    kernel: Any, packing: bool, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_for("causal_lm", tmp_path)
+    recipe = recipe.model_copy(
+        update={
+            "base": recipe.base.model_copy(update={"dtype": "bf16"}),
+            "data": recipe.data.model_copy(update={"packing": packing}),
+        }
+    )
+    expected = losses_of(recipe, overwrite=False)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(varlen, "is_available", lambda device: device.type == "cuda")
+    with simulated():
+        found = losses_of(recipe, overwrite=True, header=f"attention: {name};")
+    assert found == pytest.approx(expected, rel=0.02)
+
+
+def losses_of(recipe: Recipe, *, overwrite: bool, header: str = "") -> list[float]:
+    events: list[Event] = []
+    run(recipe, overwrite=overwrite, on_event=events.append)
+    assert [e for e in events if isinstance(e, RunStarted) and header in e.paths]
+    return [event.loss for event in events if isinstance(event, StepDone)]
