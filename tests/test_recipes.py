@@ -6,7 +6,9 @@ import json
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from peftkit import recipe
 from peftkit.model.roles import GROUPS, ROLES
@@ -53,3 +55,16 @@ def test_held_out_rows_of_the_intents_share_no_phrase_with_the_training_rows(tmp
     for row in (*rows[0], *rows[1]):
         assert row["text"].split() == row["words"]
         assert len(row["words"]) == len(row["tags"])
+
+
+def test_pictures_of_numbers_hold_the_digits_that_their_rows_name(tmp_path) -> None:
+    made = runpy.run_path(str(recipes_folder() / "read_digits.py"))
+    digits = [(np.full((8, 8), 20 * (label + 1), dtype="uint8"), label) for label in range(10)]
+    made["write_pictures"](digits, tmp_path, 5)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 5
+    for row in rows:
+        asked, said = (message["content"] for message in row["messages"])
+        pixels = np.asarray(Image.open(tmp_path / asked[0]["image"]).convert("L"))
+        cells = pixels[4::8, 4::8].flatten()
+        assert "".join(str(value // 20 - 1) for value in cells if value) == said
