@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from peftkit.recipe import run as run_recipe
     from peftkit.report.runs import list_runs as list_runs
     from peftkit.report.write import write_report as write_report
+    from peftkit.serve.server import serve_adapters as serve_adapters
     from peftkit.sweeps.sweep import sweep as sweep
     from peftkit.tasks.causal_lm import CausalLM as CausalLM
     from peftkit.tasks.causal_lm import CausalLMConfig as CausalLMConfig
@@ -190,6 +191,7 @@ _HOME = {
     "read_adapter": "formats.peft.folder",
     "run_recipe": "recipe:run",
     "save_adapter": "formats.peft.folder",
+    "serve_adapters": "serve.server",
     "stream": "inference.generate",
     "sweep": "sweeps.sweep",
     "write_report": "report.write",

@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("formats/",),
     ("inference/", "merging/", "report/"),
     ("transform/", "recipe"),
-    ("planning/", "sweeps/"),
+    ("planning/", "serve/", "sweeps/"),
     ("__init__",),
     ("cli/",),
 )
@@ -46,9 +46,20 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "gguf": ("formats/gguf/",),  # the optional extra; imported when called
     "huggingface_hub": ("formats/hub",),
     "safetensors": ("formats/", "merging/"),
-    "pydantic": ("config/", "methods/", "data/", "train/", "tasks/", "base/", "recipe"),
+    "pydantic": (
+        "config/",
+        "methods/",
+        "data/",
+        "train/",
+        "tasks/",
+        "base/",
+        "recipe",
+        "serve/asked",
+    ),
     "yaml": ("config/",),
     "PIL": ("data/images", "report/png"),  # the optional extra `images`; imported when called
+    "starlette": ("serve/",),  # the optional extra `serve`, with uvicorn; imported when called
+    "uvicorn": ("serve/server",),
     "typer": ("cli/",),
     "rich": ("cli/",),
 }

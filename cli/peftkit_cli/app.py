@@ -31,6 +31,7 @@ from peftkit_cli import (
     merge,
     plan,
     reporting,
+    serving,
     sweep,
     talk,
     train,
@@ -74,6 +75,7 @@ app.command(rich_help_panel=TALK)(talk.generate)
 app.command(rich_help_panel=TALK)(talk.chat)
 app.command(rich_help_panel=TALK)(talk.predict)
 app.command("eval", rich_help_panel=TALK)(talk.evaluate)
+app.command(rich_help_panel=TALK)(serving.serve)
 app.command(rich_help_panel=TALK)(merge.merge)
 app.command(rich_help_panel=TALK)(combining.combine)
 app.command(rich_help_panel=TALK)(combining.extract)

@@ -17,10 +17,17 @@ from tests.cli.conftest import Run, environment
 COMMANDS: dict[str, list[str]] = {
     "train": [
         "[RECIPE.yaml]", "--set", "--out", "--from", "--resume", "--overwrite", "--allow-changes",
+        "--metric",
     ],
     "check": ["RECIPE.yaml", "--set"],
+    "sweep": [
+        "RECIPE.yaml...", "--over", "--pick", "--each", "--set", "--out", "--resume", "--halve",
+        "--json",
+    ],
+    "plan": ["RECIPE|MODEL", "--memory", "--set", "--json"],
     "generate": [
-        "ADAPTER", "--prompt", "--base", "--max-new-tokens", "--temperature", "--seed", "--force",
+        "ADAPTER", "--prompt", "--image", "--base", "--max-new-tokens", "--temperature", "--seed",
+        "--force",
     ],
     "chat": [
         "[ADAPTER]", "--adapter", "--base", "--max-new-tokens", "--temperature", "--seed",
@@ -28,6 +35,10 @@ COMMANDS: dict[str, list[str]] = {
     ],
     "predict": ["ADAPTER", "--text", "--pair", "--data", "--out", "--base", "--force", "--json"],
     "eval": ["ADAPTER", "--data", "--base", "--force", "--json"],
+    "serve": [
+        "[NAME=]RUN...", "--host", "--port", "--api-key", "--base", "--max-batch", "--max-waiting",
+        "--max-new-tokens", "--temperature", "--force",
+    ],
     "merge": [
         "ADAPTER", "--out", "--base", "--dtype", "--force", "--from-quantized", "--overwrite",
     ],
@@ -43,6 +54,11 @@ COMMANDS: dict[str, list[str]] = {
     "push": ["ADAPTER", "USER/NAME", "--private"],
     "pull": ["ID[@REVISION]", "--out", "--force"],
     "inspect": ["ADAPTER|MODEL", "OTHER", "--json"],
+    "report": ["RUN...", "--out", "--png"],
+    "runs": ["DIR", "--json"],
+    "base ls": ["--json"],
+    "base rm": ["NAME"],
+    "base pack": ["MODEL", "--quantize", "--dtype", "--revision"],
     "recipes ls": [],
     "recipes show": ["NAME"],
     "recipes cp": ["NAME", "DEST"],
@@ -54,9 +70,10 @@ COMMANDS: dict[str, list[str]] = {
 def test_commands_and_flags_are_frozen() -> None:
     import typer
 
-    top = typer.main.get_command(app.app)
-    recipes = top.commands.pop("recipes")
-    found = {**top.commands, **{f"recipes {name}": c for name, c in recipes.commands.items()}}
+    found = {}
+    for name, command in typer.main.get_command(app.app).commands.items():
+        below = getattr(command, "commands", None)  # of a group
+        found |= {f"{name} {n}": c for n, c in below.items()} if below else {name: command}
     names = {
         command: [
             parameter.opts[0] if parameter.opts[0].startswith("--") else parameter.metavar

@@ -1,0 +1,114 @@
+"""`peftkit serve`: adapters behind OpenAI's HTTP interface, on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from peftkit.errors import AdapterError
+from peftkit.formats.find_adapter import adapter_folder
+from peftkit.formats.hub_id import is_hub_id
+from peftkit_cli.arguments import Base, Force, note
+from peftkit_cli.talk import MaxNewTokens, Temperature
+
+if TYPE_CHECKING:
+    from peftkit.inference.bank import AdapterBank
+
+
+def serve(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[NAME=]RUN...",
+            help="Adapters of one base: folders, or USER/NAME[@REVISION] on the hub. "
+            "The name is the model's; by default the folder's.",
+            show_default=False,
+        ),
+    ],
+    host: Annotated[
+        str, typer.Option(metavar="HOST", help="Address to listen on; others need a key.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(metavar="N", min=0, max=65535, help="0 takes a free one.")
+    ] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="PEFTKIT_API_KEY",
+            help="Clients have to send it. Better set in the environment: others see arguments.",
+            show_default=False,
+        ),
+    ] = None,
+    base: Base = None,
+    max_batch: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Prompts answered together.")
+    ] = 8,
+    max_waiting: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Prompts that may wait; more are refused.")
+    ] = 64,
+    max_new_tokens: MaxNewTokens = 1024,
+    temperature: Temperature = 0.0,
+    force: Force = False,
+) -> None:
+    """Serve adapters as OpenAI's API does, to try them out. Prints the address.
+
+    The models are the adapters and `base`. A request may set its own temperature and max_tokens.
+    """
+    folders = named_runs(runs)
+    from peftkit.serve.server import serve_adapters, vllm_command
+    from peftkit_cli.render import Renderer
+
+    def tell(url: str, bank: AdapterBank) -> None:
+        screen.close()  # the loading is over; what follows may take days
+        typer.echo(f"{url}/v1")
+        models = ", ".join([*bank.names, "base"])
+        note(f"Models: {models}. Ctrl-C ends it. Also there: {url}/health, {url}/metrics")
+        if command := vllm_command(bank):
+            note(f"For production, vLLM loads the same folders:\n  {command}")
+
+    with ExitStack() as screen:
+        on_event = screen.enter_context(Renderer(transient=True))
+        serve_adapters(
+            folders,
+            base,
+            host=host,
+            port=port,
+            key=api_key or None,
+            max_batch=max_batch,
+            max_waiting=max_waiting,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            force=force,
+            on_event=on_event,
+            on_ready=tell,
+        )
+
+
+def named_runs(texts: Sequence[str]) -> dict[str, Path]:
+    """Read [NAME=]RUN texts: name to folder.
+
+    Raises:
+        AdapterError: A folder is not there, or two would have one name.
+    """
+    folders: dict[str, Path] = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not equals or not name or "/" in name:
+            name, path = "", text
+        folder = adapter_folder(path)
+        if not name:
+            name = path.partition("@")[0].rpartition("/")[2] if is_hub_id(path) else ""
+            name = name or folder.resolve().name
+        if name in folders:
+            raise AdapterError(
+                f"two adapters would be named '{name}'.",
+                found=f"They are {folders[name]} and {folder}.",
+                fix=f"Name them: NAME={path}",
+            )
+        folders[name] = folder
+    return folders

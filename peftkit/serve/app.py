@@ -1,0 +1,282 @@
+"""The server as an ASGI application: routes, limits, and what it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from peftkit.data.encode import Style, prompt_ids, stop_ids
+from peftkit.errors import PeftkitError, did_you_mean
+from peftkit.inference.bank import AdapterBank
+from peftkit.inference.generate import room_left
+from peftkit.serve.answers import Form, refusal, status_of
+from peftkit.serve.asked import Body, ChatBody, RequestError, TextBody, read_body
+from peftkit.serve.engine import Engine, Job, Told
+from peftkit.serve.gate import Gate
+from peftkit.serve.replies import streamed, whole_answers
+
+BARE = "base"
+"""Name of the base without an adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one server takes on, and what it does where a request leaves the choice.
+
+    Args:
+        max_batch: Prompts in one batch, and of one request.
+        max_waiting: Prompts that may wait; further requests are refused with 429.
+        max_body: Bytes of a request; larger ones are refused with 413.
+        max_new_tokens: Length of an answer, unless the request says.
+        temperature: 0 is greedy; unless the request says.
+    """
+
+    max_batch: int = 8
+    max_waiting: int = 64
+    max_body: int = 1 << 20
+    max_new_tokens: int = 1024
+    temperature: float = 0.0
+
+
+def make_app(
+    bank: AdapterBank, *, key: str | None = None, limits: Limits | None = None
+) -> Starlette:
+    """Return the application that serves a bank's adapters and its base.
+
+    Args:
+        key: Asked of every request but /health; None serves programs on this machine only.
+    """
+    limits = limits or Limits()
+    engine = Engine(bank, max_batch=limits.max_batch, max_waiting=limits.max_waiting)
+    service = _Service(bank, engine, limits)
+
+    @asynccontextmanager
+    async def life(app: Starlette) -> AsyncIterator[None]:
+        engine.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(engine.stop)
+
+    return Starlette(
+        routes=[
+            Route("/health", service.health),
+            Route("/metrics", service.metrics),
+            Route("/v1/models", service.models),
+            Route("/v1/models/{name}", service.model),
+            Route("/v1/chat/completions", service.chat, methods=["POST"]),
+            Route("/v1/completions", service.complete, methods=["POST"]),
+        ],
+        middleware=[Middleware(Gate, key=key)],
+        exception_handlers={PeftkitError: service.refuse, HTTPException: _no_such_route},
+        lifespan=life,
+    )
+
+
+class _Service:
+    def __init__(self, bank: AdapterBank, engine: Engine, limits: Limits) -> None:
+        self._bank, self._engine, self._limits = bank, engine, limits
+        self._began = time.time()
+        self._requests: Counter[tuple[str, int]] = Counter()
+        self._stops = cache(lambda style: tuple(stop_ids(bank.base.tokenizer, style)))
+
+    async def health(self, request: Request) -> Response:
+        alive = self._engine.is_alive
+        return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return PlainTextResponse(self._metrics(), media_type="text/plain; version=0.0.4")
+
+    async def models(self, request: Request) -> Response:
+        names = [*self._bank.names, BARE]
+        return JSONResponse({"object": "list", "data": [self._described(name) for name in names]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._adapter(name)
+        return JSONResponse(self._described(name))
+
+    async def chat(self, request: Request) -> Response:
+        body = read_body(await self._body(request), ChatBody)
+        assert isinstance(body, ChatBody)
+        adapter = self._adapter(body.model)
+        style = self._bank.style(adapter)
+        turns = body.conversation()
+        single = style.kind != "chat" and [turn["role"] for turn in turns] == ["user"]
+        prompt = turns[0]["content"] if single else turns
+        ids = prompt_ids(self._bank.base.tokenizer, prompt, style)
+        return await self._respond(request, body, adapter, [ids])
+
+    async def complete(self, request: Request) -> Response:
+        body = read_body(await self._body(request), TextBody)
+        assert isinstance(body, TextBody)
+        adapter = self._adapter(body.model)
+        return await self._respond(
+            request, body, adapter, [self._ids(prompt) for prompt in body.prompts()]
+        )
+
+    async def refuse(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, PeftkitError)
+        self._requests["", status_of(error)] += 1
+        return refusal(error)
+
+    async def _respond(
+        self, request: Request, body: Body, adapter: str | None, prompts: Sequence[list[int]]
+    ) -> Response:
+        told: asyncio.Queue[tuple[int, Told]] = asyncio.Queue()
+        jobs = self._jobs(body, adapter, prompts, told)
+        form = Form(isinstance(body, ChatBody), body.model)
+        num_prompt = sum(map(len, prompts))
+        self._engine.submit(jobs)
+        if body.stream:
+            self._requests[body.model, 200] += 1
+            chunks = streamed(form, jobs, told, num_prompt, body.wants_usage)
+            return StreamingResponse(chunks, media_type="text/event-stream", headers=_UNCACHED)
+        answers = await whole_answers(request, jobs, told)
+        self._requests[body.model, 200] += 1
+        return JSONResponse(form.whole(answers, num_prompt))
+
+    def _jobs(
+        self,
+        body: Body,
+        adapter: str | None,
+        prompts: Sequence[list[int]],
+        told: asyncio.Queue[tuple[int, Told]],
+    ) -> list[Job]:
+        """Return one job for each answer that is asked for."""
+        copies = body.n or 1
+        if not 0 < len(prompts) * copies <= self._limits.max_batch:
+            raise RequestError(
+                f"the request asks for {len(prompts) * copies} answers.",
+                fix=f"Ask for 1 to {self._limits.max_batch} at once.",
+                param="n" if copies > 1 else "prompt",
+            )
+        loop = asyncio.get_running_loop()
+        asked = body.max_new_tokens or self._limits.max_new_tokens
+        jobs: list[Job] = []
+        for index in range(len(prompts) * copies):
+            ids = prompts[index // copies]
+
+            def tell(what: Told, index: int = index) -> None:
+                with suppress(RuntimeError):  # the loop has been closed
+                    loop.call_soon_threadsafe(told.put_nowait, (index, what))
+
+            jobs.append(
+                Job(
+                    adapter=adapter,
+                    ids=ids,
+                    stops=self._stops(self._bank.style(adapter)),
+                    stop_texts=body.stop_texts,
+                    max_new_tokens=room_left(self._bank.base.model, [ids], asked),
+                    temperature=_given(body.temperature, self._limits.temperature),
+                    top_p=_given(body.top_p, 1.0),
+                    seed=None if body.seed is None else body.seed + index,
+                    tell=tell,
+                )
+            )
+        return jobs
+
+    def _adapter(self, name: str) -> str | None:
+        """Return the adapter of a model's name."""
+        if name == BARE:
+            return None
+        if name in self._bank.names:
+            return name
+        known = [*self._bank.names, BARE]
+        raise RequestError(
+            f"there is no model '{name[:80]}' here.",
+            found=f"The models are: {', '.join(known)}. {did_you_mean(name, known)}".rstrip(),
+            status=404,
+            code="model_not_found",
+            param="model",
+        )
+
+    def _ids(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return prompt_ids(self._bank.base.tokenizer, prompt, Style("plain"))
+        size = self._bank.base.model.config.get_text_config().vocab_size
+        if wrong := [token for token in prompt if not 0 <= token < size]:
+            raise RequestError(
+                f"the prompt holds the token {wrong[0]}.",
+                found=f"The base has the tokens 0 to {size - 1:,}.",
+                param="prompt",
+            )
+        return prompt
+
+    async def _body(self, request: Request) -> bytes:
+        """Return the body, as far as it is allowed to go."""
+        limit, body = self._limits.max_body, bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise RequestError(
+                    "the request is too long.", found=f"The limit is {limit:,} bytes.", status=413
+                )
+        return bytes(body)
+
+    def _described(self, name: str) -> dict[str, Any]:
+        base = self._bank.base
+        described = {
+            "id": name,
+            "object": "model",
+            "created": int(self._began),
+            "owned_by": "peftkit",
+            "root": base.hub_id or base.name,
+        }
+        return described if name == BARE else {**described, "parent": BARE}
+
+    def _metrics(self) -> str:
+        counts = self._engine.counts
+        lines = [
+            _metric("requests_total", "counter", "Requests by model and status.")
+            + "".join(
+                f'\npeftkit_requests_total{{model="{model}",status="{status}"}} {number}'
+                for (model, status), number in sorted(self._requests.items())
+            )
+        ]
+        for name, what in _COUNTED.items():
+            lines += [_metric(f"{name}_total", "counter", what)]
+            lines += [f"peftkit_{name}_total {counts[name]}"]
+        for name, what, value in (
+            ("waiting", "Prompts that wait.", self._engine.num_waiting),
+            ("running", "Prompts that are being answered.", self._engine.num_running),
+            ("uptime_seconds", "Since the start.", round(time.time() - self._began, 1)),
+        ):
+            lines += [_metric(name, "gauge", what), f"peftkit_{name} {value}"]
+        return "\n".join(lines) + "\n"
+
+
+_UNCACHED = {"Cache-Control": "no-cache"}
+_COUNTED = {
+    "prompt_tokens": "Tokens of prompts.",
+    "generated_tokens": "Tokens of answers.",
+    "batches": "Batches run.",
+    "rows": "Prompts in these batches.",
+}
+
+
+def _metric(name: str, kind: str, what: str) -> str:
+    return f"# HELP peftkit_{name} {what}\n# TYPE peftkit_{name} {kind}"
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    told = f"{request.method} {request.url.path} cannot be answered: {error.detail}."
+    return refusal(RequestError(told, status=error.status_code))

@@ -1,0 +1,150 @@
+"""Runs the server: the port first, then the base and its adapters."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from shlex import quote
+
+from peftkit.errors import AdapterError, ConfigError
+from peftkit.events import Listener, ignore
+from peftkit.formats.serving import check_serving, max_lora_rank
+from peftkit.inference.bank import AdapterBank, open_bank
+
+BACKLOG = 128
+
+
+def serve_adapters(
+    adapters: Mapping[str, str | Path],
+    base: str | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    key: str | None = None,
+    max_batch: int = 8,
+    max_waiting: int = 64,
+    max_new_tokens: int = 1024,
+    temperature: float = 0.0,
+    force: bool = False,
+    on_event: Listener = ignore,
+    on_ready: Callable[[str, AdapterBank], None] = lambda url, bank: None,
+) -> None:
+    """Serve adapters over HTTP as OpenAI's interface does, until a signal ends it.
+
+    The models are the adapters' names and `base`, the base without an adapter.
+
+    Args:
+        adapters: Name to folder; at least one.
+        base: Where the base is, if elsewhere than recorded.
+        host: The address to listen on; any but this machine's own needs a key.
+        port: 0 takes a free one.
+        key: Clients send it as `Authorization: Bearer KEY`.
+        max_batch: Prompts in one batch.
+        max_waiting: Prompts that may wait.
+        max_new_tokens: Length of an answer, unless a request says.
+        temperature: 0 is greedy; unless a request says.
+        force: Accept adapters that were trained on other weights.
+        on_ready: Called with the server's address and the bank before the first request.
+
+    Raises:
+        ConfigError: The extra `serve` is not installed, the host needs a key, or the port is taken.
+        AdapterError: As `open_bank`.
+        BaseError: The base cannot be found or loaded.
+    """
+    _require_extra()
+    import uvicorn
+
+    from peftkit.serve.app import BARE, Limits, make_app
+    from peftkit.serve.gate import is_loopback
+
+    if key is None and not is_loopback(host):
+        raise ConfigError(
+            f"cannot serve on {host} without a key.",
+            found="Others than programs on this machine could ask.",
+            fix="Set PEFTKIT_API_KEY (or --api-key), or leave --host out.",
+        )
+    if key is not None and not (key.isascii() and key.strip()):
+        raise ConfigError("the key is not usable.", fix="Use ASCII letters and digits.")
+    if BARE in adapters:
+        raise AdapterError(
+            f"an adapter cannot be served as '{BARE}'.",
+            found="That is the base without an adapter.",
+            fix=f"Give it another name: NAME={adapters[BARE]}",
+        )
+    with listening(host, port) as listener:
+        bank = open_bank(adapters, base, force=force, on_event=on_event)
+        limits = Limits(
+            max_batch=max_batch,
+            max_waiting=max_waiting,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+        )
+        app = make_app(bank, key=key, limits=limits)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=5
+        )
+        shown = f"[{host}]" if ":" in host else host
+        on_ready(f"http://{shown}:{listener.getsockname()[1]}", bank)
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; who connects before the model is loaded waits.
+
+    Raises:
+        ConfigError: The port is taken, or the host is not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            if os.name == "posix":  # elsewhere it would let two servers have one port
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot listen on {host}, port {port}.",
+            found=getattr(error, "strerror", None) or str(error),
+            fix="Choose another with --port (0 takes a free one) or --host.",
+        ) from None
+    return listener
+
+
+def vllm_command(bank: AdapterBank) -> str | None:
+    """Return how vLLM serves the same folders; None if it takes none of them."""
+    taken, rank = [], 0
+    for name in bank.names:
+        file = bank.file(name)
+        try:
+            check_serving(file.folder)
+        except AdapterError:
+            continue
+        taken.append(quote(f"{name}={file.folder}"))
+        rank = max(rank, file.fields.get("r", 8), *(file.fields.get("rank_pattern") or {}).values())
+    if not taken:
+        return None
+    base = quote(bank.base.hub_id or bank.base.name)
+    modules = " ".join(taken)
+    return (
+        f"vllm serve {base} --enable-lora --max-lora-rank {max_lora_rank(rank)} "
+        f"--lora-modules {modules}"
+    )
+
+
+def _require_extra() -> None:
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            "cannot serve.",
+            found=f"Not installed: {', '.join(missing)}.",
+            fix="pip install 'peftkit[serve]'",
+        )

@@ -1,0 +1,66 @@
+"""`peftkit serve`, as a process: the address, an answer, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import pytest
+
+from peftkit.errors import AdapterError
+from peftkit_cli.serving import named_runs
+from tests.cli.conftest import Run, start
+
+pytest.importorskip("uvicorn", reason="the extra peftkit[serve] is not installed")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
+def test_a_server_prints_its_address_answers_and_ends_on_ctrl_c(trained: Path) -> None:
+    process = start("serve", "demo=runs/demo", "--port", "0", cwd=trained)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert url.startswith("http://127.0.0.1:"), process.communicate()
+        body = {
+            "model": "demo",
+            "messages": [{"role": "user", "content": "what is the quick?"}],
+            "max_tokens": 16,
+        }
+        asked = Request(f"{url}/chat/completions", json.dumps(body).encode())
+        with urlopen(asked, timeout=60) as answer:
+            (choice,) = json.load(answer)["choices"]
+        assert choice["message"]["content"].strip()
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Models: demo, base." in err
+    assert "vllm serve" in err
+    assert "Traceback" not in err
+
+
+def test_runs_are_named_after_their_folders_or_as_asked(tmp_path: Path) -> None:
+    for name in ("json", "sql"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").touch()
+    json_run, sql_run = tmp_path / "json", tmp_path / "sql"
+    assert named_runs([str(json_run), f"q={sql_run}"]) == {"json": json_run, "q": sql_run}
+    with pytest.raises(AdapterError, match="named 'json'"):
+        named_runs([str(json_run), f"json={sql_run}"])
+
+
+def test_a_run_that_is_not_there_is_told(peftkit: Run) -> None:
+    done = peftkit("serve", "./nowhere")
+    assert (done.code, done.out) == (2, "")
+    assert "./nowhere" in done.err
+
+
+def test_any_other_host_needs_a_key(peftkit: Run, tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "adapter_config.json").touch()
+    done = peftkit("serve", "demo", "--host", "0.0.0.0", "--port", "0")
+    assert (done.code, done.out) == (2, "")
+    assert "PEFTKIT_API_KEY" in done.err

@@ -1,0 +1,153 @@
+"""What a server answers is what `generate` answers: streamed or not, alone or in a batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from peftkit.data.encode import Style
+from peftkit.inference.bank import AdapterBank
+from peftkit.inference.generate import generate, generate_ids
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def chat(model: str, text: str, **more: Any) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": text}], **more}
+
+
+def events(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the chunks of a stream, which must end as it should."""
+    *lines, last, empty = text.split("\n\n")
+    assert (last, empty) == ("data: [DONE]", "")
+    for line in lines:
+        yield json.loads(line.removeprefix("data: "))
+
+
+def alone(bank: AdapterBank, name: str | None, prompt: str, **more: Any) -> str:
+    """Return what `generate` answers; call it while the server does nothing with the bank."""
+    with bank.use(name):
+        base = bank.base
+        (text,) = generate(base.model, base.tokenizer, prompt, **more)
+    return text
+
+
+@pytest.mark.parametrize("model", ["one", "base"])
+def test_a_chat_is_answered_as_generate_does(model: str, client: Any, bank: AdapterBank) -> None:
+    name = None if model == "base" else model
+    text = alone(bank, name, "the quick brown fox", max_new_tokens=8)
+    done = client.post(CHAT, json=chat(model, "the quick brown fox"))
+    assert done.status_code == 200, done.text
+    (choice,) = done.json()["choices"]
+    assert choice["message"] == {"role": "assistant", "content": text}
+    assert text
+    usage = done.json()["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert choice["finish_reason"] == ("length" if usage["completion_tokens"] == 8 else "stop")
+
+
+def test_an_adapter_that_knows_no_chat_is_asked_as_it_learnt(
+    client: Any, bank: AdapterBank
+) -> None:
+    text = alone(bank, "two", "the lazy dog", style=Style("plain"), max_new_tokens=8)
+    (choice,) = client.post(CHAT, json=chat("two", "the lazy dog")).json()["choices"]
+    assert choice["message"]["content"] == text
+    turns = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
+    refused = client.post(CHAT, json={"model": "two", "messages": turns})
+    assert refused.status_code == 400
+    assert "learnt from single prompts" in refused.json()["error"]["message"]
+
+
+def test_parts_of_text_and_the_developer_s_role_are_read(client: Any) -> None:
+    plain = [{"role": "system", "content": "the fox"}, {"role": "user", "content": "the dog"}]
+    parts = [
+        {"role": "developer", "content": [{"type": "text", "text": "the fox"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "dog"}],
+            "refusal": None,
+        },
+    ]
+    answers = [
+        client.post(CHAT, json={"model": "one", "messages": turns}).json()["choices"]
+        for turns in (plain, parts)
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_a_stream_is_the_same_text_in_pieces(client: Any) -> None:
+    body = chat("one", "the quick brown fox")
+    whole = client.post(CHAT, json=body).json()
+    done = client.post(
+        CHAT, json={**body, "stream": True, "stream_options": {"include_usage": True}}
+    )
+    assert done.headers["content-type"].startswith("text/event-stream")
+    first, *chunks, last = events(done.text)
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert len(chunks) > 3
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert text == whole["choices"][0]["message"]["content"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+
+
+def test_texts_and_tokens_are_completed_as_they_stand(client: Any, bank: AdapterBank) -> None:
+    tokenizer = bank.base.tokenizer
+    ids = tokenizer("the quick")["input_ids"]
+    with bank.use("one"):
+        (new,) = generate_ids(bank.base.model, tokenizer, [ids], max_new_tokens=5)
+    for prompt in ("the quick", ids, ["the quick"], [ids]):
+        done = client.post(TEXT, json={"model": "one", "prompt": prompt, "max_tokens": 5})
+        (choice,) = done.json()["choices"]
+        assert choice["text"] == tokenizer.decode(new, skip_special_tokens=True)
+    stream = client.post(
+        TEXT, json={"model": "one", "prompt": ids, "max_tokens": 5, "stream": True}
+    )
+    assert "".join(e["choices"][0]["text"] for e in events(stream.text)) == choice["text"]
+
+
+def test_several_answers_of_one_request_come_in_order(client: Any) -> None:
+    body = {"model": "one", "prompt": ["the quick", "the lazy"], "max_tokens": 4}
+    alone = [
+        client.post(TEXT, json={**body, "prompt": prompt}).json()["choices"][0]["text"]
+        for prompt in body["prompt"]
+    ]
+    choices = client.post(TEXT, json=body).json()["choices"]
+    assert [choice["text"] for choice in choices] == alone
+    sampled = {**body, "prompt": "the", "n": 3, "temperature": 2.0, "seed": 1}
+    first, again = (client.post(TEXT, json=sampled).json()["choices"] for _ in range(2))
+    assert first == again
+    assert len({choice["text"] for choice in first}) > 1
+
+
+def test_a_stop_text_ends_an_answer_before_it(client: Any) -> None:
+    body = {"model": "one", "prompt": "the quick brown", "max_tokens": 8}
+    whole = client.post(TEXT, json=body).json()["choices"][0]["text"]
+    stop = whole[3:6]
+    before = whole[: whole.find(stop)]
+    (choice,) = client.post(TEXT, json={**body, "stop": ["never", stop]}).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (before, "stop")
+    stream = client.post(TEXT, json={**body, "stop": stop, "stream": True})
+    assert "".join(e["choices"][0]["text"] for e in events(stream.text)) == before
+
+
+def test_models_are_the_adapters_and_the_base(client: Any) -> None:
+    listed = client.get("/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == ["one", "two", "base"]
+    assert client.get("/v1/models/two").json() == listed[1]
+    assert client.get("/v1/models/three").status_code == 404
+
+
+def test_metrics_count_what_was_done(client: Any) -> None:
+    client.post(TEXT, json={"model": "one", "prompt": "the quick", "max_tokens": 3})
+    client.post(TEXT, json={"model": "nobody", "prompt": "the quick"})
+    told = client.get("/metrics")
+    assert told.headers["content-type"].startswith("text/plain")
+    lines = told.text.splitlines()
+    assert 'peftkit_requests_total{model="one",status="200"} 1' in lines
+    assert 'peftkit_requests_total{model="",status="404"} 1' in lines
+    assert "peftkit_batches_total 1" in lines
+    assert client.get("/health").json() == {"status": "ok"}

@@ -1,0 +1,148 @@
+"""What a server refuses, and with which status; none of it reaches the model."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peftkit.errors import AdapterError, ConfigError
+from peftkit.inference.bank import AdapterBank
+from peftkit.serve.server import listening, serve_adapters, vllm_command
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+GOOD = {"model": "one", "prompt": "the quick", "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "told"),
+    [
+        (TEXT, b"model=one", 400, "line 1"),
+        (TEXT, b"[1]", 400, ""),
+        (TEXT, b"\xff\xfe", 400, "UTF-8"),
+        (TEXT, b"[" * 3000, 400, "deep"),
+        (TEXT, b'{"model": "one", "prompt": "' + b"a" * 5000 + b'"}', 413, "4,096 bytes"),
+        (TEXT, {"model": "one"}, 400, "prompt"),
+        (TEXT, {**GOOD, "model": "onee"}, 404, "Did you mean 'one'?"),
+        (TEXT, {**GOOD, "temprature": 1}, 400, "temperature"),
+        (TEXT, {**GOOD, "temperature": "hot"}, 400, "temperature"),
+        (TEXT, {**GOOD, "temperature": -1}, 400, "temperature"),
+        (TEXT, {**GOOD, "top_p": 0}, 400, "top_p"),
+        (TEXT, {**GOOD, "max_tokens": 0}, 400, "max_tokens"),
+        (TEXT, {**GOOD, "n": 5}, 400, "5 answers"),
+        (TEXT, {**GOOD, "prompt": []}, 400, "0 answers"),
+        (TEXT, {**GOOD, "prompt": ""}, 400, "empty"),
+        (TEXT, {**GOOD, "prompt": [5, 100_000]}, 400, "100000"),
+        (TEXT, {**GOOD, "prompt": [5] * 1000}, 400, "no room"),
+        (TEXT, {**GOOD, "logprobs": 0}, 400, "logprobs"),
+        (CHAT, {"model": "one", "messages": []}, 400, "messages"),
+        (CHAT, {"model": "one", "messages": [{"role": "user"}]}, 400, "content"),
+        (
+            CHAT,
+            {"model": "one", "messages": [{"role": "robot", "content": "Hi"}]},
+            400,
+            "messages.0.role",
+        ),
+        (
+            CHAT,
+            {
+                "model": "one",
+                "messages": [{"role": "user", "content": "Hi"}],
+                "tools": [{"type": "function"}],
+            },
+            400,
+            "tools",
+        ),
+    ],
+)
+def test_a_request_that_cannot_be_answered(
+    path: str, body: Any, status: int, told: str, client: Any
+) -> None:
+    sent = {"content": body} if isinstance(body, bytes) else {"json": body}
+    done = client.post(path, **sent)
+    assert done.status_code == status, done.text
+    error = done.json()["error"]
+    assert told in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert "peftkit_batches_total 0" in client.get("/metrics").text
+
+
+def test_fields_that_ask_for_nothing_are_no_error(client: Any) -> None:
+    nothing = {"presence_penalty": 0.0, "logprobs": None, "user": "me", "suffix": None}
+    assert client.post(TEXT, json={**GOOD, **nothing}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v2", 404), ("GET", TEXT, 405), ("POST", "/health", 405)],
+)
+def test_a_path_that_is_not_there(method: str, path: str, status: int, client: Any) -> None:
+    done = client.request(method, path)
+    assert done.status_code == status
+    assert path in done.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"origin": "http://localhost:3000"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"origin": "https://example.org"}, 403),
+        ({"origin": "null"}, 403),
+        ({"host": "example.org"}, 403),
+    ],
+)
+def test_without_a_key_no_web_page_gets_in(
+    headers: dict[str, str], status: int, client: Any
+) -> None:
+    assert client.get("/v1/models", headers=headers).status_code == status
+    assert client.get("/health", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [("Bearer sesame", 200), ("bearer sesame", 200), ("Bearer Sesame", 401), ("sesame", 401)],
+)
+def test_a_key_opens_to_any_host(header: str, status: int, bank: AdapterBank) -> None:
+    from starlette.testclient import TestClient
+
+    from peftkit.serve.app import make_app
+
+    with TestClient(make_app(bank, key="sesame"), base_url="http://example.org") as client:
+        assert client.get("/metrics", headers={"authorization": header}).status_code == status
+        assert client.post(TEXT, json=GOOD).status_code == 401
+        assert client.get("/health").status_code == 200
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded(paths: dict[str, Path]) -> None:
+    with listening("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port}"):
+            serve_adapters(paths, "no/base", port=port)
+
+
+def test_a_host_that_is_not_here_is_told() -> None:
+    with pytest.raises(ConfigError, match="cannot listen on 192"):
+        listening("192.0.2.1", 0).close()
+    with listening("localhost", 0) as listener:
+        assert isinstance(listener, socket.socket)
+
+
+def test_another_host_needs_a_key(paths: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="without a key"):
+        serve_adapters(paths, host="0.0.0.0", port=0)
+
+
+def test_no_adapter_is_named_as_the_base(paths: dict[str, Path]) -> None:
+    with pytest.raises(AdapterError, match="'base'"):
+        serve_adapters({"base": paths["one"]}, port=0)
+
+
+def test_it_says_how_vllm_loads_the_same_folders(bank: AdapterBank, paths: dict[str, Path]) -> None:
+    command = vllm_command(bank)
+    assert command is not None
+    assert "--max-lora-rank 8 " in command
+    assert f"--lora-modules one={paths['one']} two={paths['two']}" in command
