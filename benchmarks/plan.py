@@ -48,7 +48,7 @@ def config_of(family: str) -> Any:
     """Return the config of a family's shape, of LAYERS blocks."""
     shape = shapes.SHAPES[family]
     name = "n_layer" if shape.config == "GPT2Config" else "num_hidden_layers"
-    return shape.make_config(**{name: LAYERS}, attn_implementation="sdpa")
+    return shape.make_config(**{name: LAYERS})
 
 
 def reckoner_of(config: Any, quantize: str, task: TaskConfig | None = None) -> Reckoner:
