@@ -1,0 +1,65 @@
+"""The start page and the page on using an adapter are done as they say, on a tiny base."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from peftkit_cli.app import run
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def blocks(page: str, language: str) -> str:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return "\n".join(re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL))
+
+
+def commands(page: str, *names: str) -> list[list[str]]:
+    """Return the calls of some of peftkit's commands, in the order of the page."""
+    lines = [line for line in blocks(page, "bash").splitlines() if line.startswith("peftkit ")]
+    found = [call for call in (shlex.split(line)[1:] for line in lines) if call[0] in names]
+    assert {call[0] for call in found} == set(names)
+    return found
+
+
+@pytest.fixture
+def here(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the start page's recipe and rows, over the tiny base."""
+    monkeypatch.chdir(tmp_path)
+    recipe = blocks("index.md", "yaml").replace("smollm2-135m", str(model_folder))
+    recipe = recipe.replace("max_length: 512", "max_length: 256")  # it reads no more
+    (tmp_path / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    for name in ("train.jsonl", "eval.jsonl"):
+        (tmp_path / name).write_text(blocks("index.md", "jsonl"), encoding="utf-8")
+    return tmp_path
+
+
+def test_the_start_page_from_check_to_eval(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("How do I reset my badge?\n/base\n/quit\n"))
+    for call in commands("index.md", "check", "plan", "train", "report", "chat", "eval"):
+        assert run(call) == 0, (call, capsys.readouterr().err)
+    assert (here / "runs/demo/adapter_model.safetensors").is_file()
+    assert (here / "runs/demo/report.html").is_file()
+
+
+def test_the_adapter_is_used_as_the_guide_says(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (train,) = commands("index.md", "train")
+    (anew,) = [call for call in commands("continue.md", "train") if "--from" in call]
+    (merge, _, again) = commands("use.md", "merge")
+    assert merge == again
+    ask = commands("use.md", "generate")[0]
+    exports = [call for call in commands("use.md", "export") if "gguf" not in call]
+    looks = commands("continue.md", "runs", "report", "inspect")
+    for call in [train, anew, ask, merge, *exports, *looks]:
+        assert run(call) == 0, (call, capsys.readouterr().err)
+    for made in ("merged/config.json", "served/adapter_config.json", "mlx/adapters.safetensors"):
+        assert (here / made).is_file()
