@@ -59,6 +59,15 @@ def sweep(
         Interrupted: SIGINT or SIGTERM came; what was reached is saved.
     """
     check_members(members)
+    watched = [
+        m.name for m in members if m.recipe.train.sample_every or m.recipe.train.eval_generate
+    ]
+    if watched:
+        raise ConfigError(
+            "a sweep takes no samples of what its adapters say.",
+            found=f"train.sample_every or train.eval_generate is set in {watched[0]}.",
+            fix="Leave it out.",
+        )
     if halve and not all(member.recipe.data.eval for member in members):
         raise ConfigError(
             "halving compares eval losses, and there are no eval rows", fix="Set data.eval."

@@ -54,6 +54,7 @@ COMMANDS: dict[str, list[str]] = {
     "push": ["ADAPTER", "USER/NAME", "--private"],
     "pull": ["ID[@REVISION]", "--out", "--force"],
     "inspect": ["ADAPTER|MODEL", "OTHER", "--json"],
+    "data": ["FILE", "--model", "--max-length", "--chat-template", "--json"],
     "report": ["RUN...", "--out", "--png"],
     "runs": ["DIR", "--json"],
     "base ls": ["--json"],
