@@ -214,7 +214,7 @@ def run(
         watch = watch_of(recipe, ready, metrics, on_event)
     recipe = ready.recipe
     weights = adapter_folder(recipe, ready)
-    report = LiveReport(folder, on_event, lambda: _write_facts(recipe, ready, before))
+    report = LiveReport(folder, on_event, lambda: write_facts(recipe, ready, before))
     result = train_prepared(
         ready.base.model,
         ready.task,
@@ -500,7 +500,7 @@ def _write_papers(recipe: Recipe, ready: Prepared, result: Result, on_event: Lis
             on_event(Notice(f"{name} was not written; the adapter is complete without. {error}"))
 
 
-def _write_facts(recipe: Recipe, ready: Prepared, before: BeforeRun) -> None:
+def write_facts(recipe: Recipe, ready: Prepared, before: BeforeRun) -> None:
     """Write run.json: what the report of the run tells besides its figures."""
     base = {"base": ready.base.name, "revision": ready.base.revision}
     before.write(

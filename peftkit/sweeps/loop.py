@@ -11,6 +11,7 @@ from typing import cast
 from peftkit.errors import PeftkitError
 from peftkit.events import Listener, Notice, Progress, Saved, ignore
 from peftkit.recipe import Prepared, save_result
+from peftkit.report.live import LiveReport
 from peftkit.sweeps.joint import JointLearner
 from peftkit.sweeps.layers import Routing
 from peftkit.sweeps.members import Member
@@ -33,6 +34,7 @@ class Live:
     ready: Prepared
     run: Run
     outcome: Outcome
+    report: LiveReport
     looked: int = 0
 
 
@@ -132,6 +134,7 @@ class Loop:
 
     def _save(self, one: Live, result: Result) -> None:
         save_result(one.member.recipe, one.ready, result, on_event=ignore)
+        one.report.write()
         self.on_event(Saved("adapter", one.member.recipe.train.output_dir))
 
     def _leave(self, one: Live) -> None:

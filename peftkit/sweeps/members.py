@@ -18,8 +18,11 @@ METHODS = ("lora", "dora", "ia3", "vera")
 """Methods that sit beside linear layers."""
 TASKS = ("causal_lm", "seq2seq")
 """Tasks whose rows become the same batch whatever stands beside them."""
-SAME_DATA = ("data.max_length", "data.packing", "data.format", "data.chat_template")
-"""What decides how rows become batches."""
+SAME = (
+    *("data.max_length", "data.packing", "data.format", "data.chat_template"),
+    "train.gradient_checkpointing",
+)
+"""What decides how rows become batches, and what is kept of them."""
 MAX_MEMBERS = 256
 
 
@@ -133,7 +136,7 @@ def check_members(members: Sequence[Member]) -> None:
     first = members[0]
     flat = [dict(_flat(member.recipe.model_dump(mode="json"))) for member in members]
     for key in dict.fromkeys(key for settings in flat for key in settings):
-        if key.startswith(("base.", "task.")) or key in SAME_DATA:
+        if key.startswith(("base.", "task.")) or key in SAME:
             _same(members, key, [settings.get(key) for settings in flat])
     for member in members:
         method = member.recipe.method
@@ -141,6 +144,12 @@ def check_members(members: Sequence[Member]) -> None:
             raise _alone(member, f"method.type {method.type}", f"Methods: {', '.join(METHODS)}.")
         if method.train_fully or method.token_rows or member.recipe.base.new_tokens:
             raise _alone(member, "modules or rows of tokens that are trained whole")
+        train = member.recipe.train
+        beside = {"sample_every", "eval_generate", "eval_before"}
+        if asked := [f"train.{name}" for name in sorted(beside) if getattr(train, name)]:
+            raise _alone(member, f"{asked[0]} is set")
+        if train.compile is True or train.shard != "none":
+            raise _alone(member, "train.compile or train.shard is set")
     if first.recipe.task.type not in TASKS:
         raise _alone(first, f"the task {first.recipe.task.type}", f"Tasks: {', '.join(TASKS)}.")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -22,7 +23,10 @@ from peftkit.recipe import (
     identity,
     open_base,
     prepare,
+    write_facts,
 )
+from peftkit.report.facts import BeforeRun
+from peftkit.report.live import LiveReport
 from peftkit.sweeps.layers import mount
 from peftkit.sweeps.loop import Live, Loop, has_checkpoints
 from peftkit.sweeps.members import Member, check_members
@@ -101,19 +105,16 @@ def _train(
     base = open_base(members[0].recipe, settings.purpose, on_event=on_event)
     with stop_requests() as stop, ExitStack() as stack:
         prepared = _prepared(members, base, resume, on_event)
-        routing, unmount = mount(base.model, {n: r.adapter.modules for n, r in prepared.items()})
+        adapters = {name: ready.adapter.modules for name, (ready, _) in prepared.items()}
+        routing, unmount = mount(base.model, adapters)
         stack.callback(unmount)
-        live = {
-            m.name: Live(
-                m,
-                prepared[m.name],
-                _run(m, prepared[m.name], stop, _listener(m.name, on_event)),
-                outcomes[m.name],
-            )
-            for m in members
-        }
+        live = {m.name: _live(m, *prepared[m.name], outcomes, stop, on_event) for m in members}
         stack.enter_context(modes_kept(base.model))
         base.model.train()
+        if members[0].recipe.train.gradient_checkpointing is True:
+            learner = live[members[0].name].run.learner
+            stack.callback(learner.blocks.restore)
+            learner.blocks.set_activations(learner.state.activations)
         tasks = [cast(TokenTask, one.ready.task) for one in live.values()]
         stack.enter_context(tasks[0].training(base.model))
         for task, one in zip(tasks, live.values(), strict=True):
@@ -127,14 +128,15 @@ def _train(
 
 def _prepared(
     members: Sequence[Member], base: Base, resume: bool, on_event: Listener
-) -> dict[str, Prepared]:
+) -> dict[str, tuple[Prepared, BeforeRun]]:
     """Return each member's adapter, off the model, and its rows."""
-    found: dict[str, Prepared] = {}
+    found: dict[str, tuple[Prepared, BeforeRun]] = {}
     for number, member in enumerate(members):
         on_event(Stage(f"Preparing {member.name} ({number + 1} of {len(members)})"))
         again = resume and has_checkpoints(member)
         heard = on_event if number == 0 else _notices_of(member.name, on_event)
-        ready = prepare(member.recipe, base=base, resume=again, on_event=heard)
+        before = BeforeRun(heard)
+        ready = prepare(member.recipe, base=base, resume=again, on_event=before.on_event)
         for path, module in ready.adapter.modules.items():
             if module.stacked or "head" in module.site.roles:
                 raise ConfigError(
@@ -143,8 +145,26 @@ def _prepared(
                     fix="Leave experts and the head out of method.targets, as [q, k, v, o].",
                 )
         ready.adapter.take_out()
-        found[member.name] = ready
+        found[member.name] = (ready, before)
     return found
+
+
+def _live(
+    member: Member,
+    ready: Prepared,
+    before: BeforeRun,
+    outcomes: Mapping[str, Outcome],
+    stop: StopRequest,
+    on_event: Listener,
+) -> Live:
+    """Return a member with its run, whose report is written while it goes on."""
+    report = LiveReport(
+        member.recipe.train.output_dir,
+        _listener(member.name, on_event),
+        partial(write_facts, ready.recipe, ready, before),
+    )
+    run = _run(member, ready, stop, report.on_event)
+    return Live(member, ready, run, outcomes[member.name], report)
 
 
 def _run(member: Member, ready: Prepared, stop: StopRequest, on_event: Listener) -> Run:

@@ -74,7 +74,11 @@ def alone(recipe: Path, overrides: list[str], folder: Path) -> list[float]:
         ("gpt2", ["method.targets=[q],[v,o],attention"], {}),
         ("gemma2", ["train.batch_size=1,4", "train.seed=1,2"], {}),
         ("llama", ["method.init=default,pissa,olora"], {"base": {"quantize": "nf4"}}),
-        ("llama", ["train.gradient_accumulation=1,3"], {"data": {"packing": True}}),
+        (
+            "llama",
+            ["train.gradient_accumulation=1,3"],
+            {"data": {"packing": True}, "train": {"gradient_checkpointing": True}},
+        ),
     ],
     ids=["rank", "method", "fused", "batch", "init-nf4", "accumulation-packed"],
 )
@@ -185,6 +189,8 @@ def test_halving_stops_the_worse_half(bases: dict[str, Path], tmp_path: Path) ->
         (["base.dtype=fp32,bf16"], "base.dtype differs"),
         (["data.max_length=32,64"], "data.max_length differs"),
         (["method.type=lora,bitfit"], "bitfit"),
+        (["train.eval_before=true,false"], "train.eval_before"),
+        (["train.gradient_checkpointing=true,false"], "train.gradient_checkpointing differs"),
         (["method.rank=8,8"], "the same"),
         (["method.rank="], "no values"),
         (["method.rank=8", "method.rank=9"], "each once"),
