@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,25 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links at where their targets are in the site."""
+    """Point links at where their targets are in the site; complete the page of the API."""
+    if page.file.src_uri == "api.md":
+        markdown = with_all_names(markdown)
     return site_links(markdown)
+
+
+def with_all_names(markdown: str) -> str:
+    """Return the page of the API with the public names that it does not list yet at its end."""
+    tree = ast.parse((ROOT / "peftkit" / "__init__.py").read_text(encoding="utf-8"))
+    (table,) = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOME"
+    ]
+    listed = set(re.findall(r"(?m)^::: peftkit\.(\w+)$", markdown))
+    rest = [name for name in ast.literal_eval(table) if name not in listed]
+    return "\n\n".join(
+        [markdown, *(["## More"] if rest else []), *(f"::: peftkit.{n}" for n in rest)]
+    )
 
 
 def site_links(markdown: str) -> str:
