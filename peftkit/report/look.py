@@ -93,6 +93,7 @@ pre { background: var(--card); border-radius: .5rem; padding: .75rem .9rem; over
 mark { background: color-mix(in srgb, var(--c2) 25%, transparent); color: inherit;
   border-radius: .15rem; }
 details { margin: .75rem 0; } summary { cursor: pointer; font-weight: 600; }
+blockquote td:first-child { white-space: nowrap; overflow-wrap: normal; }
 blockquote { margin: .3rem 0 1.25rem; padding-left: .8rem; border-left: 3px solid var(--rule); }
 .soft { color: var(--soft); font-size: .88rem; }
 @media (max-width: 40rem) { body { padding: 1rem .8rem 3rem; } .y, .x { font-size: .9em; }

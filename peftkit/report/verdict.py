@@ -12,6 +12,8 @@ from peftkit.report.history import History, Series
 RISEN, SPIKE, MANY_CUT = 1.02, 10.0, 0.1
 """Eval loss this many times its best has risen; a gradient norm this many times the median is a
 spike; this share of rows that are cut is worth a word."""
+AROUND = 5
+"""Steps before and after one that say what is usual there."""
 MIN_STEPS = 20
 """Fewer say nothing of spikes, flat curves and slowing down."""
 
@@ -103,14 +105,16 @@ def _spikes(run: History) -> Iterator[str]:
     if len(series) < MIN_STEPS:
         return
     median = sorted(series.values)[len(series) // 2]
-    found = [
-        step
-        for step, value in zip(series.steps, series.values, strict=True)
-        if value > SPIKE * median > 0
-    ]
+    found = []
+    for at, value in enumerate(series.values):
+        if value > SPIKE * median > 0:  # and above its neighbours too: at first norms are large
+            around = sorted(series.values[max(0, at - AROUND) : at + AROUND + 1])
+            if value > SPIKE * around[len(around) // 2]:
+                found.append(series.steps[at])
     if found:
+        many = "1 step" if len(found) == 1 else f"{len(found):,} steps"
         yield (
-            f"The gradient norm spikes: {len(found):,} steps above {SPIKE:.0f} times its median "
+            f"The gradient norm spikes: {many} above {SPIKE:.0f} times the usual "
             f"({median:.3g}), the first at step {found[0]:,}."
         )
 

@@ -32,7 +32,7 @@ def test_nothing_is_wrong_with_a_good_run(tmp_path: Path) -> None:
     ("lines", "told"),
     [
         ([*STEPS, evaluation(10, 0.4), evaluation(40, 0.6), done()], "rises since step 10"),
-        ([*STEPS[:20], step(21, grad_norm=90.0), *STEPS[21:], done()], "spikes: 1 steps"),
+        ([*STEPS[:20], step(21, grad_norm=90.0), *STEPS[21:], done()], "spikes: 1 step"),
         ([*(step(n, grad_norm=0.0) for n in range(1, 41)), done()], "changes nothing"),
         ([*STEPS, evaluation(20, 0.5), evaluation(40, 0.5), done()], "changes nothing"),
         ([*(step(n, loss=2.0) for n in range(1, 41)), done()], "hardly fell"),
@@ -43,6 +43,11 @@ def test_what_is_wrong_comes_first(tmp_path: Path, lines: list[dict[str, Any]], 
     run = run_of(tmp_path / "run", *lines)
     run.changed -= 1e9
     assert told in warnings(run)[0]
+
+
+def test_large_gradients_at_the_start_are_no_spike(tmp_path: Path) -> None:
+    steps = [step(n, grad_norm=max(9.0 * 0.7**n, 0.1)) for n in range(1, 41)]
+    assert warnings(run_of(tmp_path / "run", *steps, done())) == []
 
 
 def test_rows_that_are_cut_or_dropped_are_counted(tmp_path: Path) -> None:
