@@ -24,6 +24,7 @@ class Format(str, Enum):
     peft = "peft"
     gguf = "gguf"
     mlx = "mlx"
+    ollama = "ollama"
 
 
 class Profile(str, Enum):
@@ -58,12 +59,13 @@ def export(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Base model, if not the one recorded; only its config is read, for gguf.",
+            help="Base model, if not the one recorded; only its config is read, for gguf "
+            "(and its tokenizer, for ollama).",
             show_default=False,
         ),
     ] = None,
     dtype: Annotated[
-        TensorDtype, typer.Option(help="dtype of the tensors; q8_0 only with --to gguf.")
+        TensorDtype, typer.Option(help="dtype of the tensors; q8_0 only for gguf, ollama.")
     ] = TensorDtype.fp32,
     rank: Annotated[
         int | None,

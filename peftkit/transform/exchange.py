@@ -52,8 +52,9 @@ from peftkit.formats.staged import check_free, new_adapter_folder
 from peftkit.formats.uniform import compress
 from peftkit.model.places import is_conv1d, is_linear, linear_shape
 from peftkit.tasks.image_text import ImageTextConfig
+from peftkit.transform.ollama import MODELFILE, check_ollama_folder, write_ollama
 
-Format = Literal["peft", "gguf", "mlx"]
+Format = Literal["peft", "gguf", "mlx", "ollama"]
 Dtype = Literal["fp32", "fp16", "bf16", "q8_0"]
 _GGUF_DTYPES = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "q8_0": "q8_0"}
 
@@ -97,9 +98,9 @@ def export_adapter(
 
     Args:
         adapter: A folder of an adapter, or its name on the hub.
-        out: A folder for PEFT and MLX, a file for GGUF.
+        out: A folder for PEFT, MLX and Ollama, a file for GGUF.
         serving: Write the PEFT folder that vLLM accepts, or say why there is none.
-        base: Where its base is, for GGUF; by default the one recorded.
+        base: Where its base is, for GGUF and Ollama; by default the one recorded.
         dtype: Of the tensors; q8_0 is GGUF's own.
         rank: Reduce higher ranks to this one, each by the SVD of its update.
         max_rank: The --max-lora-rank of the server that `serving` is meant for.
@@ -110,7 +111,9 @@ def export_adapter(
         OutputError: `out` is taken or cannot be written.
     """
     source, out = adapter_folder(adapter), Path(out).expanduser()
-    if to != "gguf":
+    if to == "ollama":
+        check_ollama_folder(out, force=force)
+    elif to != "gguf":
         if dtype not in DTYPES:
             known = ", ".join(DTYPES)
             raise AdapterError(f"there is no dtype {dtype} in {to}", fix=f"One of: {known}.")
@@ -135,6 +138,8 @@ def export_adapter(
 
             for note in export_gguf(source, out, base=base, dtype=_GGUF_DTYPES[dtype], force=force):
                 on_event(Notice(note))
+        elif to == "ollama":
+            write_ollama(source, out, base=base, dtype=_GGUF_DTYPES[dtype], on_event=on_event)
         else:
             with new_adapter_folder(out, force=force, sources=[source]) as folder:
                 _write(source, folder, to, DTYPES[dtype], max_rank if serving else None)
@@ -192,6 +197,8 @@ def _commands(file: AdapterFile, out: Path, to: Format, base: str | None) -> dic
             "llama.cpp": f"llama-server -m BASE.gguf --lora {place}",
             "Ollama": f"printf '%s\\n' {lines} > Modelfile && ollama create NAME -f Modelfile",
         }
+    if to == "ollama":
+        return {"Ollama": f"ollama create NAME -f {quote(str(out / MODELFILE))} && ollama run NAME"}
     rank = max(_ranks(out)) if file.fields.get("peft_type") == "LORA" else 0
     if not 0 < rank <= MAX_LORA_RANKS[-1]:
         return {}
