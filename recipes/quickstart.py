@@ -11,13 +11,14 @@ import random
 import sys
 import time
 from pathlib import Path
+from shutil import which
 
 from peftkit import Answer, answer, load_base, load_recipe, open_adapter, run_recipe
 from peftkit_cli.render import Renderer
 
 HERE = Path(__file__).parent
 OUT = Path("runs/quickstart")
-PEFTKIT = Path(sys.executable).with_name("peftkit")
+PEFTKIT = "peftkit" if which("peftkit") else Path(sys.executable).with_name("peftkit")
 NUM_TRAIN, NUM_HELD_OUT = 640, 64
 
 ITEMS = (
@@ -105,7 +106,8 @@ def main() -> None:
         after = answer(opened.base, held_out, style=opened.style, on_event=on_event)
     example = next((n for n, row in enumerate(after) if row.is_exact), 0)
     say(f"Before: {score(before):.1%} exact. After: {score(after):.1%} exact.\n")
-    say(f"An order:  {json.loads(held_out.read_text().splitlines()[example])['instruction']}")
+    order = json.loads(held_out.read_text(encoding="utf-8").splitlines()[example])["instruction"]
+    say(f"An order:  {order}")
     say(f"  before:  {before[example].completion.strip()}")
     say(f"  after:   {after[example].completion.strip()}\n")
     size = (OUT / "adapter_model.safetensors").stat().st_size

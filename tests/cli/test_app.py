@@ -15,6 +15,7 @@ from peftkit_cli import about, app
 from tests.cli.conftest import Run, environment
 
 COMMANDS: dict[str, list[str]] = {
+    "quickstart": [],
     "train": [
         "[RECIPE.yaml]", "--set", "--out", "--from", "--resume", "--overwrite", "--allow-changes",
         "--metric",
