@@ -117,7 +117,7 @@ class DatalessStep:
             blocks.set_activations(activations)
             with ExitStack() as stack:
                 stack.enter_context(self._counting())
-                with self.counter.during("adapters"):
+                with self.counter.during("weights"):  # frozen ones may be laid out anew
                     stack.enter_context(prepared_for_training(self.model))
                 if not self.setup.on_gpu:
                     stack.enter_context(training_attention(self.model))

@@ -148,7 +148,11 @@ def test_a_batch_of_short_rows_is_planned(folder, tmp_path) -> None:
     data.write_text(json.dumps({"text": "a word and more"}) + "\n", encoding="utf-8")
     given = {"base": {"model": str(folder)}, "data": {"train": str(data), "max_length": 64}}
     recipe = from_dict(Recipe, {**given, "train": {"batch_size": 4}}, "test")
-    assert plan_run(recipe, memory=24 * GB, measure=False).fits
+    plan = plan_run(recipe, memory=24 * GB, measure=False)
+    assert plan.fits
+    found = plan.as_json()["by_category"]
+    assert found["adapters"] == pytest.approx(4 * plan.num_trained, rel=0.02)
+    assert found["weights"] >= 2 * plan.num_parameters
 
 
 @pytest.mark.parametrize(
