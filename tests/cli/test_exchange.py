@@ -115,6 +115,7 @@ def hub() -> Iterator[Hub]:
         yield running
 
 
+@pytest.mark.slow
 def test_pushed_by_one_process_and_pulled_by_another(
     hub: Hub, adapter: Path, tmp_path: Path
 ) -> None:

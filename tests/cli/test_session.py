@@ -253,6 +253,7 @@ def test_a_signal_saves_the_run_and_has_its_exit_code(
     assert list((project / "runs" / "demo" / "checkpoints").glob("step-*/MANIFEST.json"))
 
 
+@pytest.mark.slow  # tests/reliability has one that is quicker
 def test_sigterm_outside_of_training_is_143(trained: Path) -> None:
     process = start("chat", "runs/demo", cwd=trained)
     assert process.stdin is not None

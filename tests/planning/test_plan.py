@@ -120,6 +120,7 @@ def test_longest_row_fits_and_a_longer_one_does_not(folder) -> None:
         assert plan.fits == fits
 
 
+@pytest.mark.slow
 def test_change_that_is_told_makes_it_fit(folder) -> None:
     asked = ("train.batch_size=1", "train.gradient_checkpointing=true", "data.max_length=256")
     plan = a_plan(folder, "2.5GB", *asked)

@@ -72,7 +72,9 @@ def alone(recipe: Path, overrides: list[str], folder: Path) -> list[float]:
         ("llama", ["method.rank=2,7", "train.learning_rate=1e-3,1e-2"], {}),
         ("llama", ["method.type=lora,dora,ia3,vera"], {"method": {"rank": None}}),
         ("gpt2", ["method.targets=[q],[v,o],attention"], {}),
-        ("gemma2", ["train.batch_size=1,4", "train.seed=1,2"], {}),
+        pytest.param(
+            "gemma2", ["train.batch_size=1,4", "train.seed=1,2"], {}, marks=pytest.mark.slow
+        ),
         ("llama", ["method.init=default,pissa,olora"], {"base": {"quantize": "nf4"}}),
         (
             "llama",

@@ -196,7 +196,7 @@ def test_a_folder_can_be_told_its_labels(tmp_path) -> None:
     ("changes", "words"),
     [
         ({"task_type": "QUESTION_ANS"}, "a task that peftkit does not have"),
-        ({"task_type": "FEATURE_EXTRACTION"}, "FEATURE_EXTRACTION"),
+        ({"task_type": "SOMETHING_ELSE"}, "SOMETHING_ELSE"),
     ],
 )
 def test_a_task_of_pefts_that_is_none_here_is_named(changes, words, tmp_path) -> None:
