@@ -43,7 +43,8 @@ def recipe_in(folder: Path, args: argparse.Namespace) -> Path:
 
 def work(args: argparse.Namespace) -> None:
     """Train the members one way, and print what it took."""
-    from peftkit.recipe import load, run
+    from peftkit.recipe import run
+    from peftkit.run.config import load
     from peftkit.sweeps.members import grid
     from peftkit.sweeps.sweep import sweep
 

@@ -70,13 +70,13 @@ if TYPE_CHECKING:
     from peftkit.model.targets import find_roles as find_roles
     from peftkit.planning.plan import Plan as Plan
     from peftkit.planning.plan import plan_run as plan_run
-    from peftkit.recipe import Recipe as Recipe
     from peftkit.recipe import check as check_recipe
-    from peftkit.recipe import load as load_recipe
-    from peftkit.recipe import prepare as prepare_recipe
     from peftkit.recipe import run as run_recipe
     from peftkit.report.runs import list_runs as list_runs
     from peftkit.report.write import write_report as write_report
+    from peftkit.run.config import Recipe as Recipe
+    from peftkit.run.config import load as load_recipe
+    from peftkit.run.prepare import prepare as prepare_recipe
     from peftkit.serve.server import serve_adapters as serve_adapters
     from peftkit.sweeps.sweep import sweep as sweep
     from peftkit.tasks.causal_lm import CausalLM as CausalLM
@@ -148,7 +148,7 @@ _HOME = {
     "PrefixTuning": "methods.prefix",
     "PromptTuning": "methods.prompt",
     "Provenance": "formats.peft.folder",
-    "Recipe": "recipe",
+    "Recipe": "run.config",
     "RunError": "errors",
     "Seq2Seq": "tasks.seq2seq",
     "Seq2SeqConfig": "tasks.seq2seq",
@@ -176,7 +176,7 @@ _HOME = {
     "list_runs": "report.runs",
     "load_adapter": "formats.peft.folder",
     "load_base": "base.load",
-    "load_recipe": "recipe:load",
+    "load_recipe": "run.config:load",
     "loftq_starts": "methods.loftq",
     "merge": "merging.merge",
     "merge_into": "merging.fold",
@@ -185,7 +185,7 @@ _HOME = {
     "plan_run": "planning.plan",
     "predict": "inference.predict",
     "predict_file": "inference.predict",
-    "prepare_recipe": "recipe:prepare",
+    "prepare_recipe": "run.prepare:prepare",
     "pull_adapter": "formats.hub",
     "push_adapter": "formats.hub",
     "read_adapter": "formats.peft.folder",

@@ -12,11 +12,11 @@ import torch
 import transformers
 
 from peftkit import recipe
-from peftkit.config.schema import Config
+from peftkit.config.schema import Config, from_dict
 from peftkit.errors import ConfigError, DataError, PeftkitError, TargetError
 from peftkit.events import EvalDone, Event, Notice, RunStarted, Saved, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.recipe import Recipe
+from peftkit.run.config import Recipe, load
 
 ROWS = [
     {"instruction": f"Say {word} {n}.", "output": f"{word} {n}"}
@@ -53,7 +53,7 @@ def settings(tmp_path: Path, model_folder: Path) -> dict[str, Any]:
 
 def parse(settings: dict[str, Any], **sections: dict[str, Any]) -> Recipe:
     merged = {name: {**section, **sections.get(name, {})} for name, section in settings.items()}
-    return recipe.schema.from_dict(Recipe, merged, "test")
+    return from_dict(Recipe, merged, "test")
 
 
 @pytest.mark.parametrize("quantize", ["none", "nf4", "int8"])
@@ -83,7 +83,7 @@ def test_a_run_learns_and_its_folder_is_an_adapter(
         "run.json",
         "checkpoints",
     } == found
-    assert recipe.load(folder / "recipe.yaml") == asked
+    assert load(folder / "recipe.yaml") == asked
     opened = open_adapter(folder)
     assert opened.base.audit.quantized_as == quantize
     assert opened.style.kind == "chat"
@@ -244,6 +244,6 @@ def test_packing_that_was_not_asked_for_gives_way(settings: dict[str, Any]) -> N
     asked = parse(settings)
     recipe.run(asked, on_event=events.append)
     assert [e for e in events if isinstance(e, Notice) and "not packed" in e.text]
-    kept = recipe.load(asked.train.output_dir / "recipe.yaml")  # and can be trained again
+    kept = load(asked.train.output_dir / "recipe.yaml")  # and can be trained again
     assert not kept.data.packing
     recipe.run(kept, overwrite=True)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from peftkit import recipe
 from peftkit.model.roles import GROUPS, ROLES
+from peftkit.run.config import load
 from peftkit_cli.about import headline, recipes_folder
 
 RECIPES = sorted(recipes_folder().glob("*.yaml"))
@@ -24,7 +24,7 @@ def test_there_are_recipes_at_the_top_of_the_tree() -> None:
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_every_recipe_loads(file: Path) -> None:
-    loaded = recipe.load(file)
+    loaded = load(file)
     assert loaded.train.output_dir.parts[0] == "runs"
     targets = loaded.method.targets
     assert {targets} if isinstance(targets, str) else set(targets) <= {*ROLES, *GROUPS}
@@ -41,7 +41,7 @@ def test_every_recipe_says_what_it_needs_and_gives(file: Path) -> None:
 
 
 def test_no_two_recipes_write_to_the_same_folder() -> None:
-    folders = [recipe.load(file).train.output_dir for file in RECIPES]
+    folders = [load(file).train.output_dir for file in RECIPES]
     assert len(set(folders)) == len(folders)
 
 

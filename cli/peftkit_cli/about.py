@@ -119,7 +119,7 @@ def quickstart() -> None:
 def schema() -> None:
     """Print the JSON schema of a recipe, for editors."""
     from peftkit.config.schema import json_schema
-    from peftkit.recipe import Recipe
+    from peftkit.run.config import Recipe
 
     typer.echo(json.dumps(json_schema(Recipe), indent=2))
 

@@ -16,7 +16,7 @@ from peftkit_cli.about import unknown_recipe_file
 from peftkit_cli.arguments import Overrides, note
 
 if TYPE_CHECKING:
-    from peftkit.recipe import Recipe
+    from peftkit.run.config import Recipe
 
 RecipeFile = Annotated[
     Path, typer.Argument(metavar="RECIPE.yaml", help="The recipe to run.", show_default=False)
@@ -125,7 +125,7 @@ def _recipe_file(recipe: Path | None, run_folder: Path | None) -> Path:
 def _load(path: Path, overrides: list[str] | tuple[str, ...]) -> Recipe:
     if not path.exists():
         raise unknown_recipe_file(path)
-    from peftkit.recipe import load
+    from peftkit.run.config import load
 
     return load(path, overrides)
 

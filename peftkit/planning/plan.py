@@ -19,7 +19,7 @@ from peftkit.config.schema import from_dict
 from peftkit.planning.machines import CARDS, measured_rate, parse_size, this_machine, usable
 from peftkit.planning.reckon import Reckoner
 from peftkit.planning.step import Setup, StepCount, plain_purpose
-from peftkit.recipe import Recipe, load
+from peftkit.run.config import Recipe, load
 from peftkit.train.memory.blocks import Activations
 from peftkit.train.optim import STATE_BYTES
 

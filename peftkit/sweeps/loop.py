@@ -10,8 +10,9 @@ from typing import cast
 
 from peftkit.errors import PeftkitError
 from peftkit.events import Listener, Notice, Progress, Saved, ignore
-from peftkit.recipe import Prepared, save_result
 from peftkit.report.live import LiveReport
+from peftkit.run.prepare import Prepared
+from peftkit.run.results import save_result
 from peftkit.sweeps.joint import JointLearner
 from peftkit.sweeps.layers import Routing
 from peftkit.sweeps.members import Member

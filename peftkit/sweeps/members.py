@@ -12,7 +12,7 @@ from typing import Any
 
 from peftkit.config.strict_yaml import SourceLocation, parse
 from peftkit.errors import ConfigError
-from peftkit.recipe import Recipe, load
+from peftkit.run.config import Recipe, load
 
 METHODS = ("lora", "dora", "ia3", "vera")
 """Methods that sit beside linear layers."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from peftkit import recipe
-from peftkit.recipe import Recipe
+from peftkit.run.config import Recipe
 from tests.cli.conftest import Run
 from tests.tasks.classifiers import LABELS, TEXTS, save_base, write_rows, write_texts
 

@@ -24,7 +24,7 @@ from peftkit.data.images import read_images
 from peftkit.data.load import DataConfig, read_records
 from peftkit.data.pairs import read_pairs
 from peftkit.data.preferences import read_pairs_of, read_verdicts
-from peftkit.recipe import Recipe
+from peftkit.run.config import Recipe
 from peftkit.tasks.labels import text_of
 from peftkit.tasks.table import TASKS
 from peftkit_cli.app import app

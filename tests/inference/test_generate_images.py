@@ -33,6 +33,7 @@ from peftkit.inference.generate_images import (
 )
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
+from peftkit.run.prepare import prepare
 from peftkit.tasks.image_text import ImageTextConfig
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
@@ -273,11 +274,11 @@ def test_without_targets_the_language_side_alone_is_adapted(
     base_folder: Path, data: Path, tmp_path: Path
 ) -> None:
     settings = settings_of(base_folder, data, tmp_path / "run")
-    ready = recipe.prepare(settings.model_copy(update={"method": LoRA(rank=2)}))
+    ready = prepare(settings.model_copy(update={"method": LoRA(rank=2)}))
     assert all(".language_model." in path for path in ready.adapter.modules)
     assert len(ready.adapter.modules) == 2 * 7
     everything = LoRA(rank=2, targets="all-linear")
-    ready = recipe.prepare(settings.model_copy(update={"method": everything}))
+    ready = prepare(settings.model_copy(update={"method": everything}))
     assert any(".vision_tower." in path for path in ready.adapter.modules)
 
 

@@ -14,7 +14,8 @@ from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
 from peftkit.events import Event, StepDone
 from peftkit.formats.peft.folder import read_adapter
-from peftkit.recipe import Recipe
+from peftkit.run.config import Recipe
+from peftkit.run.prepare import prepare
 
 ROWS = [
     {"instruction": f"Say {word} {number}.", "output": f"{word} {number}"}
@@ -81,8 +82,8 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(
     def made_again(*args: object, **kwargs: object) -> None:
         raise AssertionError("a resumed run has its start already")
 
-    monkeypatch.setattr(recipe, "init_from_rows", made_again)
-    monkeypatch.setattr(recipe, "loftq_starts", made_again)
+    monkeypatch.setattr("peftkit.run.prepare.init_from_rows", made_again)
+    monkeypatch.setattr("peftkit.run.prepare.loftq_starts", made_again)
     recipe.run(asked[1], resume=True)
     whole, stopped = (folder / "run" / "adapter_model.safetensors" for folder in folders)
     assert whole.read_bytes() == stopped.read_bytes()
@@ -96,8 +97,8 @@ def test_eva_reads_the_training_rows_in_an_order_of_the_seed(
     tmp_path: Path, model_folder: Path
 ) -> None:
     asked = parse(tmp_path, model_folder, {"init": "eva"})
-    first = recipe.prepare(asked).adapter.state()
-    again = recipe.prepare(asked).adapter.state()
+    first = prepare(asked).adapter.state()
+    again = prepare(asked).adapter.state()
     assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
     b = [tensor for name, tensor in first.items() if "lora_B" in name]
     assert b

@@ -14,7 +14,7 @@ from peftkit.base.load import load_base
 from peftkit.config import schema
 from peftkit.formats.peft.folder import Provenance, save_adapter
 from peftkit.methods.lora import LoRA
-from peftkit.recipe import Recipe
+from peftkit.run.config import Recipe
 from tests.cli.conftest import peftkit, turn, write_rows
 
 __all__ = ["peftkit"]  # a fixture of the command line's tests

@@ -12,9 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from peftkit import recipe
+from peftkit.config.schema import from_dict
 from peftkit.errors import CheckpointError, ConfigError, DataError, PeftkitError
 from peftkit.events import Event, Notice, Stage, StepDone
-from peftkit.recipe import Recipe
+from peftkit.run.config import Recipe
 from tests.cli.conftest import Run
 
 TENSORS = "adapter_model.safetensors"
@@ -49,7 +50,7 @@ def refusal(asked: Recipe, **kwargs: object) -> list[str]:
 
 def changed(asked: Recipe, **sections: dict[str, object]) -> Recipe:
     update = {name: {**asked.model_dump()[name], **new} for name, new in sections.items()}
-    return recipe.schema.from_dict(Recipe, {**asked.model_dump(mode="json"), **update}, "test")
+    return from_dict(Recipe, {**asked.model_dump(mode="json"), **update}, "test")
 
 
 def test_other_base_weights_of_the_same_shapes_are_refused(

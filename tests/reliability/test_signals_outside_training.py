@@ -15,7 +15,7 @@ from peftkit.errors import BaseError
 from peftkit.events import Event, Progress, Saved, Stage, Table
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.folder import AdapterFolder
-from peftkit.recipe import Recipe
+from peftkit.run.config import Recipe
 from peftkit.train.signals import Interrupted, stopping_at_once
 from tests.cli.conftest import start
 

@@ -16,7 +16,8 @@ from peftkit import recipe
 from peftkit.errors import OutputError
 from peftkit.events import Event, Notice, Saved
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.recipe import Recipe
+from peftkit.run import results
+from peftkit.run.config import Recipe, load
 from peftkit_cli.render import Renderer
 from tests.train.children import exit_code, start
 
@@ -34,7 +35,7 @@ def notices(events: list[Event]) -> list[str]:
 def test_a_card_that_cannot_be_made_costs_one_notice(
     asked: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipe, "_card", fail)
+    monkeypatch.setattr(results, "_card", fail)
     events: list[Event] = []
     recipe.run(asked, on_event=events.append)
     (text,) = notices(events)
@@ -105,7 +106,7 @@ def train_slowly(path: str) -> None:
     def pause(event: Event) -> None:
         time.sleep(0.02)
 
-    recipe.run(recipe.load(path), on_event=pause)
+    recipe.run(load(path), on_event=pause)
 
 
 @pytest.mark.parametrize("moment", range(int(os.environ.get("PEFTKIT_KILLS", "1"))))

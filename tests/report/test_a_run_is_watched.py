@@ -10,9 +10,10 @@ import pytest
 from safetensors.torch import load_file
 
 from peftkit import recipe
+from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import EvalDone, Event, Notice, RunStarted, Sampled, StepDone
-from peftkit.recipe import Recipe
+from peftkit.run.config import Recipe
 from peftkit_cli.train import _function
 
 ROWS = [
@@ -44,7 +45,7 @@ def run(settings: dict[str, Any], out: Path, **train: Any) -> list[Event]:
     events: list[Event] = []
     more = {name: train.pop(name) for name in ("metrics", "resume") if name in train}
     whole = {**settings, "train": {**settings["train"], "output_dir": str(out), **train}}
-    asked = recipe.schema.from_dict(Recipe, whole, "test")
+    asked = from_dict(Recipe, whole, "test")
     recipe.run(asked, on_event=events.append, **more)
     return events
 

@@ -13,7 +13,8 @@ from peftkit.data.load import DataConfig
 from peftkit.events import Event, RunStarted, StepDone
 from peftkit.kernels import varlen
 from peftkit.kernels.varlen import reference_varlen_attn
-from peftkit.recipe import Recipe, run
+from peftkit.recipe import run
+from peftkit.run.config import Recipe
 from peftkit.tasks.causal_lm import CausalLM
 from tests.families import ARCHITECTURES
 from tests.simulated_gpu.same import make_rows

@@ -19,7 +19,7 @@ from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.protocol import Method
 from peftkit.methods.vera import VeRA
-from peftkit.recipe import Recipe
+from peftkit.run.config import Recipe
 from tests.families import ARCHITECTURES
 from tests.simulated_gpu.same import CLOSE, Heard, train
 from tests.simulated_gpu.simulation import simulated

@@ -14,7 +14,8 @@ import yaml
 from peftkit.errors import ConfigError, OutputError
 from peftkit.events import Event, Notice, Progress
 from peftkit.formats.peft.folder import named_tensors
-from peftkit.recipe import load, run
+from peftkit.recipe import run
+from peftkit.run.config import load
 from peftkit.sweeps import joint
 from peftkit.sweeps.members import check_members, each, grid, pick
 from peftkit.sweeps.sweep import sweep

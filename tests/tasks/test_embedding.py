@@ -21,7 +21,8 @@ from peftkit.inference.evaluate import evaluate
 from peftkit.inference.predict import predict_file
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
-from peftkit.recipe import Recipe, run
+from peftkit.recipe import run
+from peftkit.run.config import Recipe
 from peftkit.tasks.embedding import Embedding, EmbeddingConfig
 from peftkit.tasks.pooling import pooling_of
 from tests.families import ARCHITECTURES

@@ -21,7 +21,8 @@ from peftkit.formats.peft.folder import NOTES
 from peftkit.inference.evaluate import evaluate
 from peftkit.inference.predict import predict
 from peftkit.merging.merge import merge
-from peftkit.recipe import Recipe
+from peftkit.run.config import Recipe
+from peftkit.run.prepare import prepare
 from peftkit.tasks.sequence_classification import SequenceClassificationConfig
 from tests.tasks.classifiers import LABELS, TAGS, TEXTS, save_base, write_texts, write_words
 
@@ -152,7 +153,7 @@ def test_the_head_is_trained_beside_every_method(kind, tmp_path) -> None:
 
 def test_disabled_is_the_base_with_its_new_head(tmp_path) -> None:
     asked = settings(tmp_path, SEQUENCE)
-    fresh = recipe.prepare(asked)
+    fresh = prepare(asked)
     before = logits(fresh.base.model, Opened(fresh.base, fresh.adapter, None, fresh.settings))
     recipe.run(asked)
     opened = open_adapter(tmp_path / "out")

@@ -20,7 +20,8 @@ from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
 from peftkit.inference.predict import predict, predict_file
 from peftkit.methods.lora import LoRA
-from peftkit.recipe import Recipe, run
+from peftkit.recipe import run
+from peftkit.run.config import Recipe
 from peftkit.tasks.reward import Reward, RewardConfig
 from tests.cli.conftest import peftkit
 from tests.tasks.classifiers import save_base

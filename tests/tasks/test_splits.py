@@ -16,7 +16,7 @@ from peftkit.data.load import DataConfig, Source
 from peftkit.data.mixture import Mixture, is_held_out
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Event, Notice
-from peftkit.recipe import Recipe
+from peftkit.run.config import Recipe
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.splits import load_splits
 from peftkit.train.checkpoints.identity import fingerprint

@@ -13,7 +13,8 @@ import torch
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
 from peftkit.formats.peft.folder import named_tensors
-from peftkit.recipe import Recipe, check, run
+from peftkit.recipe import check, run
+from peftkit.run.config import Recipe
 from tests.train.children import exit_code, free_port, start
 
 WORDS = ("yes", "no", "perhaps", "of course not", "why do you ask me that again")

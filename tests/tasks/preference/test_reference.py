@@ -23,7 +23,8 @@ from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.protocol import Method
-from peftkit.recipe import Recipe, run
+from peftkit.recipe import run
+from peftkit.run.config import Recipe
 from peftkit.tasks.preference.reference import FILE
 from tests.tasks.preference.cases import (
     moved_adapter,

@@ -109,7 +109,7 @@ def test_robust_without_a_share_of_wrong_pairs_is_refused() -> None:
 
 
 def test_what_the_recipe_says_wrong_is_named_with_its_line(tmp_path: Path) -> None:
-    from peftkit.recipe import load
+    from peftkit.run.config import load
 
     text = f"task: {{type: preference, gamma: 1.0}}\nbase: {{model: x}}\n{DATA}"
     (tmp_path / "recipe.yaml").write_text(text)

@@ -1,0 +1,1 @@
+"""What a recipe says, and what comes before and after its training."""

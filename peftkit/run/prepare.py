@@ -1,0 +1,192 @@
+"""All that comes before the first step: base, initial values, adapter, task and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from peftkit.adapter import Adapter, attach
+from peftkit.base.load import Base, default_device, load_base
+from peftkit.base.new_tokens import add_tokens, token_rows
+from peftkit.base.purpose import Purpose
+from peftkit.events import Listener, Notice, ignore
+from peftkit.formats.card import (
+    adapter_table,
+    small_reach,
+)
+from peftkit.formats.continued import Continued, continue_adapter
+from peftkit.formats.peft.folder import read_adapter
+from peftkit.methods.data_init import as_on_main, init_from_rows, with_saved_ranks
+from peftkit.methods.loftq import loftq_starts
+from peftkit.methods.lora import LoRA
+from peftkit.methods.protocol import Method, Start
+from peftkit.model.roles import ALL_LINEAR
+from peftkit.quant.quantize import tower_paths
+from peftkit.run.config import Recipe
+from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.splits import load_splits
+from peftkit.train.checkpoints.checkpoint import Checkpoints
+from peftkit.train.ranks import Ranks
+from peftkit.train.sharding import local_bytes, shard_base
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that comes before the first step: the adapter on its base, and the encoded rows.
+
+    Attributes:
+        recipe: With its defaults as they are used here.
+        task: On this base. settings: What makes it again, labels and all.
+        continued: What the adapter was, if it goes on from another.
+    """
+
+    recipe: Recipe
+    base: Base
+    adapter: Adapter
+    task: Task
+    settings: TaskConfig
+    train: Sequence[Any]
+    eval: Sequence[Any]
+    continued: Continued | None = None
+
+
+def prepare(
+    recipe: Recipe,
+    *,
+    base: Base | None = None,
+    resume: bool = False,
+    on_event: Listener = ignore,
+) -> Prepared:
+    """Do everything that comes before the first step.
+
+    Args:
+        base: As the recipe says, loaded already and bare.
+        resume: A checkpoint is loaded next: the adapter has no values of its own until then.
+
+    Raises:
+        PeftkitError: The base, a target or the data is not as the recipe says.
+    """
+    settings = recipe.task.resolve(recipe.data)
+    if base is None:
+        base = open_base(recipe, settings.purpose, on_event=on_event)
+    continued = None
+    if recipe.method.start_from:
+        continued = continue_adapter(
+            base,
+            recipe.method,
+            recipe.base.quantize,
+            auto_class=settings.auto_class,
+            on_event=on_event,
+        )
+        adapter = continued.adapter
+    else:
+        method = _with_head_and_tokens(recipe, base)
+        method, starts = _initial_values(recipe, method, settings, base, resume, on_event)
+        seed = recipe.train.seed
+        adapter = attach(base.model, method, starts=starts, fresh=not resume, seed=seed)
+    on_event(adapter_table(adapter))
+    if recipe.train.shard != "none":
+        base = _sharded(recipe, base, on_event)
+    if told := small_reach(adapter, base.audit):
+        on_event(Notice(told))
+    data = recipe.data
+    if recipe.model_copy(update={"method": adapter.method}).packs_beside_virtual_tokens:
+        data = data.without_packing()
+        on_event(
+            Notice(
+                f"Rows are not packed: with {adapter.method.type} each has its own virtual tokens."
+            )
+        )
+    task = settings.on(base.model, base.processor, data, on_event=on_event)
+    task.refer_to(*_reference(recipe, base, adapter, continued))
+    recipe = recipe.model_copy(update={"data": task.data_used(data)})
+    train, evaluation = load_splits(task, recipe.data)
+    return Prepared(recipe, base, adapter, task, settings, train, evaluation, continued)
+
+
+def open_base(recipe: Recipe, purpose: Purpose, *, on_event: Listener = ignore) -> Base:
+    """Load the base that a recipe names, for what its task needs it for; tells how it is stored."""
+    base = load_base(
+        recipe.base.model,
+        revision=recipe.base.revision,
+        dtype=recipe.base.dtype,
+        quantize=recipe.base.quantize,
+        double_quant=recipe.base.double_quant,
+        quantize_towers=recipe.base.quantize_towers,
+        placement=recipe.base.placement,
+        store=recipe.base.store,
+        purpose=purpose,
+        device=None if recipe.train.shard == "none" else "cpu",
+        on_event=on_event,
+    )
+    on_event(base.audit.table())
+    return base
+
+
+def _with_head_and_tokens(recipe: Recipe, base: Base) -> Method:
+    """Return the method with all that is trained beside it; the base takes the new tokens in.
+
+    Where no targets are named, towers for images and sound are left as they are.
+    """
+    whole = tuple(dict.fromkeys((*recipe.method.train_fully, *base.head)))
+    beside: dict[str, Any] = {"train_fully": whole}
+    unnamed = "targets" not in recipe.method.model_fields_set
+    if unnamed and recipe.method.targets == ALL_LINEAR and tower_paths(base.model):
+        beside["targets"] = (f"language.{ALL_LINEAR}",)
+    if recipe.base.new_tokens:
+        ids = add_tokens(base, recipe.base.new_tokens)
+        beside["token_rows"] = token_rows(base.model, ids)
+    return recipe.method.model_copy(update=beside)
+
+
+def _initial_values(
+    recipe: Recipe,
+    method: Method,
+    settings: TaskConfig,
+    base: Base,
+    resume: bool,
+    on_event: Listener,
+) -> tuple[Method, dict[str, Start] | None]:
+    """Return the method, its ranks known, and initial values that need more than a layer, if any.
+
+    This stage lies between loading the base and attaching the adapter: EVA reads training rows,
+    LoftQ the weights before they were quantised. A resumed run loads its values, and has the ranks
+    of its checkpoint.
+    """
+    if not isinstance(method, LoRA) or not method.started_by:
+        return method, None
+    if resume:
+        newest = Checkpoints(recipe.train.output_dir, keep=1).newest_valid(ignore)
+        return with_saved_ranks(base.model, method, read_adapter(newest.folder).method), None
+    if method.init == "loftq":
+        known = recipe.base.model_dump(include={"model", "revision", "dtype"})
+        original = load_base(**known, purpose=settings.purpose, device="cpu", on_event=on_event)
+        return method, loftq_starts(base.model, method, original.model)
+    task = settings.on(base.model, base.processor, recipe.data)
+    rows, _ = load_splits(task, recipe.data.model_copy(update={"eval": None}))
+    found, starts = init_from_rows(base.model, method, task, rows, seed=recipe.train.seed)
+    return as_on_main(base.model, method, found, starts, Ranks(base.device))
+
+
+def _sharded(recipe: Recipe, base: Base, on_event: Listener) -> Base:
+    """Spread the base over the processes; return it as it is then, on this process's device."""
+    device = default_device()
+    whole = local_bytes(base.model)["base"]
+    shard_base(base.model, device, offload=recipe.train.shard == "offload")
+    own = local_bytes(base.model)["base"]
+    on_event(Notice(f"The base is spread over processes: {own / 1e9:.2f} of {whole / 1e9:.2f} GB."))
+    return replace(base, device=device)
+
+
+def _reference(
+    recipe: Recipe, base: Base, adapter: Adapter, continued: Continued | None
+) -> tuple[Callable[[], AbstractContextManager[None]], str]:
+    """Return what makes the model what it is before training, and what tells that from others."""
+    precision = f"{base.model.dtype} {recipe.base.quantize} {recipe.base.double_quant}"
+    key = f"{base.fingerprint} {precision}"
+    if continued is None:
+        return adapter.disabled, key
+    return partial(adapter.holding, continued.start), f"{key} {continued.digest}"

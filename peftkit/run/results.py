@@ -1,0 +1,165 @@
+"""What a run leaves in its folder: the adapter, its recipe, its card, and facts for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from peftkit.base.new_tokens import save_tokenizer
+from peftkit.config import schema
+from peftkit.events import Listener, Notice, Saved, Table, ignore
+from peftkit.files.disk import write_text
+from peftkit.formats.card import (
+    CARD,
+    Card,
+    adapter_usage,
+    training_card,
+    write_card,
+)
+from peftkit.formats.continued import save_start
+from peftkit.formats.peft.folder import AdapterFolder, Provenance
+from peftkit.formats.peft.limits import refused_by_peft
+from peftkit.report.facts import BeforeRun
+from peftkit.run.config import Recipe
+from peftkit.run.prepare import Prepared
+from peftkit.train.run import Result
+
+RECIPE = "recipe.yaml"
+
+
+def adapter_folder(recipe: Recipe, ready: Prepared) -> AdapterFolder:
+    """Return what a checkpoint holds of the model: an adapter folder."""
+    start = ready.continued
+
+    def beside(folder: Path) -> None:
+        if recipe.base.new_tokens or (start and start.has_tokens):
+            save_tokenizer(ready.base, folder)
+        if start and ready.settings.needs_reference:
+            save_start(start.start, folder)
+
+    return AdapterFolder(ready.adapter, _provenance(recipe, ready), beside)
+
+
+def identity(recipe: Recipe, ready: Prepared) -> dict[str, Any]:
+    """Return what a resumed run must have in common with the saved one, as plain JSON."""
+    return {
+        "base": {
+            **recipe.base.model_dump(mode="json", exclude={"store", "placement"}),
+            "fingerprint": ready.base.fingerprint,
+        },
+        "method": recipe.method.model_dump(mode="json"),
+        "data": recipe.data.model_dump(mode="json"),
+        "task": ready.settings.model_dump(mode="json"),
+        **({"start": ready.continued.digest} if ready.continued else {}),
+    }
+
+
+def save_result(
+    recipe: Recipe, ready: Prepared, result: Result, *, on_event: Listener = ignore
+) -> Result:
+    """Write the adapter, the recipe and the model card; return the result with its metrics."""
+    folder = recipe.train.output_dir
+    weights = adapter_folder(recipe, ready)
+    result = _with_best(recipe, result, weights, on_event)
+    weights.save(folder)
+    if told := refused_by_peft(ready.adapter):
+        on_event(Notice(told))
+    if recipe.train.shard == "none":
+        result = measured(ready, result, on_event)
+    _write_papers(recipe, ready, result, on_event)
+    on_event(Saved("adapter", folder))
+    return result
+
+
+def _with_best(
+    recipe: Recipe, result: Result, weights: AdapterFolder, on_event: Listener
+) -> Result:
+    """Load the best checkpoint's weights, if they are asked for and not those of the last step."""
+    best = result.best_step
+    if not recipe.train.keep_best or result.best_checkpoint is None or best is None:
+        return result
+    if best != result.step:
+        weights.load(result.best_checkpoint)
+        on_event(
+            Notice(
+                f"The adapter has the weights of step {best}, the best of the eval rows (loss "
+                f"{result.metrics['best_eval_loss']:.4g}); those of the last step, {result.step}, "
+                f"are in {result.checkpoint}."
+            )
+        )
+    return replace(result, metrics={**result.metrics, "adapter_step": float(best)})
+
+
+def measured(ready: Prepared, result: Result, on_event: Listener) -> Result:
+    """Add what a task is measured by beside a perplexity: it takes no longer than the loss."""
+    if not ready.eval or ready.task.predicts_tokens:
+        return result
+    found = ready.task.metrics(ready.base.model, ready.eval, on_event=on_event)
+    rows = tuple((name, f"{value:.4g}") for name, value in found.items())
+    on_event(Table("The eval rows", ("metric", "value"), rows))
+    measured = {f"eval_{name}": value for name, value in found.items()}
+    return replace(result, metrics={**result.metrics, **measured})
+
+
+def _write_papers(recipe: Recipe, ready: Prepared, result: Result, on_event: Listener) -> None:
+    """Write recipe.yaml and the model card; no failure of these costs the adapter, saved before."""
+    folder = recipe.train.output_dir
+    writers: dict[str, Callable[[], None]] = {
+        RECIPE: lambda: write_text(schema.dump_yaml(recipe), folder / RECIPE),
+        CARD: lambda: write_card(_card(recipe, ready, result), folder),
+    }
+    for name, write in writers.items():
+        try:
+            write()
+        except Exception as error:  # whatever it is
+            on_event(Notice(f"{name} was not written; the adapter is complete without. {error}"))
+
+
+def write_facts(recipe: Recipe, ready: Prepared, before: BeforeRun) -> None:
+    """Write run.json: what the report of the run tells besides its figures."""
+    base = {"base": ready.base.name, "revision": ready.base.revision}
+    before.write(
+        recipe.train.output_dir,
+        recipe,
+        ready.task,
+        {"train": ready.train, "eval": ready.eval},
+        command=ready.settings.command,
+        mergeable=not recipe.method.unmergeable,
+        identity={**base, "fingerprint": ready.base.fingerprint, "seed": recipe.train.seed},
+    )
+
+
+def _provenance(recipe: Recipe, ready: Prepared) -> Provenance:
+    return Provenance(
+        base=ready.base.name,
+        hub_id=ready.base.hub_id,
+        revision=ready.base.revision,
+        fingerprint=ready.base.fingerprint,
+        loading=recipe.base.model_dump(
+            mode="json", exclude={"model", "revision", "new_tokens", "store", "placement"}
+        ),
+        prompt_style=ready.task.style,
+        task_type=ready.settings.task_type,
+        task=ready.settings.model_dump(mode="json"),
+    )
+
+
+def _card(recipe: Recipe, ready: Prepared, result: Result) -> Card:
+    data = f"{recipe.data.train_name}, {len(ready.train):,} rows after packing and filtering"
+    usage = adapter_usage(
+        ready.base.name,
+        str(recipe.train.output_dir),
+        command=ready.settings.command,
+        purpose=ready.settings.purpose,
+    )
+    return training_card(
+        ready.base,
+        ready.adapter,
+        data=data,
+        steps=result.step,
+        metrics=result.metrics,
+        recipe=schema.dump_yaml(recipe),
+        usage=usage,
+    )
