@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from peftkit import Answer
 from peftkit.model.roles import GROUPS, ROLES
 from peftkit.run.config import load
 from peftkit_cli.about import headline, recipes_folder
@@ -68,3 +69,27 @@ def test_pictures_of_numbers_hold_the_digits_that_their_rows_name(tmp_path) -> N
         pixels = np.asarray(Image.open(tmp_path / asked[0]["image"]).convert("L"))
         cells = pixels[4::8, 4::8].flatten()
         assert "".join(str(value // 20 - 1) for value in cells if value) == said
+
+
+def test_pairs_of_orders_differ_in_the_extras_alone(tmp_path) -> None:
+    files = runpy.run_path(str(recipes_folder() / "preferences.py"))["make_data"](tmp_path)
+    rows = {
+        name: [json.loads(line) for line in file.read_text().splitlines()]
+        for name, file in files.items()
+    }
+    assert [len(rows[name]) for name in ("train", "held_out", "orders")] == [144, 16, 32]
+    asked = {name: {row["prompt"][0]["content"] for row in rows[name]} for name in list(rows)[:2]}
+    assert not asked["train"] & {row["instruction"] for row in rows["orders"]}
+    assert asked["held_out"] < {row["instruction"] for row in rows["orders"]}
+    for row in rows["train"] + rows["held_out"]:
+        chosen, rejected = (json.loads(row[side][0]["content"]) for side in ("chosen", "rejected"))
+        has_extras = " without extras" not in row["prompt"][0]["content"]
+        assert ("extras" in chosen, "extras" in rejected) == (has_extras, not has_extras)
+        assert bool((chosen | rejected)["extras"]) == has_extras
+        assert {**chosen, "extras": 0} == {**rejected, "extras": 0}
+
+
+def test_an_answer_counts_as_lean_if_it_is_json_without_empty_fields() -> None:
+    is_lean = runpy.run_path(str(recipes_folder() / "preferences.py"))["is_lean"]
+    said = ['{"a": 0}', '{"a": []}', '{"a": ""}', '{"a"', "[1]", "NaN"]
+    assert [is_lean(Answer("", "", "", text)) for text in said] == [True] + 5 * [False]
