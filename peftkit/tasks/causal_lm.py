@@ -18,13 +18,13 @@ from peftkit.data.load import DataConfig
 from peftkit.data.mixture import is_held_out
 from peftkit.data.pack import IGNORE, Row, collate
 from peftkit.data.stored import LazyRows, PackedRows, StoredRows, Subset, encoded
-from peftkit.errors import DataError, PeftkitError
+from peftkit.errors import PeftkitError
 from peftkit.events import Listener, Notice, Stage, Table, ignore
 from peftkit.tasks.head import TokenTask, head_of
 from peftkit.tasks.isolation import Isolation, check_causal, check_packing, isolating_mask
 from peftkit.tasks.length import exact_length
 from peftkit.tasks.protocol import TaskConfig, mean_loss
-from peftkit.tasks.rows import check_dropped, named
+from peftkit.tasks.rows import agreed_style, check_dropped, named
 from peftkit.train.metrics import perplexity
 
 
@@ -130,7 +130,7 @@ class CausalLM(TokenTask):
         self._on_event(Stage(f"Reading {where}"))
         settings = Settings(self.tokenizer, self._template, self.config.format, self.max_length)
         rows = encoded(where, settings, on_event=self._on_event)
-        self._agree_on_style(rows.style(self._template), where)
+        self._style = agreed_style(self._style, rows.style(self._template), where)
         masked, cut_away = rows.dropped(NOTHING), rows.dropped(BEYOND)
         self._report(where, rows, masked, cut_away)
         why = {
@@ -214,17 +214,6 @@ class CausalLM(TokenTask):
                 ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         )
-
-    def _agree_on_style(self, style: Style, where: str) -> None:
-        if self._style is None:
-            self._style = style
-        if self._style != style:
-            raise DataError(
-                f"Cannot use {where} here.",
-                found=f"Its rows are prompted in the style '{style.kind}', "
-                f"the others in the style '{self._style.kind}'.",
-                fix="Give rows of one format, or set data.format and data.chat_template.",
-            )
 
     def _report(
         self, where: str, rows: StoredRows, masked: Sequence[str], cut_away: Sequence[str]

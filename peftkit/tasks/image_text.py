@@ -22,14 +22,14 @@ from peftkit.data.image_text import ImageEncoder
 from peftkit.data.images import require_pillow
 from peftkit.data.load import DataConfig, read_records
 from peftkit.data.pack import IGNORE, collate
-from peftkit.errors import BaseError, DataError
+from peftkit.errors import BaseError
 from peftkit.events import Listener, Notice, Progress, Stage, Table, ignore
 from peftkit.tasks.head import TokenTask, head_of
 from peftkit.tasks.isolation import check_causal_answer
 from peftkit.tasks.length import exact_length
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.protocol import Task, TaskConfig, mean_loss
-from peftkit.tasks.rows import check_dropped, named
+from peftkit.tasks.rows import agreed_style, check_dropped, named
 from peftkit.train.metrics import perplexity
 
 PROGRESS_EVERY = 100
@@ -126,7 +126,7 @@ class ImageText(TokenTask):
         for number, (example, images) in enumerate(zip(parsed.examples, pictures, strict=True)):
             if number % PROGRESS_EVERY == 0:
                 self._on_event(Progress(f"Encoding {where}", number, len(pictures)))
-            self._agree_on_style(self.encoder.style(example), where)
+            self._style = agreed_style(self._style, self.encoder.style(example), where)
             row = self._cut(self.encoder.encode(example, images), counts)
             if row is not None:
                 rows.append(row)
@@ -226,17 +226,6 @@ class ImageText(TokenTask):
         other = next(token for token in usual if token not in (None, row.labels[last]))
         check_causal_answer(self._model, self.inputs(self._model, batch), last, other)
         self._is_checked = True
-
-    def _agree_on_style(self, style: Style, where: str) -> None:
-        if self._style is None:
-            self._style = style
-        if self._style != style:
-            raise DataError(
-                f"Cannot use {where} here.",
-                found=f"It has rows that are prompted in the style '{style.kind}', and others in "
-                f"the style '{self._style.kind}'.",
-                fix="Give rows of one format, or set data.format and data.chat_template.",
-            )
 
     def _cut(self, row: ImageRow, counts: _Counts) -> ImageRow | None:
         """Return a row of at most max_length tokens; None where it would be cut in an image."""

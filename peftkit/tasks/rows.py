@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from peftkit.data.encode import Style
 from peftkit.data.load import DataConfig
 from peftkit.errors import DataError, first_few
 
@@ -38,6 +39,25 @@ def check_dropped(
         return
     found = [f"{why}: {named(sources)}" for why, sources in dropped.items() if sources]
     raise DataError(asked, found="\n".join(found), fix=f"{fix}, or remove them.")
+
+
+def agreed_style(known: Style | None, style: Style, where: str) -> Style:
+    """Return how rows are prompted, which is one way for all of a task's rows.
+
+    Args:
+        known: Of the rows before, or of the adapter in hand; None: these are the first.
+
+    Raises:
+        DataError: These rows are prompted in another style.
+    """
+    if known is not None and known != style:
+        raise DataError(
+            f"Cannot use {where} here.",
+            found=f"Its rows are prompted in the style '{style.kind}', "
+            f"the others in the style '{known.kind}'.",
+            fix="Give rows of one format, or set data.format and data.chat_template.",
+        )
+    return style
 
 
 def named(sources: Sequence[str]) -> str:

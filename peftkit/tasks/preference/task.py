@@ -22,7 +22,6 @@ from peftkit.data.format import Example
 from peftkit.data.lengths import MULTIPLE
 from peftkit.data.load import DataConfig, Record, read_records
 from peftkit.data.pack import IGNORE, Row, collate
-from peftkit.errors import DataError
 from peftkit.events import Listener, Progress, Stage, Table, ignore
 from peftkit.model.modes import adapters_off
 from peftkit.tasks.head import TokenTask, head_of, token_log_probs
@@ -32,7 +31,7 @@ from peftkit.tasks.preference.losses import LossName
 from peftkit.tasks.preference.reference import Reference, ReferenceValues
 from peftkit.tasks.preference.rows import Compared, pieces
 from peftkit.tasks.protocol import over_batches
-from peftkit.tasks.rows import check_dropped, named
+from peftkit.tasks.rows import agreed_style, check_dropped, named
 from peftkit.tasks.unpadding import num_positions
 from peftkit.train.task import Beginning
 
@@ -159,23 +158,13 @@ class Preference(TokenTask):
 
     def encoded(self, examples: Sequence[Example], where: str) -> list[Row]:
         """Return examples as tokens, uncut."""
-        self._agree_on_style(self._encoder.style(examples[0]), where)
+        self._style = agreed_style(self._style, self._encoder.style(examples[0]), where)
         made = []
         for number, example in enumerate(examples):
             if number % PROGRESS_EVERY == 0:
                 self._on_event(Progress(f"Encoding {where}", number, len(examples)))
             made.append(self._encoder.encode(example))
         return made
-
-    def _agree_on_style(self, style: Style, where: str) -> None:
-        self._style = self._style or style
-        if self._style != style:
-            raise DataError(
-                f"Cannot use {where} here.",
-                found=f"Its rows are prompted in the style '{style.kind}', "
-                f"the others in the style '{self._style.kind}'.",
-                fix="Give rows of one format, or set data.chat_template.",
-            )
 
     def num_positions(self, rows: Sequence[Compared]) -> int:
         """Return how many positions the documents of rows take that go through at once."""
