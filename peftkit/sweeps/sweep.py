@@ -128,7 +128,7 @@ def _prepared(
     for number, member in enumerate(members):
         on_event(Stage(f"Preparing {member.name} ({number + 1} of {len(members)})"))
         again = resume and has_checkpoints(member)
-        heard = on_event if number == 0 else _notices_of(member.name, on_event)
+        heard = on_event if number == 0 else _listener(member.name, on_event)
         before = BeforeRun(heard)
         ready = prepare(member.recipe, base=base, resume=again, on_event=before.on_event)
         for path, module in ready.adapter.modules.items():
@@ -196,14 +196,6 @@ def _listener(name: str, on_event: Listener) -> Listener:
             figures = ", ".join(f"{key} {value:.4g}" for key, value in event.metrics.items())
             on_event(Notice(f"{name}, step {event.step}: {figures}"))
         elif isinstance(event, Notice):
-            on_event(Notice(f"{name}: {event.text}"))
-
-    return heard
-
-
-def _notices_of(name: str, on_event: Listener) -> Listener:
-    def heard(event: Event) -> None:
-        if isinstance(event, Notice):
             on_event(Notice(f"{name}: {event.text}"))
 
     return heard

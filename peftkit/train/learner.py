@@ -144,24 +144,27 @@ class Learner:
             total = self.ranks.sum(torch.full((), targets, device=self.ranks.device))
             sums, said = self._gradients(rows, batches, total.clamp(min=1), start, known)
             notice = said or notice
-            facts, grad_norm = self._summed(sums, total, rows, notice)
-            if math.isfinite(facts.grad_norm) or not math.isfinite(facts.loss):
-                break
-            if not self.scale.overflowed():
-                break
+            facts = self.finish(sums, total, rows, rate, start=start, notice=notice)
+            if facts is not None:
+                return facts
             rng.restore(start, self.ranks.device)
-        if not (math.isfinite(facts.loss) and math.isfinite(facts.grad_norm)):
-            raise NonFinite(self._diagnosis(rows, start, facts))
-        self._update(grad_norm, rate)
-        return facts
 
     def finish(
-        self, sums: Tensor, total: Tensor, rows: Sequence[Any], rate: float
+        self,
+        sums: Tensor,
+        total: Tensor,
+        rows: Sequence[Any],
+        rate: float,
+        *,
+        start: rng.State | None = None,
+        notice: str = "",
     ) -> StepFacts | None:
-        """Let the optimizer step with gradients that were computed elsewhere, and are in place.
+        """Let the optimizer step with gradients that are in place.
 
         Args:
             sums: As `Task.sums`, of all rows. total: Their targets, on all processes.
+            start: The generators before the step, to diagnose it; by default as they are now.
+            notice: What the user should know of the step.
 
         Returns:
             None where the gradients overflowed the loss scale, which is lower then: to be tried
@@ -170,11 +173,12 @@ class Learner:
         Raises:
             NonFinite: The loss or a gradient is not finite.
         """
-        facts, grad_norm = self._summed(sums, total, rows, "")
+        facts, grad_norm = self._summed(sums, total, rows, notice)
         if not (math.isfinite(facts.loss) and math.isfinite(facts.grad_norm)):
             if math.isfinite(facts.loss) and self.scale.overflowed():
                 return None
-            raise NonFinite(self._diagnosis(rows, rng.capture(self.ranks.device), facts))
+            start = rng.capture(self.ranks.device) if start is None else start
+            raise NonFinite(self._diagnosis(rows, start, facts))
         self._update(grad_norm, rate)
         return facts
 
