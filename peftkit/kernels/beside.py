@@ -8,6 +8,9 @@ The base's weights are read as they lie, packed ones too: nothing is laid out an
 model that fills a GPU would not fit. Each update is added to the base's product where that stands:
 one array of the output's size, not two. Neither B A nor dW is formed.
 
+What the backward pass needs is saved before the products with the base are made. A block that is
+recomputed ends with its last saved tensor, so that its last product is not made a second time.
+
 Shapes: M rows of input, R sum of the ranks, in; out of each layer.
 """
 
@@ -38,49 +41,97 @@ class Layer(NamedTuple):
     has_bias: bool
 
 
+def beside(
+    x: Tensor,
+    dropped: Tensor | None,
+    lora_a: Tensor,
+    scales: Tensor,
+    layers: tuple[Layer, ...],
+    *tensors: Tensor,
+) -> tuple[Tensor, ...]:
+    """Return y = X W^T + b + X (s A)^T B^T, (M, out), of each layer; X, A and B have gradients.
+
+    Args:
+        x: (M, in). dropped: The input of A where that is another one, after dropout.
+        lora_a: (R, in), s A, in x's dtype. scales: (R,), s of each of its rows.
+        tensors: B (out, r) of each layer; then of each its weight, scales and bias; then A and
+            then B of each: what the gradients go to; not read.
+    """
+    with torch.no_grad():
+        hidden = torch.mm(x if dropped is None else dropped, lora_a.t())
+    given = x, dropped, hidden, lora_a, scales
+    saved: list[Any] = []
+    if not torch.compiler.is_compiling():
+        lora_b, base, (first, *masters) = _parted(layers, tensors)
+        frozen = (*lora_b, *_flat(base))
+        tensors = (*frozen, Saved.apply(saved, first, *given, *frozen), *masters)
+    found: tuple[Tensor, ...] = BesideLinear.apply(saved, layers, *given, *tensors)
+    return found
+
+
+class Saved(torch.autograd.Function):
+    """Saves tensors for the backward pass of a node after it, whose input is what this returns."""
+
+    @staticmethod
+    def forward(ctx: Any, nodes: list[Any], through: Tensor, *tensors: Tensor | None) -> Tensor:
+        """Return `through` as it is, and put this node into `nodes`."""
+        ctx.save_for_backward(*tensors)
+        ctx.num_tensors = len(tensors)
+        nodes.append(ctx)
+        return through.view_as(through)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of `through`."""
+        return None, grad, *(None for _ in range(ctx.num_tensors))
+
+
 class BesideLinear(torch.autograd.Function):
-    """y = X W^T + b + X (s A)^T B^T of each layer, with gradients of X, A and B."""
+    """The product of `beside`, with gradients of X, A and B."""
 
     @staticmethod
     def forward(
         ctx: Any,
+        saved: list[Any],
+        layers: tuple[Layer, ...],
         x: Tensor,
         dropped: Tensor | None,
+        hidden: Tensor,
         lora_a: Tensor,
         scales: Tensor,
-        layers: tuple[Layer, ...],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return (M, out) of each layer.
 
         Args:
-            x: (M, in). dropped: The input of A where that is another one, after dropout.
-            lora_a: (R, in), s A, in x's dtype. scales: (R,), s of each of its rows.
-            tensors: B (out, r) of each layer; then of each its weight, scales and bias; then A
-                and then B of each: what the gradients go to; not read.
+            saved: The node that has saved what the backward pass needs; empty: this one does.
+            hidden: (M, R), H. The others are those of `beside`.
         """
         lora_b, base, masters = _parted(layers, tensors)
-        hidden = torch.mm(x if dropped is None else dropped, lora_a.t())
+        if not saved:
+            given = x, dropped, hidden, lora_a, scales
+            ctx.save_for_backward(*given, *lora_b, *_flat(base))
+        ctx.saved, ctx.layers, ctx.dtypes = saved, layers, [master.dtype for master in masters]
         outputs = []
         parts = hidden.split([layer.num_hidden for layer in layers], 1)
         for layer, own, b, part in zip(layers, base, lora_b, parts, strict=True):
             bias = own[-1].to(x.dtype) if layer.has_bias else None
             out = functional.linear(x, _weight(layer, own, x.dtype), bias)
             outputs.append(out.addmm_(part, b.t()))
-        ctx.save_for_backward(x, dropped, hidden, lora_a, scales, *lora_b, *_flat(base))
-        ctx.layers, ctx.dtypes = layers, [master.dtype for master in masters]
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, dropped, and each A and B."""
-        x, dropped, hidden, lora_a, scales, *rest = ctx.saved_tensors
+        x, dropped, hidden, lora_a, scales, *rest = (
+            ctx.saved[0] if ctx.saved else ctx
+        ).saved_tensors
         layers: tuple[Layer, ...] = ctx.layers
         lora_b, base, _ = _parted(layers, rest)
         backs = [torch.mm(grad, b) for grad, b in zip(grads, lora_b, strict=True)]
         back = torch.cat(backs, 1) if len(backs) > 1 else backs[0]
         grad_x = grad_dropped = None
-        if ctx.needs_input_grad[0]:  # else nothing below these layers learns
+        if ctx.needs_input_grad[2]:  # else nothing below these layers learns
             for grad, layer, own in zip(grads, layers, base, strict=True):
                 grad_x = _add_product(grad_x, grad, layer, own)
             assert grad_x is not None
@@ -94,8 +145,8 @@ class BesideLinear(torch.autograd.Function):
         grads_b = [torch.mm(grad.t(), part) for grad, part in zip(grads, parts, strict=True)]
         own_grads = (*grad_a.split(sizes), *grads_b)
         cast = [g.to(dtype) for g, dtype in zip(own_grads, ctx.dtypes, strict=True)]
-        nothing = [None] * (len(lora_b) + sum(map(len, base)))
-        return grad_x, grad_dropped, None, None, None, *nothing, *cast
+        nothing = [None] * (3 + len(lora_b) + sum(map(len, base)))
+        return None, None, grad_x, grad_dropped, *nothing, *cast
 
 
 def _parted(

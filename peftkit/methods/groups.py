@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.kernels.beside import BesideLinear, Layer
+from peftkit.kernels.beside import Layer, beside
 from peftkit.kernels.grouped import ALIGNMENT, GroupedLinear, Member
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.quant.layers import QuantizedLinear, frozen_weight, set_frozen_weight
@@ -252,7 +252,7 @@ class BesideGroup(Group):
             bias = member.bias
             layers.append(Layer(size.num_hidden, form, len(own), bias is not None))
             base += own if bias is None else [*own, bias]
-        found: Sequence[Tensor] = BesideLinear.apply(
+        return beside(
             x.to(self.dtype),
             None if dropped is None else dropped.to(self.dtype),
             self.lora_a,
@@ -262,7 +262,6 @@ class BesideGroup(Group):
             *base,
             *self.masters(),
         )
-        return found
 
 
 class ServingGroup(Group):

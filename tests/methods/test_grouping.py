@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import optimizer
+from torch.utils.checkpoint import checkpoint
 
 from peftkit.adapter import Adapter, attach
-from peftkit.kernels.beside import BesideLinear, Layer
+from peftkit.kernels.beside import Layer, beside
 from peftkit.kernels.grouped import GroupedLinear, Member, grouped_linear_reference
 from peftkit.kernels.packed import keep_copies
 from peftkit.methods import grouping
@@ -150,13 +151,42 @@ def test_gradients_beside_the_base_are_those_of_finite_differences(
         given = None if mask is None else x * mask
         stacked = torch.cat([m.detach() for m in masters[:2]]) * scales[:, None]
         lora_b = [m.detach() for m in masters[2:]]
-        return BesideLinear.apply(x, given, stacked, scales, layers, *lora_b, *frozen, *masters)
+        return beside(x, given, stacked, scales, layers, *lora_b, *frozen, *masters)
 
     assert torch.autograd.gradcheck(compute, (x, *a, *b))
     given = x if mask is None else x * mask
     for n, found in enumerate(compute(x, *a, *b)):
         expected = x @ base[n].t() + (0.5, 2.0)[n] * given @ a[n].t() @ b[n].t()
         torch.testing.assert_close(found, expected + bias[n] if with_bias else expected)
+
+
+def test_the_last_product_with_a_base_is_not_made_again_when_a_block_is_recomputed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 7, requires_grad=True)
+    weights, made = [torch.randn(7, 7) for _ in range(2)], []
+    masters = [torch.randn(shape, requires_grad=True) for shape in ((2, 7), (7, 2))]
+    lora_a, lora_b = (m.detach() for m in masters)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            layers = (Layer(2, None, 1, False),)
+            (x,) = beside(x, None, lora_a, torch.ones(2), layers, lora_b, weight, *masters)
+        return x
+
+    def counted(x: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
+        made.append(weight)
+        return x @ weight.t()
+
+    block(x).sum().backward()
+    expected = [x.grad, *(m.grad for m in masters)]
+    x.grad = masters[0].grad = masters[1].grad = None
+    monkeypatch.setattr("peftkit.kernels.beside.functional.linear", counted)
+    checkpoint(block, x, use_reentrant=False).sum().backward()
+    assert [weight is weights[0] for weight in made] == [True, False, True]
+    for found, grad in zip([x.grad, *(m.grad for m in masters)], expected, strict=True):
+        assert torch.equal(found, grad)
 
 
 @pytest.mark.parametrize("change", ["fused", "plain", "copy", "load"])
