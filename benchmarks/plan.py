@@ -20,12 +20,12 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import shapes
 from benchmarks.report import heading, table, versions
 from peftkit.adapter import attach
+from peftkit.counting.reckon import Reckoner
+from peftkit.counting.step import Setup
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.methods.lora import LoRA
 from peftkit.model.training import prepared_for_training
-from peftkit.planning.reckon import Reckoner
-from peftkit.planning.step import Setup
 from peftkit.quant.quantize import quantize_model
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.protocol import TaskConfig

@@ -25,7 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("train/", "base/"),
     ("methods/", "tasks/"),
     ("adapter",),
-    ("formats/",),
+    ("formats/", "counting/"),
     ("inference/", "merging/", "report/"),
     ("transform/", "run/"),
     ("recipe",),

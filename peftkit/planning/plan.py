@@ -1,7 +1,7 @@
 """What a run will cost, before it runs: memory, time, disk; and what to change if it does not fit.
 
 Of a model only the config is read. The step that trains is counted on tensors without data
-(`planning/step.py`), so that the plan and the run take the same paths.
+(`counting/step.py`), so that the plan and the run take the same paths.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from peftkit.base.load import DTYPES, fast_dtype
 from peftkit.base.shapes import read_config
 from peftkit.config.schema import from_dict
-from peftkit.planning.machines import CARDS, measured_rate, parse_size, this_machine, usable
-from peftkit.planning.reckon import Reckoner
-from peftkit.planning.step import Setup, StepCount, plain_purpose
+from peftkit.counting.machines import CARDS, measured_rate, parse_size, this_machine, usable
+from peftkit.counting.reckon import Reckoner
+from peftkit.counting.step import Setup, StepCount, plain_purpose
 from peftkit.run.config import Recipe, load
 from peftkit.train.memory.blocks import Activations
 from peftkit.train.optim import STATE_BYTES

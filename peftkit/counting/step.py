@@ -22,11 +22,11 @@ from peftkit.adapter import Adapter, attach
 from peftkit.base.class_head import head_of_classes
 from peftkit.base.purpose import Purpose
 from peftkit.base.shapes import on_meta, untraced
+from peftkit.counting.counter import GPU_ROUNDING, Counter
 from peftkit.kernels import cross_entropy
 from peftkit.methods.protocol import Method
 from peftkit.model.places import is_conv1d
 from peftkit.model.training import prepared_for_training
-from peftkit.planning.counter import GPU_ROUNDING, Counter
 from peftkit.quant.layers import empty_packed
 from peftkit.quant.quantize import Job, install_packed, quantizable, tower_paths
 from peftkit.tasks.attention import training_attention

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from peftkit.base.shapes import with_depth
-from peftkit.planning.step import (
+from peftkit.counting.step import (
     DatalessStep,
     Setup,
     StepCount,

@@ -1,0 +1,1 @@
+"""What a step takes, counted on tensors without data."""

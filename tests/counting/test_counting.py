@@ -1,0 +1,84 @@
+"""What is counted on tensors without data is what the allocator counts of the real step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from benchmarks.plan import Measured, planned, reckoner_of
+from peftkit.base.shapes import with_depth
+from peftkit.counting.machines import parse_size
+from peftkit.errors import ConfigError
+from peftkit.quant.layers import empty_packed, pack
+from peftkit.tasks.seq2seq import Seq2SeqConfig
+from peftkit.train.memory.blocks import Activations
+from tests.families import ARCHITECTURES
+
+GB = 10**9
+
+
+def llama(**changes: int) -> transformers.LlamaConfig:
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 5}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048}
+    return transformers.LlamaConfig(**sizes | changes, attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_planned_peak_is_what_the_allocator_counts(quantize) -> None:
+    reckoner, measured = reckoner_of(llama(), quantize), Measured(llama(), quantize)
+    ways: tuple[tuple[Activations, int], ...] = (("keep", 256), ("recompute", 512))
+    for way, length in ways:
+        told, found = planned(reckoner, way, length), measured.peak(way, length)
+        assert told == pytest.approx(found, rel=0.05), (way, length)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("t5", marks=pytest.mark.slow)])
+def test_few_blocks_tell_what_all_of_them_take(family) -> None:
+    config = with_depth(ARCHITECTURES[family]().config, 2)
+    task = Seq2SeqConfig() if family == "t5" else None
+    few, all_of_them = (reckoner_of(_deeper(config, 5), "nf4", task) for _ in range(2))
+    all_of_them._depth = 5
+    found, known = few.count(2, 64, "recompute"), all_of_them.count(2, 64, "recompute")
+    for name, value in known.peak.items():
+        assert found.peak[name] == pytest.approx(value, rel=0.1, abs=2e4), name
+    assert found.flops == pytest.approx(known.flops, rel=0.02)
+
+
+def _deeper(config: object, depth: int) -> transformers.PreTrainedConfig:
+    fields = config.to_dict()  # type: ignore[attr-defined]
+    for name in ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer"):
+        if name in fields:
+            fields[name] = depth
+    fields.pop("layer_types", None)
+    made: transformers.PreTrainedConfig = type(config)(**fields)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+@pytest.mark.parametrize("double_quant", [True, False])
+def test_packed_weight_without_values_has_the_form_of_one_with_them(kind, double_quant) -> None:
+    for shape in ((9, 41), (3, 64, 32)):
+        packed, packing = pack(torch.randn(shape), kind, double_quant=double_quant)
+        empty, other = empty_packed(
+            torch.Size(shape), kind, torch.float32, double_quant=double_quant
+        )
+        assert (empty.shape, empty.dtype) == (packed.shape, packed.dtype)
+        assert [(s.shape, s.dtype) for s in other.scales] == [
+            (s.shape, s.dtype) for s in packing.scales
+        ]
+        assert (other.form, other.dtype) == (packing.form, packing.dtype)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GB", 8 * GB), ("7.5GiB", int(7.5 * 2**30)), ("12", 12 * GB), ("512 mb", 512 * 10**6)],
+)
+def test_sizes_are_read(text, size) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "8Q", "-1GB", "0", "GB", "8B", "1e3", "eight"])
+def test_what_is_no_size_is_refused(text) -> None:
+    with pytest.raises(ConfigError):
+        parse_size(text)
