@@ -17,7 +17,7 @@ from peftkit.data.load import DataConfig
 from peftkit.data.pack import IGNORE, Row
 from peftkit.data.pairs import PairRow
 from peftkit.events import Event, Notice, StepDone
-from peftkit.kernels.packed import keep_copies
+from peftkit.kernels.packing import keep_copies
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
 from peftkit.tasks.causal_lm import CausalLM

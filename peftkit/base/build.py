@@ -34,7 +34,7 @@ from peftkit.base.stream import Stream, StreamConfig, kept_in_float32
 from peftkit.errors import BaseError, OutputError, first_few
 from peftkit.events import Listener, Notice, Progress, Stage, ignore
 from peftkit.files.disk import fsync_dir
-from peftkit.kernels.packed import Packing
+from peftkit.kernels.packing import Packing
 from peftkit.quant.quantize import adopt_bitsandbytes, quantize_model, tower_paths
 
 

@@ -20,7 +20,7 @@ from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.store import Wanted, opened_or_kept, storable
 from peftkit.config.schema import Config, from_dict
 from peftkit.events import Listener, Stage, ignore
-from peftkit.kernels.packed import keep_copies
+from peftkit.kernels.packing import keep_copies
 from peftkit.quant.audit import Audit, audit
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -23,7 +23,7 @@ from peftkit.base.form import Form
 from peftkit.base.mapped import packed_skeleton
 from peftkit.base.purpose import Purpose
 from peftkit.errors import BaseError
-from peftkit.kernels.packed import Packing
+from peftkit.kernels.packing import Packing
 from peftkit.model.blocks import blocks
 
 ATTRIBUTE = "block_stream"

@@ -24,7 +24,7 @@ from peftkit.base.class_head import head_of_classes
 from peftkit.base.fingerprint import sample
 from peftkit.events import Listener, Progress
 from peftkit.kernels.host_memory import trim_malloc
-from peftkit.kernels.packed import Packing
+from peftkit.kernels.packing import Packing
 from peftkit.model.places import is_conv1d
 from peftkit.quant.layers import pack
 from peftkit.quant.quantize import (

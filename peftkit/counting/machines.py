@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from peftkit.errors import ConfigError
-from peftkit.kernels.packed import free_bytes
+from peftkit.kernels.host_memory import free_bytes
 
 GPU_SHARE, GPU_CONTEXT = 0.95, 450_000_000
 """Of a card's memory so much can be allocated, less what CUDA and its libraries take."""

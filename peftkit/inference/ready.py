@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from peftkit.kernels.packed import copies_kept
+from peftkit.kernels.packing import copies_kept
 from peftkit.model.training import prepared_for_serving
 from peftkit.tasks.loss import find_head
 

@@ -61,3 +61,19 @@ def peak_resident_bytes() -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def free_bytes() -> int | None:
+    """Return the main memory that this process may still take, by the system and its cgroup.
+
+    None where the system does not say (macOS, Windows).
+    """
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    free = 1024 * int(lines.get("MemAvailable", "0 kB").split()[0])
+    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return max(free, 0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from peftkit.errors import first_few
 from peftkit.events import Table
-from peftkit.kernels.packed import Packing, packed_tensors
+from peftkit.kernels.packing import Packing, packed_tensors
 from peftkit.model.places import ModelWeight, find_places, is_linear
 
 MAX_NAMES = 10

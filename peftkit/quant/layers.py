@@ -27,12 +27,12 @@ from peftkit.kernels.packed import (
     BLOCK,
     NESTED_BLOCK,
     Form,
-    Packing,
     pack_4bit,
     pack_absmax,
     pack_int8,
     packed_linear,
 )
+from peftkit.kernels.packing import Packing
 from peftkit.model.places import is_conv1d
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -145,7 +145,7 @@ class QuantizedLinear(nn.Module):
             return functional.linear(x, packing.kept, self.bias)
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else packing.dtype
-        return packed_linear(x, self.bias, self.packed, packing, dtype)
+        return packed_linear(x, self.bias, self.packed, packing.scales, packing.form, dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from peftkit.errors import BaseError, first_few
 from peftkit.events import Listener, Progress, ignore
-from peftkit.kernels.packed import Packing
+from peftkit.kernels.packing import Packing
 from peftkit.model.places import find_places, is_conv1d, is_linear
 from peftkit.quant.audit import Audit, audit, exempt
 from peftkit.quant.layers import (

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 )
 
 from peftkit.errors import ConfigError
-from peftkit.kernels.packed import packed_tensors
+from peftkit.kernels.packing import packed_tensors
 from peftkit.train.config import TrainConfig
 from peftkit.train.memory.blocks import Blocks
 from peftkit.train.ranks import Ranks

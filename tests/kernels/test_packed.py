@@ -15,7 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from peftkit.adapter import attach
 from peftkit.kernels import packed
-from peftkit.kernels.packed import keep_copies, packed_tensors, recomputing
+from peftkit.kernels.packed import recomputing
+from peftkit.kernels.packing import keep_copies, packed_tensors
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
 from peftkit.train.memory import blocks as blocks_module

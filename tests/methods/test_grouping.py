@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from peftkit.adapter import Adapter, attach
 from peftkit.kernels.beside import Layer, beside
 from peftkit.kernels.grouped import GroupedLinear, Member, grouped_linear_reference
-from peftkit.kernels.packed import keep_copies
+from peftkit.kernels.packing import keep_copies
 from peftkit.methods import grouping
 from peftkit.methods.groups import BesideGroup, Group, JoinedGroup
 from peftkit.methods.lora import LoRA

@@ -16,7 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from peftkit.errors import BaseError
 from peftkit.kernels import packed as packed_module
-from peftkit.kernels.packed import Form, copies_kept, keep_copies
+from peftkit.kernels.packed import Form
+from peftkit.kernels.packing import copies_kept, keep_copies
 from peftkit.model.places import linear_shape
 from peftkit.quant.layers import QuantizedLinear, pack, weight_of
 from peftkit.quant.quantize import KINDS, adopt_bitsandbytes, quantize_model

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from peftkit.errors import BaseError
 from peftkit.events import Progress
-from peftkit.kernels.packed import keep_copies, packed_tensors
+from peftkit.kernels.packing import keep_copies, packed_tensors
 from peftkit.model.blocks import blocks
 from peftkit.model.places import is_linear
 from peftkit.quant.audit import audit

@@ -17,7 +17,7 @@ from torch import nn
 from peftkit.data.lengths import num_tokens, tokens_of_each
 from peftkit.errors import RunError
 from peftkit.events import Event, Notice, Stage
-from peftkit.kernels.packed import free_bytes
+from peftkit.kernels.host_memory import free_bytes
 from peftkit.quant.audit import audit
 from peftkit.train import rng
 from peftkit.train.learner import Learner
