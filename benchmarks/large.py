@@ -103,10 +103,10 @@ def work(way: str, folder: str) -> dict[str, float]:
     from peftkit.base.load import load_base
     from peftkit.base.locate import Location
     from peftkit.base.purpose import CAUSAL_LM
-    from peftkit.kernels import packed
+    from peftkit.kernels import packing
     from peftkit.quant.quantize import quantize_model
 
-    packed.COPY_SHARE = 0.0  # what is kept for speed is no part of loading
+    packing.COPY_SHARE = 0.0  # what is kept for speed is no part of loading
     began = time.perf_counter()
     with Watch() as watch:
         if way == "whole":

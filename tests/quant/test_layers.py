@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peftkit.errors import BaseError
 from peftkit.kernels import packed as packed_module
+from peftkit.kernels import packing as packing_module
 from peftkit.kernels.packed import Form
 from peftkit.kernels.packing import copies_kept, keep_copies
 from peftkit.model.places import linear_shape
@@ -140,7 +141,7 @@ def test_for_a_while_weights_are_kept_as_far_as_they_fit(monkeypatch: pytest.Mon
     quantize_model(model, "nf4")
     x = torch.randn(2, 64)
     wanted = model(x)
-    monkeypatch.setattr(packed_module, "free_bytes", lambda: 2.5 * 64 * 64 * 4 / 0.5)
+    monkeypatch.setattr(packing_module, "free_bytes", lambda: 2.5 * 64 * 64 * 4 / 0.5)
     with copies_kept(model, 0.5):
         assert [m.packing.kept is not None for m in model] == [True, True, False, False]
         torch.testing.assert_close(model(x), wanted)
