@@ -44,7 +44,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "datasets": ("data/load",),
     "pyarrow": ("data/stored",),  # datasets brings it; imported when rows are encoded
     "transformers": ("base/", "tasks/", "methods/prefix", "methods/prefix_cache", "inference/"),
-    "gguf": ("formats/gguf/",),  # the optional extra; imported when called
+    "gguf": ("formats/gguf/", "base/gguf"),  # the optional extra; imported when called
     "huggingface_hub": ("formats/hub",),
     "safetensors": ("formats/", "merging/"),
     "pydantic": (

@@ -5,12 +5,10 @@ Weights that are missing, which transformers would fill with random numbers, are
 
 from __future__ import annotations
 
-import io
 import os
 import secrets
 import shutil
 from collections.abc import Mapping
-from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import transformers
 from peftkit.base.class_head import head_of_classes, owners, renew
 from peftkit.base.fingerprint import fingerprint
 from peftkit.base.form import Built, Form
+from peftkit.base.gguf import open_gguf, parsed_once
 from peftkit.base.locate import Location
 from peftkit.base.pretrained import (
     check_config,
@@ -30,6 +29,7 @@ from peftkit.base.pretrained import (
     quiet,
 )
 from peftkit.base.purpose import CAUSAL_LM, Purpose
+from peftkit.base.shapes import on_meta
 from peftkit.base.stream import Stream, StreamConfig, kept_in_float32
 from peftkit.errors import BaseError, OutputError, first_few
 from peftkit.events import Listener, Notice, Progress, Stage, ignore
@@ -50,9 +50,9 @@ def build(
 ) -> Built:
     """Build a base out of its files.
 
-    A checkpoint of safetensors is packed weight by weight, on its device: main memory holds what is
-    kept and the weight in hand. A GGUF file, and a checkpoint that is quantised already, is loaded
-    as it is first.
+    A checkpoint of safetensors and a GGUF file are packed weight by weight, on their device: main
+    memory holds what is kept and the weight in hand. A checkpoint that is quantised already is
+    loaded as it is.
 
     Args:
         config: What `check_config` says of it.
@@ -62,7 +62,7 @@ def build(
         BaseError: The files are damaged, incomplete, no model for this task, or cannot be packed.
     """
     stream = None
-    if not location.gguf and not _is_quantized(config):
+    if not _is_quantized(config):
         stream = Stream(
             form.quantize,
             form.dtype,
@@ -127,28 +127,16 @@ def load_model(
     Raises:
         BaseError: The files are damaged, incomplete, or no model for this task.
     """
-    cls, where = getattr(transformers, purpose.auto_class), loader_arguments(location, revision)
-    if purpose.head is not None:
-        where["config"] = check_config(location, revision, purpose)
-    if location.gguf:
-        where["dtype"] = torch.float32 if dtype == torch.float16 else dtype
-        if hasattr(transformers, "GgufConfig"):  # before it, GGUF files were always dequantised
-            where["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    else:
-        where["dtype"] = "auto" if dtype == torch.float16 else dtype
-        where["use_safetensors"] = True
-    if stream is not None:
-        where["quantization_config"] = StreamConfig(stream)
-        if stream.device.type != "cpu":
+    with quiet(), explained(location):
+        if location.gguf:
+            cls, source, where = _gguf_arguments(location, purpose, stream)
+        else:
+            cls, source, where = _arguments(location, revision, purpose, dtype, stream)
+        if stream is not None and stream.device.type != "cpu":
             where["device_map"] = {"": stream.device}
-    if location.is_local and not location.gguf:
-        check_weights(Path(location.source))
-    # the bar of this one loader knows no switch
-    silence = redirect_stderr(io.StringIO()) if location.gguf else nullcontext()
-    with quiet(), explained(location), silence:
         try:
             model, info = cls.from_pretrained(
-                location.source, output_loading_info=True, ignore_mismatched_sizes=True, **where
+                source, output_loading_info=True, ignore_mismatched_sizes=True, **where
             )  # what does not match is looked at below
         except Exception:
             if stream is not None and stream.broken is not None:
@@ -163,6 +151,39 @@ def load_model(
         keys = first_few(sorted(info["unexpected_keys"]), 5, ", ")
         on_event(Notice(f"{type(model).__name__} does not use these weights of its files: {keys}"))
     return model, fresh
+
+
+def _arguments(
+    location: Location,
+    revision: str | None,
+    purpose: Purpose,
+    dtype: torch.dtype,
+    stream: Stream | None,
+) -> tuple[Any, str | None, dict[str, Any]]:
+    """Return the class, the place and the arguments with which transformers loads a folder."""
+    where = loader_arguments(location, revision)
+    if purpose.head is not None:
+        where["config"] = check_config(location, revision, purpose)
+    where["dtype"] = "auto" if dtype == torch.float16 else dtype
+    where["use_safetensors"] = True
+    if stream is not None:
+        where["quantization_config"] = StreamConfig(stream)
+    if location.is_local:
+        check_weights(Path(location.source))
+    return getattr(transformers, purpose.auto_class), location.source, where
+
+
+def _gguf_arguments(
+    location: Location, purpose: Purpose, stream: Stream | None
+) -> tuple[Any, str | None, dict[str, Any]]:
+    """Return the class and the arguments with which transformers loads a GGUF file's tensors."""
+    assert stream is not None, "a GGUF file is read through a stream"
+    with parsed_once(location):
+        config = check_config(location, None, purpose)
+        bare = on_meta(config, purpose, torch.float32)
+        tensors, conversions = open_gguf(location.gguf_path, bare)
+    where = {"state_dict": tensors, "config": config, "dtype": torch.float32}
+    return type(bare), None, where | {"quantization_config": StreamConfig(stream, conversions)}
 
 
 def _fresh(name: str, model: Any, purpose: Purpose, info: Mapping[str, Any]) -> tuple[str, ...]:
@@ -202,9 +223,11 @@ def convert(location: Location, on_event: Listener) -> Location:
         return location
     on_event(Stage(f"Converting {location.gguf} into {target} (once)"))
     doing = f"Converting {location.gguf}"
-    model, _ = load_model(location, None, CAUSAL_LM, torch.float32, on_event=on_event)
-    on_event(Progress(doing, 2, 4))  # transformers reads the whole file for each of these
-    tokenizer = load_tokenizer(location, None, on_event)
+    stream = Stream("none", torch.float32, torch.device("cpu"), on_event=ignore)
+    with parsed_once(location):
+        tokenizer = load_tokenizer(location, None, on_event)
+        on_event(Progress(doing, 2, 4))
+        model, _ = load_model(location, None, CAUSAL_LM, torch.float32, stream, on_event)
     on_event(Progress(doing, 3, 4))
     forget_quantization(model)
     temporary = target.with_name(f".{target.name}-{secrets.token_hex(4)}")

@@ -13,6 +13,7 @@ from torch import nn
 from peftkit.base import pretrained
 from peftkit.base.build import build, convert
 from peftkit.base.form import Built, Form
+from peftkit.base.gguf import parsed_once
 from peftkit.base.locate import Location, locate
 from peftkit.base.multimodal import load_multimodal
 from peftkit.base.placement import BlockStream, must_stream
@@ -135,24 +136,25 @@ def load_base(
     location = convert(locate(model, revision), on_event)
     location, revision = pretrained.reachable(location, revision)
     on_event(Stage(f"Loading the base {location.name}"))
-    config = pretrained.check_config(location, revision, purpose)
-    tokenizer, images, both = _processors(location, revision, purpose, on_event)
-    padding = None if tokenizer is None else tokenizer.pad_token_id
-    streams = must_stream(placement, config, purpose, form)
-    if streams:
-        form = replace(form, device=torch.device("cpu"))
+    with parsed_once(location):
+        config = pretrained.check_config(location, revision, purpose)
+        tokenizer, images, both = _processors(location, revision, purpose, on_event)
+        padding = None if tokenizer is None else tokenizer.pad_token_id
+        streams = must_stream(placement, config, purpose, form)
+        if streams:
+            form = replace(form, device=torch.device("cpu"))
 
-    def anew() -> Built:
-        return build(
-            location, revision, purpose, config, form, pad_token_id=padding, on_event=on_event
-        )
+        def anew() -> Built:
+            return build(
+                location, revision, purpose, config, form, pad_token_id=padding, on_event=on_event
+            )
 
-    source = storable(location, revision, purpose, config, form) if store == "auto" else None
-    if source is None:
-        built = anew()
-    else:
-        wanted = Wanted(location.name, source, purpose, config, form)
-        built = opened_or_kept(wanted, anew, on_event)
+        source = storable(location, revision, purpose, config, form) if store == "auto" else None
+        if source is None:
+            built = anew()
+        else:
+            wanted = Wanted(location.name, source, purpose, config, form)
+            built = opened_or_kept(wanted, anew, on_event)
     if streams:
         BlockStream(built.model, place)
     elif place.type == "cpu":

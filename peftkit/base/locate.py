@@ -76,6 +76,12 @@ class Location:
         """Whether it is a folder."""
         return self.source != self.hub_id
 
+    @property
+    def gguf_path(self) -> Path:
+        """The GGUF file, if it is one."""
+        assert self.gguf
+        return Path(self.source, self.gguf)
+
 
 def cache_folder() -> Path:
     """Return peftkit's own cache: PEFTKIT_CACHE, XDG_CACHE_HOME/peftkit, or ~/.cache/peftkit."""

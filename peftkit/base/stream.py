@@ -61,9 +61,9 @@ class Stream:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        double_quant: bool,
-        has_head: bool,
-        towers: bool,
+        double_quant: bool = True,
+        has_head: bool = False,
+        towers: bool = False,
         on_event: Listener,
     ) -> None:
         self.kind, self.dtype, self.device = kind, dtype, device
@@ -156,11 +156,15 @@ class Stream:
 
 @register_quantization_config(METHOD)
 class StreamConfig(QuantizationConfigMixin):
-    """Carries a `Stream` through transformers' loader."""
+    """Carries a `Stream` through transformers' loader.
 
-    def __init__(self, stream: Stream) -> None:
+    Args:
+        conversions: What is made of the files' tensors, if not what the model's class says.
+    """
+
+    def __init__(self, stream: Stream, conversions: list[Any] | None = None) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # others may register their own
-        self.stream = stream
+        self.stream, self.conversions = stream, conversions
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamConfig:
         return self
@@ -179,6 +183,16 @@ class StreamQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self.quantization_config.stream.begin(model)
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """Return what is made of the files' tensors before the stream takes them."""
+        own = self.quantization_config.conversions
+        return weight_conversions if own is None else own
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if self.quantization_config.conversions is not None:
+            model._weight_conversions = None  # it is saved as any model of its class
+        return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Tell whether a parameter passes through the stream."""
