@@ -25,6 +25,7 @@ from peftkit.base.shapes import on_meta, untraced
 from peftkit.counting.counter import GPU_ROUNDING, Counter
 from peftkit.kernels import cross_entropy
 from peftkit.methods.protocol import Method
+from peftkit.model.norms import fused_norms
 from peftkit.model.places import is_conv1d
 from peftkit.model.training import prepared_for_training
 from peftkit.quant.layers import empty_packed
@@ -119,7 +120,9 @@ class DatalessStep:
                 stack.enter_context(self._counting())
                 with self.counter.during("weights"):  # frozen ones may be laid out anew
                     stack.enter_context(prepared_for_training(self.model))
-                if not self.setup.on_gpu:
+                if self.setup.on_gpu:
+                    stack.enter_context(fused_norms(self.model, ("cpu",)))  # as they are there
+                else:
                     stack.enter_context(training_attention(self.model))
                 self.counter.restart()
                 self._step(rows, length)

@@ -7,10 +7,12 @@ A method may compute several layers together while they are trained. It says so 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol
 
 from torch import nn
+
+from peftkit.model.norms import fused_norms
 
 
 class TrainingLayout(Protocol):
@@ -42,7 +44,8 @@ def prepared_for_training(model: nn.Module, *, wanted: bool = True) -> Iterator[
     try:
         for layout in layouts:
             layout.prepare()
-        yield
+        with fused_norms(model) if wanted else nullcontext():
+            yield
     finally:
         for layout in layouts:
             layout.end()
@@ -54,6 +57,7 @@ def prepared_for_serving(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for layout in training_layouts(model):
             stack.enter_context(layout.serving())
+        stack.enter_context(fused_norms(model))
         yield
 
 

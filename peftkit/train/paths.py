@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from peftkit.model.norms import num_fused
 from peftkit.train.memory.blocks import Blocks
 
 PREFIX = "peftkit_"
@@ -27,6 +28,8 @@ def paths(model: nn.Module, blocks: Blocks, of_task: Mapping[str, str]) -> str:
         parts.append(f"attention: {str(attention).removeprefix(PREFIX)}")
     if (layers := _layers(model)) != "":
         parts.append(f"LoRA: {layers}")
+    if fused := num_fused(model):
+        parts.append(f"norms: {fused} fused")
     if blocks.blocks:
         how = "compiled" if blocks.compiled else "not compiled"
         ways = {

@@ -25,6 +25,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from peftkit.kernels.norm import gradient
+
 COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
 WAITING = {
     "_local_scalar_dense",
@@ -375,6 +377,25 @@ def _watch(source: Tensor) -> None:
 
     if source.numel() <= 1 << 16 and source.is_contiguous():
         CARD.host_tasks.append(check)
+
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    values = x.float()
+    scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    return (values * scale * weight.float()).to(x.dtype), scale
+
+
+def _rms_norm_back(
+    grad: Tensor, x: Tensor, shape: Any, scale: Tensor, weight: Tensor, mask: Any
+) -> tuple[Tensor, Tensor | None]:
+    assert list(mask) == [True, False], "of a frozen weight no gradient is wanted"
+    return gradient(grad, x, weight, scale), None
+
+
+KERNELS_OF_CUDA = torch.library.Library("aten", "IMPL")
+"""Operators that torch has for CUDA alone, or as one kernel there alone."""
+KERNELS_OF_CUDA.impl("_fused_rms_norm", _rms_norm, "CPU")
+KERNELS_OF_CUDA.impl("_fused_rms_norm_backward", _rms_norm_back, "CPU")
 
 
 class Kernels(TorchDispatchMode):
