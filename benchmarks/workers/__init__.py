@@ -35,6 +35,7 @@ def work(
     *,
     python: str = sys.executable,
     seconds: float | None = None,
+    processes: int = 1,
 ) -> dict[str, Any]:
     """Run a worker on a job; return what it measured, or {"failed": why} if memory or time ran out.
 
@@ -43,6 +44,7 @@ def work(
         folder: For the job and what the worker writes; a run's output is deleted afterwards.
         python: Of the environment that has the worker's libraries.
         seconds: Time limit.
+        processes: How many train together, by torchrun; the first one tells what it measured.
 
     Raises:
         WorkerFailed: It broke for another reason than memory or time.
@@ -52,7 +54,9 @@ def work(
     settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | job.get("environ", {})
     if job.get("cold"):
         settings["TORCHINDUCTOR_CACHE_DIR"] = str(output / "inductor")
-    command = [python, "-m", f"benchmarks.workers.{worker}", str(file)]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes), "-m"]
+    launched = launcher if processes > 1 else []
+    command = [python, "-m", *launched, f"benchmarks.workers.{worker}", str(file)]
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=os.environ | settings, capture_output=True, timeout=seconds

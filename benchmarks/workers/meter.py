@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import resource
 import sys
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks.report import versions
 
@@ -48,6 +50,7 @@ class Meter:
         self.device, self._started = device, job["started"]
         self._steps: list[float] = []
         self._began = 0.0
+        self._own = 0
 
     def init_from(self) -> None:
         """Note that the training call begins."""
@@ -58,14 +61,19 @@ class Meter:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._steps.append(time.time())
+        self._own = max(self._own, status("RssAnon"))
 
-    def finish(self, losses: list[float], num_trainable: int, **more: Any) -> None:
-        """Print what was measured; the last thing that a worker does.
+    def finish(self, losses: list[float], model: nn.Module, **more: Any) -> None:
+        """Print what was measured, of sizes the largest process's; a worker's last act.
 
         seconds is of the training call, whole_seconds since the process was started; first_step is
-        of the latter clock. step_seconds are the times between steps.
+        of the latter clock. step_seconds are the times between steps. own_bytes is the memory that
+        no file backs (RssAnon), the most after a step.
         """
         ended = time.time()
+        sizes = largest({**peak(self.device), "own_bytes": self._own, **held(model)})
+        if os.environ.get("RANK", "0") != "0":
+            return  # the first process alone hears of steps, in peftkit
         times = [self._began, *self._steps]
         facts = {
             "seconds": self._steps[-1] - self._began,
@@ -73,12 +81,31 @@ class Meter:
             "first_step_seconds": self._steps[0] - self._started,
             "step_seconds": [b - a for a, b in itertools.pairwise(times)],
             "losses": losses,
-            "num_trainable": num_trainable,
+            "num_trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "versions": versions(),
-            **peak(self.device),
+            **sizes,
             **more,
         }
         print("\n" + json.dumps(facts), flush=True)
+
+
+def largest(sizes: dict[str, int]) -> dict[str, int]:
+    """Return the largest of each size, of all processes that train together."""
+    several = torch.distributed.is_initialized()
+    told = [sizes] * (torch.distributed.get_world_size() if several else 1)
+    if several:
+        torch.distributed.all_gather_object(told, sizes)
+    return {name: max(each[name] for each in told) for name in sizes}
+
+
+def held(model: nn.Module) -> dict[str, int]:
+    """Return the bytes of parameters that this process keeps: base_bytes and trained_bytes."""
+    sizes = {"base_bytes": 0, "trained_bytes": 0}
+    for parameter in model.parameters():
+        own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        kind = "trained_bytes" if parameter.requires_grad else "base_bytes"
+        sizes[kind] += own.numel() * own.element_size()
+    return sizes
 
 
 def peak(device: torch.device) -> dict[str, int]:
@@ -92,12 +119,17 @@ def peak(device: torch.device) -> dict[str, int]:
             "peak_bytes": torch.cuda.max_memory_allocated(device),
             "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
         }
+    high = status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"peak_bytes": high}
+
+
+def status(name: str) -> int:
+    """Return bytes that Linux tells of this process by name; 0 where it does not."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
-        kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
     except OSError:
-        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"peak_bytes": kilobytes * 1024}
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks import shapes
 from benchmarks.workers.meter import Meter, device_of, read_job, telling_of_memory
@@ -17,6 +18,7 @@ from peftkit.data.load import DataConfig
 from peftkit.data.pack import IGNORE, Row
 from peftkit.data.pairs import PairRow
 from peftkit.events import Event, Notice, StepDone
+from peftkit.formats.peft.folder import load_adapter
 from peftkit.kernels.packing import keep_copies
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
@@ -26,6 +28,7 @@ from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 from peftkit.train.order import Order
+from peftkit.train.sharding import shard_base
 
 
 def main() -> None:
@@ -44,20 +47,22 @@ def main() -> None:
             elif isinstance(event, Notice):
                 notices.append(event.text)
 
-        num_trainable, train = prepare(job, device, listen)
+        model, train = prepare(job, device, listen)
         meter.init_from()
         train()
-        meter.finish(losses, num_trainable, notices=notices)
+        meter.finish(losses, model, notices=notices)
 
 
 def prepare(
     job: dict[str, Any], device: torch.device, listen: Callable[[Event], None]
-) -> tuple[int, Callable[[], object]]:
-    """Return how many values are trained, and the call that trains them."""
+) -> tuple[nn.Module, Callable[[], object]]:
+    """Return the model with its adapter, and the call that trains it."""
     model, tokenizer = _model(job, device)
-    method = LoRA(rank=job["rank"], alpha=2 * job["rank"], **job.get("method", {}))
-    adapter = attach(model, method)
-    task = _task(job, model, tokenizer)
+    if "adapter" in job:
+        load_adapter(model, job["adapter"], trainable=True)
+    else:
+        method = LoRA(rank=job["rank"], alpha=2 * job["rank"], **job.get("method", {}))
+        attach(model, method)
     settings = {
         "epochs": 1.0,
         "batch_size": job["batch_size"],
@@ -68,9 +73,12 @@ def prepare(
         "output_dir": Path(job["output"]),
     }
     config = TrainConfig(**settings | job.get("train", {}))
+    if config.shard != "none":
+        shard_base(model, device, offload=config.shard == "offload")
+    task = _task(job, model, tokenizer)
     rows = [_row(job["task"], n, row) for n, row in enumerate(job["rows"])]
     ordered = _in_order(rows, config)
-    return adapter.num_trainable, lambda: fit(model, task, ordered, config=config, on_event=listen)
+    return model, lambda: fit(model, task, ordered, config=config, on_event=listen)
 
 
 def _model(job: dict[str, Any], device: torch.device) -> tuple[Any, Any]:
@@ -83,7 +91,7 @@ def _model(job: dict[str, Any], device: torch.device) -> tuple[Any, Any]:
             model.config.num_hidden_layers = layers
         return model, base.tokenizer
 
-    def pack(block: torch.nn.Module) -> None:
+    def pack(block: nn.Module) -> None:
         if quantize != "none":
             quantize_model(block, quantize, device=device)
 
@@ -132,7 +140,8 @@ def _row(task: str, number: int, row: dict[str, list[int]]) -> Any:
 
 def _in_order(rows: list[Any], config: TrainConfig) -> list[Any]:
     """Return the rows such that fit's shuffle puts them back into the order they had."""
-    order = Order(len(rows), config.batch_size, config.seed)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    order = Order(len(rows), config.rows_per_step(world), config.seed)
     shuffled = list(rows)
     place = 0
     for step in range(order.steps_per_epoch):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks.workers.meter import Meter, read_job, telling_of_memory
 from peftkit.adapter import attach
@@ -20,8 +21,8 @@ from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 
 
-def train(job: dict[str, Any], meter: Meter) -> tuple[list[float], int]:
-    """Train as a job says; return the losses of its steps, and how many values are trained."""
+def train(job: dict[str, Any], meter: Meter) -> tuple[list[float], nn.Module]:
+    """Train as a job says; return the losses of its steps, and the model."""
     base = load_base(job["source"], dtype=job["dtype"], device="cpu")
     losses: list[float] = []
 
@@ -31,9 +32,9 @@ def train(job: dict[str, Any], meter: Meter) -> tuple[list[float], int]:
             meter.step()
 
     if job.get("adapter"):
-        adapter = load_adapter(base.model, job["adapter"], trainable=True)
+        load_adapter(base.model, job["adapter"], trainable=True)
     else:
-        adapter = attach(base.model, LoRA(rank=job["rank"], alpha=2 * job["rank"]))
+        attach(base.model, LoRA(rank=job["rank"], alpha=2 * job["rank"]))
     settings = PreferenceConfig(loss=job["loss"], **job["settings"])
     meter.init_from()
     data = DataConfig(train=job["file"], max_length=job["max_length"])
@@ -48,7 +49,7 @@ def train(job: dict[str, Any], meter: Meter) -> tuple[list[float], int]:
         save_every=None,
     )
     fit(base.model, task, task.load(job["file"]), config=config, on_event=listen)
-    return losses, adapter.num_trainable
+    return losses, base.model
 
 
 def main() -> None:

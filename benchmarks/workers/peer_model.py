@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import BitsAndBytesConfig
 
@@ -29,6 +29,8 @@ def peft_model(job: dict[str, Any], device: torch.device) -> Any:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # else gradients vanish after an eval
+    if "adapter" in job:
+        return PeftModel.from_pretrained(model, job["adapter"], is_trainable=True).train()
     lora = LoraConfig(
         r=job["rank"],
         lora_alpha=2 * job["rank"],
@@ -48,6 +50,7 @@ def _loaded(job: dict[str, Any], dtype: torch.dtype, device: torch.device) -> An
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_quant_storage=job.get("storage", "uint8"),
         )
     model = getattr(transformers, AUTO[job["task"]]).from_pretrained(
         job["source"], dtype=dtype, quantization_config=quantization, device_map={"": device}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.workers.meter import Meter, device_of, read_job, telling_of_memory
@@ -25,16 +25,16 @@ def main() -> None:
             losses.append(loss)
             meter.step()
 
-        num_trainable, train = prepare(job, device, listen)
+        model, train = prepare(job, device, listen)
         meter.init_from()
         train()
-        meter.finish([float(loss) for loss in losses], num_trainable)
+        meter.finish([float(loss) for loss in losses], model)
 
 
 def prepare(
     job: dict[str, Any], device: torch.device, listen: Callable[[Tensor], None]
-) -> tuple[int, Callable[[], object]]:
-    """Return how many values are trained, and the call that trains them."""
+) -> tuple[nn.Module, Callable[[], object]]:
+    """Return the model with its adapter, and the call that trains it."""
     model = peft_model(job, device)
     if job.get("recompute"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -57,7 +57,7 @@ def prepare(
             optimizer.zero_grad()
             listen(loss.detach())
 
-    return sum(p.numel() for p in parameters), train
+    return model, train
 
 
 def collate(rows: list[dict[str, list[int]]], *, paired: bool) -> dict[str, Tensor]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
 from trl import SFTConfig, SFTTrainer
@@ -47,6 +49,12 @@ class Steps(transformers.TrainerCallback):
         self.meter.step()
 
 
+def shard_on_cpu() -> None:
+    """Have accelerate shard on CPUs as on GPUs: there it takes no notice of its FSDP settings."""
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+
+
 def settings(job: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Return what both TRL and Unsloth are told."""
     return {
@@ -69,7 +77,7 @@ def settings(job: dict[str, Any], device: torch.device) -> dict[str, Any]:
     }
 
 
-def run(trainer: Any, meter: Meter, num_trainable: int) -> None:
+def run(trainer: Any, meter: Meter) -> None:
     """Train, save the adapter as ours does, and tell."""
     trainer.add_callback(Steps(meter))
     meter.init_from()
@@ -77,7 +85,7 @@ def run(trainer: Any, meter: Meter, num_trainable: int) -> None:
         trainer.train()
         trainer.save_model()
     history = trainer.state.log_history
-    meter.finish([float(entry["loss"]) for entry in history if "loss" in entry], num_trainable)
+    meter.finish([float(entry["loss"]) for entry in history if "loss" in entry], trainer.model)
 
 
 def main() -> None:
@@ -93,6 +101,8 @@ def main() -> None:
             torch_compile=bool(job.get("compile")),
             use_liger_kernel=bool(job.get("liger")),
         )
+        if job.get("shard_on_cpu"):
+            shard_on_cpu()
         if "shape" in job:
             tokenizer = shapes.tokenizer()
         else:
@@ -104,7 +114,7 @@ def main() -> None:
             train_dataset=Dataset.from_list(job["rows"]),
             processing_class=tokenizer,
         )
-        run(trainer, meter, sum(p.numel() for p in model.parameters() if p.requires_grad))
+        run(trainer, meter)
 
 
 if __name__ == "__main__":

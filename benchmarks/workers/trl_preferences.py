@@ -16,6 +16,7 @@ import torch
 import transformers
 from datasets import Dataset
 from peft import PeftModel
+from torch import nn
 from torch.utils.data import SequentialSampler
 
 from benchmarks.workers.meter import Meter, read_job, telling_of_memory
@@ -81,8 +82,8 @@ def trainer_of(job: dict[str, Any], model: Any, tokenizer: Any) -> Any:
     )
 
 
-def train(job: dict[str, Any], meter: Meter) -> tuple[list[float], int]:
-    """Train as a job says; return the losses of its steps, and how many values are trained."""
+def train(job: dict[str, Any], meter: Meter) -> tuple[list[float], nn.Module]:
+    """Train as a job says; return the losses of its steps, and the model."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[job["dtype"]]
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["source"])
     tokenizer.bos_token = None  # the base adds none; two of the trainers would
@@ -104,7 +105,7 @@ def train(job: dict[str, Any], meter: Meter) -> tuple[list[float], int]:
     trainer.add_callback(Steps())
     trainer.train()
     losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    return losses, sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return losses, model
 
 
 def main() -> None:
@@ -116,11 +117,11 @@ def main() -> None:
             if "jobs" in job:
                 found = {each["loss"]: train(each, meter)[0] for each in job["jobs"]}
             else:
-                losses, trained = train(job, meter)
+                losses, model = train(job, meter)
         if "jobs" in job:
             print("\n" + json.dumps(found), flush=True)
         else:
-            meter.finish(losses, trained)
+            meter.finish(losses, model)
 
 
 if __name__ == "__main__":

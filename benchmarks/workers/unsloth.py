@@ -59,7 +59,7 @@ def main() -> None:
                 processing_class=tokenizer,
             )
         type(trainer)._get_train_sampler = lambda self, *args: SequentialSampler(self.train_dataset)
-        run(trainer, meter, sum(p.numel() for p in model.parameters() if p.requires_grad))
+        run(trainer, meter)
 
 
 if __name__ == "__main__":
