@@ -11,7 +11,7 @@ from peftkit.report.facts import BeforeRun
 from peftkit.report.live import LiveReport
 from peftkit.run.config import Recipe
 from peftkit.run.prepare import Prepared, prepare
-from peftkit.run.results import adapter_folder, identity, measured, save_result, write_facts
+from peftkit.run.results import adapter_folder, identity, save_result, write_facts
 from peftkit.train.loop import check_output, train_prepared
 from peftkit.train.metrics import require_trackers
 from peftkit.train.run import Result
@@ -44,7 +44,7 @@ def run(
     """
     folder = recipe.train.output_dir
     if recipe.train.shard != "none":
-        check_sharding(recipe.train, recipe.method.type, recipe.task.type)
+        check_sharding(recipe.train, recipe.method.type)
     check_output(recipe.train, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
     with stopping_at_once("stopped before the first step; what was there is as it was."):
         before = BeforeRun(on_event)
@@ -67,12 +67,11 @@ def run(
         on_event=report.on_event,
         watch=watch,
     )
-    if recipe.train.shard != "none":
-        result = measured(ready, result, on_event)  # all processes run the model
-    if result.is_main:
+    if result.is_main or recipe.train.shard != "none":  # then all processes run the model
         with stop_requests() as stop:
             result = save_result(recipe, ready, result, on_event=on_event)
-            report.write()
+            if result.is_main:
+                report.write()
         if stop.signum:
             raise Interrupted(stop.signum, f"all is done; the adapter is in {folder}.")
     return result

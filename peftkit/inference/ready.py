@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from peftkit.kernels.packing import copies_kept
 from peftkit.model.training import prepared_for_serving
 from peftkit.tasks.loss import find_head
+from peftkit.train.sharding import is_sharded
 
 COPY_SHARE = 0.5
 """Of the free main memory that unpacked weights may take meanwhile."""
@@ -20,7 +21,8 @@ COPY_SHARE = 0.5
 @contextmanager
 def ready_for_tokens(model: PreTrainedModel) -> Iterator[None]:
     """Have ready within the context what each token needs: unpacked weights, A and B as copies."""
-    with copies_kept(model, COPY_SHARE), prepared_for_serving(model), _rows_for_the_head(model):
+    share = 0.0 if is_sharded(model) else COPY_SHARE
+    with copies_kept(model, share), prepared_for_serving(model), _rows_for_the_head(model):
         yield
 
 

@@ -59,15 +59,19 @@ def identity(recipe: Recipe, ready: Prepared) -> dict[str, Any]:
 def save_result(
     recipe: Recipe, ready: Prepared, result: Result, *, on_event: Listener = ignore
 ) -> Result:
-    """Write the adapter, the recipe and the model card; return the result with its metrics."""
+    """Write the adapter, the recipe and the model card; return the result with its metrics.
+
+    Where several processes have the base together all must call; the main one writes.
+    """
     folder = recipe.train.output_dir
     weights = adapter_folder(recipe, ready)
     result = _with_best(recipe, result, weights, on_event)
+    if not result.is_main:
+        return measured(ready, result, ignore)
     weights.save(folder)
     if told := refused_by_peft(ready.adapter):
         on_event(Notice(told))
-    if recipe.train.shard == "none":
-        result = measured(ready, result, on_event)
+    result = measured(ready, result, on_event)
     _write_papers(recipe, ready, result, on_event)
     on_event(Saved("adapter", folder))
     return result

@@ -13,11 +13,11 @@ from peftkit.train import rng
 from peftkit.train.batches import cut
 from peftkit.train.config import TrainConfig
 from peftkit.train.feed import Feed, on_device
+from peftkit.train.in_step import InStep, Part
 from peftkit.train.learner import TOO_LARGE
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
 from peftkit.train.metrics import perplexity
 from peftkit.train.ranks import Ranks
-from peftkit.train.sharding import is_sharded
 from peftkit.train.signals import StopRequest
 from peftkit.train.task import Task
 from peftkit.train.whole_step import StepValues, step_values
@@ -38,13 +38,15 @@ class Evaluator:
         config: TrainConfig,
         ranks: Ranks,
         stop: StopRequest,
+        in_step: InStep,
     ) -> None:
+        self.in_step = in_step
         self.model, self.task = model, task
         self.batch_size, self._max_tokens = (
             config.batch_size,
             config.tokens_at_once(ranks.device.type),
         )
-        self.all_rows, self.rows = rows, rows[ranks.rank :: ranks.world_size]
+        self.rows = rows[ranks.rank :: ranks.world_size]
         self.ranks, self.stop = ranks, stop
         self.feed = Feed(task, ranks.device)
 
@@ -78,10 +80,13 @@ class Evaluator:
         """Look at all rows first, where their losses depend on each other."""
         while self.task.needs_whole_step:
             try:
-                return step_values(self._seen, self.rows, self._cut(self.rows), self.ranks)
+                passes = self.in_step.passes(self._cut(self.rows))
+                return step_values(self._seen, self.rows, passes, self.ranks)
             except Exception as error:
                 if not is_out_of_memory(error) or self.batch_size == 1:
                     raise
+                if self.in_step.needed:
+                    raise self.in_step.out_of_memory() from None
             release_memory()
             self.batch_size //= 2
         return None
@@ -94,12 +99,13 @@ class Evaluator:
     def _sums(self) -> tuple[Tensor, int]:
         sums = torch.zeros(1 + self.task.num_figures, device=self.ranks.device)
         targets, known = 0, self._known()
-        pending = self._cut(self.rows)
-        sharded = is_sharded(self.model)
-        idle = self.ranks.max(len(pending)) - len(pending) if sharded else 0
-        while pending and (sharded or not self.stop.signum):
-            rows = pending.pop(0)
-            result = self._try(rows, pending[:1], known)
+        pending = self.in_step.passes(self._cut(self.rows))
+        while pending and (self.in_step.needed or not self.stop.signum):
+            rows, is_own = pending.pop(0)
+            coming = [part for part, _ in pending[:1]]
+            result = self._try(rows, coming, known)
+            if not is_own:
+                continue
             if result is None:
                 release_memory()
                 if len(rows) == 1:
@@ -107,18 +113,17 @@ class Evaluator:
                         rows[0], self.rows, lambda row: self._try([row]) is not None, fix=TOO_LARGE
                     )
                 self.batch_size = len(rows) // 2
-                left = [row for part in (rows, *pending) for row in part]
-                pending = self._cut(left)
+                left = [row for part in (rows, *(part for part, _ in pending)) for row in part]
+                pending = self.in_step.passes(self._cut(left))
                 continue
             sums += result[0]
             targets += result[1]
-        for _ in range(idle):  # the other processes need this one's part of the base
-            self._try(self.all_rows[:1])
         return sums, targets
 
-    def _cut(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
+    def _cut(self, rows: Sequence[Any]) -> list[Part]:
         task = self.task
-        return cut(rows, task.num_positions, self.batch_size, self._max_tokens, task.kind)
+        parts = cut(rows, task.num_positions, self.batch_size, self._max_tokens, task.kind)
+        return self.in_step.ordered(parts)
 
     def _try(
         self,
@@ -144,4 +149,6 @@ class Evaluator:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            if self.in_step.needed:
+                raise self.in_step.out_of_memory() from None
             return None

@@ -18,13 +18,13 @@ from peftkit.train.batches import cut
 from peftkit.train.config import TrainConfig
 from peftkit.train.diagnosis import Diagnosis, diagnose, sources
 from peftkit.train.feed import Feed, on_device
+from peftkit.train.in_step import InStep, Part
 from peftkit.train.memory.blocks import Activations, Blocks
 from peftkit.train.memory.compiled import is_compile_error, told
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
 from peftkit.train.memory.plan import BUSY
 from peftkit.train.optim import LossScale, build_optimizer, complete_gradients, set_learning_rate
 from peftkit.train.ranks import Ranks
-from peftkit.train.sharding import is_sharded
 from peftkit.train.signals import StopRequest
 from peftkit.train.state import State
 from peftkit.train.task import Task
@@ -36,6 +36,9 @@ TOO_LARGE = (
 )
 
 OUT_OF_MEMORY = "memory ran out"
+
+Batch = tuple[Mapping[str, Tensor], bool]
+"""And whether it is this process's own, or run for the others."""
 
 
 class NonFinite(Exception):
@@ -71,12 +74,11 @@ class Learner:
 
     Args:
         parameters: What is trained, by name.
+        in_step: By default processes run the model each as often as it has to.
 
     Attributes:
         state: Its `micro_batch`, `micro_tokens` and `activations` follow what fits into memory.
         ways: What may be kept of activations, the fastest first.
-        sharded: Whether the base is: then all processes run the model equally often, and who has
-            fewer micro-batches runs `idle_rows` through it, without learning.
     """
 
     def __init__(
@@ -87,8 +89,10 @@ class Learner:
         config: TrainConfig,
         ranks: Ranks,
         stop: StopRequest,
+        in_step: InStep | None = None,
     ) -> None:
         self.model, self.task, self.parameters = model, task, parameters
+        self.in_step = in_step or InStep(ranks, task.kind, needed=False)
         self.config, self.ranks, self.stop = config, ranks, stop
         on_gpu = ranks.device.type == "cuda"
         self.optimizer = build_optimizer(parameters, config)
@@ -97,8 +101,6 @@ class Learner:
         self.feed = Feed(task, ranks.device)
         self.blocks = Blocks(model)
         self.ways = self.blocks.ways(config.gradient_checkpointing, on_gpu)
-        self.sharded, self._num_idle = is_sharded(model), 0
-        self.idle_rows: Sequence[Any] = ()
         self._asked = config.batch_size, config.tokens_at_once(ranks.device.type)
         self.state = State(*self._asked, self.ways[0])
 
@@ -138,7 +140,7 @@ class Learner:
             batches = self._collated(rows, known)
             if coming is not None and self.feed.is_ahead:
                 self.feed.expect(self.micro_batches(coming))
-            targets = float(sum(self.task.num_targets(batch) for batch in batches))
+            targets = float(sum(self.task.num_targets(batch) for batch, own in batches if own))
             # counted over the whole group and all processes before the first backward pass, so that
             # the gradient is that of one mean over targets, not of a mean of means
             total = self.ranks.sum(torch.full((), targets, device=self.ranks.device))
@@ -185,14 +187,12 @@ class Learner:
     def _gradients(
         self,
         rows: Sequence[Any],
-        batches: Sequence[Mapping[str, Tensor]],
+        batches: Sequence[Batch],
         total: Tensor,
         start: rng.State,
         known: StepValues | None,
     ) -> tuple[Tensor, str]:
         """Return the sums, with gradients in place; retries with less memory until it fits."""
-        if self.sharded:
-            self._num_idle = self.ranks.max(len(batches)) - len(batches)
         before, said = replace(self.state), ""
         while isinstance(sums := self._try(batches, total, known), str):
             release_memory()
@@ -215,10 +215,13 @@ class Learner:
                 return None  # the one batch is all there is
             try:
                 with torch.no_grad(), self.blocks.eagerly():
-                    return step_values(self._seen, rows, parts, self.ranks)
+                    passes = self.in_step.passes(parts)
+                    return step_values(self._seen, rows, passes, self.ranks)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
+                if self.in_step.needed:
+                    raise self.in_step.out_of_memory() from None
             release_memory()
             rng.restore(start, self.ranks.device)
             self._use_less_memory(rows)
@@ -245,7 +248,7 @@ class Learner:
 
     def _try(
         self,
-        batches: Iterable[Mapping[str, Tensor]],
+        batches: Iterable[Batch],
         total: Tensor,
         known: StepValues | None = None,
     ) -> Tensor | str:
@@ -253,23 +256,18 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         summed = torch.zeros(1 + self.task.num_figures, device=self.ranks.device)
         try:
-            for batch in batches:
-                if known is not None:
+            for batch, is_own in batches:
+                if known is not None and is_own:
                     known.restore(batch, self.ranks.device)
                 sums = self._sums(batch)
-                (sums[0] * (self.scale.factor / total)).backward()
-                summed += sums.detach()  # stays on the device: .item() would wait for it
-            for _ in range(self._num_idle):
-                (self.loss(self.idle_rows) * 0.0).backward()
+                (sums[0] * (self.scale.factor / total if is_own else 0.0)).backward()
+                if is_own:
+                    summed += sums.detach()  # stays on the device: .item() would wait for it
         except Exception as error:
             if self.blocks.compiled and is_compile_error(error):
                 return told(error)
-            if is_out_of_memory(error) and self.sharded:
-                raise RunError(
-                    "memory ran out on one process, and the others wait for its part of the base",
-                    fix="Lower train.tokens_per_batch or train.batch_size, or set "
-                    "train.gradient_checkpointing: true.",
-                ) from None
+            if is_out_of_memory(error) and self.in_step.needed:
+                raise self.in_step.out_of_memory() from None
             if is_out_of_memory(error):
                 return OUT_OF_MEMORY  # not the error: its traceback holds the activations
             raise
@@ -284,20 +282,24 @@ class Learner:
         with self.ranks.autocast():
             return self.task.sums(self.model, self.feed.moved(batch))
 
-    def _collated(
-        self, rows: Sequence[Any], known: StepValues | None
-    ) -> list[Mapping[str, Tensor]]:
-        parts = self.micro_batches(rows)
-        batches = self.feed.batches(parts)
+    def _collated(self, rows: Sequence[Any], known: StepValues | None) -> list[Batch]:
+        passes = self.in_step.passes(self.micro_batches(rows))
+        own = [part for part, is_own in passes if is_own]
+        idle = [part for part, is_own in passes if not is_own]
+        made = iter(self.feed.batches(own))
+        others = iter(self.feed.batches(idle) if idle else [])
+        batches = [(next(made if is_own else others), is_own) for _, is_own in passes]
         if known is None:
             return batches
-        return [known.given_to(batch, part) for batch, part in zip(batches, parts, strict=True)]
+        pairs = zip(batches, passes, strict=True)
+        return [(known.given_to(batch, part), is_own) for (batch, is_own), (part, _) in pairs]
 
-    def micro_batches(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
+    def micro_batches(self, rows: Sequence[Any]) -> list[Part]:
         """Return rows in parts that go through the model at once."""
         state = self.state
         task = self.task
-        return cut(rows, task.num_positions, state.micro_batch, state.micro_tokens, task.kind)
+        parts = cut(rows, task.num_positions, state.micro_batch, state.micro_tokens, task.kind)
+        return self.in_step.ordered(parts)
 
     def _use_less_memory(self, rows: Sequence[Any]) -> None:
         """Halve what goes through at once; below what is enough, keep less of it, else raise.
@@ -326,7 +328,8 @@ class Learner:
             longest = max(rows, key=lambda row: self.task.num_positions([row]))
 
             def fits(row: Any) -> bool:
-                return self._try(self.feed.batches([[row]]), one) is not OUT_OF_MEMORY
+                (batch,) = self.feed.batches([[row]])
+                return self._try([(batch, True)], one) is not OUT_OF_MEMORY
 
             raise too_large(longest, rows, fits, fix=TOO_LARGE)
 
@@ -388,7 +391,7 @@ class Learner:
             return diagnose(
                 self.model,
                 self.loss,
-                [] if self.sharded else self.micro_batches(rows),
+                [] if self.in_step.needed else self.micro_batches(rows),
                 step=self.state.step + 1,
                 loss=facts.loss,
                 grad_norm=facts.grad_norm,

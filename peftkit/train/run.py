@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from peftkit.data.lengths import num_tokens
 from peftkit.errors import PeftkitError, RunError
 from peftkit.events import (
     EvalDone,
@@ -36,6 +35,7 @@ from peftkit.train.checkpoints.identity import identity_of
 from peftkit.train.checkpoints.weights import Weights
 from peftkit.train.config import TrainConfig
 from peftkit.train.evaluate import Evaluator
+from peftkit.train.in_step import InStep
 from peftkit.train.learner import Learner, NonFinite, StepFacts
 from peftkit.train.memory.prepare import plan_memory_and_compile
 from peftkit.train.metrics import (
@@ -51,6 +51,7 @@ from peftkit.train.order import Order
 from peftkit.train.paths import paths
 from peftkit.train.ranks import Ranks
 from peftkit.train.saving import Saver
+from peftkit.train.sharding import gathered, is_sharded
 from peftkit.train.signals import Interrupted, StopRequest
 from peftkit.train.task import Beginning, Task, Watch
 
@@ -107,8 +108,9 @@ class Run:
         world_size = self.ranks.world_size
         self.order = Order(len(train_rows), config.rows_per_step(world_size), config.seed)
         self.num_steps = config.num_steps(len(train_rows), world_size)
-        self.learner = Learner(model, task, parameters, config, self.ranks, stop)
-        self.evaluator = Evaluator(model, task, eval_rows, config, self.ranks, stop)
+        in_step = InStep(self.ranks, task.kind, train_rows, eval_rows, needed=is_sharded(model))
+        self.learner = Learner(model, task, parameters, config, self.ranks, stop, in_step)
+        self.evaluator = Evaluator(model, task, eval_rows, config, self.ranks, stop, in_step)
         known = identity_of(config, train_rows, eval_rows, world_size, identity)
         self.saver = Saver(self.learner, self.order, config, weights, known, self.say)
         self.has_eval = bool(eval_rows)
@@ -154,7 +156,7 @@ class Run:
         with ExitStack() as stack:
             with self.ranks.autocast():
                 layout = prepared_for_training(
-                    self.model, wanted=self.config.group_layers and not self.learner.sharded
+                    self.model, wanted=self.config.group_layers and not is_sharded(self.model)
                 )
                 stack.enter_context(layout)
             yield
@@ -180,9 +182,8 @@ class Run:
             resume: None to start; else resume, with these changes allowed.
         """
         self.start(resume)
-        if self.learner.sharded:  # processes would come to different plans
+        if is_sharded(self.model):  # processes would come to different plans
             self.learner.state.planned, self.learner.state.compiled = True, False
-            self.learner.idle_rows = [min(self.rows, key=num_tokens)]
         else:
             plan_memory_and_compile(self.learner, self.rows, self.num_steps, self.say)
         self._give_back()
@@ -231,6 +232,7 @@ class Run:
         beginning = Beginning(
             rows=chain(self.rows, self.eval_rows),
             ranks=self.ranks,
+            in_step=self.learner.in_step,
             folder=self.config.output_dir,
             stop=self.stop,
             say=self.say,
@@ -327,8 +329,8 @@ class Run:
         if best:
             state.best_step, state.best_loss = state.step, loss
         state.evaluated_step, state.eval_loss = state.step, loss if finite else None
-        if self.watch is not None and self.ranks.is_main:
-            with self.learner.blocks.eagerly():
+        if self.watch is not None and self._watches:
+            with self.learner.blocks.eagerly(), gathered(self.model):
                 metrics |= self.watch.metrics()
         self.say(EvalDone(state.step, metrics, best))
         self._judge(loss)
@@ -352,9 +354,14 @@ class Run:
             )
 
     def _sample(self) -> None:
-        if self.watch is not None and self.ranks.is_main:
-            with self.learner.blocks.eagerly():
+        if self.watch is not None and self._watches:
+            with self.learner.blocks.eagerly(), gathered(self.model):
                 self.say(Sampled(self.learner.state.step, self.watch.samples()))
+
+    @property
+    def _watches(self) -> bool:
+        """Whether this process generates: the main one, or all that share a base."""
+        return self.ranks.is_main or is_sharded(self.model)
 
     @property
     def _stopping(self) -> int:

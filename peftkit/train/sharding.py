@@ -5,13 +5,14 @@ are gathered when it computes and given up after it. Adapters stay whole on ever
 gradients are summed once a step, as without sharding. torch's `fully_shard` does all of it: packed
 weights travel as bytes with their scales, and whatever has no dimension to cut stays whole.
 
-All processes have to run the model equally often: who has fewer rows runs it without learning.
+All processes have to run the model equally often: see in_step.py.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,8 +34,6 @@ from peftkit.train.ranks import Ranks
 
 METHODS = ("lora", "dora", "ia3", "vera")
 """Methods whose modules read the base's weights within its blocks alone."""
-UNEVEN = ("preference", "reward", "embedding", "image_text")
-"""Tasks that may run the model a different number of times on each process."""
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -42,11 +41,11 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def check_sharding(config: TrainConfig, method: str, task: str) -> None:
+def check_sharding(config: TrainConfig, method: str) -> None:
     """Make sure that a run can be sharded, before anything is loaded.
 
     Raises:
-        ConfigError: There is one process; or a method, a task or a setting does not go with it.
+        ConfigError: There is one process, or the method does not go with it.
     """
     asked = f"train.shard: {config.shard}"
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
@@ -61,18 +60,6 @@ def check_sharding(config: TrainConfig, method: str, task: str) -> None:
             found=f"Methods that do: {', '.join(METHODS)}.",
             fix="Set train.shard: none, or use one of these.",
         )
-    if task in UNEVEN:
-        raise ConfigError(
-            f"{asked} does not go with the task {task}",
-            found="It may run the model a different number of times on each process.",
-            fix="Set train.shard: none.",
-        )
-    if config.sample_every or config.eval_generate:
-        raise ConfigError(
-            f"{asked} does not go with what the main process generates alone",
-            found="train.sample_every or train.eval_generate is set.",
-            fix="Leave it out; peftkit generate and eval do it afterwards.",
-        )
 
 
 def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False) -> None:
@@ -83,12 +70,16 @@ def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False)
         offload: Keep the parts in main memory; only what computes is on the device.
 
     Raises:
-        ConfigError: The model has no blocks.
+        ConfigError: The model has no blocks, or leaves some out by chance.
     """
-    blocks = Blocks(model).blocks
+    blocks, name = Blocks(model).blocks, type(model).__name__
     if not blocks:
+        raise ConfigError(f"cannot shard {name}: it has no blocks", fix="Set train.shard: none.")
+    if drops := _leaving_out(model):
         raise ConfigError(
-            f"cannot shard {type(model).__name__}: it has no blocks", fix="Set train.shard: none."
+            f"cannot shard {name}: each process leaves out other blocks while it trains",
+            found=f"Its config.json has {drops}.",
+            fix="Set it to 0 there, or train.shard: none.",
         )
     for _, _, packing in packed_tensors(model):
         packing.kept = None
@@ -108,6 +99,24 @@ def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False)
         fully_shard(block, **policy)
     # the head is called beside the model's forward pass: it stays gathered until the backward pass
     fully_shard(model, reshard_after_forward=False, **policy)
+
+
+def _leaving_out(model: Any) -> str:
+    """Return what a model's config says of blocks that are left out at random, or ""."""
+    config = getattr(model, "config", None)
+    told = config.to_dict() if config is not None else {}
+    return next((f"{n}: {value}" for n, value in told.items() if "layerdrop" in n and value), "")
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Have what lies outside of the blocks in one piece: parts of the model may then be called.
+
+    As encoders are, before text is generated. All processes have to come here.
+    """
+    if isinstance(model, FSDPModule):
+        model.unshard()
+    yield
 
 
 def local_bytes(model: nn.Module) -> Mapping[str, int]:

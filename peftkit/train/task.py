@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor, nn
 
 from peftkit.events import Listener, Sample
+from peftkit.train.in_step import InStep
 from peftkit.train.ranks import Ranks
 from peftkit.train.signals import StopRequest
 
@@ -22,12 +23,14 @@ class Beginning:
 
     Attributes:
         rows: All rows of the run, eval rows last; the same on every process.
+        in_step: Says what a process runs for the others, where each has a part of the base.
         folder: The run's; the main process alone writes into it.
         say: Hears what happens, on the main process alone.
     """
 
     rows: Iterable[Any]
     ranks: Ranks
+    in_step: InStep
     folder: Path
     stop: StopRequest
     say: Listener

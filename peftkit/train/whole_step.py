@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from peftkit.train import rng
+from peftkit.train.in_step import Pass
 from peftkit.train.ranks import Ranks
 
 
@@ -33,8 +34,8 @@ class StepValues:
     states: Mapping[tuple[int, ...], rng.State]
 
     def where(self, rows: Sequence[Any]) -> tuple[int, ...]:
-        """Return the places of rows."""
-        return tuple(self.places[id(row)] for row in rows)
+        """Return the places of rows; one that is run for other processes has any other's."""
+        return tuple(self.places.get(id(row), 0) for row in rows)
 
     def restore(self, batch: Mapping[str, Tensor], device: torch.device) -> None:
         """Put the generators where they were when a batch's rows were looked at, if they were."""
@@ -54,7 +55,7 @@ class StepValues:
 def step_values(
     look: Callable[[Sequence[Any]], Tensor],
     rows: Sequence[Any],
-    parts: Sequence[Sequence[Any]],
+    passes: Sequence[Pass],
     ranks: Ranks,
 ) -> StepValues:
     """Compute this process's row values, part by part, and gather those of all others.
@@ -63,10 +64,13 @@ def step_values(
         look: Returns (rows, K) of a part.
     """
     order = {id(row): n for n, row in enumerate(rows)}
+    parts = [part for part, is_own in passes if is_own]
     states, seen = [], []
-    for part in parts:
-        states.append(rng.capture(ranks.device))
-        seen.append(look(part).float())
+    for part, is_own in passes:
+        state, values = rng.capture(ranks.device), look(part).float()
+        if is_own:
+            states.append(state)
+            seen.append(values)
     values, first = torch.zeros(0, device=ranks.device), 0
     if parts:
         found = torch.cat(seen)

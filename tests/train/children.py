@@ -22,12 +22,12 @@ def start(function: Callable[..., object], *args: Any, **environment: str) -> Ba
     return child
 
 
-def exit_code(child: BaseProcess) -> int | None:
+def exit_code(child: BaseProcess, seconds: float = SECONDS) -> int | None:
     """Wait for a child and return its exit code; minus the signal that killed it."""
-    child.join(SECONDS)
+    child.join(seconds)
     if child.is_alive():
         child.kill()
-        raise AssertionError(f"still alive after {SECONDS} s")
+        raise AssertionError(f"still alive after {seconds} s")
     return child.exitcode
 
 

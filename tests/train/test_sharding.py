@@ -112,7 +112,6 @@ def test_one_process_goes_on_with_a_checkpoint_of_two(tmp_path: Path, model_fold
     [
         ({}, "There is one process"),
         ({"method": {"type": "bitfit", "rank": None}}, "method.type: bitfit"),
-        ({"train": {"sample_every": 2}}, "sample_every"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_before_anything_is_loaded(

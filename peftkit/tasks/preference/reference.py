@@ -114,31 +114,34 @@ class ReferenceValues:
         self, model: nn.Module, reference: Reference, rows: Sequence[Any], beginning: Beginning
     ) -> Tensor:
         """Return (rows, 3): values, and 1 where there are any, computed by all processes."""
-        ranks: Ranks = beginning.ranks
-        order = sorted(range(len(rows)), key=lambda n: -num_tokens(rows[n]))
-        own, size, at = order[ranks.rank :: ranks.world_size], BATCH_SIZE, 0
+        ranks, in_step = beginning.ranks, beginning.in_step
+        places = {row: n for n, row in enumerate(rows)}
+        own = sorted(rows, key=num_tokens, reverse=True)[ranks.rank :: ranks.world_size]
         made = torch.zeros(len(rows), 3, device=ranks.device)
+        done, pending = 0, in_step.passes(_parts(own, BATCH_SIZE))
         with evaluating(model), reference.state():
-            while at < len(own):
+            while pending:
                 if beginning.stop.signum and ranks.world_size == 1:
                     break
-                part = own[at : at + size]
-                found = self._try(model, [rows[n] for n in part], ranks)
+                part, is_own = pending.pop(0)
+                found = self._try(model, part, ranks)
+                if found is None and in_step.needed:
+                    raise in_step.out_of_memory()
                 if found is None:
                     release_memory()
-                    if size == 1:
+                    if len(part) == 1:
                         raise too_large(
-                            rows[part[0]],
+                            part[0],
                             rows,
                             lambda row: self._try(model, [row], ranks) is not None,
                             fix="Lower data.max_length, or quantise the base.",
                         )
-                    size //= 2
-                    continue
-                index = torch.tensor(part, device=ranks.device)
-                made[index, :2], made[index, 2] = found.float(), 1.0
-                at += len(part)
-                beginning.say(Progress("Asking the reference", at, len(own)))
+                    pending = in_step.passes(_parts(own[done:], len(part) // 2))
+                elif is_own:
+                    index = torch.tensor([places[row] for row in part], device=ranks.device)
+                    made[index, :2], made[index, 2] = found.float(), 1.0
+                    done += len(part)
+                    beginning.say(Progress("Asking the reference", done, len(own)))
         return ranks.sum(made).cpu()  # the only wait for the device
 
     def _try(self, model: nn.Module, rows: Sequence[Any], ranks: Ranks) -> Tensor | None:
@@ -150,6 +153,10 @@ class ReferenceValues:
             if not is_out_of_memory(error):
                 raise
             return None
+
+
+def _parts(rows: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def _key(reference: str, row: Any) -> str:

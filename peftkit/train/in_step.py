@@ -1,0 +1,78 @@
+"""Passes of the model that all processes make together, where each keeps a part of its weights.
+
+A pass gathers the others' parts, so all processes have to run the model equally often, and the same
+parts of it: a batch with images runs the vision tower too. Who has fewer batches of a kind runs a
+short row of that kind, from which nothing is learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain, islice
+from typing import Any
+
+import torch
+
+from peftkit.data.lengths import num_tokens
+from peftkit.errors import RunError
+from peftkit.train.ranks import Ranks
+
+LOOKED_AT = 1000
+"""Rows of which the shortest is taken, where all are of one kind."""
+
+Part = Sequence[Any]
+Pass = tuple[Part, bool]
+"""Rows that go through the model at once, and whether they are this process's own."""
+
+
+class InStep:
+    """Keeps the processes of a run in step.
+
+    Args:
+        kind: As `Task.kind`.
+        rows: Those of the run, the same on every process; one of each kind at least.
+
+    Attributes:
+        needed: Whether processes depend on each other in every pass.
+    """
+
+    def __init__(
+        self, ranks: Ranks, kind: Callable[[Any], Any], *rows: Sequence[Any], needed: bool
+    ) -> None:
+        self._ranks, self._kind, self.needed = ranks, kind, needed
+        self._idle: dict[Any, Part] = {}
+        if not needed:
+            return
+        is_one = kind(rows[0][0]) is None
+        for row in islice(rows[0], LOOKED_AT) if is_one else chain(*rows):
+            known = self._idle.get(kind(row))
+            if known is None or num_tokens(row) < num_tokens(known[0]):
+                self._idle[kind(row)] = [row]
+
+    def ordered(self, parts: Sequence[Part]) -> list[Part]:
+        """Return parts in the order of their kinds, which is the same on all processes."""
+        return sorted(parts, key=lambda part: str(self._kind(part[0]))) if self.needed else [*parts]
+
+    def passes(self, parts: Sequence[Part]) -> list[Pass]:
+        """Return this process's ordered parts, and between them what it runs for the others.
+
+        All processes have to ask.
+        """
+        if not self.needed:
+            return [(part, True) for part in parts]
+        kinds = sorted(self._idle, key=str)
+        own = {kind: [(p, True) for p in parts if self._kind(p[0]) == kind] for kind in kinds}
+        counts = torch.tensor([len(own[kind]) for kind in kinds], device=self._ranks.device)
+        most = self._ranks.gather(counts).amax(0).tolist()
+        found: list[Pass] = []
+        for kind, number in zip(kinds, most, strict=True):
+            found += own[kind] + [(self._idle[kind], False)] * (number - len(own[kind]))
+        return found
+
+    def out_of_memory(self) -> RunError:
+        """Return the error of a process that cannot go on, nor be left out."""
+        return RunError(
+            "memory ran out on one process, and the others wait for its part of the base",
+            fix="Lower train.tokens_per_batch or train.batch_size, or set "
+            "train.gradient_checkpointing: true.",
+        )

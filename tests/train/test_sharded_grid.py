@@ -1,0 +1,91 @@
+"""Every task learns sharded what it learns alone, with every method that can be sharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peftkit.formats.peft.folder import named_tensors
+from tests.train.sharded import Settings, alone, events, samples, settings_of, together
+from tests.vision import CONVERSATIONS, write_rows
+from tests.vision import FAMILIES as VISION
+
+SECTIONS: dict[str, dict[str, Settings]] = {
+    "nf4": {"base": {"quantize": "nf4"}},
+    "recomputed": {"train": {"gradient_checkpointing": True}},
+    "generating": {"train": {"sample_every": 2, "eval_generate": 5, "sample_tokens": 9}},
+    "nf4-generating": {
+        "base": {"quantize": "nf4"},
+        "train": {"sample_every": 2, "eval_generate": 5, "sample_tokens": 9},
+    },
+}
+CELLS: dict[str, tuple[str, str, str]] = {
+    # task, method, how: each task twice, each method with tasks of several kinds
+    "causal_lm": ("causal_lm", "vera", "nf4-generating"),
+    "seq2seq": ("seq2seq", "ia3", "generating"),
+    "sequence_classification": ("sequence_classification", "dora", ""),
+    "token_classification": ("token_classification", "lora", "nf4"),
+    "preference": ("preference", "lora", "recomputed"),
+    "preference-dora": ("preference", "dora", "nf4"),
+    "kto": ("kto", "lora", ""),
+    "kto-ia3": ("kto", "ia3", "recomputed"),
+    "reward": ("reward", "lora", ""),
+    "reward-vera": ("reward", "vera", "recomputed"),
+    "embedding": ("embedding", "lora", ""),
+    "embedding-ia3": ("embedding", "ia3", "nf4"),
+}
+IMAGES = ("llava", "idefics3")
+"""Rows of images in one list, and by row."""
+
+
+def image_settings(folder: Path, family: str) -> Settings:
+    """Return a recipe over rows with and without images: in a step a process may have none."""
+    folder.mkdir()
+    model, processor = VISION[family].build()
+    model.save_pretrained(folder / "base")
+    processor.save_pretrained(folder / "base")
+    rows = str(write_rows(folder, CONVERSATIONS))
+    train: dict[str, Any] = {"batch_size": 1, "tokens_per_batch": None, "gradient_accumulation": 2}
+    base = {"model": str(folder / "base")}
+    made = settings_of(folder, "causal_lm", base=base, train=train)
+    targets = {"type": "lora", "rank": 3, "targets": ["all-linear"]}
+    data = {"train": rows, "eval": rows, "max_length": None}
+    return {**made, "task": {"type": "image_text"}, "method": targets, "data": data}
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Settings]:
+    folder = tmp_path_factory.mktemp("recipes")
+    return {
+        name: settings_of(folder / name, task, method, **SECTIONS.get(how, {}))
+        for name, (task, method, how) in CELLS.items()
+    } | {name: image_settings(folder / name, name) for name in IMAGES}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, cells: dict[str, Settings]) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    assert together(folder, cells) == {}
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CELLS, *IMAGES])
+def test_two_processes_that_share_a_base_learn_what_one_does(
+    name: str, cells: dict[str, Settings], two: Path, tmp_path: Path
+) -> None:
+    alone(cells[name], tmp_path / "one")
+    ours, theirs = events(two / name), events(tmp_path / "one")
+    assert [line["event"] for line in ours] == [line["event"] for line in theirs]
+    for our, their in zip(ours, theirs, strict=True):
+        if our["event"] == "StepDone":
+            assert our["loss"] == pytest.approx(their["loss"], rel=1e-5)
+        if our["event"] == "EvalDone":
+            assert our["metrics"] == pytest.approx(their["metrics"], rel=1e-4)
+    assert samples(two / name) == samples(tmp_path / "one")
+    tensors = named_tensors(tmp_path / "one")
+    for path, tensor in named_tensors(two / name).items():
+        torch.testing.assert_close(tensor, tensors[path], rtol=1e-3, atol=1e-4)
