@@ -29,6 +29,13 @@ from peftkit.base.pretrained import (
     quiet,
 )
 from peftkit.base.purpose import CAUSAL_LM, Purpose
+from peftkit.base.quantized import (
+    TAKEN_OVER,
+    check_readable,
+    dequantizer,
+    one_at_a_time,
+    quantized_by,
+)
 from peftkit.base.shapes import on_meta
 from peftkit.base.stream import Stream, StreamConfig, kept_in_float32
 from peftkit.errors import BaseError, OutputError, first_few
@@ -50,19 +57,20 @@ def build(
 ) -> Built:
     """Build a base out of its files.
 
-    A checkpoint of safetensors and a GGUF file are packed weight by weight, on their device: main
-    memory holds what is kept and the weight in hand. A checkpoint that is quantised already is
-    loaded as it is.
+    Safetensors and GGUF files are packed weight by weight, on their device: main memory holds what
+    is kept and the weight in hand. A checkpoint of bitsandbytes keeps its bits.
 
     Args:
         config: What `check_config` says of it.
         pad_token_id: For a decoder with a head of classes that does not know its own.
 
     Raises:
-        BaseError: The files are damaged, incomplete, no model for this task, or cannot be packed.
+        BaseError: The files are damaged, incomplete, no model for this task, quantised in a way
+            that is not read here, or cannot be packed.
     """
+    check_readable(location.name, config)
     stream = None
-    if not _is_quantized(config):
+    if quantized_by(config) != TAKEN_OVER:
         stream = Stream(
             form.quantize,
             form.dtype,
@@ -72,7 +80,9 @@ def build(
             towers=form.quantize_towers,
             on_event=on_event,
         )
-    model, fresh = load_model(location, revision, purpose, form.dtype, stream, on_event)
+    model, fresh = load_model(
+        location, revision, purpose, form.dtype, stream, on_event, form.device
+    )
     model.requires_grad_(False).eval()
     text = model.config.get_text_config()
     unset = getattr(text, "pad_token_id", None) is None
@@ -97,13 +107,6 @@ def build(
     return Built(model.to(form.device), identity, head)
 
 
-def _is_quantized(config: Any) -> bool:
-    """Tell whether a checkpoint is quantised already."""
-    return any(
-        getattr(each, "quantization_config", None) for each in (config, config.get_text_config())
-    )
-
-
 def _trained_head(model: Any, fresh: tuple[str, ...]) -> tuple[str, ...]:
     head = head_of_classes(model)
     return tuple(dict.fromkeys((*owners(fresh, head).values(), *head)))
@@ -116,10 +119,15 @@ def load_model(
     dtype: torch.dtype,
     stream: Stream | None = None,
     on_event: Listener = ignore,
+    device: torch.device | None = None,
 ) -> tuple[Any, tuple[str, ...]]:
     """Load a model; its weights come in `dtype`, or, for float16, in the files' own.
 
     (What float16 rounds away the fingerprint would miss: it is rounded afterwards.)
+
+    Args:
+        device: Where to, without a stream that knows it; a checkpoint of bitsandbytes would go to a
+            GPU, where there is one.
 
     Returns:
         The model, and the names of the parameters of its head that the files do not hold.
@@ -132,12 +140,13 @@ def load_model(
             cls, source, where = _gguf_arguments(location, purpose, stream)
         else:
             cls, source, where = _arguments(location, revision, purpose, dtype, stream)
-        if stream is not None and stream.device.type != "cpu":
-            where["device_map"] = {"": stream.device}
+        if device is not None and (device.type != "cpu" or stream is None):
+            where["device_map"] = {"": str(device)}
         try:
-            model, info = cls.from_pretrained(
-                source, output_loading_info=True, ignore_mismatched_sizes=True, **where
-            )  # what does not match is looked at below
+            with one_at_a_time():
+                model, info = cls.from_pretrained(
+                    source, output_loading_info=True, ignore_mismatched_sizes=True, **where
+                )  # what does not match is looked at below
         except Exception:
             if stream is not None and stream.broken is not None:
                 raise stream.broken from None
@@ -167,7 +176,10 @@ def _arguments(
     where["dtype"] = "auto" if dtype == torch.float16 else dtype
     where["use_safetensors"] = True
     if stream is not None:
-        where["quantization_config"] = StreamConfig(stream)
+        config, inner = check_config(location, revision, purpose), None
+        if quantized_by(config):
+            where["config"], inner = dequantizer(config)
+        where["quantization_config"] = StreamConfig(stream, inner=inner)
     if location.is_local:
         check_weights(Path(location.source))
     return getattr(transformers, purpose.auto_class), location.source, where

@@ -111,7 +111,7 @@ def load_base(
         dtype: "bf16", "fp16", "fp32", or "auto": bf16 where this machine is fast at it.
         quantize: "none", "nf4", "fp4" or "int8"; weight by weight as they are loaded, so that
             no more than one is held in 16 bits. On a CPU with memory to spare the dequantised
-            weights are kept beside, for speed. A checkpoint that is quantised already stays so.
+            weights are kept beside, for speed. A checkpoint of bitsandbytes stays as it is.
         double_quant: Quantise the scales of nf4 and fp4 as well.
         quantize_towers: Quantise towers for images and sound too, and what joins them to a
             language model.

@@ -160,11 +160,17 @@ class StreamConfig(QuantizationConfigMixin):
 
     Args:
         conversions: What is made of the files' tensors, if not what the model's class says.
+        inner: What dequantises them before the stream takes them, if they are quantised.
     """
 
-    def __init__(self, stream: Stream, conversions: list[Any] | None = None) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        conversions: list[Any] | None = None,
+        inner: HfQuantizer | None = None,
+    ) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # others may register their own
-        self.stream, self.conversions = stream, conversions
+        self.stream, self.conversions, self.inner = stream, conversions, inner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamConfig:
         return self
@@ -181,16 +187,33 @@ class StreamQuantizer(HfQuantizer):
     requires_calibration = False
     quantization_config: StreamConfig
 
+    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.pre_quantized = quantization_config.inner is not None
+
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self.quantization_config.stream.begin(model)
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
         """Return what is made of the files' tensors before the stream takes them."""
-        own = self.quantization_config.conversions
+        own, inner = self.quantization_config.conversions, self.quantization_config.inner
+        if inner is not None:
+            return inner.update_weight_conversions(weight_conversions, model)
         return weight_conversions if own is None else own
 
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> Any:
+        """Return the dtype that a tensor is read in, and have the stream take what is made of it.
+
+        transformers asks this, and not `param_needs_quantization`, of files that are quantised.
+        """
+        converter.quantization_operation = self.get_quantize_ops()
+        inner = self.quantization_config.inner
+        assert inner is not None
+        return inner.get_new_dtype(converter, param, dtype)
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        if self.quantization_config.conversions is not None:
+        config = self.quantization_config
+        if config.conversions is not None or config.inner is not None:
             model._weight_conversions = None  # it is saved as any model of its class
         return model
 
@@ -234,7 +257,8 @@ class _Take(ConversionOps):
             value = input_dict.pop(name)
             value = value.pop() if isinstance(value, list) else value
             try:
-                taken[name] = self.stream.take(name, value)
+                wanted = self.stream.wants(name)
+                taken[name] = self.stream.take(name, value) if wanted else value
             except Exception as error:
                 self.stream.broken = error
                 raise

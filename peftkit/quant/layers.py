@@ -222,4 +222,4 @@ def adopted(path: str, module: nn.Module, dtype: torch.dtype | None) -> Quantize
         )
     form = Form(state.quant_type, torch.Size(state.shape), state.blocksize)
     packing = Packing(form, dtype or state.dtype, (state.absmax, *nested))
-    return QuantizedLinear(weight.data.reshape(-1, 1).view(torch.uint8), packing, bias)
+    return QuantizedLinear(weight.data.reshape(-1).view(torch.uint8)[:, None], packing, bias)

@@ -132,7 +132,7 @@ def watch():
     while not done:
         most = max(most, anonymous())
         time.sleep(0.001)
-thread = threading.Thread(target=watch)
+thread = threading.Thread(target=watch, daemon=True)
 thread.start()
 kept = build(where, None, CAUSAL_LM, check_config(where, None, CAUSAL_LM), form)
 done = True

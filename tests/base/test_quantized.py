@@ -1,0 +1,150 @@
+"""Checkpoints that are quantised already: bits kept, dequantised alone, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor
+
+from peftkit.base.build import build
+from peftkit.base.form import Form
+from peftkit.base.load import load_base
+from peftkit.base.locate import Location
+from peftkit.base.pretrained import check_config, quiet
+from peftkit.base.purpose import CAUSAL_LM
+from peftkit.errors import BaseError
+from peftkit.quant.quantize import quantize_model
+from tests.base.test_stream import peak_of, state_of
+from tests.families import ARCHITECTURES, tiny_tokenizer
+
+CPU = torch.device("cpu")
+
+
+def mark(folder: Path, **settings: Any) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": settings}
+    path.write_text(json.dumps(config))
+
+
+def change(folder: Path, family: str, replace: Any) -> None:
+    """Write a tiny model's folder with other tensors in place of some of its own."""
+    torch.manual_seed(0)
+    ARCHITECTURES[family]().bfloat16().save_pretrained(folder)
+    path = folder / "model.safetensors"
+    tensors: dict[str, Tensor] = {}
+    for name, value in safetensors.torch.load_file(path).items():
+        tensors |= replace(name, value) or {name: value}
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+
+
+def in_fp8(folder: Path) -> None:
+    def replace(name: str, value: Tensor) -> dict[str, Tensor] | None:
+        if "_proj" not in name:
+            return None
+        scales = torch.rand(value.shape[0] // 16, value.shape[1] // 16) + 0.5
+        return {name: value.to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+
+    change(folder, "llama", replace)
+    mark(folder, quant_method="fp8", weight_block_size=[16, 16], activation_scheme="dynamic")
+
+
+def in_mxfp4(folder: Path) -> None:
+    def replace(name: str, value: Tensor) -> dict[str, Tensor] | None:
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            return None
+        count, width, out = value.shape  # (experts, in, out), packed along in
+        blocks = torch.randint(0, 256, (count, out, width // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 130, (count, out, width // 32), dtype=torch.uint8)
+        return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+    change(folder, "gpt_oss", replace)
+    mark(folder, quant_method="mxfp4")
+
+
+@pytest.mark.parametrize("write", [in_fp8, in_mxfp4])
+@pytest.mark.parametrize("kind", ["none", "nf4"])
+def test_dequantised_tensor_by_tensor_it_is_what_transformers_makes_of_it(
+    write, kind, tmp_path
+) -> None:
+    write(tmp_path)
+    where = Location(str(tmp_path), str(tmp_path))
+    form = Form(kind, True, torch.bfloat16, CPU)
+    built = build(where, None, CAUSAL_LM, check_config(where, None, CAUSAL_LM), form)
+    with quiet():
+        expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=form.dtype)
+    if kind != "none":
+        quantize_model(expected, kind)
+    found, known = state_of(built.model), state_of(expected)
+    assert found.keys() == known.keys()
+    for name, tensor in known.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+    assert not built.model.is_quantized
+
+
+def in_bitsandbytes(source: Path, folder: Path, **settings: Any) -> Any:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        source,
+        quantization_config=transformers.BitsAndBytesConfig(**settings),
+        dtype=torch.float32,
+        device_map={"": "cpu"},
+    )
+    theirs.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return theirs
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
+def test_bits_of_bitsandbytes_are_taken_over(kind, nested, storage, model_folder, tmp_path) -> None:
+    in_bitsandbytes(
+        model_folder,
+        tmp_path,
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=nested,
+        bnb_4bit_quant_storage=storage,
+    )
+    base = load_base(str(tmp_path), dtype="fp32", device="cpu")
+    files = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    packed = [name.removesuffix(".absmax") for name in files if name.endswith(".weight.absmax")]
+    assert len(packed) == 14
+    for name in packed:
+        module = base.model.get_submodule(name.removesuffix(".weight"))
+        assert torch.equal(module.packed, files[name].view(torch.uint8).view(-1, 1))
+        assert torch.equal(module.packing.scales[0], files[f"{name}.absmax"])
+        assert len(module.packing.scales) == (4 if nested else 1)
+        if nested:
+            assert torch.equal(module.packing.scales[1], files[f"{name}.nested_absmax"])
+            assert torch.equal(module.packing.scales[2], files[f"{name}.nested_quant_map"])
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "modelopt", "quanto"])
+def test_what_is_quantised_otherwise_is_refused_by_name(method, tmp_path) -> None:
+    ARCHITECTURES["llama"]().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    mark(tmp_path, quant_method=method, bits=4)
+    with pytest.raises(BaseError) as error:
+        load_base(str(tmp_path))
+    assert f"quantised by {method}" in str(error.value)
+    assert "bitsandbytes, fp8, mxfp4" in str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's figures")
+def test_peak_of_a_packed_checkpoint_is_less_than_its_file(tmp_path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=8, vocab_size=512)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "dense")
+    in_bitsandbytes(
+        tmp_path / "dense", tmp_path / "nf4", load_in_4bit=True, bnb_4bit_quant_type="nf4"
+    )
+    size = (tmp_path / "nf4" / "model.safetensors").stat().st_size
+    assert peak_of(tmp_path / "nf4") < size
