@@ -41,8 +41,9 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "numpy": ("train/rng",),  # comes with transformers; a checkpoint holds its generator's state
     "triton": ("kernels/",),
     "accelerate": ("train/",),
-    "datasets": ("data/load",),
-    "pyarrow": ("data/stored",),  # datasets brings it; imported when rows are encoded
+    "datasets": ("data/data_sets",),
+    "pyarrow": ("data/columns",),  # datasets brings it; imported when rows are encoded
+    "filelock": ("data/cache",),  # likewise
     "transformers": ("base/", "tasks/", "methods/prefix", "methods/prefix_cache", "inference/"),
     "gguf": ("formats/gguf/", "base/gguf"),  # the optional extra; imported when called
     "huggingface_hub": ("formats/hub",),

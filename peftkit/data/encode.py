@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from peftkit.data.chat import Chat, Rendered, Span, special_texts
 from peftkit.data.format import Completion, Conversation, Example, Instruction, Text
@@ -29,6 +29,10 @@ ALPACA_INPUT = (
 )
 
 
+StyleName = Literal["chat", "alpaca", "plain"]
+STYLES: tuple[StyleName, ...] = get_args(StyleName)
+
+
 @dataclass(frozen=True, slots=True)
 class Style:
     """How a prompt is put to a model; recorded beside an adapter, so that it is asked as it learnt.
@@ -38,7 +42,7 @@ class Style:
         chat_template: The template's text; None: the tokenizer's own.
     """
 
-    kind: Literal["chat", "alpaca", "plain"]
+    kind: StyleName
     chat_template: str | None = None
 
 

@@ -1,213 +1,194 @@
-"""A file's rows as tokens, a block of rows at a time, in several processes where that pays.
+"""A file's rows as columns, a block at a time, in several processes where that pays.
 
-Only what is in hand is in memory: a block is read, given its meaning, encoded, and handed on in
-the order of the file.
+Only what is in hand is in memory: a block of records is read, given its meaning, encoded, and
+handed on in the order of the file.
 """
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import sys
 import warnings
-from array import array
-from collections import deque
+from abc import ABC, abstractmethod
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
-from typing import Any, Literal
+from itertools import chain, islice
+from typing import Any, ClassVar
 
-from peftkit.data.encode import Encoder
-from peftkit.data.format import parse
-from peftkit.data.load import FormatName, Record, is_json_lines, iterate_records
-from peftkit.data.pack import IGNORE, Row
-from peftkit.data.strict_rows import read_jsonl
+from peftkit.data import load
+from peftkit.data.columns import columns_of
+from peftkit.data.load import Part, Record
+from peftkit.errors import RunError
 
-KEPT, NOTHING, BEYOND = 0, 1, 2
-"""What became of a row: kept, nothing to learn, its answer lies beyond the cut."""
-BLOCK_ROWS = 1_000
-BLOCK_BYTES = 1 << 20
-POOL_BYTES = 16 << 20
-"""A file of at least this size is worth starting processes for."""
+POOL_PARTS = 16
+"""A file of at least so many parts is worth starting processes for."""
 MAX_PROCESSES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """All that the tokens of a row depend on, besides the row."""
+@dataclass(slots=True)
+class Made:
+    """What records became.
 
-    tokenizer: Any
-    template: str | None
-    format: Literal["auto"] | FormatName
-    max_length: int
+    Attributes:
+        rows: In the order of the records: rows, and `Dropped` for those that became none.
+        agreed: What all of a file's rows have in common, by name: their format.
+        counts: What is added up over the file, by name.
+        unused: Fields that none of the records needed.
+    """
+
+    rows: list[Any]
+    agreed: dict[str, str] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    unused: tuple[str, ...] = ()
+
+
+class RowEncoder(ABC):
+    """How a task makes rows of records: all of it that does not need the model.
+
+    Attributes:
+        kind: The rows' class, a dataclass; see columns.py.
+        in_processes: Whether several processes may encode a file.
+        at_once: Records that are encoded before progress is told.
+    """
+
+    kind: ClassVar[type[Any]]
+    in_processes: ClassVar[bool] = True
+    at_once: ClassVar[int] = 1_000
+
+    @abstractmethod
+    def key(self, where: str) -> object:
+        """Return all that rows depend on beside the bytes of their file and the code."""
+
+    @abstractmethod
+    def read(self, records: Sequence[Record], where: str) -> Any:
+        """Give records their meaning; knows nothing of tokens.
+
+        Raises:
+            DataError: Names the first few of those that cannot be used.
+        """
+
+    @abstractmethod
+    def rows(self, read: Any) -> Made:
+        """Encode what `read` returned."""
+
+    def parts(self, where: str) -> Iterator[Part]:
+        """Yield what reads some records each, in the order of the file."""
+        return load.parts(where)
+
+    def stamp(self, where: str) -> object | None:
+        """Return what changes when rows that are no file do; None where nothing says it."""
+        return load.stamp_of(where)
+
+    def made(self, records: Sequence[Record], where: str) -> Made:
+        """Return the rows of some records."""
+        return self.rows(self.read(records, where))
 
 
 @dataclass(slots=True)
 class Block:
-    """Some rows of a file, encoded, column by column.
+    """Some rows of a file, encoded.
 
     Attributes:
-        lines: Where each row stands in its file. status: What became of it (KEPT ...).
-        cuts: 1 where a row was cut. lengths: Tokens of each.
-        input_ids: Of all rows one after the other; a row that is not kept has none.
-        bounds: Where what is learnt begins and ends in each row, one row after the other.
-        num_bounds: How many of these each row has.
-        digests: A number that says what a row teaches, equal for equal rows.
-        format, kind: Of the rows; how they are prompted.
-        names, unused: Fields that the rows have, and those that none of them needed.
+        batch: Arrow's. num_read: Records. first, last: Sources of the first and the last of them.
+        names: Fields that the records have. agreed, counts, unused: See `Made`.
     """
 
-    format: FormatName
-    kind: str
+    batch: Any
+    num_read: int
+    first: str
+    last: str
     names: tuple[str, ...]
+    agreed: dict[str, str]
+    counts: Counter[str]
     unused: tuple[str, ...]
-    num_off_prompt: int = 0
-    lines: array[int] = field(default_factory=lambda: array("q"))
-    status: array[int] = field(default_factory=lambda: array("b"))
-    cuts: array[int] = field(default_factory=lambda: array("b"))
-    lengths: array[int] = field(default_factory=lambda: array("i"))
-    input_ids: array[int] = field(default_factory=lambda: array("i"))
-    bounds: array[int] = field(default_factory=lambda: array("i"))
-    num_bounds: array[int] = field(default_factory=lambda: array("i"))
-    digests: array[int] = field(default_factory=lambda: array("q"))
 
 
-def blocks(where: str, settings: Settings, processes: int | None = None) -> Iterator[Block]:
+def blocks(where: str, encoder: RowEncoder, processes: int | None = None) -> Iterator[Block]:
     """Yield the rows of a file or data set, encoded, in their order.
 
     Args:
-        processes: How many encode; by default as many as there are cores for a large file of JSON
-            Lines, else one.
+        processes: How many encode; by default as many as there are cores for a large file, else 1.
 
     Raises:
         DataError: Rows cannot be read or used; names the first of them.
+        RunError: A process was killed.
     """
-    path = Path(where).expanduser()
-    number = _num_processes(path) if processes is None else processes
-    if number > 1 and is_json_lines(path):
-        yield from _in_processes(path, where, settings, number)
+    parts = encoder.parts(where)
+    first = list(islice(parts, POOL_PARTS))
+    number = _num_processes(len(first)) if processes is None else processes
+    if number > 1 and encoder.in_processes:
+        yield from _in_processes(chain(first, parts), where, encoder, number)
         return
-    encoder = Encoder(settings.tokenizer, settings.template)
-    records = iterate_records(where)
-    while block := list(islice(records, BLOCK_ROWS)):
-        yield _encoded(block, where, settings, encoder)
+    for part in chain(first, parts):
+        yield from _encoded(part, where, encoder)
 
 
-def _num_processes(path: Path) -> int:
-    if not path.is_file() or path.stat().st_size < POOL_BYTES:
+def _num_processes(num_parts: int) -> int:
+    if num_parts < POOL_PARTS:
         return 1
     if sys.platform in ("win32", "darwin"):  # no fork: a program would have to be made for it
         return 1
     return min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
 
 
-def _in_processes(path: Path, where: str, settings: Settings, number: int) -> Iterator[Block]:
-    """Encode parts of a file of JSON Lines in processes, few parts ahead of what is read."""
+def _in_processes(
+    parts: Iterable[Part], where: str, encoder: RowEncoder, number: int
+) -> Iterator[Block]:
+    """Encode parts in processes, few of them ahead of what is read."""
+    columns_of(encoder.kind).schema  # noqa: B018 - imports pyarrow, once for all processes
     context = multiprocessing.get_context("fork")
-    started = (str(path), where, settings)
-    with ProcessPoolExecutor(number, context, initializer=_begin, initargs=started) as pool:
-        waiting: deque[Future[list[Block]]] = deque()
-        parts = _parts(path)
-        try:
-            for part in parts:
-                with warnings.catch_warnings():  # of forks beside threads: no child uses those
-                    warnings.simplefilter("ignore", DeprecationWarning)
-                    waiting.append(pool.submit(_part, *part))
-                if len(waiting) > 2 * number:
-                    yield from waiting.popleft().result()
-            while waiting:
+    pool = ProcessPoolExecutor(number, context, initializer=_begin, initargs=(where, encoder))
+    waiting: deque[Future[list[Block]]] = deque()
+    try:
+        for part in parts:
+            with warnings.catch_warnings():  # of forks beside threads: no child uses those
+                warnings.simplefilter("ignore", DeprecationWarning)
+                waiting.append(pool.submit(_part, part))
+            if len(waiting) > 2 * number:
                 yield from waiting.popleft().result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        while waiting:
+            yield from waiting.popleft().result()
+    except BrokenProcessPool:
+        raise RunError(
+            f"cannot encode {where}",
+            found="A process that encoded its rows was killed; memory may have run out.",
+            fix="Start again; with fewer other programs, or cores (taskset), it needs less memory.",
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _parts(path: Path) -> Iterator[tuple[int, int, int]]:
-    """Yield (first byte, last byte, number of the first line) of parts of a file, whole lines."""
-    line, start = 1, 0
-    with open(path, "rb") as file:
-        while chunk := file.read(BLOCK_BYTES):
-            rest = b"" if chunk.endswith(b"\n") else file.readline()
-            stop = start + len(chunk) + len(rest)
-            yield start, stop, line
-            line += chunk.count(b"\n") + rest.count(b"\n")
-            start = stop
-
-
-_own: tuple[Path, str, Settings, Encoder] | None = None
+_own: tuple[str, RowEncoder] | None = None
 """What a process that encodes works on."""
 
 
-def _begin(path: str, where: str, settings: Settings) -> None:
+def _begin(where: str, encoder: RowEncoder) -> None:
     global _own
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _own = Path(path), where, settings, Encoder(settings.tokenizer, settings.template)
+    _own = where, encoder
 
 
-def _part(start: int, stop: int, line: int) -> list[Block]:
+def _part(part: Part) -> list[Block]:
     assert _own is not None
-    path, where, settings, encoder = _own
-    records = (
-        Record(fields, f"{where}:{number}")
-        for number, fields in read_jsonl(path, start=start, stop=stop, line=line)
-    )
-    found = list(records)
-    return [_encoded(found, where, settings, encoder)] if found else []
+    return list(_encoded(part, *_own))
 
 
-def _encoded(records: Sequence[Record], where: str, settings: Settings, encoder: Encoder) -> Block:
-    parsed = parse(records, settings.format, where=where)
-    names = tuple(dict.fromkeys(name for record in records for name in record.fields))
-    kind = encoder.style(parsed.examples[0]).kind
-    block = Block(parsed.format, kind, names, parsed.unused)
-    before = encoder.num_off_prompt
-    for example in parsed.examples:
-        _add(block, encoder.encode(example), settings.max_length)
-    block.num_off_prompt = encoder.num_off_prompt - before
-    return block
-
-
-def _add(block: Block, row: Row, max_length: int) -> None:
-    """Add a row, cut to its longest length; without tokens if nothing is left to learn."""
-    ids, labels = row.input_ids[:max_length], row.labels[:max_length]
-    bounds = _bounds(labels)
-    status = NOTHING if row.num_targets == 0 else KEPT if bounds else BEYOND
-    if status != KEPT:
-        ids = ()
-    tokens = array("i", ids)
-    block.lines.append(int(row.source.rpartition(":")[2]))
-    block.status.append(status)
-    block.cuts.append(status == KEPT and len(row.input_ids) > max_length)
-    block.lengths.append(len(tokens))
-    block.input_ids.extend(tokens)
-    block.bounds.extend(bounds)
-    block.num_bounds.append(len(bounds))
-    told = tokens.tobytes() + b"|" + array("i", bounds).tobytes()
-    digest = hashlib.blake2b(told, digest_size=8)
-    block.digests.append(int.from_bytes(digest.digest(), "little", signed=True))
-
-
-def _bounds(labels: Sequence[int]) -> list[int]:
-    """Return where learnt tokens begin and end: [3, 7, 12, 15]."""
-    found: list[int] = []
-    learns = False
-    for number, label in enumerate(labels):
-        if (label != IGNORE) is not learns:
-            found.append(number)
-            learns = not learns
-    return [*found, len(labels)] if learns else found
-
-
-def labels_of(ids: Sequence[int], bounds: Sequence[int]) -> tuple[int, ...]:
-    """Return a row's labels: its tokens where they are learnt, IGNORE elsewhere."""
-    labels = [IGNORE] * len(ids)
-    for start, stop in zip(bounds[::2], bounds[1::2], strict=True):
-        labels[start:stop] = ids[start:stop]
-    return tuple(labels)
-
-
-def union(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return names in their order, each once."""
-    return tuple(dict.fromkeys(name for part in parts for name in part))
+def _encoded(part: Part, where: str, encoder: RowEncoder) -> Iterator[Block]:
+    records = part()
+    for start in range(0, len(records), encoder.at_once):
+        some = records[start : start + encoder.at_once]
+        made = encoder.made(some, where)
+        yield Block(
+            batch=columns_of(encoder.kind).batch(where, made.rows),
+            num_read=len(some),
+            first=some[0].source,
+            last=some[-1].source,
+            names=tuple(dict.fromkeys(name for record in some for name in record.fields)),
+            agreed=made.agreed,
+            counts=made.counts,
+            unused=made.unused,
+        )

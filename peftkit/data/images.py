@@ -3,9 +3,6 @@
 An image is a path (beside the data file that names it), a data URL, encoded bytes, or {"bytes":
 ..., "path": ...} as data sets have it. Nothing is ever fetched.
 
-Images with a label each come from the rows of a data set, or from a folder of class folders:
-`cats/1.jpg` has the label "cats"; whatever is not hidden is taken to be an image.
-
 Pillow is imported when an image is read: it is the optional extra `images`.
 """
 
@@ -23,23 +20,32 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from peftkit.data.load import Record, read_records
+from peftkit.data.load import Record
 from peftkit.errors import DataError
 from peftkit.files.strict_json import shown
 
-DATA_FILES = {".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow"}
 DEEP = ("I", "F")
 """First letters of Pillow's modes of more than 8 bits, which a conversion would cut off."""
 MAX_BYTES = 100 * 2**20
 """Of an encoded image."""
 MAX_PIXELS = 100_000_000
 """Of an image; looked up in its header, before anything is allocated for them."""
+STAMP = ("path", "num_bytes", "changed")
+STORED_PICTURE = {
+    "path": "large_string",
+    "num_bytes": "int64",
+    "changed": "int64",
+    "data": "large_binary",
+    "digest": "string",
+    "which": "string",
+}
+"""How a picture lies in an Arrow file: the path of its own, with its size and time, or bytes."""
 _URL = re.compile(r"(?i)[a-z][a-z0-9+.-]*://")
 _DATA_URL = re.compile(r"(?i)data:[^,;]*(;[^,;]*)*;base64,")
 
 
 class Picture:
-    """An image as it is stored: the path of a file, its bytes, or a data URL.
+    """An image as it is stored: the path of a file, its bytes (mapped, maybe), or a data URL.
 
     Once decoded, its repr is a hash of its bytes: wherever it lies, the same image reads the same.
 
@@ -49,11 +55,42 @@ class Picture:
 
     __slots__ = ("_digest", "data", "source", "which")
 
-    def __init__(self, data: Path | bytes | str, source: str, which: str = "the image") -> None:
-        self.data, self.source, self.which, self._digest = data, source, which, ""
+    def __init__(
+        self,
+        data: Path | bytes | memoryview | str,
+        source: str,
+        which: str = "the image",
+        digest: str = "",
+    ) -> None:
+        self.data, self.source, self.which, self._digest = data, source, which, digest
 
     def __repr__(self) -> str:
         return f"image {self._digest or self.source}"
+
+    def stored(self) -> dict[str, Any]:
+        """Return what an Arrow file keeps of it; see STORED_PICTURE."""
+        known = {"digest": self._digest, "which": self.which}
+        if isinstance(self.data, Path):
+            there = self.data.stat()
+            stamp = (str(self.data.absolute()), there.st_size, there.st_mtime_ns)
+            return known | dict(zip(STAMP, stamp, strict=True))
+        return known | {"data": self._stored()}
+
+    @classmethod
+    def opened_all(cls, scalar: Any, source: str) -> tuple[Picture, ...]:
+        """Return the pictures of a row that Arrow has; bytes stay where they are."""
+        found = []
+        for one in scalar.values:
+            path = one["path"].as_py()
+            data = memoryview(one["data"].as_buffer()) if path is None else Path(path)
+            found.append(cls(data, source, one["which"].as_py(), one["digest"].as_py()))
+        return tuple(found)
+
+    @classmethod
+    def opened(cls, scalar: Any, source: str) -> Picture:
+        """Return the one picture of a row that Arrow has."""
+        (found,) = cls.opened_all(scalar, source)
+        return found
 
     def decode(self, mode: str = "RGB", max_pixels: int | None = None) -> Any:
         """Return it as Pillow has it, upright.
@@ -105,7 +142,7 @@ class Picture:
             except binascii.Error as problem:
                 raise self._error(f"Its data URL: {problem}", "Encode it as base64.") from None
         else:
-            stored = self.data
+            stored = bytes(self.data)
         if len(stored) > MAX_BYTES:
             raise self._too_long(len(stored))
         if re.match(rb"\s*(<\?xml|<svg|<!DOCTYPE svg)", stored[:256], re.IGNORECASE):
@@ -158,28 +195,15 @@ def blank_image(side: int = 64) -> Any:
     return Image.new("RGB", (side, side), "white")
 
 
-def read_images(where: str, image: str, label: str) -> list[Record]:
-    """Return one record per image: fields named `image` and `label`, and its source.
-
-    Raises:
-        DataError: There are none, or they cannot be read.
-    """
-    folder = Path(where).expanduser()
-    if not _has_class_folders(folder):
-        return read_records(where)
-    found = [
-        Record({image: path, label: kind.name}, str(path))
-        for kind in _shown(folder)
-        if kind.is_dir()
-        for path in _shown(kind)
-    ]
-    if not found:
-        raise DataError(
-            f"Cannot use {where}.",
-            found="It holds folders, and no files in them.",
-            fix="Give a folder with one folder of images for each class.",
-        )
-    return found
+def is_as_stored(stamp: Mapping[str, Any]) -> bool:
+    """Tell whether the file of a stored picture, if it has one, is as it was."""
+    if stamp["path"] is None:
+        return True
+    try:
+        there = Path(stamp["path"]).stat()
+    except OSError:
+        return False
+    return (there.st_size, there.st_mtime_ns) == (stamp["num_bytes"], stamp["changed"])
 
 
 def picture(value: object, record: Record, where: str, which: str = "the image") -> Picture | None:
@@ -205,20 +229,6 @@ def picture(value: object, record: Record, where: str, which: str = "the image")
     path = Path(value).expanduser()
     beside = Path(where).expanduser().parent
     return Picture(path if path.is_absolute() else beside / path, record.source, which)
-
-
-def _has_class_folders(folder: Path) -> bool:
-    """Tell whether a folder holds folders, and no files that a data set is made of."""
-    if not folder.is_dir():
-        return False
-    entries = _shown(folder)
-    return any(entry.is_dir() for entry in entries) and not any(
-        entry.suffix.lower() in DATA_FILES for entry in entries
-    )
-
-
-def _shown(folder: Path) -> list[Path]:
-    return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
 
 
 def require_pillow() -> None:

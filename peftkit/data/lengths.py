@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 MULTIPLE = 8
 """Rows are padded to a multiple of this: few different shapes, which matrix products like."""
 
@@ -14,10 +17,10 @@ def num_tokens(row: Any) -> int:
     return sum(_lengths(row))
 
 
-def tokens_of_each(rows: Sequence[Any]) -> Sequence[int]:
-    """Return each row's length in tokens; rows that are not in memory know it without a look."""
-    known: Sequence[int] | None = getattr(rows, "num_tokens", None)
-    return [num_tokens(row) for row in rows] if known is None else known
+def tokens_of_each(rows: Sequence[Any]) -> Tensor:
+    """Return each row's length in tokens (rows,); lazy rows know it without a look."""
+    known: Tensor | None = getattr(rows, "num_tokens", None)
+    return torch.tensor([num_tokens(row) for row in rows]) if known is None else known
 
 
 def padded(*rows: Any) -> int:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from glob import glob
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from peftkit.config.schema import Config
+from peftkit.data.data_sets import open_data_set, read_data_set, read_parquet
 from peftkit.data.strict_rows import (
     Fields,
+    line_parts,
     named_for_what_it_is,
     read_csv,
     read_json,
@@ -21,6 +25,7 @@ from peftkit.data.strict_rows import (
 )
 from peftkit.errors import DataError, did_you_mean, first_few
 
+PART_ROWS = 1_000
 FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 
 
@@ -129,99 +134,69 @@ def read_records(where: str | Sequence[Source]) -> list[Record]:
     return [record for source in where for record in iterate_records(source.path)]
 
 
-def is_json_lines(path: Path) -> bool:
-    """Return whether a file is read line by line."""
-    return path.is_file() and _READERS.get(path.suffix.lower()) is read_jsonl
+Part = Callable[[], list[Record]]
+"""Reads some of a source's rows, in this process or in another one."""
 
 
-def iterate_records(where: str) -> Iterator[Record]:
-    """Yield every row, as `read_records` does; of JSON Lines and Parquet a few are in memory."""
+def parts(where: str) -> Iterator[Part]:
+    """Yield what reads the rows of a file, a folder or a data set, some rows each, in their order.
+
+    Of JSON Lines each part is read where it is called; of all else rows are read now.
+
+    Raises:
+        DataError: It cannot be found or read.
+    """
     path = Path(where).expanduser()
+    reader = _READERS.get(path.suffix.lower())
+    if path.is_file() and reader is read_jsonl:
+        for start, stop, line in line_parts(path):
+            yield partial(_read_lines, path, where, start, stop, line)
+        return
     if path.is_file():
-        reader = _READERS.get(path.suffix.lower())
         if reader is None:
             raise _unknown_suffix(path)
         rows = reader(path)
     elif path.is_dir() or _is_data_set(where):
-        rows = _read_data_set(where)
+        rows = read_data_set(where)
     else:
         raise _missing(where, path)
-    number = None
-    for number, fields in rows:
-        yield Record(fields, f"{where}:{number}")
-    if number is None:
+    records = (Record(fields, f"{where}:{number}") for number, fields in rows)
+    while part := list(islice(records, PART_ROWS)):
+        yield partial(list, part)
+
+
+def _read_lines(path: Path, where: str, start: int, stop: int, line: int) -> list[Record]:
+    rows = read_jsonl(path, start=start, stop=stop, line=line)
+    return [Record(fields, f"{where}:{number}") for number, fields in rows]
+
+
+def iterate_records(where: str) -> Iterator[Record]:
+    """Yield every row, as `read_records` does; few of them are in memory, but of JSON."""
+    record = None
+    for part in parts(where):
+        for record in part():
+            yield record
+    if record is None:
         raise DataError(f"Cannot use {where}.", found="It holds no rows.")
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[int, Fields]]:
-    import datasets  # slow to import, and most runs read JSON Lines
-
-    with open(path, "rb") as file:
-        head = file.read(64)
-    if not head.startswith(b"PAR1"):
-        found, fix = named_for_what_it_is(head) or ("It does not begin as Parquet does.", "")
-        raise DataError(f"Cannot read {path} as Parquet.", found=found, fix=fix)
-    try:
-        # streaming: the file is read where it lies, not copied into a cache
-        rows = datasets.load_dataset(
-            "parquet", data_files=str(path.resolve()), split="train", streaming=True
-        )
-        yield from _rows(rows)
-    except Exception as problem:  # pyarrow and datasets raise a dozen unrelated kinds
-        raise DataError(f"Cannot read {path} as Parquet.", found=_first_lines(problem)) from problem
+def is_read_by_lines(path: Path) -> bool:
+    """Return whether a row's number is that of a line of its file."""
+    return _READERS.get(path.suffix.lower()) in (read_jsonl, read_csv)
 
 
-def _read_data_set(where: str) -> Iterator[tuple[int, Fields]]:
-    import datasets
+def stamp_of(where: str) -> object | None:
+    """Return what changes when a data set does; None where it is no data set, or not in files.
 
-    place, *parts = where.split(":")
-    name, _, revision = place.partition("@") if not Path(place).is_dir() else (place, "", "")
-    split = parts[-1] if parts else "train"
-    config = parts[0] if len(parts) == 2 else None
-    try:
-        rows = datasets.load_dataset(name, config, split=split, revision=revision or None)
-        yield from _rows(rows)
-    except Exception as problem:  # network, hub, arrow and format errors share no base class
-        raise DataError(
-            f"Cannot load the data set '{where}'.",
-            found=f"There is no such file here, and as a data set: {_first_lines(problem)}",
-            fix='A data set is named "org/name", "org/name:split" or "org/name:config:split".',
-        ) from problem
-
-
-def _rows(rows: Any) -> Iterator[tuple[int, Fields]]:
-    """Yield the rows of a data set: images as they are stored, classes by their names."""
-    import datasets
-
-    features = dict(rows.features or {})
-    for name, feature in features.items():
-        if isinstance(feature, datasets.Image):  # decoded later, where an error can name the row
-            rows = rows.cast_column(name, datasets.Image(decode=False))
-    for number, row in enumerate(rows, start=1):
-        yield number, _named(_without_filling(row), features)
-
-
-def _without_filling(row: Fields) -> Fields:
-    """Drop nulls inside nested fields: columns give each struct the union of all rows' keys."""
-
-    def cleaned(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: cleaned(item) for key, item in value.items() if item is not None}
-        return [cleaned(item) for item in value] if isinstance(value, list) else value
-
-    return {key: cleaned(value) for key, value in row.items()}
-
-
-def _named(row: Fields, features: Mapping[str, Any]) -> Fields:
-    """Give classes that a data set numbers their names; a number outside of them stays."""
-
-    def name(value: Any, feature: Any) -> Any:
-        if isinstance(value, list):
-            return [name(item, getattr(feature, "feature", None)) for item in value]
-        names = getattr(feature, "names", ())
-        return names[value] if isinstance(value, int) and 0 <= value < len(names) else value
-
-    return {key: name(value, features.get(key)) for key, value in row.items()}
+    Raises:
+        DataError: It cannot be found.
+    """
+    if not _is_data_set(where):
+        return None
+    rows = open_data_set(where)
+    files = [Path(file["filename"]) for file in rows.cache_files]
+    stamps = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return (where, stamps, len(rows), repr(rows.features)) if files else None
 
 
 _READERS: dict[str, Callable[[Path], Iterator[tuple[int, Fields]]]] = {
@@ -229,7 +204,7 @@ _READERS: dict[str, Callable[[Path], Iterator[tuple[int, Fields]]]] = {
     ".ndjson": read_jsonl,
     ".json": read_json,
     ".csv": read_csv,
-    ".parquet": _read_parquet,
+    ".parquet": read_parquet,
 }
 _DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?(:[^:]+){0,2}")
 
@@ -277,8 +252,3 @@ def _unknown_suffix(path: Path) -> DataError:
         found=what[0] if what else f"The ending '{path.suffix}' says nothing about its format.",
         fix=what[1] if what else f"Endings that can be read: {', '.join(_READERS)}.",
     )
-
-
-def _first_lines(problem: Exception) -> str:
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    return " ".join(lines[:3])[:400] or type(problem).__name__

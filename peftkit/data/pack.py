@@ -5,11 +5,12 @@ Shapes: B rows, T tokens of the longest row, rounded up, n learnt tokens of the 
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from itertools import groupby
+from typing import Annotated, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from peftkit.data.lengths import MULTIPLE
 
 IGNORE = -100
+Learnt = Annotated[tuple[int, ...], "the input_ids where they are learnt, elsewhere IGNORE"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Row:
     """
 
     input_ids: tuple[int, ...]
-    labels: tuple[int, ...]
+    labels: Learnt
     lengths: tuple[int, ...]
     source: str
 
@@ -45,6 +47,21 @@ class Row:
         return sum(label != IGNORE for label in self.labels)
 
 
+AnyRow = TypeVar("AnyRow", bound=Row)
+
+
+def cut_document(row: AnyRow, max_length: int) -> AnyRow:
+    """Return a row of one document, cut to a length."""
+    if len(row.input_ids) <= max_length:
+        return row
+    return replace(
+        row,
+        input_ids=row.input_ids[:max_length],
+        labels=row.labels[:max_length],
+        lengths=(max_length,),
+    )
+
+
 def pack(rows: Sequence[Row], max_length: int) -> list[Row]:
     """Put whole documents together into rows of at most `max_length` tokens.
 
@@ -52,27 +69,51 @@ def pack(rows: Sequence[Row], max_length: int) -> list[Row]:
     split, none is lost, and the same rows give the same packing; within a row, and between the
     first documents of the rows, the order given is kept.
     """
-    lengths = [len(row.input_ids) for row in rows]
-    return [joined([rows[i] for i in group]) for group in packing(lengths, max_length)]
+    lengths = torch.tensor([len(row.input_ids) for row in rows])
+    members, sizes = packing(lengths, max_length)
+    groups = members.split(sizes.tolist())
+    return [joined([rows[i] for i in group.tolist()]) for group in groups]
 
 
-def packing(lengths: Sequence[int], max_length: int) -> list[array[int]]:
-    """Return which documents of these lengths share a row, as `pack` does, by their numbers."""
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    bins: list[array[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
-    for i in order:
-        length = lengths[i]
-        place = bisect_left(room, (length, -1))
-        if place < len(room):
-            left, chosen = room.pop(place)
-            bins[chosen].append(i)
-        else:
-            left, chosen = max_length, len(bins)
-            bins.append(array("q", [i]))
-        if left > length:
-            insort(room, (left - length, chosen))
-    return sorted((array("q", sorted(group)) for group in bins), key=lambda group: group[0])
+def packing(lengths: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
+    """Return which documents of these lengths (n,) share a row, as `pack` does.
+
+    Takes 16 bytes a document, whatever their number.
+
+    Returns:
+        The numbers of all documents (n,), row by row; and how many each row has (rows,).
+    """
+    # of all rows with some room the one with the least, the first of those
+    with_room: defaultdict[int, list[int]] = defaultdict(list)  # tokens left -> rows, a heap
+    rooms = num_rows = 0  # bit n: a row has n tokens left
+    row_of = torch.empty(len(lengths), dtype=torch.int64)
+    for places in lengths.sort(descending=True, stable=True).indices.split(_AT_ONCE):
+        rows = []
+        for length in lengths[places].tolist():
+            fitting = rooms >> length
+            if fitting:
+                left = length + (fitting & -fitting).bit_length() - 1
+                row = heappop(with_room[left])
+                if not with_room[left]:
+                    rooms &= ~(1 << left)
+            else:
+                left, row = max_length, num_rows
+                num_rows += 1
+            if left > length:
+                heappush(with_room[left - length], row)
+                rooms |= 1 << (left - length)
+            rows.append(row)
+        row_of[places] = torch.tensor(rows, dtype=torch.int64)
+    members = row_of.sort(stable=True).indices
+    sizes = row_of.bincount(minlength=num_rows)
+    # rows in the order of their first documents
+    first = members[sizes.cumsum(0) - sizes]
+    order = first.sort().indices
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(num_rows))
+    return place[row_of].sort(stable=True).indices, sizes[order]
+
+
+_AT_ONCE = 1 << 16
 
 
 def collate(rows: Sequence[Row], pad_id: int, limit: int | None = None) -> dict[str, Tensor]:

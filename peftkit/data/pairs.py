@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from peftkit.data.cache import tokenizer_key
+from peftkit.data.columns import Dropped
+from peftkit.data.encoding import Made, RowEncoder
 from peftkit.data.format import Completion, Example, Instruction, parse
 from peftkit.data.frame import Frame
 from peftkit.data.load import FormatName, Record
@@ -76,15 +80,28 @@ def read_pairs(
     return [_pair(example) for example in parsed.examples], parsed.format, unused
 
 
-class PairEncoder:
-    """Turns pairs into rows.
+class PairEncoder(RowEncoder):
+    """Makes rows of pairs; those of which one of the two texts is empty are dropped.
 
     Args:
+        name, fields: See `read_pairs`.
         prefix: Put before every source.
         max_source, max_target: Longest in tokens; longer ones are cut.
     """
 
-    def __init__(self, tokenizer: Any, prefix: str, max_source: int, max_target: int) -> None:
+    kind: ClassVar[type[PairRow]] = PairRow
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        name: Any,
+        fields: tuple[str, str] | None,
+        *,
+        prefix: str,
+        max_source: int,
+        max_target: int,
+    ) -> None:
+        self._tokenizer, self._name, self._fields = tokenizer, name, fields
         self._end, self._prefix, self._frame = tokenizer.eos_token_id, prefix, Frame(tokenizer)
         self._room, self._max_target = max_source - self._frame.size, max_target
         if self._room < 1:
@@ -93,9 +110,23 @@ class PairEncoder:
                 found=f"The tokenizer alone puts {self._frame.size} tokens around a text.",
                 fix="Set it to 128, for example.",
             )
-        self.num_cut_sources = self.num_cut_targets = 0
 
-    def encode(self, pair: Pair) -> PairRow | None:
+    def key(self, where: str) -> object:
+        known = (self._name, self._fields, self._prefix, self._room, self._max_target)
+        return (*tokenizer_key(self._tokenizer), *known)
+
+    def read(
+        self, records: Sequence[Record], where: str
+    ) -> tuple[list[Pair], FormatName, tuple[str, ...]]:
+        return read_pairs(records, self._name, self._fields, where)
+
+    def rows(self, read: tuple[list[Pair], FormatName, tuple[str, ...]]) -> Made:
+        pairs, name, unused = read
+        counts = Counter[str]()
+        rows = [self.encode(pair, counts) or Dropped(pair.source, 0) for pair in pairs]
+        return Made(rows, {"format": name}, counts, unused)
+
+    def encode(self, pair: Pair, counts: Counter[str]) -> PairRow | None:
         """Return a row, cut where it is too long; None where one of the two texts is empty."""
         ids = self._frame.tokens(self._prefix + pair.given)
         if not ids or not pair.target.strip():
@@ -103,11 +134,13 @@ class PairEncoder:
         labels = self._frame.put_around(self._frame.tokens(pair.target))
         if self._end is not None and labels[-1] != self._end:
             labels.append(int(self._end))
-        self.num_cut_sources += len(ids) > self._room
-        self.num_cut_targets += len(labels) > self._max_target
+        counts["cut sources"] += len(ids) > self._room
+        counts["cut targets"] += len(labels) > self._max_target
+        labels = labels[: self._max_target]
+        counts["targets"] += len(labels)
         return PairRow(
             input_ids=tuple(self._frame.put_around(ids[: self._room])),
-            labels=tuple(labels[: self._max_target]),
+            labels=tuple(labels),
             target=pair.target,
             source=pair.source,
         )

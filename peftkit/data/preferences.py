@@ -96,7 +96,7 @@ def read_verdicts(
     """Return the judged answers of a file, the fields that were not used, and the rows' format.
 
     Raises:
-        DataError: With file, line and field; or all rows have one label.
+        DataError: With file, line and field of the first few rows that are no such answers.
     """
     problems = []
     for record in records:
@@ -105,12 +105,6 @@ def read_verdicts(
             found = "missing" if LABEL not in record.fields else f"found {value!r:.40}"
             problems.append(f"{record.source}: {LABEL}: expected true or false, {found}")
     _refuse(problems, len(records), where, "answers with a label")
-    if len({record.fields[LABEL] for record in records}) == 1:
-        raise DataError(
-            f"Cannot learn from {where}: all of its rows have one label.",
-            found=f"{LABEL} is {str(records[0].fields[LABEL]).lower()} in all {len(records)} rows.",
-            fix="Give wanted (true) and unwanted (false) answers, or use the task causal_lm.",
-        )
     bare = [
         Record({k: v for k, v in record.fields.items() if k != LABEL}, record.source)
         for record in records
@@ -128,6 +122,20 @@ def read_verdicts(
         verdicts.append(Verdict(example, record.fields[LABEL], record.source))
     _refuse(problems, len(records), where, "answers with a label")
     return verdicts, parsed.unused, parsed.format
+
+
+def check_both_labels(where: str, wanted: int, unwanted: int) -> None:
+    """Refuse a file whose rows all have one label.
+
+    Raises:
+        DataError: They do.
+    """
+    if not wanted or not unwanted:
+        raise DataError(
+            f"Cannot learn from {where}: all of its rows have one label.",
+            found=f"{LABEL} is {str(wanted > 0).lower()} in all {wanted + unwanted} rows.",
+            fix="Give wanted (true) and unwanted (false) answers, or use the task causal_lm.",
+        )
 
 
 def _pair(record: Record) -> tuple[Pair, set[str]]:

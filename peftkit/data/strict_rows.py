@@ -7,7 +7,6 @@ keys, no NaN, no ragged CSV. What is not text at all is named for what it is.
 from __future__ import annotations
 
 import csv
-import io
 import json
 import re
 import sys
@@ -19,6 +18,7 @@ from peftkit.errors import DataError
 from peftkit.files.strict_json import AmbiguousJsonError, strict_decoder
 
 Fields = dict[str, Any]
+PART_BYTES = 1 << 20
 
 _JSONL_FIX = "A .jsonl file holds one complete JSON object per line."
 _TO_UTF8 = "Convert it: iconv -f {} -t UTF-8 {} > utf8{}"
@@ -86,6 +86,20 @@ def read_jsonl(
             yield number, _object(_parsed(text, f"{path}:{number}"), f"{path}:{number}")
 
 
+def line_parts(path: Path) -> Iterator[tuple[int, int, int]]:
+    """Yield (first byte, last byte, number of the first line) of parts of a file, whole lines."""
+    line, start = 1, 0
+    with open(path, "rb") as file:
+        while (chunk := file.read(PART_BYTES)) or start == 0:
+            rest = b"" if chunk.endswith(b"\n") else file.readline()
+            stop = start + len(chunk) + len(rest)
+            yield start, stop, line
+            if not chunk:  # an empty file: whoever reads it says so
+                break
+            line += chunk.count(b"\n") + rest.count(b"\n")
+            start = stop
+
+
 def read_json(path: Path) -> Iterator[tuple[int, Fields]]:
     """Yield (line, object) of a JSON file that holds an array of objects."""
     raw = path.read_bytes()
@@ -102,10 +116,10 @@ def read_json(path: Path) -> Iterator[tuple[int, Fields]]:
 
 def read_csv(path: Path) -> Iterator[tuple[int, Fields]]:
     """Yield (line, cells by column) of a CSV file with a header row; every cell is text."""
-    raw = path.read_bytes()
-    _check_text(path, raw[:4096])
-    reader = csv.reader(io.StringIO(_decoded(path, raw, 1), newline=""), strict=True)
+    with open(path, "rb") as file:
+        _check_text(path, file.read(4096))
     limit = csv.field_size_limit(2**31 - 1)  # the default refuses cells over 128 KiB
+    reader = csv.reader(_csv_lines(path), strict=True)
     try:
         header = next(reader)
         _check_header(path, header)
@@ -125,6 +139,19 @@ def read_csv(path: Path) -> Iterator[tuple[int, Fields]]:
         raise DataError(f"Cannot read {where} as CSV.", found=str(problem)) from None
     finally:
         csv.field_size_limit(limit)
+
+
+def _csv_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a text file, however they end."""
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        try:
+            for line in file:
+                if "\0" in line:
+                    raise UnicodeError
+                yield line
+        except UnicodeError:
+            _decoded(path, path.read_bytes(), 1)  # says where
+            raise
 
 
 def _check_header(path: Path, header: list[str]) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import unicodedata
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peftkit.data.encoding import BEYOND, NOTHING, Settings
+import torch
+
+from peftkit.data.cache import encoded
+from peftkit.data.documents import BEYOND, NOTHING, DocumentEncoder
 from peftkit.data.format import detect
 from peftkit.data.load import FormatName, iterate_records
-from peftkit.data.stored import encoded
 from peftkit.errors import DataError
 from peftkit.events import Listener, ignore
 
@@ -81,14 +84,15 @@ def survey(
     Raises:
         DataError: Rows cannot be read; or, with a tokenizer, cannot be learnt from.
     """
-    seen: set[bytes] = set()
+    seen = array("q")  # a number for each row, equal for equal ones
     number, found = 0, None
     counts: dict[str, list[int]] = {}  # of each field: rows, empty ones, characters
     letters: dict[str, Counter[str]] = {}
     for record in iterate_records(where):
         found = detect(record.fields) if number == 0 else found
         whole = json.dumps(record.fields, sort_keys=True, default=str)
-        seen.add(hashlib.blake2b(whole.encode("utf-8", "replace"), digest_size=8).digest())
+        digest = hashlib.blake2b(whole.encode("utf-8", "replace"), digest_size=8).digest()
+        seen.append(int.from_bytes(digest, "little", signed=True))
         for name, value in record.fields.items():
             text = value if isinstance(value, str) else json.dumps(value, default=str)
             known = counts.setdefault(name, [0, 0, 0])
@@ -108,15 +112,16 @@ def survey(
             raise DataError(
                 f"Cannot tell the format of {where}.", found=f"Its fields: {', '.join(counts)}."
             )
-        rows = encoded(where, Settings(tokenizer, template, "auto", max_length), on_event=on_event)
+        encoder = DocumentEncoder(tokenizer, template, "auto", max_length)
+        rows = encoded(where, encoder, on_event=on_event)
         tokens = TokenFacts(
-            lengths=rows.num_tokens,
-            num_targets=rows.num_targets,
-            num_cut=rows.num_cut,
+            lengths=rows.num_tokens.tolist(),
+            num_targets=rows.counts["targets"],
+            num_cut=rows.counts["cut"],
             num_duplicates=rows.num_duplicates,
-            dropped=rows.dropped(NOTHING) + rows.dropped(BEYOND),
+            dropped=[*rows.dropped(NOTHING), *rows.dropped(BEYOND)],
         )
-    return Survey(where, number, found, fields, number - len(seen), tokens)
+    return Survey(where, number, found, fields, number - len(torch.tensor(seen).unique()), tokens)
 
 
 def _scripts(text: str) -> Counter[str]:

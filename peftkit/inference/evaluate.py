@@ -20,7 +20,8 @@ from peftkit.inference.generate_images import ImagePrompt
 from peftkit.inference.generate_images import complete as complete_images
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.image_text import ImageText
-from peftkit.tasks.protocol import BATCH_SIZE, Task, TaskConfig
+from peftkit.tasks.measure import BATCH_SIZE
+from peftkit.tasks.protocol import Task, TaskConfig
 
 MARGIN = 1.25
 """Tokens that a completion may have beyond the longest reference."""

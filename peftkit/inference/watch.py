@@ -7,6 +7,7 @@ run stay as they are.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from peftkit.base.load import Base
 from peftkit.data.encode import prompt_ids, stop_ids
 from peftkit.data.pack import IGNORE, Row
-from peftkit.data.pairs import Pair, PairEncoder, PairRow
+from peftkit.data.pairs import Pair, PairRow
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Listener, Notice, Sample, ignore
 from peftkit.inference.generate import generate_ids, room_left
@@ -106,13 +107,11 @@ class TextWatch:
         task = self._task
         try:
             if isinstance(task, Seq2Seq):
-                encoder = PairEncoder(
-                    task.tokenizer, task.config.prefix, task.max_source, task.max_target
-                )
-                row = encoder.encode(Pair(text, ".", where))
+                counts = Counter[str]()
+                row = task.row_encoder.encode(Pair(text, ".", where), counts)
                 if row is None:
                     raise DataError("it is empty.")
-                if encoder.num_cut_sources:
+                if counts["cut sources"]:
                     raise DataError("it is too long.", found=f"{task.max_source} tokens are read.")
                 return replace(row, target="")
             ids = prompt_ids(task.tokenizer, text, task.style)

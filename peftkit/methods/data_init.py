@@ -30,8 +30,8 @@ def init_from_rows(
     Raises:
         TargetError, DataError: As `eva_starts`.
     """
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
-    batches = (_without_padding(task.collate([rows[index]])) for index in order)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    batches = (_without_padding(task.collate([rows[int(index)]])) for index in order)
     return eva_starts(model, method, batches, forward=task.loss_sum)
 
 

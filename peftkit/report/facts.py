@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from peftkit.config.schema import Config, dump_yaml
-from peftkit.data.lengths import num_tokens
+from peftkit.data.lengths import tokens_of_each
 from peftkit.events import Event, Listener, Notice, Table
 from peftkit.files.disk import write_json
 from peftkit.report.history import FACTS
@@ -74,35 +76,26 @@ class BeforeRun:
         write_json(facts, folder / FACTS)
 
 
-def document_lengths(rows: Sequence[Any]) -> list[int]:
+def document_lengths(rows: Sequence[Any]) -> Tensor:
     """Return how many tokens each document has; several may share a row."""
-    if (known := getattr(rows, "document_lengths", None)) is not None:
-        return list(known)
-    if (known := getattr(rows, "num_tokens", None)) is not None:
-        return list(known)
-    found: list[int] = []
-    for row in rows:
-        lengths = getattr(row, "lengths", None)
-        found += lengths if lengths is not None else [num_tokens(row)]
-    return found
+    known: Tensor | None = getattr(rows, "document_lengths", None)
+    return tokens_of_each(rows) if known is None else known
 
 
-def lengths(numbers: Sequence[int]) -> dict[str, Any]:
+def lengths(numbers: Tensor) -> dict[str, Any]:
     """Return counts of lengths in spans of equal width, each named by its lower edge."""
-    if not numbers:
+    if not len(numbers):
         return {}
-    low, high = min(numbers), max(numbers)
+    low, high = int(numbers.min()), int(numbers.max())
     width = max(1, -(-(high - low + 1) // NUM_BARS))
-    counts = [0] * (-(-(high - low + 1) // width))
-    for number in numbers:
-        counts[(number - low) // width] += 1
+    counts = ((numbers - low) // width).bincount().tolist()
     edges = [low + width * n for n in range(len(counts))]
     return {
         "num_rows": len(numbers),
         "lengths": {"edges": edges, "counts": counts},
         "shortest": low,
         "longest": high,
-        "num_tokens": sum(numbers),
+        "num_tokens": int(numbers.sum()),
     }
 
 

@@ -12,19 +12,20 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from peftkit.data.chat import choose_template
+from peftkit.data.documents import BEYOND, NOTHING, DocumentEncoder, style_of
 from peftkit.data.encode import Style
-from peftkit.data.encoding import BEYOND, NOTHING, Settings
+from peftkit.data.lazy_rows import LazyRows, PackedRows
 from peftkit.data.load import DataConfig
-from peftkit.data.mixture import is_held_out
 from peftkit.data.pack import IGNORE, Row, collate
-from peftkit.data.stored import LazyRows, PackedRows, StoredRows, Subset, encoded
+from peftkit.data.stored import StoredRows
 from peftkit.errors import PeftkitError
-from peftkit.events import Listener, Notice, Stage, Table, ignore
+from peftkit.events import Listener, Notice, ignore
 from peftkit.tasks.head import TokenTask, head_of
 from peftkit.tasks.isolation import Isolation, check_causal, check_packing, isolating_mask
 from peftkit.tasks.length import exact_length
-from peftkit.tasks.protocol import TaskConfig, mean_loss
-from peftkit.tasks.rows import agreed_style, check_dropped, named
+from peftkit.tasks.measure import mean_loss
+from peftkit.tasks.protocol import TaskConfig
+from peftkit.tasks.rows import agreed_style, check_dropped, named, off_prompt
 from peftkit.train.metrics import perplexity
 
 
@@ -61,9 +62,8 @@ class CausalLM(TokenTask):
         template = choose_template(tokenizer, config.chat_template)
         if style is not None and style.kind == "chat":
             template = style.chat_template
-        self._template = template
-        self._read: list[StoredRows] = []
-        self._style = style
+        self._template, self._style = template, style
+        self.row_encoder = DocumentEncoder(tokenizer, template, config.format, self.max_length)
         self._on_event = on_event
         pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self._pad_id: int = next(token for token in pads if token is not None)
@@ -91,27 +91,12 @@ class CausalLM(TokenTask):
         assert self._style is not None, "no rows have been encoded"
         return self._style
 
-    def load(self, where: str) -> Sequence[Row]:
-        """Read a file or data set (see `DataConfig.train`), encode it, pack it if asked.
-
-        The rows are not in memory: each is read from a file of the cache when it is asked for.
-
-        Raises:
-            DataError: As `encode` does.
-        """
-        return self._packed(self.encode(where))
-
-    def split(self, where: str, share: float) -> tuple[Sequence[Row], Sequence[Row]]:
-        rows = self.encode(where)
-        held = [is_held_out(str(digest), share) for digest in rows.digests.tolist()]
-        kept, out = ([n for n, o in enumerate(held) if o is side] for side in (False, True))
-        return self._packed(Subset(rows, kept)), self._packed(Subset(rows, out))
-
-    def _packed(self, rows: LazyRows) -> LazyRows:
+    def arranged(self, rows: LazyRows) -> LazyRows:
+        """Return the rows packed, if asked."""
         if self.isolation is None or not len(rows):
             return rows
         packed = PackedRows(rows, self.max_length)
-        share = sum(rows.num_tokens) / (len(packed) * self.max_length)
+        share = int(rows.num_tokens.sum()) / (len(packed) * self.max_length)
         self._on_event(
             Notice(
                 f"Packed {len(rows):,} documents into {len(packed):,} rows of up to "
@@ -120,51 +105,30 @@ class CausalLM(TokenTask):
         )
         return packed
 
-    def encode(self, where: str) -> StoredRows:
-        """Read a file or data set and encode it, one document per row; emits the counts.
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        return [
+            ("format", rows.agreed["format"]),
+            ("rows read", f"{rows.num_read:,}"),
+            ("rows kept", f"{len(rows):,}"),
+            (f"cut at {self.max_length:,} tokens", f"{rows.counts['cut']:,}"),
+            ("dropped: nothing to learn", named(rows.dropped(NOTHING))),
+            ("dropped: the answer lies beyond the cut", named(rows.dropped(BEYOND))),
+            ("tokens", f"{int(rows.num_tokens.sum()):,}"),
+            ("learnt tokens", f"{rows.counts['targets']:,}"),
+        ]
 
-        Raises:
-            DataError: Named rows cannot be used; too many have nothing to learn; they have to be
-                prompted in another style than the rows before.
-        """
-        self._on_event(Stage(f"Reading {where}"))
-        settings = Settings(self.tokenizer, self._template, self.config.format, self.max_length)
-        rows = encoded(where, settings, on_event=self._on_event)
-        self._style = agreed_style(self._style, rows.style(self._template), where)
-        masked, cut_away = rows.dropped(NOTHING), rows.dropped(BEYOND)
-        self._report(where, rows, masked, cut_away)
+    def check(self, rows: StoredRows) -> None:
+        style = style_of(rows.agreed, self._template)
+        self._style = agreed_style(self._style, style, rows.where)
+        cut_away = rows.dropped(BEYOND)
         why = {
-            "Nothing to learn (no answer)": masked,
+            "Nothing to learn (no answer)": rows.dropped(NOTHING),
             f"The answer lies beyond {self.max_length} tokens": cut_away,
         }
         fix = "Raise data.max_length" if cut_away else "Give these rows an answer"
-        check_dropped(where, rows.num_read, why, self.config, fix)
-        if number := rows.facts["num_off_prompt"]:
-            self._on_event(
-                Notice(
-                    f"{where}: in {number} rows the answer does "
-                    "not begin right after the chat template's generation prompt (it may open a "
-                    "<think> that the rows lack). Generation will start otherwise than training "
-                    "did; data.chat_template can change that."
-                )
-            )
-        self._tell_repeated(where, rows)
-        return rows
-
-    def _tell_repeated(self, where: str, rows: StoredRows) -> None:
-        """Say which rows stand there more than once, or in a file that was read before."""
-        if number := rows.num_duplicates:
-            text = f"{where}: {number:,} of {len(rows):,} rows teach what one before them does."
-            self._on_event(Notice(text))
-        for other in self._read:
-            if other.where != where and (number := rows.num_shared(other)):
-                self._on_event(
-                    Notice(
-                        f"{number:,} of {len(rows):,} rows of {where} stand in {other.where} too: "
-                        "what is measured on them says nothing of other rows."
-                    )
-                )
-        self._read.append(rows)
+        check_dropped(rows.where, rows.num_read, why, self.config, fix)
+        if number := rows.counts["off_prompt"]:
+            self._on_event(Notice(off_prompt(rows.where, number)))
 
     def padded(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return a batch, padded on the right (see `peftkit.data.pack.collate`)."""
@@ -214,23 +178,6 @@ class CausalLM(TokenTask):
                 ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         )
-
-    def _report(
-        self, where: str, rows: StoredRows, masked: Sequence[str], cut_away: Sequence[str]
-    ) -> None:
-        lines = [
-            ("format", rows.facts["format"]),
-            ("rows read", f"{rows.num_read:,}"),
-            ("rows kept", f"{len(rows):,}"),
-            (f"cut at {self.max_length:,} tokens", f"{rows.num_cut:,}"),
-            ("dropped: nothing to learn", named(masked)),
-            ("dropped: the answer lies beyond the cut", named(cut_away)),
-            ("tokens", f"{sum(rows.num_tokens):,}"),
-            ("learnt tokens", f"{rows.num_targets:,}"),
-        ]
-        if rows.facts["unused"]:
-            lines.append(("fields not used", ", ".join(rows.facts["unused"])))
-        self._on_event(Table(f"Data: {where}", ("what", "how many"), tuple(lines)))
 
 
 class CausalLMConfig(TaskConfig):

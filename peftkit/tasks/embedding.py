@@ -11,9 +11,7 @@ Shapes: B rows of a batch, N of the step, m texts of a row (anchor, positive, ne
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,46 +22,18 @@ from torch.nn import functional
 
 from peftkit.base.purpose import Purpose
 from peftkit.data.lengths import MULTIPLE
-from peftkit.data.load import DataConfig, Record, read_records
+from peftkit.data.load import DataConfig, Record
+from peftkit.data.stored import StoredRows
 from peftkit.errors import DataError
-from peftkit.events import Listener, Progress, Stage, Table, ignore
+from peftkit.events import Listener, Progress, ignore
+from peftkit.tasks.embedding_rows import EmbeddingEncoder, EmbeddingRow
 from peftkit.tasks.loss import accepted, unwrapped
+from peftkit.tasks.measure import BATCH_SIZE, over_batches
 from peftkit.tasks.pooling import Pooled, pooled, pooling_for, pooling_of, write_modules
-from peftkit.tasks.protocol import BATCH_SIZE, Task, TaskConfig, over_batches
-from peftkit.tasks.texts import Encoded, Texts
+from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.texts import Texts
 
-PROGRESS_EVERY = 500
 RECALL_AT = (1, 5, 10)
-BITS = 23
-"""Of a number that float32 holds exactly: texts are told apart by two of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingRow:
-    """An anchor, what means the same, and what does not.
-
-    Args:
-        input_ids, types, lengths: The tokens of all texts, one after the other, and how many of
-            each.
-        names: Two numbers for each text, the same for the same text alone.
-        source: "train.jsonl:7".
-    """
-
-    input_ids: tuple[int, ...]
-    types: tuple[int, ...]
-    lengths: tuple[int, ...]
-    names: tuple[tuple[int, int], ...]
-    source: str
-
-    @property
-    def texts(self) -> list[Encoded]:
-        """Each text by itself."""
-        found, at = [], 0
-        for length in self.lengths:
-            part = slice(at, at + length)
-            found.append(Encoded(self.input_ids[part], self.types[part], False))
-            at += length
-        return found
 
 
 class Embedding(Task):
@@ -87,6 +57,8 @@ class Embedding(Task):
     ) -> None:
         self.settings, self._on_event = settings, on_event
         self.texts = Texts(model, tokenizer, data.max_length)
+        fields = (settings.anchor, settings.positive, settings.negatives)
+        self.row_encoder = EmbeddingEncoder(self.texts, fields)
         self.pooled: Pooled = pooling_of(unwrapped(model), settings.pooling, settings.normalize)
 
     @property
@@ -94,59 +66,13 @@ class Embedding(Task):
         """How a text becomes one vector."""
         return {"pooling": self.pooled.mode + ", normalized" * self.pooled.normalize}
 
-    def load(self, where: str) -> list[EmbeddingRow]:
-        """Read a file or data set; emits the counts.
-
-        Raises:
-            DataError: Named rows lack a text, or have other numbers of negatives.
-        """
-        self._on_event(Stage(f"Reading {where}"))
-        records = read_records(where)
-        rows, num_cut = [], 0
-        for number, record in enumerate(records):
-            if number % PROGRESS_EVERY == 0:
-                self._on_event(Progress(f"Encoding {where}", number, len(records)))
-            texts = self._texts(record)
-            encoded = [self.texts.encode(text) for text in texts]
-            num_cut += any(text.is_cut for text in encoded)
-            rows.append(
-                EmbeddingRow(
-                    input_ids=tuple(token for text in encoded for token in text.input_ids),
-                    types=tuple(kind for text in encoded for kind in text.types),
-                    lengths=tuple(len(text.input_ids) for text in encoded),
-                    names=tuple(map(_name, texts)),
-                    source=record.source,
-                )
-            )
-        _check_even(rows, where)
-        lines = [
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        return [
             ("rows", f"{len(rows):,}"),
-            ("negatives of each", f"{len(rows[0].lengths) - 2}"),
-            (f"cut at {self.texts.max_length:,} tokens", f"{num_cut:,}"),
-            ("tokens", f"{sum(len(row.input_ids) for row in rows):,}"),
+            ("negatives of each", rows.agreed["number of negatives"]),
+            (f"cut at {self.texts.max_length:,} tokens", f"{rows.counts['cut']:,}"),
+            ("tokens", f"{int(rows.num_tokens.sum()):,}"),
         ]
-        self._on_event(Table(f"Data: {where}", ("what", "how many"), tuple(lines)))
-        return rows
-
-    def _texts(self, record: Record) -> list[str]:
-        """Return anchor, positive and negatives of a row."""
-        asked, fields = self.settings, record.fields
-        negatives: Any = fields.get(asked.negatives, ())
-        listed = [negatives] if isinstance(negatives, str) else list(negatives or ())
-        named = [(name, fields.get(name)) for name in (asked.anchor, asked.positive)]
-        named += [(asked.negatives, text) for text in listed]
-        for name, text in named:
-            if not isinstance(text, str) or not text.strip():
-                found = "missing" if text is None else f"found {text!r:.40}"
-                raise DataError(
-                    f"Cannot use {record.source}: {name}: expected a text, {found}.",
-                    fix="Mend the row, or name its fields: task.anchor, task.positive, "
-                    "task.negatives.",
-                )
-        texts = [str(text) for _, text in named]
-        if texts[1] in texts[2:]:
-            raise DataError(f"Cannot use {record.source}: a negative is equal to {asked.positive}.")
-        return texts
 
     def num_positions(self, rows: Sequence[EmbeddingRow]) -> int:
         """Return how many tokens the model reads of all texts of rows, padding included."""
@@ -302,11 +228,6 @@ class Embedding(Task):
         return [{"embedding": vector} for vector in self.vectors(model, texts, on_event)]
 
 
-def _name(text: str) -> tuple[int, int]:
-    number = int.from_bytes(hashlib.sha256(text.strip().encode()).digest()[:6], "big")
-    return number % (1 << BITS), (number >> BITS) % (1 << BITS)
-
-
 def _joined(vectors: Tensor, names: Tensor) -> Tensor:
     rows = vectors.view(*names.shape[:2], -1)
     return torch.cat([rows, names.to(rows)], dim=-1).flatten(1)
@@ -327,17 +248,6 @@ def _answers(names: Tensor, text_names: Tensor, own: Tensor) -> Tensor:
     same_anchor = _equal(names[own, 0], names[:, 0]).float()
     is_positive = _equal(names[:, 1], text_names).float()
     return same_anchor @ is_positive > 0
-
-
-def _check_even(rows: Sequence[EmbeddingRow], where: str) -> None:
-    for row in rows:
-        if len(row.lengths) != len(rows[0].lengths):
-            raise DataError(
-                f"Cannot use {where}: rows have other numbers of negatives.",
-                found=f"{rows[0].source} has {len(rows[0].lengths) - 2}, {row.source} has "
-                f"{len(row.lengths) - 2}.",
-                fix="Give every row as many.",
-            )
 
 
 class EmbeddingConfig(TaskConfig):

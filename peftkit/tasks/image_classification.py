@@ -5,9 +5,10 @@ Shapes: B images, C channels, H and W pixels as the image processor makes them, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,18 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peftkit.base.purpose import ClassHead, Processor, Purpose, labels_of
+from peftkit.data.class_folders import class_folders, iterate_images
 from peftkit.data.encode import Style
-from peftkit.data.images import Picture, picture, read_images, require_pillow
-from peftkit.data.load import DataConfig, Record
+from peftkit.data.encoding import Made, RowEncoder
+from peftkit.data.images import Picture, picture, require_pillow
+from peftkit.data.load import DataConfig, Part, Record
+from peftkit.data.stored import StoredRows
 from peftkit.errors import DataError
-from peftkit.events import Listener, Progress, Stage, Table, ignore
+from peftkit.events import Listener, ignore
 from peftkit.files.strict_json import shown
 from peftkit.tasks.labels import field_of, label_name, number_of, sorted_names
 from peftkit.tasks.loss import unwrapped
+from peftkit.tasks.measure import over_batches
 from peftkit.tasks.metrics import class_metrics
-from peftkit.tasks.protocol import Task, TaskConfig, over_batches
-
-PROGRESS_EVERY = 500
+from peftkit.tasks.protocol import Task, TaskConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,60 @@ class ImageRow:
     image: Picture
     label: int
     source: str
+
+
+class ClassifiedEncoder(RowEncoder):
+    """Makes a row of each image with a label; each is decoded once, so that damage shows now."""
+
+    kind: ClassVar[type[ImageRow]] = ImageRow
+    at_once: ClassVar[int] = 100
+
+    def __init__(self, config: ImageClassificationConfig, labels: Sequence[str], mode: str) -> None:
+        self._config, self._mode = config, mode
+        self._numbers = {label: number for number, label in enumerate(labels)}
+
+    def key(self, where: str) -> object:
+        fields = (self._config.image, self._config.label)
+        return (str(Path(where).absolute().parent), *fields, tuple(self._numbers), self._mode)
+
+    def _in_folders(self, where: str) -> list[Record] | None:
+        return class_folders(where, self._config.image, self._config.label)
+
+    def stamp(self, where: str) -> object | None:
+        records = self._in_folders(where)
+        return super().stamp(where) if records is None else [record.source for record in records]
+
+    def parts(self, where: str) -> Iterator[Part]:
+        records = self._in_folders(where)
+        if records is None:
+            yield from super().parts(where)
+            return
+        for start in range(0, len(records), self.at_once):
+            yield partial(list, records[start : start + self.at_once])
+
+    def read(self, records: Sequence[Record], where: str) -> list[ImageRow]:
+        rows = []
+        for record in records:
+            name = label_name(field_of(record, self._config.label, "task.label"), record.source)
+            label = number_of(name, self._numbers, record.source)
+            rows.append(ImageRow(self._picture(record, where), label, record.source))
+        return rows
+
+    def rows(self, read: list[ImageRow]) -> Made:
+        for row in read:
+            row.image.decode(self._mode)
+        return Made(read)
+
+    def _picture(self, record: Record, where: str) -> Picture:
+        value = field_of(record, self._config.image, "task.image")
+        found = picture(value, record, where)
+        if found is None:
+            raise DataError(
+                f"Cannot use {record.source}: its '{self._config.image}' is no image.",
+                found=f"It is {shown(value)}.",
+                fix="Give a path or encoded bytes, or name another field with task.image.",
+            )
+        return found
 
 
 class ImageClassification(Task):
@@ -53,35 +110,16 @@ class ImageClassification(Task):
         *,
         on_event: Listener = ignore,
     ) -> None:
-        self._processor, self.config, self._on_event = processor, config, on_event
+        self._processor, self._on_event = processor, on_event
         settings = unwrapped(model).config
         self.labels = labels_of(settings)
         self._mode = "L" if getattr(settings, "num_channels", 3) == 1 else "RGB"
+        self.row_encoder = ClassifiedEncoder(config, self.labels, self._mode)
 
-    def load(self, where: str) -> list[ImageRow]:
-        """Read images with their labels; each is decoded once, so that a damaged one shows now.
-
-        Raises:
-            DataError: A label that the head does not know; an image that does not decode.
-        """
-        self._on_event(Stage(f"Reading {where}"))
-        records = read_images(where, self.config.image, self.config.label)
-        numbers = {label: number for number, label in enumerate(self.labels)}
-        rows = []
-        for done, record in enumerate(records):
-            if done % PROGRESS_EVERY == 0:
-                self._on_event(Progress("Decoding images", done, len(records)))
-            name = label_name(field_of(record, self.config.label, "task.label"), record.source)
-            label = number_of(name, numbers, record.source)
-            rows.append(ImageRow(self._picture(record, where), label, record.source))
-        counts = [0] * len(self.labels)
-        for row in rows:
-            row.image.decode(self._mode)
-            counts[row.label] += 1
-        lines = [("images", f"{len(rows):,}")]
-        lines += [(name, f"{count:,}") for name, count in zip(self.labels, counts, strict=True)]
-        self._on_event(Table(f"Data: {where}", ("what", "how many"), tuple(lines)))
-        return rows
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        counts = rows.values("label").bincount(minlength=len(self.labels)).tolist()
+        each = zip(self.labels, counts, strict=True)
+        return [("images", f"{len(rows):,}"), *((name, f"{count:,}") for name, count in each)]
 
     def collate(self, rows: Sequence[ImageRow]) -> dict[str, Tensor]:
         """Return pixel_values (B, C, H, W) and labels (B,)."""
@@ -121,17 +159,6 @@ class ImageClassification(Task):
         logits: Tensor = model(pixel_values=pixels).logits
         return logits.float()
 
-    def _picture(self, record: Record, where: str) -> Picture:
-        value = field_of(record, self.config.image, "task.image")
-        found = picture(value, record, where)
-        if found is None:
-            raise DataError(
-                f"Cannot use {record.source}: its '{self.config.image}' is no image.",
-                found=f"It is {shown(value)}.",
-                fix="Give a path or encoded bytes, or name another field with task.image.",
-            )
-        return found
-
 
 class ImageClassificationConfig(TaskConfig):
     """Image classification: one label for each image."""
@@ -154,11 +181,11 @@ class ImageClassificationConfig(TaskConfig):
         require_pillow()
         if self.labels is not None:
             return self
-        records = [
+        records = (
             record
             for source in data.sources
-            for record in read_images(source.path, self.image, self.label)
-        ]
+            for record in iterate_images(source.path, self.image, self.label)
+        )
         names = (label_name(field_of(r, self.label, "task.label"), r.source) for r in records)
         return self.model_copy(update={"labels": sorted_names(names, data.train_name)})
 

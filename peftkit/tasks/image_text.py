@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -15,33 +14,25 @@ from torch import Tensor, nn
 
 from peftkit.base.purpose import Processor
 from peftkit.data.chat import choose_template
+from peftkit.data.documents import style_of
 from peftkit.data.encode import Style
 from peftkit.data.image_row import ImageRow
-from peftkit.data.image_rows import parse_with_images
 from peftkit.data.image_text import ImageEncoder
 from peftkit.data.images import require_pillow
-from peftkit.data.load import DataConfig, read_records
+from peftkit.data.load import DataConfig
 from peftkit.data.pack import IGNORE, collate
+from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError
-from peftkit.events import Listener, Notice, Progress, Stage, Table, ignore
+from peftkit.events import Listener, Notice, ignore
 from peftkit.tasks.head import TokenTask, head_of
+from peftkit.tasks.image_text_rows import NOTHING, TOO_LONG, ImageTextEncoder
 from peftkit.tasks.isolation import check_causal_answer
 from peftkit.tasks.length import exact_length
 from peftkit.tasks.loss import unwrapped
-from peftkit.tasks.protocol import Task, TaskConfig, mean_loss
-from peftkit.tasks.rows import agreed_style, check_dropped, named
+from peftkit.tasks.measure import mean_loss
+from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.rows import agreed_style, check_dropped, named, off_prompt
 from peftkit.train.metrics import perplexity
-
-PROGRESS_EVERY = 100
-
-
-@dataclass(slots=True)
-class _Counts:
-    """What became of the rows of one file."""
-
-    truncated: int = 0
-    masked: list[str] = field(default_factory=list)
-    too_long: list[str] = field(default_factory=list)
 
 
 class ImageText(TokenTask):
@@ -82,14 +73,24 @@ class ImageText(TokenTask):
         if style is not None and style.kind == "chat":
             template = style.chat_template
         patch = getattr(getattr(settings, "vision_config", None), "patch_size", 14)
+        patch = patch if isinstance(patch, int) else int(patch[0])
         self.encoder = ImageEncoder(
             processor,
             template,
             image_id=int(image_id),
             max_pixels=config.max_pixels,
-            patch_size=patch if isinstance(patch, int) else int(patch[0]),
+            patch_size=patch,
         )
-        self._image_id, self._style, self._on_event = int(image_id), style, on_event
+        self.row_encoder = ImageTextEncoder(
+            processor,
+            self.encoder,
+            config.format,
+            (template, config.max_pixels, patch),
+            image_id=int(image_id),
+            max_length=self.max_length,
+        )
+        self._template, self._style, self._on_event = template, style, on_event
+        self._image_id = int(image_id)
         pads = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         self._pad_id: int = next(token for token in pads if token is not None)
 
@@ -110,51 +111,34 @@ class ImageText(TokenTask):
         with Task.training(self, model):
             yield
 
-    def load(self, where: str) -> list[ImageRow]:
-        """Read a file or data set (see `DataConfig.train`) with its images; emits the counts.
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        counts = rows.counts
+        return [
+            ("format", rows.agreed["format"]),
+            ("rows read", f"{rows.num_read:,}"),
+            ("rows kept", f"{len(rows):,}"),
+            (f"cut at {self.max_length:,} tokens, after all images", f"{counts['cut']:,}"),
+            ("dropped: nothing to learn", named(rows.dropped(NOTHING))),
+            ("dropped: an image or the answer beyond the cut", named(rows.dropped(TOO_LONG))),
+            ("rows without images", f"{counts['without images']:,}"),
+            ("images", f"{counts['images']:,}"),
+            ("tokens of images", f"{counts['tokens of images']:,}"),
+            ("tokens", f"{int(rows.num_tokens.sum()):,}"),
+            ("learnt tokens", f"{counts['targets']:,}"),
+        ]
 
-        Each image is decoded once, so that a damaged one shows now; no pixels are kept.
-
-        Raises:
-            DataError: Named rows or images cannot be used; too many rows have nothing to learn.
-        """
-        self._on_event(Stage(f"Reading {where}"))
-        parsed, pictures = parse_with_images(read_records(where), self.config.format, where=where)
-        counts = _Counts()
-        off_prompt = self.encoder.num_off_prompt
-        rows: list[ImageRow] = []
-        for number, (example, images) in enumerate(zip(parsed.examples, pictures, strict=True)):
-            if number % PROGRESS_EVERY == 0:
-                self._on_event(Progress(f"Encoding {where}", number, len(pictures)))
-            self._style = agreed_style(self._style, self.encoder.style(example), where)
-            row = self._cut(self.encoder.encode(example, images), counts)
-            if row is not None:
-                rows.append(row)
-        self._report(where, parsed.format, parsed.unused, len(pictures), rows, counts)
-        why = {
-            "Nothing to learn (no answer)": counts.masked,
-            f"Too long: an image or the answer lies beyond {self.max_length} tokens": (
-                counts.too_long
-            ),
-        }
+    def check(self, rows: StoredRows) -> None:
+        style = style_of(rows.agreed, self._template)
+        self._style = agreed_style(self._style, style, rows.where)
+        masked, too_long = rows.dropped(NOTHING), rows.dropped(TOO_LONG)
+        beyond = f"Too long: an image or the answer lies beyond {self.max_length} tokens"
+        why = {"Nothing to learn (no answer)": masked, beyond: too_long}
         fix = "Raise data.max_length, or lower data.max_pixels"
-        check_dropped(
-            where,
-            len(pictures),
-            why,
-            self.config,
-            fix if counts.too_long else "Give these rows an answer",
-        )
+        fix = fix if too_long else "Give these rows an answer"
+        check_dropped(rows.where, rows.num_read, why, self.config, fix)
         self._check_causal(rows[0])
-        if self.encoder.num_off_prompt > off_prompt:
-            self._on_event(
-                Notice(
-                    f"{where}: in {self.encoder.num_off_prompt - off_prompt} rows the answer does "
-                    "not begin right after the chat template's generation prompt. Generation "
-                    "will start otherwise than training did; data.chat_template can change that."
-                )
-            )
-        return rows
+        if number := rows.counts["off_prompt"]:
+            self._on_event(Notice(off_prompt(rows.where, number)))
 
     def kind(self, row: ImageRow) -> int:
         """Return how many images a row has, as far as rows with others cannot share a batch.
@@ -226,53 +210,6 @@ class ImageText(TokenTask):
         other = next(token for token in usual if token not in (None, row.labels[last]))
         check_causal_answer(self._model, self.inputs(self._model, batch), last, other)
         self._is_checked = True
-
-    def _cut(self, row: ImageRow, counts: _Counts) -> ImageRow | None:
-        """Return a row of at most max_length tokens; None where it would be cut in an image."""
-        if row.num_targets == 0:
-            counts.masked.append(row.source)
-            return None
-        if len(row.input_ids) <= self.max_length:
-            return row
-        cut = replace(
-            row,
-            input_ids=row.input_ids[: self.max_length],
-            labels=row.labels[: self.max_length],
-            lengths=(self.max_length,),
-        )
-        if cut.num_targets == 0 or self._image_id in row.input_ids[self.max_length :]:
-            counts.too_long.append(row.source)
-            return None
-        counts.truncated += 1
-        return cut
-
-    def _report(
-        self,
-        where: str,
-        name: str,
-        unused: Sequence[str],
-        num_read: int,
-        rows: Sequence[ImageRow],
-        counts: _Counts,
-    ) -> None:
-        tokens = sum(len(row.input_ids) for row in rows)
-        targets = sum(row.num_targets for row in rows)
-        lines = [
-            ("format", name),
-            ("rows read", f"{num_read:,}"),
-            ("rows kept", f"{len(rows):,}"),
-            (f"cut at {self.max_length:,} tokens, after all images", f"{counts.truncated:,}"),
-            ("dropped: nothing to learn", named(counts.masked)),
-            ("dropped: an image or the answer beyond the cut", named(counts.too_long)),
-            ("rows without images", f"{sum(not row.images for row in rows):,}"),
-            ("images", f"{sum(len(row.images) for row in rows):,}"),
-            ("tokens of images", f"{sum(sum(row.image_tokens) for row in rows):,}"),
-            ("tokens", f"{tokens:,}"),
-            ("learnt tokens", f"{targets:,}"),
-        ]
-        if unused:
-            lines.append(("fields not used", ", ".join(unused)))
-        self._on_event(Table(f"Data: {where}", ("what", "how many"), tuple(lines)))
 
 
 class ImageTextConfig(TaskConfig):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from peftkit.data.load import Record
+from peftkit.data.load import DataConfig, Record, iterate_records
 from peftkit.errors import ConfigError, DataError, did_you_mean, first_few
 from peftkit.files.strict_json import shown
 
@@ -133,7 +133,13 @@ def check_names(labels: Sequence[str]) -> None:
         )
 
 
-def problem_of(values: Sequence[tuple[Any, str]]) -> Problem:
+def records_of(data: DataConfig) -> Iterator[Record]:
+    """Yield all training rows, few of them in memory."""
+    for source in data.sources:
+        yield from iterate_records(source.path)
+
+
+def problem_of(values: Iterable[tuple[Any, str]]) -> Problem:
     """Return the problem that the values of a field make: several labels, one, or a number.
 
     Args:
@@ -143,15 +149,17 @@ def problem_of(values: Sequence[tuple[Any, str]]) -> Problem:
         DataError: They are of several kinds; names the first row of each.
     """
     first: dict[str, str] = {}
+    numbers = whole = True
     for value, source in values:
         first.setdefault(_kind(value), source)
+        number = _as_number(value) if numbers else None
+        numbers = numbers and number is not None
+        whole = whole and number is not None and number.is_integer()
     kinds = set(first)
     if kinds == {"list"}:
         return "multi_label"
     if kinds == {"text"}:
-        numbers = [_as_number(value) for value, _ in values]
-        whole = all(number is not None and number.is_integer() for number in numbers)
-        return "single_label" if None in numbers or whole else "regression"
+        return "regression" if numbers and not whole else "single_label"
     if kinds == {"truth value"} or kinds == {"whole number"}:
         return "single_label"
     if kinds <= {"whole number", "number"}:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -23,15 +24,20 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from peftkit.data.format import Text, parse
+from peftkit.data.cache import tokenizer_key
+from peftkit.data.columns import Dropped
+from peftkit.data.encoding import Made, RowEncoder
+from peftkit.data.format import ParsedRow, Text, parse
 from peftkit.data.frame import Frame
-from peftkit.data.load import DataConfig, read_records
+from peftkit.data.load import DataConfig, Record
+from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError, ConfigError, DataError
-from peftkit.events import Listener, Stage, Table, ignore
+from peftkit.events import Listener, ignore
 from peftkit.tasks.head import TokenTask, head_of
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import accepted, target_logits, unwrapped
-from peftkit.tasks.protocol import Task, TaskConfig, over_batches
+from peftkit.tasks.measure import over_batches
+from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.rows import check_dropped, named
 from peftkit.train.metrics import perplexity
 
@@ -51,6 +57,69 @@ class MaskedRow:
     input_ids: tuple[int, ...]
     maskable: tuple[int, ...]
     source: str
+
+
+class MaskedEncoder(RowEncoder):
+    """Makes a row of each text, or several of a long one; of one without words none."""
+
+    kind: ClassVar[type[MaskedRow]] = MaskedRow
+
+    def __init__(
+        self, tokenizer: Any, name: Any, max_length: int, *, splits: bool, share: float
+    ) -> None:
+        self._tokenizer, self._name, self._splits, self._share = tokenizer, name, splits, share
+        self._frame = Frame(tokenizer)
+        self._special = set(tokenizer.all_special_ids)
+        self._room = max_length - self._frame.size
+        if self._room < 1:
+            raise DataError(
+                f"Cannot use data.max_length: {max_length}.",
+                found=f"The tokenizer alone puts {self._frame.size} tokens around a text.",
+                fix="Set it to 128, for example.",
+            )
+
+    def key(self, where: str) -> object:
+        known = (self._name, self._room, self._splits, self._share)
+        return (*tokenizer_key(self._tokenizer), *known)
+
+    def read(self, records: Sequence[Record], where: str) -> ParsedRow:
+        parsed = parse(records, self._name, where=where)
+        if parsed.format != "text":
+            raise DataError(
+                f"Cannot hide tokens of {where}.",
+                found=f"Its rows have the format '{parsed.format}'.",
+                fix='Give rows {"text": "..."}; with data.format: text no other field is read.',
+            )
+        return parsed
+
+    def rows(self, read: ParsedRow) -> Made:
+        rows: list[MaskedRow | Dropped] = []
+        counts = Counter[str]()
+        for example in read.examples:
+            assert isinstance(example, Text)
+            ids = self._frame.tokens(example.text)
+            counts["long"] += len(ids) > self._room
+            found = self._rows(ids, example.source)
+            counts["targets"] += sum(num_chosen(row, self._share) for row in found)
+            rows += found or [Dropped(example.source, 0)]
+        return Made(rows, {"format": read.format}, counts, read.unused)
+
+    def _rows(self, ids: Sequence[int], source: str) -> list[MaskedRow]:
+        """Return the rows of a text; one without any token that may be hidden is left out."""
+        stop = len(ids) if self._splits else min(len(ids), self._room)
+        rows = []
+        for start in range(0, stop, self._room):
+            part = ids[start : min(start + self._room, stop)]
+            lead = len(self._frame.lead)
+            places = (lead + n for n, token in enumerate(part) if token not in self._special)
+            row = MaskedRow(tuple(self._frame.put_around(part)), tuple(places), source)
+            rows += [row] if row.maskable else []
+        return rows
+
+
+def num_chosen(row: MaskedRow, share: float) -> int:
+    """Return how many of a row's tokens are to be guessed."""
+    return max(1, round(share * len(row.maskable)))
 
 
 class MaskedLM(TokenTask):
@@ -85,57 +154,28 @@ class MaskedLM(TokenTask):
                 "tokenizer_config.json.",
             )
         self.max_length = longest(model, tokenizer, data.max_length)
-        self._frame, self._on_event = Frame(tokenizer), on_event
-        self._room = self.max_length - self._frame.size
-        if self._room < 1:
-            raise DataError(
-                f"Cannot use data.max_length: {self.max_length}.",
-                found=f"The tokenizer alone puts {self._frame.size} tokens around a text.",
-                fix="Set it to 128, for example.",
-            )
-        self._special = set(tokenizer.all_special_ids)
+        self._on_event = on_event
+        splits = config.long_texts == "split"
+        self.row_encoder = MaskedEncoder(
+            tokenizer, data.format, self.max_length, splits=splits, share=config.share
+        )
         known = unwrapped(model).get_input_embeddings().weight.shape[0]
         self._num_words = min(len(tokenizer), known)
         self._head = head_of(model)
 
-    def load(self, where: str) -> list[MaskedRow]:
-        """Read texts, each as one row or, if long, several.
-
-        Raises:
-            DataError: Rows that hold no text.
-        """
-        self._on_event(Stage(f"Reading {where}"))
-        parsed = parse(read_records(where), self.data.format, where=where)
-        if parsed.format != "text":
-            raise DataError(
-                f"Cannot hide tokens of {where}.",
-                found=f"Its rows have the format '{parsed.format}'.",
-                fix='Give rows {"text": "..."}; with data.format: text no other field is read.',
-            )
-        rows: list[MaskedRow] = []
-        dropped: list[str] = []
-        num_long = 0
-        for example in parsed.examples:
-            assert isinstance(example, Text)
-            ids = self._frame.tokens(example.text)
-            num_long += len(ids) > self._room
-            found = self._rows(ids, example.source)
-            rows += found
-            dropped += [] if found else [example.source]
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
         way = "split" if self.config.long_texts == "split" else "cut"
-        lines = [
-            ("texts read", f"{len(parsed.examples):,}"),
+        return [
+            ("texts read", f"{rows.num_read:,}"),
             ("rows made", f"{len(rows):,}"),
-            (f"{way} at {self.max_length:,} tokens", f"{num_long:,}"),
-            ("dropped: no words", named(dropped)),
-            ("tokens", f"{sum(len(row.input_ids) for row in rows):,}"),
-            ("learnt tokens", f"{sum(map(self._num_chosen, rows)):,}"),
+            (f"{way} at {self.max_length:,} tokens", f"{rows.counts['long']:,}"),
+            ("dropped: no words", named(rows.dropped(0))),
+            ("tokens", f"{int(rows.num_tokens.sum()):,}"),
+            ("learnt tokens", f"{rows.counts['targets']:,}"),
         ]
-        if parsed.unused:
-            lines.append(("fields not used", ", ".join(parsed.unused)))
-        self._on_event(Table(f"Data: {where}", ("what", "how many"), tuple(lines)))
-        check_dropped(where, len(parsed.examples), {"No words": dropped}, self.data)
-        return rows
+
+    def check(self, rows: StoredRows) -> None:
+        check_dropped(rows.where, rows.num_read, {"No words": rows.dropped(0)}, self.data)
 
     def padded(self, rows: Sequence[MaskedRow]) -> dict[str, Tensor]:
         """Return a batch with tokens hidden, padded on the right.
@@ -197,28 +237,15 @@ class MaskedLM(TokenTask):
         """Return the tokens, and which of them are padding."""
         return accepted(model, {name: batch[name] for name in ("input_ids", "attention_mask")})
 
-    def _rows(self, ids: Sequence[int], source: str) -> list[MaskedRow]:
-        """Return the rows of a text; one without any token that may be hidden is left out."""
-        stop = len(ids) if self.config.long_texts == "split" else min(len(ids), self._room)
-        rows = []
-        for start in range(0, stop, self._room):
-            part = ids[start : min(start + self._room, stop)]
-            lead = len(self._frame.lead)
-            places = (lead + n for n, token in enumerate(part) if token not in self._special)
-            row = MaskedRow(tuple(self._frame.put_around(part)), tuple(places), source)
-            rows += [row] if row.maskable else []
-        return rows
-
-    def _num_chosen(self, row: MaskedRow) -> int:
-        return max(1, round(self.config.share * len(row.maskable)))
-
     def _hidden(self, row: MaskedRow, *, fixed: bool = False) -> tuple[Tensor, Tensor]:
         """Return a row's tokens (T,) with some hidden, and the places of these, in order."""
         own = None  # torch's own generator
         if fixed or not self.model.training:
             seed = zlib.crc32(array("q", row.input_ids).tobytes())
             own = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(row.maskable), generator=own)[: self._num_chosen(row)]
+        order = torch.randperm(len(row.maskable), generator=own)[
+            : num_chosen(row, self.config.share)
+        ]
         chosen = torch.tensor(row.maskable)[order]
         fate = torch.rand(len(chosen), generator=own)
         other = torch.randint(self._num_words, (len(chosen),), generator=own)

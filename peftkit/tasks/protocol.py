@@ -11,33 +11,27 @@ class, head, processor, saving, opening, evaluating and checking follow from the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from peftkit.base.purpose import Processor, Purpose
 from peftkit.config.schema import Config
+from peftkit.data.cache import encoded
 from peftkit.data.encode import Style
-from peftkit.data.lengths import num_tokens, padded
+from peftkit.data.encoding import RowEncoder
+from peftkit.data.lazy_rows import LazyRows
+from peftkit.data.lengths import padded
 from peftkit.data.load import DataConfig, Record
-from peftkit.data.mixture import is_held_out
+from peftkit.data.stored import StoredRows
 from peftkit.errors import DataError
-from peftkit.events import Listener, Progress, ignore
+from peftkit.events import Listener, Notice, Stage, Table, ignore
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.loss import unwrapped
 from peftkit.train import task as loop
-from peftkit.train.batches import cut
-from peftkit.train.checkpoints.identity import fingerprint
-from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
-
-BATCH_SIZE = 8
-_FIX = "Cut the rows (data.max_length), or load the base quantised (nf4)."
 
 
 class Task(loop.Task, ABC):
@@ -45,6 +39,11 @@ class Task(loop.Task, ABC):
 
     predicts_tokens: ClassVar[bool] = False
     """Whether the loss is that of each token of a text, so that its exp is a perplexity."""
+    row_encoder: RowEncoder
+    """Makes rows of records."""
+    _on_event: Listener
+    _read: tuple[StoredRows, ...] = ()
+    """The files read so far."""
 
     @property
     def paths(self) -> Mapping[str, str]:
@@ -59,13 +58,61 @@ class Task(loop.Task, ABC):
         """Return the settings of the data as they are used: a default may give way to the model."""
         return data
 
-    @abstractmethod
-    def load(self, where: str) -> Sequence[Any]:
+    def load(self, where: str) -> LazyRows:
         """Read a file or data set (see `DataConfig.train`) as rows; emits the counts.
+
+        The rows are not in memory: each is read from a file of the cache when it is asked for.
 
         Raises:
             DataError: Rows cannot be used; names them.
+            RunError: The disk has no room for them.
         """
+        return self.arranged(self.encode(where))
+
+    def encode(self, where: str) -> StoredRows:
+        """Return a file's rows as the encoder makes them, and tell what became of them."""
+        self._on_event(Stage(f"Reading {where}"))
+        rows = encoded(where, self.row_encoder, on_event=self._on_event)
+        lines = [*self.counts(rows)]
+        if rows.unused:
+            lines.append(("fields not used", ", ".join(rows.unused)))
+        self._on_event(Table(f"Data: {where}", ("what", "how many"), tuple(lines)))
+        self.check(rows)
+        self._tell_repeated(rows)
+        return rows
+
+    @abstractmethod
+    def counts(self, rows: StoredRows) -> Sequence[tuple[str, str]]:
+        """Return what to tell of a file's rows: what, and how many."""
+
+    def check(self, rows: StoredRows) -> None:
+        """Refuse a file that cannot be learnt from, as a whole, and note what all rows share.
+
+        Raises:
+            DataError: Too many rows were dropped, or they are not of one kind.
+        """
+        return None
+
+    def arranged(self, rows: LazyRows) -> LazyRows:
+        """Return encoded rows as they are trained on: packed, for example."""
+        return rows
+
+    def _tell_repeated(self, rows: StoredRows) -> None:
+        """Say which rows stand there more than once, or in a file that was read before."""
+        if number := rows.num_duplicates:
+            text = (
+                f"{rows.where}: {number:,} of {len(rows):,} rows teach what one before them does."
+            )
+            self._on_event(Notice(text))
+        for other in self._read:
+            if other.where != rows.where and (number := rows.num_shared(other)):
+                self._on_event(
+                    Notice(
+                        f"{number:,} of {len(rows):,} rows of {rows.where} stand in {other.where} "
+                        "too: what is measured on them says nothing of other rows."
+                    )
+                )
+        self._read = (*self._read, rows)
 
     def num_positions(self, rows: Sequence[Any]) -> int:
         return len(rows) * padded(*rows)
@@ -82,14 +129,10 @@ class Task(loop.Task, ABC):
         """
         return None
 
-    def split(self, where: str, share: float) -> tuple[Sequence[Any], Sequence[Any]]:
+    def split(self, where: str, share: float) -> tuple[LazyRows, LazyRows]:
         """Return a file's rows and a share of them that is held out, by what each row says."""
-        rows = self.load(where)
-        held = [is_held_out(fingerprint([row]), share) for row in rows]
-        return (
-            [row for row, out in zip(rows, held, strict=True) if not out],
-            [row for row, out in zip(rows, held, strict=True) if out],
-        )
+        left, held_out = self.encode(where).held_out(share)
+        return self.arranged(left), self.arranged(held_out)
 
     @abstractmethod
     def spans(self, row: Any) -> list[tuple[str, str]]:
@@ -201,69 +244,3 @@ class TaskConfig(Config, ABC):
             PeftkitError: The model or the settings do not suit the task.
         """
         return self.task(model, processor, self, data, on_event=on_event)
-
-
-@torch.no_grad()
-def mean_loss(
-    task: Task, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
-) -> tuple[float, int]:
-    """Return the mean loss of rows and the number of targets: what most metrics begin with."""
-    total, num_targets = 0.0, 0
-    measured = over_batches(
-        task, model, rows, "Measuring the loss", on_event, partial(task.loss_sum, model)
-    )
-    for batch, loss in measured:
-        total += float(loss)
-        num_targets += task.num_targets(batch)
-    return total / num_targets, num_targets
-
-
-def over_batches(
-    task: Task,
-    model: nn.Module,
-    rows: Sequence[Any],
-    text: str,
-    on_event: Listener,
-    compute: Callable[[Mapping[str, Tensor]], Tensor],
-) -> Iterator[tuple[Mapping[str, Tensor], Tensor]]:
-    """Yield rows, shortest first, as batches where the model is, each with what is computed of it.
-
-    Batches that do not fit into memory are halved, they and those after them.
-
-    Args:
-        text: Of the progress.
-        compute: Makes the logits, or the loss, of a batch.
-
-    Raises:
-        RunError: Not even one row fits.
-    """
-    device = next(model.parameters()).device
-    ordered = sorted(rows, key=num_tokens)  # little padding
-    alike = cut(ordered, task.num_positions, len(ordered), kind=task.kind)
-    order = [row for part in alike for row in part]
-
-    def attempt(some: Sequence[Any]) -> tuple[Mapping[str, Tensor], Tensor] | None:
-        batch = {name: tensor.to(device) for name, tensor in task.collate(some).items()}
-        try:
-            return batch, compute(batch)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return None
-
-    start, size = 0, BATCH_SIZE
-    while start < len(order):
-        on_event(Progress(text, start, len(order)))
-        some = order[start : start + size]
-        kind = task.kind(some[0])
-        some = list(takewhile(lambda row: task.kind(row) == kind, some))  # noqa: B023
-        done = attempt(some)
-        if done is not None:
-            yield done
-            start += len(some)
-            continue
-        release_memory()
-        if len(some) == 1:
-            fits = lambda row: attempt([row]) is not None  # noqa: E731
-            raise too_large(some[0], order, fits, fix=_FIX)
-        size = len(some) // 2

@@ -20,18 +20,22 @@ from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, Purpose
 from peftkit.data.chat import Chat, choose_template
+from peftkit.data.columns import Dropped
+from peftkit.data.documents import style_of
 from peftkit.data.encode import Encoder, Style
+from peftkit.data.encoding import Made, RowEncoder
 from peftkit.data.format import Completion, Conversation, Example, Instruction, Text, parse
 from peftkit.data.lengths import MULTIPLE
-from peftkit.data.load import DataConfig, Record, read_records
+from peftkit.data.load import DataConfig, Record
 from peftkit.data.preferences import Pair, read_pairs_of
-from peftkit.events import Listener, Progress, Stage, Table, ignore
+from peftkit.data.stored import StoredRows
+from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.loss import accepted
-from peftkit.tasks.protocol import BATCH_SIZE, Task, TaskConfig, over_batches
+from peftkit.tasks.measure import BATCH_SIZE, over_batches
+from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.rows import check_dropped, named
 from peftkit.tasks.texts import Encoded, Texts
 
-PROGRESS_EVERY = 500
 OUTPUT = "reward"
 """Name of the head's one output."""
 
@@ -56,6 +60,59 @@ class RewardRow:
         )
 
 
+class RewardEncoder(RowEncoder):
+    """Makes a row of each pair; of one that does not fit none: its value is read at its end."""
+
+    kind: ClassVar[type[RewardRow]] = RewardRow
+
+    def __init__(self, texts: Texts, template: str | None, margin: str | None) -> None:
+        self._texts, self._template, self._margin = texts, template, margin
+        tokenizer = texts.tokenizer
+        self._encoder, self._chat = Encoder(tokenizer, template), Chat(tokenizer, template)
+        bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+        self._frames = tokenizer("a")["input_ids"][-1] != bare[-1]  # an encoder's, as BERT's [SEP]
+
+    def key(self, where: str) -> object:
+        return (*self._texts.key, self._template, self._margin)
+
+    def read(self, records: Sequence[Record], where: str) -> tuple[list[Pair], tuple[str, ...]]:
+        return read_pairs_of(records, where, margin=self._margin)
+
+    def rows(self, read: tuple[list[Pair], tuple[str, ...]]) -> Made:
+        pairs, unused = read
+        rows = [self._row(pair) or Dropped(pair.source, 0) for pair in pairs]
+        return Made(rows, {"style": self._encoder.style(pairs[0].chosen).kind}, unused=unused)
+
+    def _row(self, pair: Pair) -> RewardRow | None:
+        """Return a pair as tokens; None where one does not fit."""
+        chosen, rejected = self.encoded(pair.chosen), self.encoded(pair.rejected)
+        if chosen.is_cut or rejected.is_cut:
+            return None
+        return RewardRow(
+            chosen.input_ids + rejected.input_ids,
+            chosen.types + rejected.types,
+            (len(chosen.input_ids), len(rejected.input_ids)),
+            pair.margin or 0.0,
+            pair.source,
+        )
+
+    def encoded(self, example: Example) -> Encoded:
+        """Return the tokens of a prompt and its answer: as training reads them all."""
+        if self._frames:
+            return self._texts.encode(self._as_text(example))
+        ids = self._encoder.encode(example).input_ids
+        return Encoded(ids[: self._texts.max_length], (), len(ids) > self._texts.max_length)
+
+    def _as_text(self, example: Example) -> str:
+        if isinstance(example, Conversation):
+            return self._chat.render(example.messages, example.tools, example.source)
+        if isinstance(example, Instruction):
+            return f"{example.request}\n\n{example.output}"
+        if isinstance(example, Completion):
+            return example.prompt + example.completion
+        return example.text
+
+
 class Reward(Task):
     """Rows from pairs, batches of both documents of each, a loss of their rewards.
 
@@ -65,6 +122,7 @@ class Reward(Task):
     """
 
     num_figures: ClassVar[int] = 3
+    row_encoder: RewardEncoder
 
     def __init__(
         self,
@@ -82,9 +140,8 @@ class Reward(Task):
         template = choose_template(tokenizer, data.chat_template)
         if style is not None and style.kind == "chat":
             template = style.chat_template
-        self._encoder, self._chat = Encoder(tokenizer, template), Chat(tokenizer, template)
-        bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-        self._frames = tokenizer("a")["input_ids"][-1] != bare[-1]  # an encoder's, as BERT's [SEP]
+        self._template = template
+        self.row_encoder = RewardEncoder(self.texts, template, settings.margin)
 
     @property
     def style(self) -> Style | None:
@@ -96,66 +153,19 @@ class Reward(Task):
         """A head of classes reads one document of each row."""
         return {"pairs": "two rows"}
 
-    def load(self, where: str) -> list[RewardRow]:
-        """Read a file or data set; emits the counts.
-
-        Raises:
-            DataError: Named rows are no pairs, or too many do not fit.
-        """
-        self._on_event(Stage(f"Reading {where}"))
-        records = read_records(where)
-        pairs, unused = read_pairs_of(records, where, margin=self.settings.margin)
-        self._style = self._style or self._encoder.style(pairs[0].chosen)
-        rows, lost = [], []
-        for number, pair in enumerate(pairs):
-            if number % PROGRESS_EVERY == 0:
-                self._on_event(Progress(f"Encoding {where}", number, len(pairs)))
-            row = self._row(pair)
-            if row is None:
-                lost.append(pair.source)
-            else:
-                rows.append(row)
-        lines = [
-            ("rows read", f"{len(records):,}"),
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        most = self.texts.max_length
+        return [
+            ("rows read", f"{rows.num_read:,}"),
             ("rows kept", f"{len(rows):,}"),
-            (f"dropped: longer than {self.texts.max_length:,} tokens", named(lost)),
-            ("tokens", f"{sum(len(row.input_ids) for row in rows):,}"),
+            (f"dropped: longer than {most:,} tokens", named(rows.dropped(0))),
+            ("tokens", f"{int(rows.num_tokens.sum()):,}"),
         ]
-        if unused:
-            lines.append(("fields not used", ", ".join(unused)))
-        self._on_event(Table(f"Data: {where}", ("what", "how many"), tuple(lines)))
-        why = {f"An answer ends beyond {self.texts.max_length} tokens": lost}
-        check_dropped(where, len(records), why, self.config, "Raise data.max_length")
-        return rows
 
-    def _row(self, pair: Pair) -> RewardRow | None:
-        """Return a pair as tokens; None where one does not fit: its value is read at its end."""
-        chosen, rejected = self.encoded(pair.chosen), self.encoded(pair.rejected)
-        if chosen.is_cut or rejected.is_cut:
-            return None
-        return RewardRow(
-            chosen.input_ids + rejected.input_ids,
-            chosen.types + rejected.types,
-            (len(chosen.input_ids), len(rejected.input_ids)),
-            pair.margin or 0.0,
-            pair.source,
-        )
-
-    def encoded(self, example: Example) -> Encoded:
-        """Return the tokens of a prompt and its answer: as training reads them all."""
-        if self._frames:
-            return self.texts.encode(self._as_text(example))
-        ids = self._encoder.encode(example).input_ids
-        return Encoded(ids[: self.texts.max_length], (), len(ids) > self.texts.max_length)
-
-    def _as_text(self, example: Example) -> str:
-        if isinstance(example, Conversation):
-            return self._chat.render(example.messages, example.tools, example.source)
-        if isinstance(example, Instruction):
-            return f"{example.request}\n\n{example.output}"
-        if isinstance(example, Completion):
-            return example.prompt + example.completion
-        return example.text
+    def check(self, rows: StoredRows) -> None:
+        self._style = self._style or style_of(rows.agreed, self._template)
+        why = {f"An answer ends beyond {self.texts.max_length} tokens": rows.dropped(0)}
+        check_dropped(rows.where, rows.num_read, why, self.config, "Raise data.max_length")
 
     def num_positions(self, rows: Sequence[RewardRow]) -> int:
         """Return how many tokens the model reads of both documents of each row."""
@@ -225,7 +235,7 @@ class Reward(Task):
     ) -> list[float]:
         """Return the reward of each example; longer ones lose their end."""
         device = next(model.parameters()).device
-        documents = [self.encoded(example) for example in examples]
+        documents = [self.row_encoder.encoded(example) for example in examples]
         order = sorted(range(len(documents)), key=lambda n: len(documents[n].input_ids))
         found = [0.0] * len(documents)
         for start in range(0, len(order), BATCH_SIZE):

@@ -65,3 +65,12 @@ def named(sources: Sequence[str]) -> str:
     if not sources:
         return "0"
     return f"{len(sources):,} ({first_few(sources, MAX_NAMED, ', ')})"
+
+
+def off_prompt(where: str, number: int) -> str:
+    """Return what to say of rows whose answers begin otherwise than generation starts them."""
+    return (
+        f"{where}: in {number:,} rows the answer does not begin right after the chat template's "
+        "generation prompt (it may open a <think> that the rows lack). Generation will start "
+        "otherwise than training did; data.chat_template can change that."
+    )

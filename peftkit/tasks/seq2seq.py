@@ -17,14 +17,16 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from peftkit.data.load import DataConfig, read_records
-from peftkit.data.pairs import PairEncoder, PairRow, read_pairs
+from peftkit.data.load import DataConfig
+from peftkit.data.pairs import PairEncoder, PairRow
+from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError, ConfigError
-from peftkit.events import Listener, Progress, Stage, Table, ignore
+from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.head import TokenTask, head_of
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import unwrapped
-from peftkit.tasks.protocol import BATCH_SIZE, Task, TaskConfig, mean_loss
+from peftkit.tasks.measure import BATCH_SIZE, mean_loss
+from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.rouge import rouge_l
 from peftkit.tasks.rows import check_dropped, named
 from peftkit.train.metrics import perplexity
@@ -41,6 +43,8 @@ class Seq2Seq(TokenTask):
         DataError: A length that cannot be.
     """
 
+    row_encoder: PairEncoder
+
     def __init__(
         self,
         model: nn.Module,
@@ -56,37 +60,31 @@ class Seq2Seq(TokenTask):
         self.max_target = longest(model, tokenizer, config.max_target_length)
         self._on_event = on_event
         self._head = head_of(model)
-
-    def load(self, where: str) -> list[PairRow]:
-        """Read pairs of a source and a target, each cut to its longest length.
-
-        Raises:
-            DataError: Rows that are no such pairs; too many without a target.
-        """
-        self._on_event(Stage(f"Reading {where}"))
-        pairs, form, unused = read_pairs(
-            read_records(where), self.data.format, self.config.fields, where
+        self.row_encoder = PairEncoder(
+            tokenizer,
+            data.format,
+            config.fields,
+            prefix=config.prefix,
+            max_source=self.max_source,
+            max_target=self.max_target,
         )
-        encoder = PairEncoder(self.tokenizer, self.config.prefix, self.max_source, self.max_target)
-        made = [encoder.encode(pair) for pair in pairs]
-        rows = [row for row in made if row is not None]
-        dropped = [pair.source for pair, row in zip(pairs, made, strict=True) if row is None]
-        lines = [
-            ("format", form),
-            ("rows read", f"{len(pairs):,}"),
+
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        targets = rows.counts["targets"]
+        return [
+            ("format", rows.agreed["format"]),
+            ("rows read", f"{rows.num_read:,}"),
             ("rows kept", f"{len(rows):,}"),
-            (f"sources cut at {self.max_source:,} tokens", f"{encoder.num_cut_sources:,}"),
-            (f"targets cut at {self.max_target:,} tokens", f"{encoder.num_cut_targets:,}"),
-            ("dropped: source or target is empty", named(dropped)),
-            ("source tokens", f"{sum(len(row.input_ids) for row in rows):,}"),
-            ("learnt tokens", f"{sum(len(row.labels) for row in rows):,}"),
+            (f"sources cut at {self.max_source:,} tokens", f"{rows.counts['cut sources']:,}"),
+            (f"targets cut at {self.max_target:,} tokens", f"{rows.counts['cut targets']:,}"),
+            ("dropped: source or target is empty", named(rows.dropped(0))),
+            ("source tokens", f"{int(rows.num_tokens.sum()) - targets:,}"),
+            ("learnt tokens", f"{targets:,}"),
         ]
-        if unused:
-            lines.append(("fields not used", ", ".join(unused)))
-        self._on_event(Table(f"Data: {where}", ("what", "how many"), tuple(lines)))
-        why = {"Source or target is empty": dropped}
-        check_dropped(where, len(pairs), why, self.data)
-        return rows
+
+    def check(self, rows: StoredRows) -> None:
+        why = {"Source or target is empty": rows.dropped(0)}
+        check_dropped(rows.where, rows.num_read, why, self.data)
 
     def padded(self, rows: Sequence[PairRow]) -> dict[str, Tensor]:
         """Return a batch, padded on the right.

@@ -5,8 +5,7 @@ Shapes: B rows, L labels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -16,25 +15,27 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, ProblemType, Purpose, labels_of
-from peftkit.data.load import DataConfig, Record, read_records
+from peftkit.data.load import DataConfig, Record
+from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError, ConfigError, DataError
-from peftkit.events import Listener, Progress, Stage, Table, ignore
+from peftkit.events import Listener, ignore
 from peftkit.files.strict_json import shown
+from peftkit.tasks.labelled import LabelledEncoder, LabelledRow
 from peftkit.tasks.labels import (
     Problem,
     check_names,
     field_of,
     label_name,
     list_of,
-    number_of,
     problem_of,
+    records_of,
     sorted_names,
     text_of,
-    value_of,
 )
 from peftkit.tasks.loss import accepted, unwrapped
+from peftkit.tasks.measure import BATCH_SIZE, over_batches
 from peftkit.tasks.metrics import class_metrics, multi_label_metrics, number_metrics
-from peftkit.tasks.protocol import BATCH_SIZE, Task, TaskConfig, over_batches
+from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.texts import Texts
 
 PROBLEM_TYPES: dict[Problem, ProblemType] = {
@@ -42,25 +43,8 @@ PROBLEM_TYPES: dict[Problem, ProblemType] = {
     "multi_label": "multi_label_classification",
     "regression": "regression",
 }
-PROGRESS_EVERY = 500
 NUMBER = "value"
 """Name of the one output of a regression."""
-
-
-@dataclass(frozen=True, slots=True)
-class LabelledRow:
-    """A text and what it is.
-
-    Args:
-        input_ids, types: See `Encoded`.
-        target: Number of the label; for each label whether it has it, 1.0 or 0.0; or the number.
-        source: "train.jsonl:7".
-    """
-
-    input_ids: tuple[int, ...]
-    types: tuple[int, ...]
-    target: int | float | tuple[float, ...]
-    source: str
 
 
 class SequenceClassification(Task):
@@ -91,36 +75,34 @@ class SequenceClassification(Task):
             )
         self.labels = labels_of(settings)
         self.problem = _problem(settings, len(self.labels))
-        self._numbers = {label: number for number, label in enumerate(self.labels)}
+        fields = (config.text, config.pair, config.label)
+        self.row_encoder = LabelledEncoder(self.texts, fields, self.problem, self.labels)
 
-    def load(self, where: str) -> list[LabelledRow]:
-        """Read a file or data set; emits how many rows there are of each label.
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        return [
+            ("rows", f"{len(rows):,}"),
+            self._of_each(rows),
+            (f"cut at {self.texts.max_length:,} tokens", f"{rows.counts['cut']:,}"),
+            ("tokens", f"{int(rows.num_tokens.sum()):,}"),
+        ]
 
-        Raises:
-            DataError: A row has no text, no label, or one that the head does not know.
-        """
-        self._on_event(Stage(f"Reading {where}"))
-        records = read_records(where)
-        rows, num_cut = [], 0
-        for number, record in enumerate(records):
-            if number % PROGRESS_EVERY == 0:
-                self._on_event(Progress(f"Encoding {where}", number, len(records)))
-            pair = self.config.pair
-            second = None if pair is None else text_of(record, pair, "task.pair")
-            text = self.texts.encode(text_of(record, self.config.text, "task.text"), second)
-            num_cut += text.is_cut
-            target = self._target(record)
-            rows.append(LabelledRow(text.input_ids, text.types, target, record.source))
-        lines = [("rows", f"{len(rows):,}"), *self._counts(rows)]
-        lines.append((f"cut at {self.texts.max_length:,} tokens", f"{num_cut:,}"))
-        lines.append(("tokens", f"{sum(len(row.input_ids) for row in rows):,}"))
-        self._on_event(Table(f"Data: {where}", ("what", "how many"), tuple(lines)))
-        return rows
+    def _of_each(self, rows: StoredRows) -> tuple[str, str]:
+        values = rows.values("target")
+        if self.problem == "regression":
+            return "numbers", f"{values.min():g} to {values.max():g}"
+        if self.problem == "multi_label":
+            counts = values.view(-1, len(self.labels)).sum(0).long()
+        else:
+            counts = values.long().bincount(minlength=len(self.labels))
+        pairs = zip(self.labels, counts.tolist(), strict=True)
+        return "of each label", ", ".join(f"{name} {count:,}" for name, count in pairs)
 
     def collate(self, rows: Sequence[LabelledRow]) -> dict[str, Tensor]:
         """Return a batch of tokens, and targets: (B,), or (B, L) for several labels a row."""
         dtype = torch.long if self.problem == "single_label" else torch.float32
         targets = torch.tensor([row.target for row in rows], dtype=dtype)
+        if self.problem != "multi_label":
+            targets = targets[:, 0]
         return {**self.texts.collate(rows), "targets": targets}
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
@@ -133,12 +115,12 @@ class SequenceClassification(Task):
 
     def spans(self, row: LabelledRow) -> list[tuple[str, str]]:
         """Return the text, after the label or number that is learnt."""
-        if isinstance(row.target, tuple):
+        if self.problem == "multi_label":
             there = [name for name, on in zip(self.labels, row.target, strict=True) if on]
             label = ", ".join(there) or "none"
         else:
-            regression = self.problem == "regression"
-            label = f"{row.target:g}" if regression else self.labels[int(row.target)]
+            (target,) = row.target
+            label = f"{target:g}" if self.problem == "regression" else self.labels[int(target)]
         return [(label, self.texts.pieces(row.input_ids))]
 
     @torch.no_grad()
@@ -228,32 +210,6 @@ class SequenceClassification(Task):
             return functional.binary_cross_entropy_with_logits(logits, targets, reduction="sum")
         return functional.cross_entropy(logits, targets, reduction="sum")
 
-    def _target(self, record: Record) -> int | float | tuple[float, ...]:
-        name, source = self.config.label, record.source
-        if self.problem == "regression":
-            return value_of(field_of(record, name, "task.label"), source)
-        if self.problem == "single_label":
-            label = label_name(field_of(record, name, "task.label"), source)
-            return number_of(label, self._numbers, source)
-        there = {label_name(item, source) for item in list_of(record, name, "task.label")}
-        found = {number_of(label, self._numbers, source) for label in there}
-        return tuple(float(number in found) for number in range(len(self.labels)))
-
-    def _counts(self, rows: Sequence[LabelledRow]) -> list[tuple[str, str]]:
-        if self.problem == "regression":
-            numbers = [float(row.target) for row in rows if isinstance(row.target, int | float)]
-            return [("numbers", f"{min(numbers):g} to {max(numbers):g}")]
-        batch = torch.tensor([row.target for row in rows])
-        if batch.ndim == 1:
-            batch = functional.one_hot(batch, len(self.labels))
-        counts = [int(count) for count in batch.sum(0)]
-        return [
-            (
-                "of each label",
-                ", ".join(f"{n} {c:,}" for n, c in zip(self.labels, counts, strict=True)),
-            )
-        ]
-
 
 class SequenceClassificationConfig(TaskConfig):
     """Sequence classification: sentiment, topic, intent, entailment, a score."""
@@ -289,16 +245,18 @@ class SequenceClassificationConfig(TaskConfig):
         """Find the problem and the labels in the training data, as far as they are not given."""
         if self.problem == "regression" or (self.problem != "auto" and self.labels):
             return self
-        records = read_records(data.sources)
-        values = [(field_of(r, self.label, "task.label"), r.source) for r in records]
-        problem = problem_of(values) if self.problem == "auto" else self.problem
+        values = partial(_values, data, self.label)
+        problem = problem_of(values()) if self.problem == "auto" else self.problem
         labels = self.labels
         if problem == "multi_label" and not labels:
-            lists = (list_of(record, self.label, "task.label") for record in records)
-            pairs = [(v, r.source) for r, vs in zip(records, lists, strict=True) for v in vs]
-            labels = sorted_names((label_name(v, source) for v, source in pairs), data.train_name)
+            listed = (
+                (value, record.source)
+                for record in records_of(data)
+                for value in list_of(record, self.label, "task.label")
+            )
+            labels = sorted_names((label_name(*pair) for pair in listed), data.train_name)
         elif problem == "single_label" and not labels:
-            labels = sorted_names((label_name(v, source) for v, source in values), data.train_name)
+            labels = sorted_names((label_name(*pair) for pair in values()), data.train_name)
         return self.model_copy(update={"problem": problem, "labels": labels})
 
     @property
@@ -309,6 +267,12 @@ class SequenceClassificationConfig(TaskConfig):
             labels = (NUMBER,) if self.problem == "regression" else self.labels
             head = ClassHead(labels, PROBLEM_TYPES[self.problem], self.fresh_head)
         return Purpose(self.type, self.auto_class, self.processor, head)
+
+
+def _values(data: DataConfig, label: str) -> Iterator[tuple[Any, str]]:
+    """Yield what each training row's field says, and where the row is."""
+    for record in records_of(data):
+        yield field_of(record, label, "task.label"), record.source
 
 
 def _problem(settings: Any, num_labels: int) -> Problem:

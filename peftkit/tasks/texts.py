@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peftkit.data.cache import tokenizer_key
 from peftkit.errors import BaseError
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import unwrapped
@@ -55,6 +56,11 @@ class Texts:
                 fix="Load it for this task: load_base(..., purpose=task.purpose).",
             )
         self._pad_id = int(pad_id)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What the tokens of a text depend on."""
+        return (*tokenizer_key(self.tokenizer), self.max_length, self._pad_id)
 
     def encode(self, text: str, pair: str | None = None, *, offsets: bool = False) -> Encoded:
         """Return the tokens of a text; of a pair, the longer one loses its end first."""

@@ -8,6 +8,7 @@ Shapes: B rows, T tokens, n tagged words of the batch, L tags.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,17 +20,25 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, Purpose, labels_of
-from peftkit.data.load import DataConfig, Record, read_records
+from peftkit.data.encoding import Made, RowEncoder
+from peftkit.data.load import DataConfig, Record
+from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError, DataError
-from peftkit.events import Listener, Progress, Stage, Table, ignore
+from peftkit.events import Listener, ignore
 from peftkit.files.strict_json import shown
-from peftkit.tasks.labels import check_names, label_name, list_of, number_of, sorted_names
+from peftkit.tasks.labels import (
+    check_names,
+    label_name,
+    list_of,
+    number_of,
+    records_of,
+    sorted_names,
+)
 from peftkit.tasks.loss import accepted, unwrapped
+from peftkit.tasks.measure import over_batches
 from peftkit.tasks.metrics import are_spans, entity_metrics, tag_metrics
-from peftkit.tasks.protocol import Task, TaskConfig, over_batches
+from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.texts import Texts
-
-PROGRESS_EVERY = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,72 @@ class TaggedRow:
     places: tuple[int, ...]
     tags: tuple[int, ...]
     source: str
+
+
+class TaggedEncoder(RowEncoder):
+    """Makes a row of each record with words and their tags."""
+
+    kind: ClassVar[type[TaggedRow]] = TaggedRow
+
+    def __init__(
+        self, texts: Texts, config: TokenClassificationConfig, labels: Sequence[str]
+    ) -> None:
+        self._texts, self._config = texts, config
+        self._numbers = {label: number for number, label in enumerate(labels)}
+
+    def key(self, where: str) -> object:
+        return (*self._texts.key, self._config.words, self._config.tags, tuple(self._numbers))
+
+    def read(self, records: Sequence[Record], where: str) -> Sequence[Record]:
+        return records
+
+    def rows(self, read: Sequence[Record]) -> Made:
+        counts, rows = Counter[str](), list[Any]()
+        for record in read:
+            words, tags = self._words(record), self._tags(record)
+            if len(words) != len(tags):
+                raise DataError(
+                    f"Cannot use {record.source}: it has not as many tags as words.",
+                    found=f"{len(words)} words and {len(tags)} tags.",
+                    fix="Give each word one tag.",
+                )
+            row, is_cut = self._encode(words, tags, record.source)
+            counts.update(words=len(words), tagged=len(row.places), cut=is_cut)
+            rows.append(row)
+        return Made(rows, counts=counts)
+
+    def _encode(self, words: list[str], tags: list[str], source: str) -> tuple[TaggedRow, bool]:
+        """Tokenise the words as one text; a token belongs to the word that its last letter is in.
+
+        So the tokens are those of the text, whatever the tokenizer makes of the spaces.
+        """
+        starts = [0]
+        for word in words[:-1]:
+            starts.append(starts[-1] + len(word) + 1)
+        text = self._texts.encode(" ".join(words), offsets=True)
+        places: dict[int, int] = {}  # word -> its first token
+        for place, (start, end) in enumerate(text.offsets):
+            if end > start:  # special tokens are nowhere in the text
+                places.setdefault(bisect_right(starts, end - 1) - 1, place)
+        numbers = [number_of(tags[word], self._numbers, source) for word in places]
+        ids = text.input_ids
+        row = TaggedRow(ids, text.types, tuple(places.values()), tuple(numbers), source)
+        return row, text.is_cut
+
+    def _words(self, record: Record) -> list[str]:
+        words = list_of(record, self._config.words, "task.words")
+        wrong = [word for word in words if not isinstance(word, str) or not word.strip()]
+        if wrong or not words:
+            raise DataError(
+                f"Cannot use {record.source}: its {self._config.words!r} are not words.",
+                found=f"One is {shown(wrong[0])}." if wrong else "There are none.",
+                fix="Mend or remove the row.",
+            )
+        return words
+
+    def _tags(self, record: Record) -> list[str]:
+        tags = list_of(record, self._config.tags, "task.tags")
+        return [label_name(tag, record.source) for tag in tags]
 
 
 class TokenClassification(Task):
@@ -69,7 +144,7 @@ class TokenClassification(Task):
         *,
         on_event: Listener = ignore,
     ) -> None:
-        self.config, self._on_event = config, on_event
+        self._on_event = on_event
         if not tokenizer.is_fast:
             raise BaseError(
                 "Cannot tag words with this base.",
@@ -78,43 +153,20 @@ class TokenClassification(Task):
             )
         self.texts = Texts(model, tokenizer, data.max_length)
         self.labels = labels_of(unwrapped(model).config)
-        self._numbers = {label: number for number, label in enumerate(self.labels)}
+        self.row_encoder = TaggedEncoder(self.texts, config, self.labels)
 
-    def load(self, where: str) -> list[TaggedRow]:
-        """Read a file or data set; emits how many words there are, and how many were lost.
-
-        Raises:
-            DataError: A row has not as many tags as words, or a tag that the head does not know.
-        """
-        self._on_event(Stage(f"Reading {where}"))
-        records = read_records(where)
-        rows, num_words, num_cut = [], 0, 0
-        for number, record in enumerate(records):
-            if number % PROGRESS_EVERY == 0:
-                self._on_event(Progress(f"Encoding {where}", number, len(records)))
-            words, tags = self._words(record), self._tags(record)
-            if len(words) != len(tags):
-                raise DataError(
-                    f"Cannot use {record.source}: it has not as many tags as words.",
-                    found=f"{len(words)} words and {len(tags)} tags.",
-                    fix="Give each word one tag.",
-                )
-            row, is_cut = self._encode(words, tags, record.source)
-            num_words += len(words)
-            num_cut += is_cut
-            rows.append(row)
-        num_tagged = sum(len(row.places) for row in rows)
-        lines = (
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        return [
             ("rows", f"{len(rows):,}"),
-            ("words", f"{num_words:,}"),
-            (f"rows cut at {self.texts.max_length:,} tokens", f"{num_cut:,}"),
-            ("words without a token", f"{num_words - num_tagged:,}"),
-            ("tokens", f"{sum(len(row.input_ids) for row in rows):,}"),
-        )
-        self._on_event(Table(f"Data: {where}", ("what", "how many"), lines))
-        if num_tagged == 0:
-            raise DataError(f"Cannot use {where}.", found="No row has a word with a tag.")
-        return rows
+            ("words", f"{rows.counts['words']:,}"),
+            (f"rows cut at {self.texts.max_length:,} tokens", f"{rows.counts['cut']:,}"),
+            ("words without a token", f"{rows.counts['words'] - rows.counts['tagged']:,}"),
+            ("tokens", f"{int(rows.num_tokens.sum()):,}"),
+        ]
+
+    def check(self, rows: StoredRows) -> None:
+        if not rows.counts["tagged"]:
+            raise DataError(f"Cannot use {rows.where}.", found="No row has a word with a tag.")
 
     def collate(self, rows: Sequence[TaggedRow]) -> dict[str, Tensor]:
         """Return a batch of tokens, and of the tagged words (n,): target_index, targets, row."""
@@ -176,39 +228,6 @@ class TokenClassification(Task):
         logits: Tensor = model(**accepted(model, {**inputs, "use_cache": False})).logits
         return logits.flatten(0, 1).index_select(0, batch["target_index"]).float()
 
-    def _encode(self, words: list[str], tags: list[str], source: str) -> tuple[TaggedRow, bool]:
-        """Tokenise the words as one text; a token belongs to the word that its last letter is in.
-
-        So the tokens are those of the text, whatever the tokenizer makes of the spaces.
-        """
-        starts = [0]
-        for word in words[:-1]:
-            starts.append(starts[-1] + len(word) + 1)
-        text = self.texts.encode(" ".join(words), offsets=True)
-        places: dict[int, int] = {}  # word -> its first token
-        for place, (start, end) in enumerate(text.offsets):
-            if end > start:  # special tokens are nowhere in the text
-                places.setdefault(bisect_right(starts, end - 1) - 1, place)
-        numbers = [number_of(tags[word], self._numbers, source) for word in places]
-        ids = text.input_ids
-        row = TaggedRow(ids, text.types, tuple(places.values()), tuple(numbers), source)
-        return row, text.is_cut
-
-    def _words(self, record: Record) -> list[str]:
-        words = list_of(record, self.config.words, "task.words")
-        wrong = [word for word in words if not isinstance(word, str) or not word.strip()]
-        if wrong or not words:
-            raise DataError(
-                f"Cannot use {record.source}: its {self.config.words!r} are not words.",
-                found=f"One is {shown(wrong[0])}." if wrong else "There are none.",
-                fix="Mend or remove the row.",
-            )
-        return words
-
-    def _tags(self, record: Record) -> list[str]:
-        tags = list_of(record, self.config.tags, "task.tags")
-        return [label_name(tag, record.source) for tag in tags]
-
 
 class TokenClassificationConfig(TaskConfig):
     """Token classification: a tag for each word."""
@@ -237,7 +256,7 @@ class TokenClassificationConfig(TaskConfig):
         """Find the tags in the training data, if they are not given."""
         if self.labels:
             return self
-        lists = ((list_of(r, self.tags, "task.tags"), r.source) for r in read_records(data.sources))
+        lists = ((list_of(r, self.tags, "task.tags"), r.source) for r in records_of(data))
         names = (label_name(tag, source) for tags, source in lists for tag in tags)
         return self.model_copy(update={"labels": sorted_names(names, data.train_name)})
 

@@ -23,7 +23,7 @@ class Order:
         self.num_rows, self.rows_per_step, self.seed = num_rows, rows_per_step, seed
         self.steps_per_epoch = math.ceil(num_rows / rows_per_step)
         self._epoch = -1
-        self._shuffled: list[int] = []
+        self._shuffled = torch.empty(0, dtype=torch.int64)
 
     def position(self, step: int) -> tuple[int, int]:
         """Return the epoch of a step, and how many of the epoch's rows were used before it."""
@@ -35,7 +35,8 @@ class Order:
         epoch, start = self.position(step)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self._shuffled = torch.randperm(self.num_rows, generator=generator).tolist()
+            self._shuffled = torch.randperm(self.num_rows, generator=generator)
             self._epoch = epoch
         # strided, so that a small last group is spread evenly
-        return self._shuffled[start : start + self.rows_per_step][rank::world_size]
+        chosen: list[int] = self._shuffled[start : start + self.rows_per_step].tolist()
+        return chosen[rank::world_size]

@@ -8,7 +8,7 @@ import pytest
 
 from peftkit.data.format import Completion, Conversation, Instruction, Text
 from peftkit.data.load import Record
-from peftkit.data.preferences import read_pairs_of, read_verdicts
+from peftkit.data.preferences import check_both_labels, read_pairs_of, read_verdicts
 from peftkit.errors import DataError
 
 USER = {"role": "user", "content": "who?"}
@@ -137,10 +137,16 @@ def test_verdicts_are_examples_with_a_label() -> None:
     [
         ([{"label": True}, {"label": 1}], "a.jsonl:2: label: expected true or false, found 1"),
         ([{"label": True}, {}], "a.jsonl:2: label: .* missing"),
-        ([{"label": True}, {"label": True}], "all of its rows have one label"),
         ([{"label": True}, {"label": False, "completion": " "}], "a.jsonl:2: its answer is empty"),
     ],
 )
 def test_what_is_no_verdict_is_named(rows: list[dict[str, Any]], found: str) -> None:
     with pytest.raises(DataError, match=found):
         read_verdicts(records(*({"prompt": "a", "completion": "b"} | row for row in rows)), "a")
+
+
+def test_answers_of_one_label_alone_are_refused() -> None:
+    check_both_labels("a.jsonl", 3, 1)
+    for wanted, unwanted, value in ((2, 0, "true"), (0, 2, "false")):
+        with pytest.raises(DataError, match=f"all of its rows have one label(.|\\n)*is {value} in"):
+            check_both_labels("a.jsonl", wanted, unwanted)

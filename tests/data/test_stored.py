@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from peftkit.data import encoding, stored
+from peftkit.data import cache, load, strict_rows
+from peftkit.data.cache import cache_folder, encoded
+from peftkit.data.columns import labels_of
+from peftkit.data.documents import BEYOND, NOTHING, DocumentEncoder
 from peftkit.data.encode import Encoder
-from peftkit.data.encoding import BEYOND, NOTHING, Settings, labels_of
 from peftkit.data.format import parse
+from peftkit.data.lazy_rows import PackedRows
 from peftkit.data.load import read_records
 from peftkit.data.pack import IGNORE, pack
-from peftkit.data.stored import PackedRows, cache_folder, encoded
 from peftkit.errors import DataError, RunError
 from peftkit.events import Event, Notice, Progress
 
@@ -31,8 +33,8 @@ def write(path: Path, number: int) -> Path:
 
 
 @pytest.fixture
-def settings(tokenizer: PreTrainedTokenizerFast) -> Settings:
-    return Settings(tokenizer, None, "auto", 100)
+def encoder(tokenizer: PreTrainedTokenizerFast) -> DocumentEncoder:
+    return DocumentEncoder(tokenizer, None, "auto", 100)
 
 
 @pytest.fixture(autouse=True)
@@ -40,126 +42,133 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
-def in_memory(path: Path, settings: Settings) -> list[Any]:
+def in_memory(path: Path, tokenizer: PreTrainedTokenizerFast) -> list[Any]:
     """As rows were made before they were stored."""
-    encoder = Encoder(settings.tokenizer, settings.template)
-    parsed = parse(read_records(str(path)), settings.format, where=str(path))
-    return [encoder.encode(example) for example in parsed.examples]
+    plain = Encoder(tokenizer)
+    parsed = parse(read_records(str(path)), "auto", where=str(path))
+    return [plain.encode(example) for example in parsed.examples]
 
 
-def test_stored_rows_are_the_encoders(tmp_path: Path, settings: Settings) -> None:
+def test_stored_rows_are_the_encoders(
+    tmp_path: Path, encoder: DocumentEncoder, tokenizer: PreTrainedTokenizerFast
+) -> None:
     path = write(tmp_path / "a.jsonl", 83)
-    rows, plain = encoded(str(path), settings), in_memory(path, settings)
-    short = [row for row in plain if len(row.input_ids) <= settings.max_length]
+    rows, plain = encoded(str(path), encoder), in_memory(path, tokenizer)
+    short = [row for row in plain if len(row.input_ids) <= 100]
     kept = {row.source: row for row in rows}
     assert all(kept[row.source] == row for row in short)
     assert rows.num_read == 83
-    assert rows.num_cut == len(plain) - len(short) > 0
-    assert max(rows.num_tokens) == settings.max_length
+    assert rows.counts["cut"] == len(plain) - len(short) > 0
+    assert max(rows.num_tokens) == 100
     assert list(rows.num_tokens) == [len(row.input_ids) for row in rows]
-    assert rows.num_targets == sum(row.num_targets for row in rows)
-    assert rows.facts["unused"] == ["note"]
+    assert rows.counts["targets"] == sum(row.num_targets for row in rows)
+    assert rows.unused == ["note"]
     assert rows[-1] == rows[82]
     assert [row.source for row in rows[1:9:3]] == [rows[n].source for n in (1, 4, 7)]
     assert rows[5] is rows[5]
 
 
 def test_processes_make_the_same_rows(
-    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, encoder: DocumentEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.jsonl", 83)
-    alone = encoded(str(path), settings)
+    alone = encoded(str(path), encoder)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "other"))
-    monkeypatch.setattr(encoding, "BLOCK_BYTES", 700)
-    together = encoded(str(path), settings, processes=2)
+    monkeypatch.setattr(strict_rows, "PART_BYTES", 700)
+    together = encoded(str(path), encoder, processes=2)
     assert list(together) == list(alone)
     assert together.fingerprint == alone.fingerprint
 
 
 def test_a_second_start_encodes_nothing(
-    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    encoder: DocumentEncoder,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = write(tmp_path / "a.jsonl", 9)
-    first = encoded(str(path), settings)
+    first = encoded(str(path), encoder)
     elsewhere = path.rename(tmp_path / "b.jsonl")
 
     def never(*args: Any) -> Any:
         raise AssertionError("it encodes")
 
-    monkeypatch.setattr(stored, "blocks", never)
-    again = encoded(str(elsewhere), settings)
+    monkeypatch.setattr(cache, "blocks", never)
+    again = encoded(str(elsewhere), encoder)
     assert [row.input_ids for row in again] == [row.input_ids for row in first]
     assert again[0].source == f"{elsewhere}:1"
-    for changed in (Settings(settings.tokenizer, None, "auto", 99), settings):
-        if changed is settings:
+    for changed in (DocumentEncoder(tokenizer, None, "auto", 99), encoder):
+        if changed is encoder:
             elsewhere.write_text(elsewhere.read_text().replace("Say 3", "Say 7"))
         with pytest.raises(AssertionError, match="it encodes"):
             encoded(str(elsewhere), changed)
 
 
-def test_a_harmed_file_of_the_cache_is_made_again(tmp_path: Path, settings: Settings) -> None:
+def test_a_harmed_file_of_the_cache_is_made_again(tmp_path: Path, encoder: DocumentEncoder) -> None:
     path = write(tmp_path / "a.jsonl", 9)
-    before = list(encoded(str(path), settings))
+    before = list(encoded(str(path), encoder))
     (folder,) = cache_folder().iterdir()
     rows = folder / "rows.arrow"
     rows.write_bytes(rows.read_bytes()[:200])
-    assert list(encoded(str(path), settings)) == before
+    assert list(encoded(str(path), encoder)) == before
 
 
 def test_two_that_make_one_cache_both_have_it(
-    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, encoder: DocumentEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, real = write(tmp_path / "a.jsonl", 9), stored.blocks
+    path, real = write(tmp_path / "a.jsonl", 9), cache.blocks
 
     def meanwhile(*args: Any) -> Any:
-        monkeypatch.setattr(stored, "blocks", real)
-        encoded(str(path), settings)  # another process is first
+        monkeypatch.setattr(cache, "blocks", real)
+        encoded(str(path), encoder)  # another process is first
         return real(*args)
 
-    monkeypatch.setattr(stored, "blocks", meanwhile)
-    assert len(encoded(str(path), settings)) == 9
+    monkeypatch.setattr(cache, "blocks", meanwhile)
+    assert len(encoded(str(path), encoder)) == 9
     assert len(list(cache_folder().iterdir())) == 1
 
 
 def test_a_full_disk_is_one_message_and_leaves_nothing(
-    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, encoder: DocumentEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any) -> Any:
         raise OSError(28, "No space left on device")
         yield
 
-    monkeypatch.setattr(stored, "blocks", full)
+    monkeypatch.setattr(cache, "blocks", full)
     with pytest.raises(RunError, match=r"No space left(.|\n)*HF_HOME"):
-        encoded(str(write(tmp_path / "a.jsonl", 9)), settings)
+        encoded(str(write(tmp_path / "a.jsonl", 9)), encoder)
     assert not list(cache_folder().iterdir())
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_wrong_rows_are_named_by_line_and_counted(
-    tmp_path: Path, settings: Settings, processes: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, encoder: DocumentEncoder, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoding, "BLOCK_BYTES", 700)
-    monkeypatch.setattr(encoding, "BLOCK_ROWS", 10)
+    monkeypatch.setattr(strict_rows, "PART_BYTES", 700)
+    monkeypatch.setattr(DocumentEncoder, "at_once", 10)
     path = write(tmp_path / "a.jsonl", 83)
     lines = path.read_text().splitlines()
     for number in (40, 77):
         lines[number - 1] = json.dumps({"instruction": 3, "output": "x"})
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(DataError, match=r"2 of 8\d rows(.|\n)*a\.jsonl:40(.|\n)*a\.jsonl:77"):
-        encoded(str(path), settings, processes=processes)
+        encoded(str(path), encoder, processes=processes)
     assert not list(cache_folder().iterdir())
     lines[39] = '{"instruction": '
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(DataError, match=r"a\.jsonl:40"):
-        encoded(str(path), settings, processes=processes)
+        encoded(str(path), encoder, processes=processes)
 
 
-def test_what_is_dropped_keeps_its_source(tmp_path: Path, settings: Settings) -> None:
+def test_what_is_dropped_keeps_its_source(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     rows = [{"prompt": "a" * 300, "completion": "b"}, {"prompt": "a", "completion": " "}]
     rows += [{"prompt": f"a{n % 2}", "completion": "b"} for n in range(4)]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = encoded(str(path), Settings(settings.tokenizer, None, "auto", 20))
+    found = encoded(str(path), DocumentEncoder(tokenizer, None, "auto", 20))
     assert found.dropped(BEYOND) == [f"{path}:1"]
     assert found.dropped(NOTHING) == [f"{path}:2"]
     assert [row.source for row in found] == [f"{path}:{n}" for n in (3, 4, 5, 6)]
@@ -167,8 +176,8 @@ def test_what_is_dropped_keeps_its_source(tmp_path: Path, settings: Settings) ->
     assert found.num_shared(found) == 4
 
 
-def test_packed_rows_are_those_of_pack(tmp_path: Path, settings: Settings) -> None:
-    rows = encoded(str(write(tmp_path / "a.jsonl", 83)), settings)
+def test_packed_rows_are_those_of_pack(tmp_path: Path, encoder: DocumentEncoder) -> None:
+    rows = encoded(str(write(tmp_path / "a.jsonl", 83)), encoder)
     packed = PackedRows(rows, 100)
     assert list(packed) == pack(list(rows), 100)
     assert list(packed.num_tokens) == [len(row.input_ids) for row in packed]
@@ -176,26 +185,26 @@ def test_packed_rows_are_those_of_pack(tmp_path: Path, settings: Settings) -> No
     assert list(packed.document_lengths) == list(rows.num_tokens)
 
 
-def test_other_files_are_stored_too(tmp_path: Path, settings: Settings) -> None:
-    plain = list(encoded(str(write(tmp_path / "a.jsonl", 9)), settings))
+def test_other_files_are_stored_too(tmp_path: Path, encoder: DocumentEncoder) -> None:
+    plain = list(encoded(str(write(tmp_path / "a.jsonl", 9)), encoder))
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().split("\n") if line]
     (tmp_path / "a.json").write_text(json.dumps(rows))
-    again = encoded(str(tmp_path / "a.json"), settings)
+    again = encoded(str(tmp_path / "a.json"), encoder)
     assert [row.input_ids for row in again] == [row.input_ids for row in plain]
 
 
 def test_progress_and_speed_are_told(
-    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, encoder: DocumentEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoding, "BLOCK_ROWS", 10)
-    monkeypatch.setattr(stored, "TOLD_ROWS", 50)
+    monkeypatch.setattr(DocumentEncoder, "at_once", 10)
+    monkeypatch.setattr(cache, "TOLD_ROWS", 50)
     path, events = write(tmp_path / "a.jsonl", 83), list[Event]()
-    encoded(str(path), settings, on_event=events.append)
+    encoded(str(path), encoder, on_event=events.append)
     told = [event for event in events if isinstance(event, Progress)]
     assert len(told) == 9
     assert told[-1].done == told[-1].total
     assert told[0].done < told[-1].done
-    encoded(str(path), settings, on_event=events.append)
+    encoded(str(path), encoder, on_event=events.append)
     notices = [event.text for event in events if isinstance(event, Notice)]
     assert "rows/s" in notices[0]
     assert "encoded before" in notices[1]

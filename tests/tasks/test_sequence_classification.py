@@ -72,7 +72,7 @@ def test_numbers_of_a_csv_file_are_a_regression_if_asked_for(tmp_path, bert) -> 
     file.write_text("text,label\na pizza,3\nthe dog,5\n")
     assert SequenceClassificationConfig().resolve(DataConfig(train=str(file))).labels == ("3", "5")
     base, task = made(bert, str(file), problem="regression")
-    assert [row.target for row in task.load(str(file))] == [3.0, 5.0]
+    assert [row.target for row in task.load(str(file))] == [(3.0,), (5.0,)]
     assert base.model.config.num_labels == 1
 
 

@@ -51,7 +51,7 @@ def test_first_piece_of_each_word_carries_its_tag(bert, tmp_path) -> None:
     pieces = word_pieces()
     task.texts.tokenizer = pieces
     words, tags = WORDS[0]
-    row, is_cut = task._encode(words, tags, "here")
+    row, is_cut = task.row_encoder._encode(words, tags, "here")
     expected = pieces(words, is_split_into_words=True)
     first = [expected.word_ids().index(number) for number in range(len(words))]
     assert list(row.input_ids) == expected["input_ids"]
@@ -159,5 +159,5 @@ def test_a_tokenizer_that_knows_no_places_is_refused(bert, tmp_path) -> None:
         is_fast = False
 
     with pytest.raises(BaseError, match=r"tokenizer\.json"):
-        TokenClassification(base.model, Slow(), task.config, DataConfig(train=data))
+        TokenClassification(base.model, Slow(), TokenClassificationConfig(), DataConfig(train=data))
     assert tiny_tokenizer().is_fast

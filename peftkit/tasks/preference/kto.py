@@ -2,23 +2,76 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from peftkit.data.columns import Dropped
+from peftkit.data.encoding import Made
+from peftkit.data.lazy_rows import LazyRows
 from peftkit.data.lengths import MULTIPLE
 from peftkit.data.load import Record
-from peftkit.data.pack import IGNORE
-from peftkit.data.preferences import read_verdicts
+from peftkit.data.pack import cut_document
+from peftkit.data.preferences import Verdict, check_both_labels, read_verdicts
+from peftkit.data.stored import StoredRows
 from peftkit.tasks.preference.losses import kto_losses
-from peftkit.tasks.preference.rows import Compared, compared, with_other_answers
+from peftkit.tasks.preference.rows import AnswerEncoder, Compared, Judged, answer_start
 from peftkit.tasks.preference.task import Preference, summed
 from peftkit.tasks.unpadding import num_positions
 
 OTHER = "other_"
 """How the names of a batch begin that are of the prompts with other prompts' answers."""
+
+
+Read = tuple[list[Verdict], tuple[str, ...], str]
+
+
+class JudgedEncoder(AnswerEncoder):
+    """Makes a row of each judged answer; of one that is cut away none."""
+
+    kind: ClassVar[type[Judged]] = Judged
+
+    def read(self, records: Sequence[Record], where: str) -> Read:
+        return read_verdicts(records, where)
+
+    def rows(self, read: Read) -> Made:
+        verdicts, unused, name = read
+        rows, counts = list[Any](), Counter[str]()
+        for verdict in verdicts:
+            whole = self.encode(verdict.example)
+            row = cut_document(whole, self.max_length)
+            counts["wanted" if verdict.wanted else "unwanted"] += 1
+            if row.num_targets == 0:
+                rows.append(Dropped(verdict.source, 0))
+                continue
+            is_cut = row is not whole
+            counts.update(cut=is_cut, targets=row.num_targets)
+            start = answer_start(row)
+            rows.append(
+                Judged(row.input_ids, row.labels, start, is_cut, verdict.wanted, verdict.source)
+            )
+        return Made(rows, {**self.agreed(verdicts[0].example), "format": name}, counts, unused)
+
+
+class WithOtherAnswers(LazyRows):
+    """Judged answers, each with its prompt before the answer of the row before it.
+
+    What KTO measures its reference point on; of the first row it is the last one's answer. TRL
+    takes the same within each of its batches.
+    """
+
+    def __init__(self, rows: LazyRows, starts: Tensor, max_length: int) -> None:
+        self._rows, self._max_length = rows, max_length
+        other = starts + (rows.num_tokens - starts).roll(1)
+        both = rows.num_tokens + other.clamp(max=max_length)
+        super().__init__(both.int(), f"{rows.fingerprint} with the answers before")
+
+    def row(self, place: int) -> Compared:
+        own, before = self._rows.row(place), self._rows.row((place or len(self)) - 1)
+        return own.beside(before, self._max_length)
 
 
 class KTO(Preference):
@@ -31,20 +84,19 @@ class KTO(Preference):
     num_figures: ClassVar[int] = 8
     needs_whole_step: ClassVar[bool] = True
 
-    def read(
-        self, records: Sequence[Record], where: str
-    ) -> tuple[list[Compared | None], list[tuple[str, str]], tuple[str, ...]]:
-        verdicts, unused, name = read_verdicts(records, where)
-        own = self.encoded([verdict.example for verdict in verdicts], where)
-        rows = [
-            compared(first, second, self.max_length, wanted=verdict.wanted)
-            if any(label != IGNORE for label in first.labels[: self.max_length])
-            else None
-            for verdict, first, second in zip(verdicts, own, with_other_answers(own), strict=True)
-        ]
-        wanted = sum(verdict.wanted for verdict in verdicts)
-        lines = [("format", name), ("wanted, unwanted", f"{wanted:,}, {len(own) - wanted:,}")]
-        return rows, lines, unused
+    encoder_type: ClassVar[type[AnswerEncoder]] = JudgedEncoder
+
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        wanted = f"{rows.counts['wanted']:,}, {rows.counts['unwanted']:,}"
+        first = [("format", rows.agreed["format"]), ("wanted, unwanted", wanted)]
+        return [*first, *super().counts(rows)]
+
+    def check(self, rows: StoredRows) -> None:
+        check_both_labels(rows.where, rows.counts["wanted"], rows.counts["unwanted"])
+        super().check(rows)
+
+    def arranged(self, rows: LazyRows) -> LazyRows:
+        return WithOtherAnswers(rows, rows.values("start"), self.max_length)
 
     @property
     def paths(self) -> dict[str, str]:

@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from peftkit.data.columns import Dropped
+from peftkit.data.encoding import Made
 from peftkit.data.load import Record
 from peftkit.data.pack import IGNORE
-from peftkit.data.preferences import read_pairs_of
+from peftkit.data.preferences import Pair, read_pairs_of
+from peftkit.data.stored import StoredRows
 from peftkit.tasks.preference.losses import Answers, pair_losses, rewards
-from peftkit.tasks.preference.rows import Compared, after_common_tokens, compared
+from peftkit.tasks.preference.rows import AnswerEncoder, Compared, after_common_tokens, compared
 from peftkit.tasks.preference.task import Preference, summed, whole_answers
+
+Read = tuple[list[Pair], tuple[str, ...]]
+
+
+class ComparedEncoder(AnswerEncoder):
+    """Makes a row of each pair; of one whose difference is cut away none."""
+
+    kind: ClassVar[type[Compared]] = Compared
+
+    def read(self, records: Sequence[Record], where: str) -> Read:
+        return read_pairs_of(records, where)
+
+    def rows(self, read: Read) -> Made:
+        pairs, unused = read
+        rows, counts = list[Any](), Counter[str]()
+        for pair in pairs:
+            both = self.encode(pair.chosen), self.encode(pair.rejected)
+            both = after_common_tokens(*both) if pair.shared else both
+            row = compared(*both, self.max_length)
+            rows.append(row or Dropped(pair.source, 0))
+            if row is not None:
+                counts.update(cut=row.is_cut, targets=row.num_targets, common=row.common)
+        return Made(rows, self.agreed(pairs[0].chosen), counts, unused)
 
 
 class PreferencePairs(Preference):
@@ -21,17 +48,11 @@ class PreferencePairs(Preference):
 
     num_figures: ClassVar[int] = 6
 
-    def read(
-        self, records: Sequence[Record], where: str
-    ) -> tuple[list[Compared | None], list[tuple[str, str]], tuple[str, ...]]:
-        pairs, unused = read_pairs_of(records, where)
-        chosen = self.encoded([pair.chosen for pair in pairs], where)
-        rejected = self.encoded([pair.rejected for pair in pairs], where)
-        rows = []
-        for pair, first, second in zip(pairs, chosen, rejected, strict=True):
-            both = after_common_tokens(first, second) if pair.shared else (first, second)
-            rows.append(compared(*both, self.max_length))
-        return rows, [], unused
+    encoder_type: ClassVar[type[AnswerEncoder]] = ComparedEncoder
+
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        common = f"{rows.counts['common']:,}"
+        return [*super().counts(rows), ("tokens common to both answers, once more", common)]
 
     def _batch(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
         if self.settings.loss != "orpo":

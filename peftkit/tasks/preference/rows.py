@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol
 
-from peftkit.data.pack import IGNORE, Row
+from peftkit.data.cache import tokenizer_key
+from peftkit.data.encode import Encoder
+from peftkit.data.encoding import RowEncoder
+from peftkit.data.format import Example
+from peftkit.data.pack import IGNORE, Learnt, Row, cut_document
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class Compared:
     """
 
     input_ids: tuple[int, ...]
-    labels: tuple[int, ...]
+    labels: Learnt
     lengths: tuple[int, int]
     common: int
     is_cut: bool
@@ -48,6 +52,53 @@ class Compared:
         return sum(label != IGNORE for label in self.labels)
 
 
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """An answer that is wanted or not, after its prompt.
+
+    Args:
+        input_ids, labels: As of a `Row`; labels count in the answer.
+        start: Where the answer begins. is_cut: Whether its end is missing.
+        source: "train.jsonl:7".
+    """
+
+    input_ids: tuple[int, ...]
+    labels: Learnt
+    start: int
+    is_cut: bool
+    wanted: bool
+    source: str
+
+    def beside(self, other: Judged, max_length: int) -> Compared:
+        """Return it, and its prompt with the answer of another."""
+        ids = self.input_ids[: self.start] + other.input_ids[other.start :]
+        labels = (IGNORE,) * self.start + other.labels[other.start :]
+        own = Row(self.input_ids, self.labels, (len(self.input_ids),), self.source)
+        mixed = Row(ids, labels, (len(ids),), self.source)
+        found = compared(own, mixed, max_length, wanted=self.wanted)
+        assert found is not None, self.source
+        return replace(found, is_cut=self.is_cut or other.is_cut or found.is_cut)
+
+
+class AnswerEncoder(RowEncoder):
+    """Makes rows of answers after their prompts, of at most `max_length` tokens."""
+
+    def __init__(self, tokenizer: Any, template: str | None, max_length: int) -> None:
+        self._tokenizer, self._template, self.max_length = tokenizer, template, max_length
+        self._encoder = Encoder(tokenizer, template)
+
+    def key(self, where: str) -> object:
+        return (*tokenizer_key(self._tokenizer), self._template, self.max_length)
+
+    def encode(self, example: Example) -> Row:
+        """Return an example as tokens, uncut."""
+        return self._encoder.encode(example)
+
+    def agreed(self, example: Example) -> dict[str, str]:
+        """Return what all rows have in common with this one."""
+        return {"style": self._encoder.style(example).kind}
+
+
 def compared(first: Row, second: Row, max_length: int, **more: Any) -> Compared | None:
     """Return two documents, cut to a length; None where an answer, or their difference, is lost.
 
@@ -56,11 +107,7 @@ def compared(first: Row, second: Row, max_length: int, **more: Any) -> Compared 
     Args:
         more: Other fields of `Compared`.
     """
-    documents = [
-        Row(d.input_ids[:max_length], d.labels[:max_length], (min(d.lengths[0], max_length),), "")
-        for d in (first, second)
-    ]
-    a, b = documents
+    a, b = (cut_document(document, max_length) for document in (first, second))
     is_pair = more.get("wanted") is None  # another prompt's answer may be the same one
     if not (a.num_targets and b.num_targets) or (is_pair and a.input_ids == b.input_ids):
         return None
@@ -93,20 +140,6 @@ def after_common_tokens(a: Row, b: Row) -> tuple[Row, Row]:
     shared = next((n for n, (x, y) in enumerate(pairs) if x != y), min(*a.lengths, *b.lengths))
     labels = [(IGNORE,) * shared + row.labels[shared:] for row in (a, b)]
     return replace(a, labels=labels[0]), replace(b, labels=labels[1])
-
-
-def with_other_answers(rows: Sequence[Row]) -> list[Row]:
-    """Return each row's prompt with the answer of the row before it, of the first with the last's.
-
-    What KTO measures its reference point on; TRL takes the same within each of its batches.
-    """
-    made = []
-    for row, other in zip(rows, (rows[-1], *rows[:-1]), strict=True):
-        start, at = answer_start(row), answer_start(other)
-        ids = row.input_ids[:start] + other.input_ids[at:]
-        labels = (IGNORE,) * start + other.labels[at:]
-        made.append(Row(ids, labels, (len(ids),), row.source))
-    return made
 
 
 class Decoder(Protocol):

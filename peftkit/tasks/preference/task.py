@@ -8,7 +8,6 @@ Shapes: B rows, D = 2 B documents, n answer tokens of them all.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -17,25 +16,24 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.data.chat import choose_template
-from peftkit.data.encode import Encoder, Style
-from peftkit.data.format import Example
+from peftkit.data.documents import style_of
+from peftkit.data.encode import Style
 from peftkit.data.lengths import MULTIPLE
-from peftkit.data.load import DataConfig, Record, read_records
+from peftkit.data.load import DataConfig
 from peftkit.data.pack import IGNORE, Row, collate
-from peftkit.events import Listener, Progress, Stage, Table, ignore
+from peftkit.data.stored import StoredRows
+from peftkit.events import Listener, ignore
 from peftkit.model.modes import adapters_off
 from peftkit.tasks.head import TokenTask, head_of, token_log_probs
 from peftkit.tasks.isolation import check_causal
 from peftkit.tasks.length import exact_length
+from peftkit.tasks.measure import over_batches
 from peftkit.tasks.preference.losses import LossName
 from peftkit.tasks.preference.reference import Reference, ReferenceValues
-from peftkit.tasks.preference.rows import Compared, pieces
-from peftkit.tasks.protocol import over_batches
+from peftkit.tasks.preference.rows import AnswerEncoder, Compared, pieces
 from peftkit.tasks.rows import agreed_style, check_dropped, named
 from peftkit.tasks.unpadding import num_positions
 from peftkit.train.task import Beginning
-
-PROGRESS_EVERY = 500
 
 
 class Settings(Protocol):
@@ -70,6 +68,7 @@ class Preference(TokenTask):
 
     predicts_tokens: ClassVar[bool] = False
     is_causal: ClassVar[bool] = True
+    encoder_type: ClassVar[type[AnswerEncoder]]
 
     def __init__(
         self,
@@ -89,7 +88,8 @@ class Preference(TokenTask):
         template = choose_template(tokenizer, data.chat_template)
         if style is not None and style.kind == "chat":
             template = style.chat_template
-        self._encoder = Encoder(tokenizer, template)
+        self._template = template
+        self.row_encoder = self.encoder_type(tokenizer, template, self.max_length)
         pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self._pad_id: int = next(token for token in pads if token is not None)
         self._reference = Reference(partial(adapters_off, model))
@@ -120,51 +120,21 @@ class Preference(TokenTask):
         if self.settings.needs_reference:
             self._values.find(model, self._reference, beginning)
 
-    def load(self, where: str) -> list[Compared]:
-        """Read a file or data set; emits the counts.
-
-        Raises:
-            DataError: Named rows are no comparisons, or too many do not fit.
-        """
-        self._on_event(Stage(f"Reading {where}"))
-        records = read_records(where)
-        found, lines, unused = self.read(records, where)
-        rows = [row for row in found if row is not None]
-        kept = {row.source for row in rows}
-        lost = [record.source for record in records if record.source not in kept]
-        num_cut = sum(row.is_cut for row in rows)
-        lines = [
-            *lines,
-            ("rows read", f"{len(records):,}"),
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        return [
+            ("rows read", f"{rows.num_read:,}"),
             ("rows kept", f"{len(rows):,}"),
-            (f"cut at {self.max_length:,} tokens", f"{num_cut:,}"),
-            ("dropped: no answer, or no difference, before the cut", named(lost)),
-            ("tokens", f"{sum(len(row.input_ids) for row in rows):,}"),
-            ("of them common to both answers, once more", f"{sum(r.common for r in rows):,}"),
-            ("answer tokens", f"{sum(row.num_targets for row in rows):,}"),
+            (f"cut at {self.max_length:,} tokens", f"{rows.counts['cut']:,}"),
+            ("dropped: no answer, or no difference, before the cut", named(rows.dropped(0))),
+            ("tokens", f"{int(rows.num_tokens.sum()):,}"),
+            ("answer tokens", f"{rows.counts['targets']:,}"),
         ]
-        if unused:
-            lines.append(("fields not used", ", ".join(unused)))
-        self._on_event(Table(f"Data: {where}", ("what", "how many"), tuple(lines)))
-        why = {f"Nothing to compare within {self.max_length} tokens": lost}
-        check_dropped(where, len(records), why, self.config, "Raise data.max_length")
-        return rows
 
-    @abstractmethod
-    def read(
-        self, records: Sequence[Record], where: str
-    ) -> tuple[list[Compared | None], list[tuple[str, str]], tuple[str, ...]]:
-        """Return the rows of a file, None for each that does not fit; its counts; unused fields."""
-
-    def encoded(self, examples: Sequence[Example], where: str) -> list[Row]:
-        """Return examples as tokens, uncut."""
-        self._style = agreed_style(self._style, self._encoder.style(examples[0]), where)
-        made = []
-        for number, example in enumerate(examples):
-            if number % PROGRESS_EVERY == 0:
-                self._on_event(Progress(f"Encoding {where}", number, len(examples)))
-            made.append(self._encoder.encode(example))
-        return made
+    def check(self, rows: StoredRows) -> None:
+        style = style_of(rows.agreed, self._template)
+        self._style = agreed_style(self._style, style, rows.where)
+        why = {f"Nothing to compare within {self.max_length} tokens": rows.dropped(0)}
+        check_dropped(rows.where, rows.num_read, why, self.config, "Raise data.max_length")
 
     def num_positions(self, rows: Sequence[Compared]) -> int:
         """Return how many positions the documents of rows take that go through at once."""

@@ -79,9 +79,9 @@ def _of_all_lengths(rows: Sequence[Any]) -> Sequence[Any]:
     """Return the rows, or of very many some, the shortest and the longest among them."""
     if len(rows) <= LOOKED_AT:
         return rows
-    lengths = tokens_of_each(rows)
-    order = sorted(range(len(rows)), key=lengths.__getitem__)
-    return [rows[order[n * (len(order) - 1) // (LOOKED_AT - 1)]] for n in range(LOOKED_AT)]
+    order = tokens_of_each(rows).sort(stable=True).indices
+    places = torch.arange(LOOKED_AT) * (len(rows) - 1) // (LOOKED_AT - 1)
+    return [rows[n] for n in order[places].tolist()]
 
 
 def _is_planned(learner: Learner) -> bool:
@@ -250,7 +250,7 @@ def _try_to_compile(learner: Learner, rows: Sequence[Any]) -> str:
 def work_of(learner: Learner, rows: Sequence[Any], num_steps: int) -> float:
     """Return the tokens of the whole run times the parameters of the model."""
     per_step = learner.config.rows_per_step(learner.ranks.world_size)
-    tokens = sum(tokens_of_each(rows)) * num_steps * min(per_step / len(rows), 1.0)
+    tokens = int(tokens_of_each(rows).sum()) * num_steps * min(per_step / len(rows), 1.0)
     return tokens * audit(learner.model).num_parameters
 
 

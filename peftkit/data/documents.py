@@ -1,0 +1,70 @@
+"""Rows of one document each, for causal language modelling."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from peftkit.data.cache import tokenizer_key
+from peftkit.data.columns import Dropped
+from peftkit.data.encode import STYLES, Encoder, Style
+from peftkit.data.encoding import Made, RowEncoder
+from peftkit.data.format import ParsedRow, parse
+from peftkit.data.load import FormatName, Record
+from peftkit.data.pack import IGNORE, Row, cut_document
+
+NOTHING, BEYOND = 0, 1
+"""Why a row is dropped: nothing to learn; its answer lies beyond the cut."""
+
+
+class DocumentEncoder(RowEncoder):
+    """Makes a row of tokens of each record, cut to a length.
+
+    Args:
+        template: A chat template's text, used instead of the tokenizer's own.
+    """
+
+    kind: ClassVar[type[Row]] = Row
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str | None,
+        format: Literal["auto"] | FormatName,
+        max_length: int,
+    ) -> None:
+        self._encoder = Encoder(tokenizer, template)
+        self._tokenizer, self._template = tokenizer, template
+        self._format, self._max_length = format, max_length
+
+    def key(self, where: str) -> object:
+        known = (self._template, self._format, self._max_length)
+        return (*tokenizer_key(self._tokenizer), *known)
+
+    def read(self, records: Sequence[Record], where: str) -> ParsedRow:
+        return parse(records, self._format, where=where)
+
+    def rows(self, read: ParsedRow) -> Made:
+        encoder, counts = self._encoder, Counter[str]()
+        before = encoder.num_off_prompt
+        rows: list[Row | Dropped] = []
+        for example in read.examples:
+            row = encoder.encode(example)
+            cut = cut_document(row, self._max_length)
+            if cut.num_targets == 0:
+                why = NOTHING if all(label == IGNORE for label in row.labels) else BEYOND
+                rows.append(Dropped(row.source, why))
+                continue
+            counts["cut"] += len(row.input_ids) > self._max_length
+            counts["targets"] += cut.num_targets
+            rows.append(cut)
+        counts["off_prompt"] = encoder.num_off_prompt - before
+        style: str = encoder.style(read.examples[0]).kind
+        return Made(rows, {"format": str(read.format), "style": style}, counts, read.unused)
+
+
+def style_of(agreed: Mapping[str, str], template: str | None) -> Style:
+    """Return how generation has to prompt a model that learnt from rows that agreed on this."""
+    kind = next(one for one in STYLES if one == agreed["style"])
+    return Style(kind, template if kind == "chat" else None)
