@@ -153,7 +153,7 @@ def test_a_tag_that_training_never_saw_is_refused_with_its_row(bert, tmp_path) -
 
 def test_a_tokenizer_that_knows_no_places_is_refused(bert, tmp_path) -> None:
     data = write_words(tmp_path / "rows.jsonl")
-    base, task, _ = made(bert, data)
+    base, _, _ = made(bert, data)
 
     class Slow:
         is_fast = False
