@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from peftkit.data import cache, load, strict_rows
+from peftkit.data import cache, strict_rows
 from peftkit.data.cache import cache_folder, encoded
 from peftkit.data.columns import labels_of
 from peftkit.data.documents import BEYOND, NOTHING, DocumentEncoder
