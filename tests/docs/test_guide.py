@@ -18,9 +18,9 @@ import yaml
 
 import peftkit
 from peftkit import PeftkitError, load_recipe
+from peftkit.data.class_folders import iterate_images
 from peftkit.data.format import parse as parse_rows
 from peftkit.data.image_rows import parse_with_images
-from peftkit.data.images import read_images
 from peftkit.data.load import DataConfig, read_records
 from peftkit.data.pairs import read_pairs
 from peftkit.data.preferences import read_pairs_of, read_verdicts
@@ -220,7 +220,7 @@ def read(block: Block, folder: Path, model: Any = None, tokenizer: Any = None) -
         parse_with_images(records, "auto", where=where)
     elif task.type == "image_classification":
         task.resolve(DataConfig(train=where))
-        return len(read_images(where, task.image, task.label))
+        return len(list(iterate_images(where, task.image, task.label)))
     elif task.type == "embedding":
         return len(task.on(model, tokenizer, DataConfig(train=where)).load(where))
     elif task.type == "token_classification":
