@@ -46,12 +46,7 @@ class Watch:
         self.anonymous = max(self.anonymous, anonymous - self._before[0])
         self.mapped = max(self.mapped, mapped - self._before[1])
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join()
         self._note()
