@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,9 @@ from peftkit.base.shapes import on_meta
 from peftkit.errors import BaseError
 from peftkit.files import disk
 from peftkit.files.safetensors_header import DTYPES
+from peftkit.quant.checkpoint import from_checkpoint, tensors_of
 from peftkit.quant.layers import empty_packed
 from peftkit.quant.quantize import has_plain_forward, install_packed, quantizable, tower_paths
-
-
-def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer of a model by its name, each once."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def packed_skeleton(config: Any, purpose: Purpose, form: Form) -> Any:
@@ -74,11 +69,12 @@ def mapped(path: Path) -> dict[str, Tensor]:
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) -> str:
-    """Put tensors in the places of those without data, tied ones in all of theirs.
+    """Put a checkpoint's tensors in the places of those without data, tied ones in all of theirs.
 
     Returns:
         What differs between the two, or "".
     """
+    tensors = from_checkpoint(tensors)
     expected = dict(tensors_of(model))
     differing = expected.keys() ^ tensors.keys()
     differing |= {n for n in expected.keys() & tensors if expected[n].shape != tensors[n].shape}

@@ -1,13 +1,15 @@
 """Bases that were packed once, kept in the cache and opened again by mapping their file.
 
-A folder for each base and form: `model.safetensors`, every tensor of the packed model under its own
-name, buffers too; `store.json`, what it was made of. A folder is whole or not there. It is of use
-as long as the base's files are those that it was made of, and its own file is as it was written.
-Two processes that open it share its pages.
+A folder for each base and form: `model.safetensors`, under the names of bitsandbytes' checkpoints
+where these can say it (quant/checkpoint.py); `buffers.safetensors`, what no checkpoint holds;
+`store.json`, what they were made of; and `config.json` where transformers can open the folder by
+itself. It is whole or not there. It is of use as long as the base's files are those that it was
+made of, and its own are as they were written. Two processes that open it share its pages.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -19,18 +21,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+
 from peftkit.base.form import Built, Form
 from peftkit.base.locate import Location, cache_folder
-from peftkit.base.mapped import fill, mapped, packed_skeleton, tensors_of
+from peftkit.base.mapped import fill, mapped, packed_skeleton
 from peftkit.base.pretrained import snapshot
 from peftkit.base.purpose import Purpose
+from peftkit.base.shapes import on_meta
 from peftkit.errors import BaseError, OutputError, PeftkitError
 from peftkit.events import Listener, Notice
 from peftkit.files import disk
 from peftkit.files.safetensors_header import DTYPE_NAMES, TensorSpec
+from peftkit.quant.checkpoint import quantization_config, to_checkpoint
 
-VERSION = 1
-WEIGHTS, MANIFEST, FOLDER = "model.safetensors", "store.json", "packed"
+VERSION = 2
+WEIGHTS, BUFFERS = "model.safetensors", "buffers.safetensors"
+MANIFEST, FOLDER = "store.json", "packed"
 WORTH_KEEPING = 500_000_000
 """Bytes of a packed base from which on it is kept without being asked: seconds of packing."""
 
@@ -120,23 +127,27 @@ def keep(folder: Path, built: Built, wanted: Wanted) -> None:
     Raises:
         OutputError, RunError: The cache cannot be written, or the disk is full; nothing is left.
     """
-    tensors = dict(tensors_of(built.model))
-    specs = [TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in tensors.items()]
-    specs.sort(key=lambda spec: spec.order)
-    size = sum(spec.num_bytes for spec in specs)
+    bare = on_meta(wanted.config, wanted.purpose, wanted.form.dtype)
+    files = _files(built.model, bare)
+    size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
     disk.writable_folder(folder.parent)
     disk.check_space(folder.parent, size)
     temporary = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
     try:
         temporary.mkdir()
-        disk.write_tensor_stream(temporary / WEIGHTS, specs, (tensors[s.name] for s in specs))
+        for name, tensors in files.items():
+            _write(tensors, temporary / name)
+        if (settings := quantization_config(built.model, bare)) is not None:
+            config = copy.deepcopy(built.model.config)
+            config.quantization_config = settings
+            disk.write_text(config.to_json_string(), temporary / "config.json")
         manifest = {
             "version": VERSION,
             "model": wanted.name,
             "fingerprint": built.fingerprint,
             "form": _form(wanted.form),
             "stamp": _stamp(wanted.source),
-            "sha256": disk.sha256_of(temporary / WEIGHTS),
+            "sha256": {name: disk.sha256_of(temporary / name) for name in files},
         }
         disk.write_json(manifest, temporary / MANIFEST)
         shutil.rmtree(folder, ignore_errors=True)
@@ -159,11 +170,14 @@ def open_stored(folder: Path, wanted: Wanted) -> Built:
     manifest, form = _manifest(folder), wanted.form
     if manifest["stamp"] != _stamp(wanted.source):
         raise _useless(folder, f"The files of {wanted.source} have changed since it was made.")
-    path = folder / WEIGHTS
-    if not path.is_file() or disk.sha256_of(path) != manifest["sha256"]:
-        raise _useless(folder, f"{WEIGHTS} is not as it was written.")
+    tensors: dict[str, Tensor] = {}
+    for name, expected in manifest["sha256"].items():
+        path = folder / name
+        if not path.is_file() or disk.sha256_of(path) != expected:
+            raise _useless(folder, f"{name} is not as it was written.")
+        tensors |= mapped(path)
     model = packed_skeleton(wanted.config, wanted.purpose, form)
-    if problem := fill(model, mapped(path), form.device):
+    if problem := fill(model, tensors, form.device):
         raise _useless(folder, problem)
     model.config.dtype = form.dtype
     model.is_quantized = False
@@ -203,6 +217,21 @@ def _stored(folder: Path) -> Stored:
         return Stored(folder, "?", "?", "?", size, error.found.splitlines()[0])
     form = manifest["form"]
     return Stored(folder, manifest["model"], form["quantize"], form["dtype"], size, problem)
+
+
+def _files(model: nn.Module, bare: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of each file; those that no checkpoint of the model would hold apart."""
+    tensors = to_checkpoint(model, bare)
+    apart = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
+    buffers = {name: tensors.pop(name) for name in apart}
+    return {WEIGHTS: tensors} | ({BUFFERS: buffers} if buffers else {})
+
+
+def _write(tensors: dict[str, Tensor], path: Path) -> None:
+    specs = [TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in tensors.items()]
+    specs.sort(key=lambda spec: spec.order)
+    values = (tensors[spec.name] for spec in specs)
+    disk.write_tensor_stream(path, specs, values, {"format": "pt"})
 
 
 def _form(form: Form) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import pytest
 import safetensors.torch
 import torch
@@ -22,6 +23,7 @@ from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.errors import BaseError, PeftkitError, RunError
 from peftkit.events import Event, Notice
 from peftkit.files import disk
+from peftkit.kernels.packing import packed_tensors
 from peftkit.quant.audit import audit
 from peftkit_cli.app import run
 from tests.base.test_stream import purpose_of, state_of
@@ -74,6 +76,59 @@ def test_opened_base_is_the_packed_one_to_the_bit(family, kind, tmp_path) -> Non
     inputs = {"input_ids": ids()} | ({"decoder_input_ids": ids()} if family == "t5" else {})
     with torch.no_grad():
         assert torch.equal(again.model(**inputs).logits, built.model(**inputs).logits)
+
+
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8}
+"""bitsandbytes (0.50) reads rows wrongly on a CPU that are an odd multiple of 32."""
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "gemma2"])
+@pytest.mark.parametrize(("kind", "double_quant"), [("nf4", True), ("nf4", False), ("fp4", True)])
+def test_transformers_opens_the_folder_as_a_checkpoint_of_bitsandbytes(
+    family, kind, double_quant, tmp_path
+) -> None:
+    torch.manual_seed(0)
+    wide = ARCHITECTURES[family]().config
+    gpt2 = {"n_embd": 64, "n_inner": 128, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
+    for name, value in (gpt2 if family == "gpt2" else WIDE).items():
+        setattr(wide, name, value)
+    transformers.AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    form = Form(kind, double_quant, torch.float32, CPU, False)
+    where = store.Location(str(tmp_path), str(tmp_path))
+    built = build(where, None, CAUSAL_LM, config, form)
+    store.keep(tmp_path / "kept", built, store.Wanted(family, tmp_path, CAUSAL_LM, config, form))
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "kept", output_loading_info=True
+    )
+    assert not any(info.values())
+    layers = dict(theirs.named_modules())
+    for path, packed, packing in packed_tensors(built.model):
+        weight = layers[path.rpartition(".")[0] if path not in layers else path].weight
+        assert torch.equal(weight.data, packed)
+        state = weight.quant_state
+        assert torch.equal(state.absmax, packing.scales[0])
+        assert (state.offset is not None) == double_quant
+        whole = bitsandbytes.functional.dequantize_4bit(weight.data, state)
+        assert torch.equal(whole, packing(packed))
+    theirs.train()  # for evaluating it turns weights in place, of whole blocks of 32 alone
+    with torch.no_grad():
+        theirs_out, ours = (m(input_ids=ids()).logits for m in (theirs, built.model))
+    torch.testing.assert_close(theirs_out, ours, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", "int8"), ("qwen3_moe", "nf4")])
+def test_folder_that_the_format_cannot_say_is_no_checkpoint(family, kind, tmp_path) -> None:
+    ARCHITECTURES[family]().save_pretrained(tmp_path)
+    pack_base(str(tmp_path), quantize=kind)
+    (kept,) = store.stored_bases()
+    assert not (kept.folder / "config.json").exists()
+    names = safetensors.torch.load_file(kept.folder / store.WEIGHTS).keys()
+    own = (
+        "self_attn.q_proj.packed" if kind == "int8" else "mlp.experts.parametrizations.gate_up_proj"
+    )
+    assert any(own in name for name in names)
+    assert any("bitsandbytes__nf4" in name for name in names) == (kind == "nf4")
 
 
 def test_large_base_is_kept_and_a_small_one_only_when_asked(folder, cache, monkeypatch) -> None:
