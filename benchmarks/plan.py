@@ -59,7 +59,7 @@ def reckoner_of(config: Any, quantize: str, task: TaskConfig | None = None) -> R
 
 def planned(reckoner: Reckoner, way: Activations, length: int) -> int:
     """Return the peak that the plan tells of a step of one row."""
-    state = STATE_BYTES["adamw"] * reckoner.weights.num_trained
+    state = STATE_BYTES["adamw"] * reckoner.num_trained
     return sum(reckoner.count(1, length, way).peak.values()) + state
 
 

@@ -12,9 +12,13 @@ from peftkit.errors import neighbours
 from peftkit_cli.arguments import Json, Overrides, note
 
 if TYPE_CHECKING:
+    from peftkit.events import Table
     from peftkit.planning.plan import Plan
+    from peftkit.run.costs import Way
 
-CATEGORIES = ("weights", "adapters", "gradients", "optimizer", "activations")
+WAYS = ("base", "activations", "peak GB", "weights", "adapter", "step", "fits", "longest")
+"""adapter: with its gradients and the optimizer's state. longest: row that fits, in tokens."""
+CARDS = ("cards", "peak GB", "weights", "fits", "longest", "wire GB")
 
 
 def plan(
@@ -34,6 +38,18 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    ranks: Annotated[
+        bool,
+        typer.Option(
+            "--ranks", help="Tell what each of 1, 2, 4 and 8 cards has with train.shard: base."
+        ),
+    ] = False,
+    link: Annotated[
+        float,
+        typer.Option(
+            metavar="GB/s", min=0.1, help="From main memory to the GPU: of streamed blocks."
+        ),
+    ] = 16.0,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
@@ -48,14 +64,14 @@ def plan(
         )
     from peftkit.planning.plan import plan_run
 
-    found = plan_run(what, memory=memory, overrides=overrides or ())
+    found = plan_run(what, memory=memory, overrides=overrides or (), link=link)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
         return
-    _show(found)
+    _show(found, ranks)
 
 
-def _show(plan: Plan) -> None:
+def _show(plan: Plan, ranks: bool) -> None:
     from rich.console import Console
 
     from peftkit.events import Table
@@ -69,25 +85,48 @@ def _show(plan: Plan) -> None:
         f"({plan.dtype}, quantize {plan.quantize}), {count(plan.num_trained)} trained "
         f"({100 * plan.num_trained / plan.num_parameters:.2f} %)."
     )
-    columns = ("activations", "peak", *CATEGORIES, "fits", "longest row", "rows at once")
-    rows = tuple(
-        (
-            way.activations,
-            _gb(way.peak_bytes),
-            *(_gb(way.by_category[name]) for name in CATEGORIES),
-            "yes" if way.fits else "no",
-            f"{way.longest_row:,}",
-            f"{way.most_rows:,}",
-        )
-        for way in plan.ways
-    )
     title = (
         f"Memory of {plan.rows} x {plan.length:,} tokens at once on {where}: "
         f"{_gb(plan.usable_bytes)} usable of {_gb(plan.memory_bytes)}"
     )
-    show_table(console, Table(title, columns, rows))
+    show_table(console, Table(title, WAYS, tuple(_way(way) for way in plan.ways)))
+    if ranks or (plan.cards and not plan.fits):
+        show_table(console, _cards(plan))
     show_table(console, Table("", ("what", "how much"), tuple(_facts(plan).items())))
     typer.echo(_verdict(plan))
+
+
+def _way(way: Way) -> tuple[str, ...]:
+    sizes = way.by_category
+    adapter = sum(sizes[name] for name in ("adapters", "gradients", "optimizer"))
+    return (
+        way.placement,
+        way.activations,
+        *(f"{size / 1e9:.2f}" for size in (way.peak_bytes, sizes["weights"], adapter)),
+        f"{sizes['activations'] / 1e9:.2f}",
+        "yes" if way.fits else "no",
+        f"{way.longest_row:,}",
+    )
+
+
+def _cards(plan: Plan) -> Table:
+    from peftkit.events import Table
+
+    rows = tuple(
+        (
+            f"{share.cards}",
+            f"{share.peak_bytes / 1e9:.2f}",
+            f"{share.by_category['weights'] / 1e9:.2f}",
+            "yes" if share.fits else "no",
+            f"{share.longest_row:,}",
+            f"{share.wire_bytes / 1e9:.2f}" if share.cards > 1 else "",
+            *(f"{number:,}" if share.cards > 1 else "" for number in share.hidden_from.values()),
+        )
+        for share in plan.cards
+    )
+    rates = tuple(f"at {rate} GB/s" for rate in plan.cards[0].hidden_from)
+    title = "Each of several such cards (train.shard: base); tokens that hide the wire"
+    return Table(title, (*CARDS, *rates), rows)
 
 
 def _facts(plan: Plan) -> Mapping[str, str]:
@@ -96,6 +135,7 @@ def _facts(plan: Plan) -> Mapping[str, str]:
     chosen = plan.chosen
     found = {
         "batch": f"{chosen.step_flops / 1e12:,.2f} TFLOP ({chosen.activations})",
+        **_streamed(plan),
         "adapter file": _gb(plan.adapter_bytes),
         "disk, checkpoints and all": _gb(plan.disk_bytes),
     }
@@ -113,14 +153,30 @@ def _facts(plan: Plan) -> Mapping[str, str]:
     return found
 
 
+def _streamed(plan: Plan) -> Mapping[str, str]:
+    chosen = plan.chosen
+    if chosen.placement != "stream":
+        return {}
+    seconds = chosen.moved_bytes / (plan.link * 1e9)
+    hidden = f"; {chosen.hidden_from:,} tokens hide it" if plan.on_gpu else ""
+    return {
+        "in main memory": f"{_gb(chosen.host_bytes)} of blocks, two on the device",
+        "moved in a batch": f"{_gb(chosen.moved_bytes)}, {seconds:.2g} s at {plan.link:g} GB/s"
+        + hidden,
+    }
+
+
 def _verdict(plan: Plan) -> str:
     if plan.fits:
-        how = plan.chosen.activations
-        less = "" if plan.chosen.fits else ", with fewer rows at a time"
-        return f"It fits: activations: {how}{less}."
+        chosen = plan.chosen
+        how = "the base streamed, " * (chosen.placement == "stream")
+        less = "" if chosen.fits else ", with fewer rows at a time"
+        return f"It fits: {how}activations: {chosen.activations}{less}."
+    several = next((share.cards for share in plan.cards if share.fits), 0)
+    other = f"\n{several} such cards hold it with --set train.shard=base." if several else ""
     if plan.change:
-        return f"It does not fit. The cheapest change that does:\n  {plan.change}"
-    return "It does not fit, and no setting of this model does."
+        return f"It does not fit. The cheapest change that does:\n  {plan.change}{other}"
+    return f"It does not fit, and no setting of this model does.{other}"
 
 
 def _gb(num_bytes: float) -> str:

@@ -66,9 +66,8 @@ def must_stream(placement: str, config: Any, purpose: Purpose, form: Form) -> bo
 class _Block:
     """One block's packed tensors in main memory, and where they belong."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.places: list[Place] = list(_packed_places(module))
+    def __init__(self, module: nn.Module, places: list[Place]) -> None:
+        self.module, self.places = module, places
         self.host: list[Any] = [module._parameters[name] for module, name in self.places]
 
     def put(self, tensors: list[Any]) -> None:
@@ -88,8 +87,7 @@ class BlockStream:
         self.device = device
         self.resident = self.most_resident = self.bytes_moved = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        found = [_Block(module) for _, module in blocks(model) if _is_marked(module)]
-        self._blocks = [block for block in found if block.places]
+        self._blocks = [_Block(*found) for found in streamed_places(model)]
         self._fetched: dict[int, list[nn.Parameter]] = {}
         self._events: dict[int, Any] = {}
         self._last, self._step = -1, 1
@@ -198,6 +196,13 @@ class BlockStream:
 
         for copy in copies:
             weakref.finalize(copy.untyped_storage(), gone)
+
+
+def streamed_places(model: nn.Module) -> list[tuple[nn.Module, list[Place]]]:
+    """Return the blocks of a model that can be streamed, and where their packed tensors belong."""
+    marked = [block for _, block in blocks(model) if _is_marked(block)]
+    found = [(block, list(_packed_places(block))) for block in marked]
+    return [(block, places) for block, places in found if places]
 
 
 def _is_marked(block: nn.Module) -> bool:

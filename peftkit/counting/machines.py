@@ -22,6 +22,12 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}I": 1 << (10 * n) for n, unit in enumerate("KMGT", 1)}
 
 
+LINK = 16.0
+"""GB/s from main memory to a GPU: PCIe 4.0 x16 in practice is a little under it."""
+WIRES = (25.0, 3.0)
+"""GB/s between GPUs: of one machine, over PCIe; of several, over 25 Gbit/s."""
+
+
 @dataclass(frozen=True, slots=True)
 class Card:
     """A GPU: dense bf16 TFLOP/s with fp32 sums, GB/s and GB of its memory, as its maker says."""
@@ -31,9 +37,14 @@ class Card:
     gigabytes_per_second: float
     gigabytes: int
 
+    @property
+    def rate(self) -> float:
+        """FLOP/s that a step reaches."""
+        return PRODUCT_SHARE * self.tflops * 1e12
+
     def seconds(self, flops: float, num_bytes: float) -> float:
         """Return the time of a step: by its FLOPs, or by the bytes that it reads."""
-        by_flops = flops / (PRODUCT_SHARE * self.tflops * 1e12)
+        by_flops = flops / self.rate
         return max(by_flops, num_bytes / (BANDWIDTH_SHARE * self.gigabytes_per_second * 1e9))
 
 
@@ -64,26 +75,63 @@ def parse_size(text: str) -> int:
     return int(value * _UNITS[(match[2] or "G").upper()])
 
 
-def this_machine() -> tuple[int, bool]:
-    """Return the memory that is there for a run in bytes, and whether it is a GPU's.
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A memory that a run has for itself.
+
+    Attributes:
+        memory: Bytes.
+        on_gpu: Whether it is a GPU's.
+        is_free: Whether all of it can be had, what the process and CUDA take being gone already.
+    """
+
+    memory: int
+    on_gpu: bool
+    is_free: bool = False
+
+    @property
+    def usable(self) -> int:
+        """Bytes that are left for tensors."""
+        if self.is_free:
+            return self.memory
+        if self.on_gpu:
+            return int(GPU_SHARE * self.memory) - GPU_CONTEXT
+        return self.memory - CPU_PROCESS
+
+
+def this_machine() -> Machine:
+    """Return the memory that is there for a run, before there is one.
 
     Raises:
         ConfigError: The system does not say.
     """
     if torch.cuda.is_available():
-        return torch.cuda.get_device_properties(0).total_memory, True
+        return Machine(torch.cuda.get_device_properties(0).total_memory, True)
     free = free_bytes()
     if free is None:
         raise ConfigError(
             "this machine does not tell how much memory is free.",
             fix="Say what to plan for: --memory 8GB (a GPU's).",
         )
-    return free, False
+    return Machine(free, False)
 
 
-def usable(memory: int, on_gpu: bool) -> int:
-    """Return what of a memory is left for tensors."""
-    return int(GPU_SHARE * memory) - GPU_CONTEXT if on_gpu else memory - CPU_PROCESS
+def free_now(device: torch.device, num_processes: int = 1) -> Machine | None:
+    """Return what a running process may still take; None where the system does not say.
+
+    Args:
+        num_processes: That share a machine's main memory.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return Machine(max(free - int((1 - GPU_SHARE) * total), 0), True, is_free=True)
+    there = free_bytes()
+    return None if there is None else Machine(there // num_processes, False, is_free=True)
+
+
+def card_of(memory: int) -> Card:
+    """Return the named GPU that has so much memory: the smallest, or else the largest."""
+    return next((card for card in CARDS if card.gigabytes * 1e9 >= 0.95 * memory), CARDS[-1])
 
 
 def measured_rate(dtype: torch.dtype) -> float:

@@ -9,21 +9,23 @@ Shapes: B rows, T tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from torch import nn
 
 from peftkit.base.shapes import with_depth
+from peftkit.counting.held import Held, whole
 from peftkit.counting.step import (
     DatalessStep,
     Setup,
     StepCount,
-    packed_shapes,
+    packed_model,
     skeleton_of,
     with_method,
 )
+from peftkit.kernels.packed import COPY_SHARE, packed_tensors
 from peftkit.train.memory.blocks import Activations, Blocks
 
 CATEGORIES = ("weights", "adapters", "gradients", "activations")
@@ -31,62 +33,47 @@ FEW, MOST = 2, 8
 """Blocks that are built: at least, so that inner ones are among them; at most, if kinds differ."""
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """What a whole model is made of.
+class Reckoner:
+    """Counts steps of one setup; models are built once.
 
     Attributes:
-        num_parameters: Of the base.
-        num_trained: Of the adapter.
-        base_bytes, adapter_bytes: As they are in memory.
+        num_parameters, num_blocks: Of the base.
+        whole: The whole model on the meta device, packed, with the adapter on.
+        ways: What may be kept of activations, the fastest first.
+        trained: The adapter's tensors.
+
+    Args:
+        free: Main memory of a CPU in bytes, from which follows whether packed weights are kept
+            unpacked as well; None: they are not.
     """
 
-    num_parameters: int
-    num_trained: int
-    base_bytes: int
-    adapter_bytes: int
-
-
-class Reckoner:
-    """Counts steps of one setup; models are built once."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
+    def __init__(self, setup: Setup, free: int | None = None) -> None:
         self._steps: dict[int, DatalessStep] = {}
         self._known: dict[tuple[int, int, Activations], tuple[StepCount, StepCount, float]] = {}
-        self.whole = skeleton_of(setup)
-        blocks = Blocks(self.whole).blocks
-        self.num_blocks = len(blocks)
-        self.ways: tuple[Activations, ...] = Blocks(self.whole).ways("auto", setup.on_gpu)
-        self._depth = _depth_with_all_kinds(blocks)
+        bare = skeleton_of(setup)
+        blocks = Blocks(bare)
+        self.num_parameters = sum(p.numel() for p in bare.parameters())
+        self.num_blocks = len(blocks.blocks)
+        self.ways: tuple[Activations, ...] = blocks.ways("auto", setup.on_gpu)
+        self._depth = _depth_with_all_kinds(blocks.blocks)
+        self.whole = packed_model(setup)
+        with_method(self.whole, setup)
+        self.trained = [p for p in self.whole.parameters() if p.requires_grad]
+        self.setup = replace(setup, kept=self._keeps_copies(free))
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters of the adapter."""
+        return sum(p.numel() for p in self.trained)
 
     @cached_property
-    def weights(self) -> Weights:
-        """What the whole model is made of; puts the method on its skeleton."""
-        parameters = list(self.whole.parameters())
-        base = sum(p.nbytes for p in parameters)
-        for shape, num_bytes in self._packed():
-            base += num_bytes - shape
-        total = sum(p.numel() for p in parameters)
-        with_method(self.whole, self.setup)
-        trained = [p for p in self.whole.parameters() if p.requires_grad]
-        return Weights(total, sum(p.numel() for p in trained), base, sum(p.nbytes for p in trained))
+    def base(self) -> Held:
+        """What a device has that has all of the base."""
+        return whole(self.whole)
 
-    def _packed(self) -> list[tuple[int, int]]:
-        """Return for each weight that will be packed its bytes before and after."""
-        found, seen = [], set()
-        per = {"int8": 1.0}.get(self.setup.quantize, 0.5)
-        for (_, module, name), shape in packed_shapes(self.whole, self.setup):
-            if (id(module), name) in seen:
-                continue
-            seen.add((id(module), name))
-            number, rows = shape.numel(), shape.numel() // shape[-1]
-            blocks = -(-number // 64)
-            scales = 4 * rows if per == 1.0 else 4 * blocks
-            if per < 1.0 and self.setup.double_quant:
-                scales = blocks + 4 * -(-blocks // 256) + 1028
-            found.append((number * self.setup.dtype.itemsize, int(per * number) + scales))
-        return found
+    def _keeps_copies(self, free: int | None) -> bool:
+        sizes = [p.form.shape.numel() * p.dtype.itemsize for _, _, p in packed_tensors(self.whole)]
+        return bool(sizes) and sum(sizes) <= COPY_SHARE * max((free or 0) - self.base.resident, 0)
 
     def count(self, rows: int, length: int, way: Activations) -> StepCount:
         """Return what a step of the whole model takes."""

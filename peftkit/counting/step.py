@@ -8,6 +8,7 @@ Shapes: B rows, T tokens.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,11 @@ from peftkit.base.class_head import head_of_classes
 from peftkit.base.purpose import Purpose
 from peftkit.base.shapes import on_meta, untraced
 from peftkit.counting.counter import GPU_ROUNDING, Counter
-from peftkit.kernels import cross_entropy
+from peftkit.counting.loss import is_of_classes, loss_of
+from peftkit.kernels import cross_entropy, stacked
+from peftkit.kernels.packed import keep_copies
+from peftkit.methods import grouping
+from peftkit.methods.groups import BesideGroup
 from peftkit.methods.protocol import Method
 from peftkit.model.norms import fused_norms
 from peftkit.model.places import is_conv1d
@@ -31,12 +36,9 @@ from peftkit.model.training import prepared_for_training
 from peftkit.quant.layers import empty_packed
 from peftkit.quant.quantize import Job, install_packed, quantizable, tower_paths
 from peftkit.tasks.attention import training_attention
-from peftkit.tasks.head import Head, token_loss
-from peftkit.tasks.loss import accepted, find_head
 from peftkit.tasks.protocol import TaskConfig
+from peftkit.train.memory import blocks
 from peftkit.train.memory.blocks import Activations, Blocks
-
-TOKEN_TASKS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class Setup:
     Attributes:
         config: The model's; with as many blocks as are to be built.
         on_gpu: Whether the step takes a GPU's paths.
+        kept: Whether packed weights are kept unpacked as well, as CPUs with much memory do.
+        grouped: As train.group_layers.
     """
 
     config: Any
@@ -76,11 +80,8 @@ class Setup:
     dtype: torch.dtype
     on_gpu: bool
     quantize_towers: bool = False
-
-    @property
-    def is_of_classes(self) -> bool:
-        """Whether the model has a head of classes, which is trained whole."""
-        return self.task.auto_class not in TOKEN_TASKS
+    kept: bool = False
+    grouped: bool = True
 
 
 class DatalessStep:
@@ -90,9 +91,11 @@ class DatalessStep:
         self.setup = setup
         self.counter = Counter(GPU_ROUNDING if setup.on_gpu else 1)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        bare = skeleton_of(setup)
+        bare = packed_model(setup)
         with self._counting():
-            self.model = _materialised(bare, setup)
+            self.model = _materialised(bare)
+            if setup.kept:
+                keep_copies(self.model, sys.maxsize)
             with self.counter.during("adapters"):
                 self.adapter = with_method(self.model, setup)
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -103,23 +106,24 @@ class DatalessStep:
     def _counting(self) -> Iterator[None]:
         with warnings.catch_warnings(), untraced(), self._mode, self.counter:
             warnings.simplefilter("ignore")
-            with _loss_of_a_gpu() if self.setup.on_gpu else _one_part_of_each_chunk():
+            with _as_on_a_gpu() if self.setup.on_gpu else _one_part_of_each_chunk():
                 yield
 
     def count(self, rows: int, length: int, activations: Activations) -> StepCount:
         """Count a step of B rows of T tokens, all of them learnt."""
-        blocks, seen = Blocks(self.model), _Widest()
-        hooks = [block.register_forward_pre_hook(seen, with_kwargs=True) for block in blocks.blocks]
+        held, seen = Blocks(self.model), _Widest()
+        hooks = [block.register_forward_pre_hook(seen, with_kwargs=True) for block in held.blocks]
         hooks += [
             p.register_post_accumulate_grad_hook(lambda p: self._is_gradient(p.grad))
             for p in self.trained
         ]
         try:
-            blocks.set_activations(activations)
+            held.set_activations(activations)
             with ExitStack() as stack:
                 stack.enter_context(self._counting())
                 with self.counter.during("weights"):  # frozen ones may be laid out anew
-                    stack.enter_context(prepared_for_training(self.model))
+                    layout = prepared_for_training(self.model, wanted=self.setup.grouped)
+                    stack.enter_context(layout)
                 if self.setup.on_gpu:
                     stack.enter_context(fused_norms(self.model, ("cpu",)))  # as they are there
                 else:
@@ -130,7 +134,7 @@ class DatalessStep:
         finally:
             for hook in hooks:
                 hook.remove()
-            blocks.restore()
+            held.restore()
             for parameter in self.trained:
                 parameter.grad = None
         return StepCount(found, flops, seen.num_bytes)
@@ -139,53 +143,34 @@ class DatalessStep:
         for parameter in self.trained:
             parameter.grad = None
         with self.counter.during("activations"):
-            self._loss(rows, length).backward()
+            task, dtype = self.setup.task, self.setup.dtype
+            loss_of(self.model, task, dtype, rows, length).backward()
 
     def _is_gradient(self, gradient: Tensor | None) -> None:
         if gradient is not None:
             self.counter.move(gradient, "gradients")
 
-    def _loss(self, rows: int, length: int) -> Tensor:
-        inputs = accepted(self.model, {**self._inputs(rows, length), "use_cache": False})
-        if self.setup.is_of_classes:
-            loss: Tensor = self.model(**inputs).logits.float().logsumexp(-1).sum()
-            return loss
-        tokens = inputs.get("decoder_input_ids", inputs["input_ids"]).numel()
-        targets = torch.zeros(tokens, dtype=torch.long)
-        return token_loss(self.model, self._head(), inputs, torch.arange(tokens), targets)
 
-    def _inputs(self, rows: int, length: int) -> dict[str, Tensor]:
-        config = self.setup.config
-        if self.setup.task.processor == "image_processor":
-            size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
-            channels = getattr(config, "num_channels", 3)
-            return {"pixel_values": torch.zeros(rows, channels, size, size, dtype=self.setup.dtype)}
-        ids = torch.zeros(rows, length, dtype=torch.long)
-        if not config.is_encoder_decoder:
-            return {"input_ids": ids}
-        half = torch.zeros(
-            rows, min(length, getattr(self.setup.task, "max_target_length", length))
-        ).long()
-        return {"input_ids": ids, "decoder_input_ids": half}
-
-    def _head(self) -> Head | None:
-        module = find_head(self.model)
-        if module is None:
-            return None
-        config = self.setup.config.get_text_config()
-        cap = getattr(config, "final_logit_softcapping", None)
-        return Head(module, 1.0, None if cap is None else float(cap))
+PATHS_OF_A_GPU: tuple[tuple[Any, str, Any], ...] = (
+    (cross_entropy, "CHUNK_BYTES", {}),  # the loss is cut into larger chunks
+    (cross_entropy, "WIDE_BYTES", {}),
+    (grouping, "_kind_for", lambda device: BesideGroup),  # LoRA stands beside its base
+    (blocks, "_on_gpu", lambda args: True),  # a recomputed block keeps no unpacked weights
+    (stacked, "DENSE_COLUMNS", 0),  # experts' updates are grouped products
+)
+"""What code asks of a tensor's device: tensors without data are the CPU's."""
 
 
 @contextmanager
-def _loss_of_a_gpu() -> Iterator[None]:
-    """Cut the loss into chunks as on a GPU, whatever device tensors without data are of."""
-    before = cross_entropy.CHUNK_BYTES, cross_entropy.WIDE_BYTES
-    cross_entropy.CHUNK_BYTES, cross_entropy.WIDE_BYTES = {}, {}
+def _as_on_a_gpu() -> Iterator[None]:
+    before = [getattr(module, name) for module, name, _ in PATHS_OF_A_GPU]
     try:
+        for module, name, value in PATHS_OF_A_GPU:
+            setattr(module, name, value)
         yield
     finally:
-        cross_entropy.CHUNK_BYTES, cross_entropy.WIDE_BYTES = before
+        for (module, name, _), value in zip(PATHS_OF_A_GPU, before, strict=True):
+            setattr(module, name, value)
 
 
 @contextmanager
@@ -229,7 +214,7 @@ def skeleton_of(setup: Setup) -> Any:
 
 def with_method(model: Any, setup: Setup) -> Adapter:
     """Put the method on a model, and have the head of a task of classes trained whole."""
-    head = head_of_classes(model) if setup.is_of_classes else ()
+    head = head_of_classes(model) if is_of_classes(setup.task) else ()
     whole = tuple(dict.fromkeys((*setup.method.train_fully, *head)))
     return attach(model, setup.method.model_copy(update={"train_fully": whole}), fresh=False)
 
@@ -238,7 +223,7 @@ def packed_shapes(model: Any, setup: Setup) -> list[tuple[Job, torch.Size]]:
     """Return every weight that will be packed, and the shape that it has then."""
     if setup.quantize == "none":
         return []
-    head = head_of_classes(model) if setup.is_of_classes else ()
+    head = head_of_classes(model) if is_of_classes(setup.task) else ()
     towers = () if setup.quantize_towers else tower_paths(model)
     found = []
     for job in quantizable(model, keep=(*head, *towers)):
@@ -248,29 +233,39 @@ def packed_shapes(model: Any, setup: Setup) -> list[tuple[Job, torch.Size]]:
     return found
 
 
-def _materialised(model: Any, setup: Setup) -> Any:
-    """Give a model on the meta device tensors without data, packed as they will be."""
+def packed_model(setup: Setup) -> Any:
+    """Build the model on the meta device, its weights packed as they will be."""
+    model = skeleton_of(setup)
     jobs, packings = [], {}
     made: dict[tuple[int, str], nn.Parameter] = {}
     for job, shape in packed_shapes(model, setup):
         jobs.append(job)
         key = (id(job[1]), job[2])
         if key not in made:
-            packed, packing = empty_packed(
-                shape, setup.quantize, setup.dtype, double_quant=setup.double_quant
-            )
+            with torch.device("meta"):
+                packed, packing = empty_packed(
+                    shape, setup.quantize, setup.dtype, double_quant=setup.double_quant
+                )
             made[key] = nn.Parameter(packed, requires_grad=False)
             packings[id(made[key])] = packing
     for _, module, name in jobs:
         module._parameters[name] = made[id(module), name]
-    install_packed(model, jobs, packings, torch.device("cpu"))
+    install_packed(model, jobs, packings, torch.device("meta"))
+    return model
+
+
+def _materialised(model: Any) -> Any:
+    """Give a model on the meta device tensors without data."""
+    made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, tensor in module._parameters.items():
-            if tensor is not None and tensor.device.type == "meta":
-                new = torch.empty_like(tensor, device="cpu")
-                module._parameters[name] = nn.Parameter(new, requires_grad=False)
-        for name, tensor in module._buffers.items():
-            if tensor is not None and tensor.device.type == "meta":
-                module._buffers[name] = torch.empty_like(tensor, device="cpu")
+            if tensor is not None:
+                if id(tensor) not in made:
+                    new = torch.empty_like(tensor, device="cpu")
+                    made[id(tensor)] = nn.Parameter(new, requires_grad=False)
+                module._parameters[name] = made[id(tensor)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
     model.tie_weights()
     return model

@@ -257,6 +257,7 @@ class EmbeddingConfig(TaskConfig):
     auto_class: ClassVar[str] = "AutoModel"
     task: ClassVar[Callable[..., Task]] = Embedding
     command: ClassVar[str] = "peftkit predict {folder} --data FILE --out vectors.jsonl"
+    num_texts: ClassVar[int] = 2
     data_fields: ClassVar[frozenset[str]] = frozenset({"max_length"})
 
     type: Literal["embedding"] = "embedding"

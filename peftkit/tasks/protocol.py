@@ -193,6 +193,8 @@ class TaskConfig(Config, ABC):
     """Whether samples of its text can be taken while it trains (train.sample_every)."""
     data_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields of DataConfig, beside train and eval, that this task reads; others are refused."""
+    num_texts: ClassVar[int] = 1
+    """Texts of one row that the model reads, each at most data.max_length long; at least."""
 
     task: ClassVar[Callable[..., Task]]
     """The task that it makes: of the model, the processor, this config and the data."""

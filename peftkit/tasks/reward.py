@@ -280,6 +280,7 @@ class RewardConfig(TaskConfig):
     task_type: ClassVar[str] = "SEQ_CLS"
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     command: ClassVar[str] = "peftkit predict {folder} --data FILE --out scored.jsonl"
+    num_texts: ClassVar[int] = 2
     data_fields: ClassVar[frozenset[str]] = frozenset(
         {"max_length", "chat_template", "max_dropped"}
     )

@@ -27,6 +27,7 @@ class PreferenceConfig(TaskConfig):
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     command: ClassVar[str] = "peftkit chat {folder}"
     generates: ClassVar[bool] = True
+    num_texts: ClassVar[int] = 2
     data_fields: ClassVar[frozenset[str]] = frozenset(
         {"max_length", "chat_template", "max_dropped"}
     )

@@ -1,0 +1,227 @@
+"""What a recipe's step takes on a machine, counted from the model's config before it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+
+from peftkit.base.load import DTYPES, fast_dtype
+from peftkit.counting.held import Held, spread, streamed
+from peftkit.counting.machines import LINK, WIRES, Machine, card_of
+from peftkit.counting.reckon import Reckoner
+from peftkit.counting.step import Setup
+from peftkit.run.config import Recipe
+from peftkit.train.memory.blocks import Activations
+from peftkit.train.optim import STATE_BYTES
+
+LONGEST = 1 << 20
+STEP = 64
+"""Rows' lengths are told in multiples of it."""
+Placement = Literal["device", "stream"]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way of keeping the base and its activations.
+
+    Attributes:
+        placement: Whether the base is on the device, or its blocks are streamed to it.
+        peak_bytes: Of a step of the rows that go through the model at once.
+        by_category: The same: weights, adapters, gradients, optimizer, activations.
+        fits: Whether it is within the memory that is usable.
+        longest_row: Tokens of the longest single row that fits; 0: none does.
+        most_rows: Rows of the asked length that fit at once.
+        step_flops: Of forward and backward pass of one batch.
+        moved_bytes: That reach the device meanwhile: weights of streamed blocks.
+        hidden_from: Tokens at once from which on computing takes longer than that; 0: nothing
+            moves, or it is not a GPU's.
+        host_bytes: That wait in main memory.
+    """
+
+    placement: Placement
+    activations: Activations
+    peak_bytes: int
+    by_category: Mapping[str, int]
+    fits: bool
+    longest_row: int
+    most_rows: int
+    step_flops: int
+    moved_bytes: int = 0
+    hidden_from: int = 0
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What each of several cards has where the base is spread over them (train.shard: base).
+
+    Attributes:
+        wire_bytes: That each card gets in a step of one batch: blocks, and the adapter's gradients.
+        hidden_from: GB/s between cards to the tokens at once from which on computing takes longer.
+    """
+
+    cards: int
+    activations: Activations
+    peak_bytes: int
+    by_category: Mapping[str, int]
+    fits: bool
+    longest_row: int
+    wire_bytes: int
+    hidden_from: Mapping[str, int]
+
+
+class Costs:
+    """Counts the steps of one recipe.
+
+    Args:
+        config: The model's.
+        link: GB/s from main memory to the device.
+
+    Attributes:
+        rows, length: Rows, and tokens of each of their texts, that go through the model at once.
+        card: The named GPU that is like the machine's.
+    """
+
+    def __init__(
+        self, recipe: Recipe, config: Any, machine: Machine, *, link: float = LINK
+    ) -> None:
+        self.recipe, self.config, self.machine, self.link = recipe, config, machine, link
+        self.card = card_of(machine.memory)
+        limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self.limit: int = limit or LONGEST
+        self.length = min(recipe.data.max_length or self.limit, self.limit)
+        rows, num_texts = recipe.train.batch_size, recipe.task.num_texts
+        tokens = recipe.train.tokens_at_once("cuda" if machine.on_gpu else "cpu")
+        if tokens is not None:
+            rows = max(1, min(rows, tokens // (num_texts * self.length)))
+        self.rows = rows
+        setup = setup_of(recipe, config, machine.on_gpu)
+        self.reckoner = Reckoner(setup, None if machine.on_gpu else machine.memory)
+
+    @cached_property
+    def _bare(self) -> Reckoner:
+        """Of a base that is not all on the device, so that no unpacked weights are kept."""
+        if not self.reckoner.setup.kept:
+            return self.reckoner
+        return Reckoner(setup_of(self.recipe, self.config, self.machine.on_gpu))
+
+    @cached_property
+    def streams(self) -> Held:
+        """What the device has where blocks are streamed."""
+        return streamed(self.reckoner.whole)
+
+    @cached_property
+    def can_stream(self) -> bool:
+        """Whether the base has blocks that can be streamed, and its activations be recomputed."""
+        wish = self.recipe.train.gradient_checkpointing
+        return self.streams.elsewhere > 0 and wish is not False
+
+    def activations(self, placement: Placement = "device") -> tuple[Activations, ...]:
+        """Return what may be kept of activations, the fastest first."""
+        wish, ways = self.recipe.train.gradient_checkpointing, self.reckoner.ways
+        less = tuple(way for way in ways if way != "keep")
+        if wish is True or placement == "stream":
+            return less or ways
+        return ways if wish == "auto" else ("keep",)
+
+    def ways(self) -> Iterator[Way]:
+        """Yield the ways that base.placement allows, the fastest first.
+
+        Of `auto` streamed ones come where no other lets a row of the asked length through.
+        """
+        asked, found = self.recipe.base.placement, False
+        if asked != "stream":
+            for activations in self.activations():
+                way = self.way("device", activations)
+                found |= way.longest_row >= self.length
+                yield way
+        may = asked == "stream" or (asked == "auto" and self.machine.on_gpu and not found)
+        if may and self.can_stream:
+            for activations in self.activations("stream"):
+                yield self.way("stream", activations)
+
+    def smallest(self, placement: Placement = "device") -> Way:
+        """Return the way of one row that takes least."""
+        return self.way(placement, self.activations(placement)[-1], rows=1)
+
+    def way(self, placement: Placement, activations: Activations, rows: int | None = None) -> Way:
+        """Count one way, of the recipe's rows at once or of so many."""
+        held = self.streams if placement == "stream" else None
+        rows = rows or self.rows
+        peak, longest, flops = self._count(held, activations, rows)
+        taken = sum(peak.values())
+        return Way(
+            placement,
+            activations,
+            taken,
+            peak,
+            taken <= self.machine.usable,
+            min(longest // STEP * STEP, self.limit),
+            longest // self.length,
+            flops,
+            0 if held is None else held.moved,
+            0 if held is None else self._hidden_from(held.moved, flops / rows, self.link),
+            0 if held is None else held.elsewhere,
+        )
+
+    def seconds(self, way: Way) -> float:
+        """Return the time of a token, at least: of its computing, or of the blocks that come."""
+        computing = way.step_flops / self.card.rate
+        moving = way.moved_bytes / (self.link * 1e9)
+        return max(computing, moving) / (self.rows * self.length)
+
+    def share(self, cards: int) -> Share:
+        """Count one card of several, with the first way of keeping activations that fits."""
+        offload = self.recipe.train.shard == "offload"
+        held = spread(self.reckoner.whole, cards, offload=offload) if cards > 1 else None
+        summed = 2 * (cards - 1) * sum(p.nbytes for p in self.reckoner.trained) // cards
+        for activations in self.activations():
+            peak, longest, flops = self._count(held, activations, self.rows)
+            if sum(peak.values()) <= self.machine.usable:
+                break
+        taken, wire = sum(peak.values()), summed + (0 if held is None else held.moved)
+        fits, longest = taken <= self.machine.usable, min(longest // STEP * STEP, self.limit)
+        hidden = {f"{w:g}": self._hidden_from(wire, flops / self.rows, w) for w in WIRES}
+        return Share(cards, activations, taken, peak, fits, longest, wire, hidden)
+
+    def _hidden_from(self, moved: int, flops_of_row: float, link: float) -> int:
+        """Return the tokens whose computing takes as long as bytes take to come at GB/s."""
+        seconds = moved / (link * 1e9) if self.machine.on_gpu else 0.0
+        return round(seconds * self.card.rate / (flops_of_row / self.length))
+
+    def _count(
+        self, held: Held | None, activations: Activations, rows: int
+    ) -> tuple[dict[str, int], int, int]:
+        """Return bytes by category, the tokens of a row that would fit, and FLOPs."""
+        reckoner = self.reckoner if held is None else self._bare
+        count = reckoner.count(rows, self.length, activations)
+        state = STATE_BYTES[self.recipe.train.optimizer] * reckoner.num_trained
+        found = {**count.peak, "optimizer": state}
+        if held is not None:
+            found["weights"] += held.at_most - reckoner.base.resident
+        if self.recipe.train.gradient_accumulation > 1:  # a second batch beside the first's
+            found["gradients"] = max(found["gradients"], sum(p.nbytes for p in reckoner.trained))
+        slope = max(reckoner.bytes_per_token(rows, self.length, activations), 1.0)
+        left = self.machine.usable - sum(found.values())
+        return found, max(int(rows * self.length + left / slope), 0), count.flops
+
+
+def setup_of(recipe: Recipe, config: Any, on_gpu: bool) -> Setup:
+    """Return what a recipe trains, and how it is held."""
+    base = recipe.base
+    fast = torch.bfloat16 if on_gpu else fast_dtype(torch.device("cpu"))
+    return Setup(
+        config,
+        recipe.task,
+        recipe.method,
+        base.quantize,
+        base.double_quant,
+        DTYPES.get(base.dtype) or fast,
+        on_gpu,
+        base.quantize_towers,
+        grouped=recipe.train.group_layers,
+    )

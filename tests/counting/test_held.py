@@ -1,0 +1,135 @@
+"""What is reckoned of a base that is not all on one device is what the device then has."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from peftkit.adapter import attach
+from peftkit.base.placement import BlockStream
+from peftkit.counting.held import AT_ONCE, spread, streamed, whole
+from peftkit.counting.reckon import Reckoner
+from peftkit.counting.step import Setup
+from peftkit.methods.lora import LoRA
+from peftkit.quant.quantize import quantize_model
+from peftkit.tasks.causal_lm import CausalLMConfig
+from peftkit.train.memory.blocks import Blocks
+from tests.counting.test_counting import llama
+from tests.families import ARCHITECTURES
+
+ROOT = Path(__file__).parents[2]
+
+
+def reckoned(config: Any, quantize: str = "nf4") -> Any:
+    method = LoRA(rank=2, targets=("q", "v"))
+    setup = Setup(config, CausalLMConfig(), method, quantize, True, torch.bfloat16, True)
+    return Reckoner(setup).whole
+
+
+def real(config: Any, quantize: str = "nf4") -> Any:
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    made.requires_grad_(False)
+    if quantize != "none":
+        quantize_model(made, quantize)
+    return made
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_streamed_base_is_held_as_reckoned(quantize) -> None:
+    config = llama()
+    held, model = streamed(reckoned(config, quantize)), real(config, quantize)
+    total = sum(p.nbytes for p in model.parameters())
+    assert held.resident + held.elsewhere == total == whole(reckoned(config, quantize)).resident
+    stream = BlockStream(model, torch.device("cpu"))
+    attach(model, LoRA(rank=2))
+    each = [sum(t.nbytes for t in block.host) for block in stream._blocks]
+    assert held.elsewhere == sum(each)
+    assert held.passing == AT_ONCE * max(each)
+    Blocks(model).set_activations("recompute")
+    model.train()
+    ids, moved = torch.arange(24)[None], []
+    for _ in range(2):
+        before = stream.bytes_moved
+        model(input_ids=ids, use_cache=False).logits.float().sum().backward()
+        moved.append(stream.bytes_moved - before)
+    assert stream.most_resident == AT_ONCE
+    assert moved[1] == held.moved  # the first block of the second step is there already
+    assert moved[0] == held.moved + each[0]
+
+
+def test_more_devices_have_less_each_and_all_of_it_together() -> None:
+    model = reckoned(llama())
+    total, found = whole(model).resident, [spread(model, n) for n in (2, 3, 4)]
+    for number, held in zip((2, 3, 4), found, strict=True):
+        assert total / number <= held.resident < 1.02 * total / number + 100
+        assert held.passing == found[0].passing
+    offloaded = spread(model, 2, offload=True)
+    assert offloaded.resident + offloaded.elsewhere == found[0].resident
+
+
+WORKER = """
+import json, sys, torch, torch.distributed as dist
+from tests.counting.test_held import at_work
+dist.init_process_group("gloo")
+found = at_work(sys.argv[1])
+if dist.get_rank() == 0:
+    print(json.dumps(found))
+dist.destroy_process_group()
+"""
+
+
+def config_of(family: str) -> Any:
+    return llama() if family == "llama" else ARCHITECTURES[family]().config
+
+
+def at_work(family: str) -> dict[str, int]:
+    """Return what a process has of a sharded base, and what it gets in a step; on each process."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    from peftkit.train.sharding import local_bytes, shard_base
+
+    model = real(config_of(family))
+    attach(model, LoRA(rank=2, targets=("q", "v")))
+    shard_base(model, torch.device("cpu"))
+    gathered = 0
+    gather = FSDPParamGroup.unshard
+
+    def counted(group: Any, *args: Any, **more: Any) -> None:
+        nonlocal gathered
+        if group.is_sharded and group._all_gather_result is None:
+            gathered += sum(p._sharded_param_data.nbytes for p in group.fsdp_params)
+        gather(group, *args, **more)
+
+    FSDPParamGroup.unshard = counted  # type: ignore[method-assign]
+    Blocks(model).set_activations("recompute")
+    model.train()
+    ids = torch.arange(24)[None] + 3
+    model(input_ids=ids, use_cache=False).logits.float().sum().backward()
+    return {"base": local_bytes(model)["base"], "gathered": gathered}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_sharded_base_is_held_and_moved_as_reckoned(family, tmp_path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", str(script), family]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'cli'}", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = json.loads(ran.stdout.splitlines()[-1])
+    held = spread(reckoned(config_of(family)), 2)
+    assert held.resident == pytest.approx(found["base"], rel=0.01)
+    assert held.moved == pytest.approx(found["gathered"], rel=0.01)
