@@ -9,8 +9,10 @@ and the optimizer. Weights, adapters and optimizer state are those of the live t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from peftkit.counting.reckon import Reckoner
 from peftkit.counting.step import Setup
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
+from peftkit.kernels.packing import keep_copies, packed_tensors
 from peftkit.methods.lora import LoRA
 from peftkit.model.training import prepared_for_training
 from peftkit.quant.quantize import quantize_model
@@ -51,10 +54,22 @@ def config_of(family: str) -> Any:
     return shape.make_config(**{name: LAYERS})
 
 
-def reckoner_of(config: Any, quantize: str, task: TaskConfig | None = None) -> Reckoner:
-    """Return what a model's plans on a CPU are reckoned with: LoRA of rank 16, in bf16."""
+def reckoner_of(
+    config: Any,
+    quantize: str,
+    task: TaskConfig | None = None,
+    *,
+    on_gpu: bool = False,
+    free: int | None = None,
+) -> Reckoner:
+    """Return what a model's plans are reckoned with: LoRA of rank 16, in bf16.
+
+    Args:
+        free: Main memory in bytes, where a CPU may keep packed weights unpacked as well.
+    """
     method, dtype = LoRA(rank=16), torch.bfloat16
-    return Reckoner(Setup(config, task or CausalLMConfig(), method, quantize, True, dtype, False))
+    setup = Setup(config, task or CausalLMConfig(), method, quantize, True, dtype, on_gpu)
+    return Reckoner(setup, free)
 
 
 def planned(reckoner: Reckoner, way: Activations, length: int) -> int:
@@ -64,52 +79,63 @@ def planned(reckoner: Reckoner, way: Activations, length: int) -> int:
 
 
 class Measured:
-    """A model with random weights whose steps are measured."""
+    """A model with random weights whose steps are measured.
 
-    def __init__(self, config: Any, quantize: str) -> None:
+    Args:
+        kept: Keep packed weights unpacked as well, as a CPU with much memory does.
+    """
+
+    def __init__(
+        self, config: Any, quantize: str, *, device: str = "cpu", kept: bool = False
+    ) -> None:
         torch.manual_seed(0)
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        self.model = made.eval().requires_grad_(False)
+        self.model = made.eval().requires_grad_(False).to(device)
         if quantize != "none":
             quantize_model(self.model, quantize)
+        if kept:
+            keep_copies(self.model, sys.maxsize)
         attach(self.model, LoRA(rank=16))
         data = DataConfig(train="", packing=False, max_length=max(LENGTHS))
         self.task = CausalLM(self.model, shapes.tokenizer(), data)
         self.parameters = trainable_parameters(self.model)
+        self.device = torch.device(device)
+
+    @contextmanager
+    def steps(self, way: Activations, length: int) -> Iterator[Callable[[], object]]:
+        """Give what takes a step of a row; it has been called once."""
+        config = TrainConfig(
+            gradient_checkpointing=way != "keep", compile=False, tokens_per_batch=None
+        )
+        learner = Learner(
+            self.model, self.task, self.parameters, config, Ranks(self.device), StopRequest()
+        )
+        ids = tuple(n % 1000 + 5 for n in range(length))
+        row = Row(ids, (-100, *ids[1:]), (length,), "row 1")
+        self.optimizer, step = learner.optimizer, partial(learner.step, [row], 1e-4)
+        learner.set_activations(way)
+        learner.model.train()
+        try:
+            with prepared_for_training(learner.model), learner.task.training(learner.model):
+                step()
+                yield step
+        finally:
+            learner.blocks.restore()
 
     def peak(self, way: Activations, length: int) -> int:
         """Return the bytes of the weights, and of all that a step allocates at its most."""
-        wish = way != "keep"
-        config = TrainConfig(gradient_checkpointing=wish, compile=False, tokens_per_batch=None)
-        learner = Learner(
-            self.model, self.task, self.parameters, config, Ranks(torch.device("cpu")),
-            StopRequest(),
-        )  # fmt: skip
-        ids = tuple(n % 1000 + 5 for n in range(length))
-        row = Row(ids, (-100, *ids[1:]), (length,), "row 1")
-        with _training(learner):
-            learner.step([row], 1e-4)
-            held = _bytes_of(self.model) + _bytes_of(learner.optimizer)
+        with self.steps(way, length) as step:
+            held = _bytes_of(self.model) + _bytes_of(self.optimizer)
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-                learner.step([row], 1e-4)
+                step()
         return held + _most(seen)
-
-
-@contextmanager
-def _training(learner: Learner) -> Iterator[None]:
-    learner.set_activations(learner.ways[0])
-    learner.model.train()
-    try:
-        with prepared_for_training(learner.model), learner.task.training(learner.model):
-            yield
-    finally:
-        learner.blocks.restore()
 
 
 def _bytes_of(holder: Any) -> int:
     """Return the bytes of a model's parameters and buffers, or of an optimizer's state."""
     if isinstance(holder, torch.nn.Module):
-        tensors = [*holder.parameters(), *holder.buffers()]
+        copies = [packing.kept for _, _, packing in packed_tensors(holder)]
+        tensors = [*holder.parameters(), *holder.buffers(), *(c for c in copies if c is not None)]
     else:
         tensors = [t for s in holder.state.values() for t in s.values() if torch.is_tensor(t)]
     storages = [tensor.untyped_storage() for tensor in tensors]

@@ -25,12 +25,14 @@ from peftkit.counting.step import (
     skeleton_of,
     with_method,
 )
-from peftkit.kernels.packed import COPY_SHARE, packed_tensors
+from peftkit.kernels.packing import COPY_SHARE, packed_tensors
 from peftkit.train.memory.blocks import Activations, Blocks
 
 CATEGORIES = ("weights", "adapters", "gradients", "activations")
 FEW, MOST = 2, 8
 """Blocks that are built: at least, so that inner ones are among them; at most, if kinds differ."""
+ON_DEVICE = 4
+"""Inputs of blocks that are on a GPU where they are offloaded: the first, two more, the output."""
 
 
 class Reckoner:
@@ -143,5 +145,5 @@ def _moved_away(count: StepCount, num_blocks: int, setup: Setup, way: Activation
     if way != "offload" or not setup.on_gpu:
         return count
     peak = dict(count.peak)
-    peak["activations"] -= count.block_input * max(num_blocks - 2, 0)
+    peak["activations"] -= count.block_input * max(num_blocks - ON_DEVICE, 0)
     return replace(count, peak=peak)

@@ -26,7 +26,7 @@ from peftkit.base.shapes import on_meta, untraced
 from peftkit.counting.counter import GPU_ROUNDING, Counter
 from peftkit.counting.loss import is_of_classes, loss_of
 from peftkit.kernels import cross_entropy, stacked
-from peftkit.kernels.packed import keep_copies
+from peftkit.kernels.packing import keep_copies
 from peftkit.methods import grouping
 from peftkit.methods.groups import BesideGroup
 from peftkit.methods.protocol import Method

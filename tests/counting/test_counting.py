@@ -9,8 +9,12 @@ import transformers
 from benchmarks.plan import Measured, planned, reckoner_of
 from peftkit.base.shapes import with_depth
 from peftkit.counting.machines import parse_size
+from peftkit.counting.reckon import Reckoner
 from peftkit.errors import ConfigError
 from peftkit.quant.layers import empty_packed, pack
+from peftkit.tasks.embedding import EmbeddingConfig
+from peftkit.tasks.preference.config import PreferenceConfig
+from peftkit.tasks.reward import RewardConfig
 from peftkit.tasks.seq2seq import Seq2SeqConfig
 from peftkit.train.memory.blocks import Activations
 from tests.families import ARCHITECTURES
@@ -31,6 +35,36 @@ def test_planned_peak_is_what_the_allocator_counts(quantize) -> None:
     for way, length in ways:
         told, found = planned(reckoner, way, length), measured.peak(way, length)
         assert told == pytest.approx(found, rel=0.05), (way, length)
+
+
+@pytest.mark.slow
+def test_unpacked_copies_that_a_cpu_keeps_are_counted() -> None:
+    config = llama()
+    reckoner, measured = reckoner_of(config, "nf4", free=GB), Measured(config, "nf4", kept=True)
+    assert reckoner.setup.kept
+    assert not reckoner_of(config, "nf4", free=3_000_000).setup.kept
+    ways: tuple[tuple[Activations, int], ...] = (("keep", 128), ("recompute", 256))
+    for way, length in ways:
+        told, found = planned(reckoner, way, length), measured.peak(way, length)
+        assert told == pytest.approx(found, rel=0.05), (way, length)
+
+
+@pytest.mark.parametrize(
+    "task", [PreferenceConfig(), RewardConfig(), EmbeddingConfig()], ids=lambda task: task.type
+)
+def test_rows_of_two_texts_take_twice_as_much(task) -> None:
+    config = llama(num_hidden_layers=2)
+    found, one = reckoner_of(config, "none", task), reckoner_of(config, "none")
+    alone = one.count(2, 64, "recompute")
+    pairs = found.count(1, 64, "recompute")
+    blocks = 6 * sum(p.numel() for n, p in one.whole.named_parameters() if "layers" in n) * 128
+    assert 0.6 * blocks < pairs.flops <= 1.05 * alone.flops
+    assert pairs.block_input == alone.block_input
+    assert (task.type == "reward") == any("score" in n for n, p in trained(found))
+
+
+def trained(reckoner: Reckoner) -> list[tuple[str, torch.Tensor]]:
+    return [(n, p) for n, p in reckoner.whole.named_parameters() if p.requires_grad]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("t5", marks=pytest.mark.slow)])

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.plan import Measured, planned, reckoner_of
 from peftkit.train.memory import offload, pinned
 from peftkit.train.memory.blocks import Activations, Blocks
 from peftkit.train.memory.offload import Offload
 from peftkit.train.memory.pinned import PinnedSpace
+from tests.counting.test_counting import llama
 from tests.simulated_gpu.same import make_model, train
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
@@ -43,6 +45,26 @@ def test_offloaded_gradients_are_those_of_kept_activations(quantize: str) -> Non
             assert card.recorded_streams == 0
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("quantize", ["none", pytest.param("nf4", marks=pytest.mark.slow)])
+def test_plan_of_a_gpu_is_what_the_card_then_has(quantize: str) -> None:
+    reckoner = reckoner_of(llama(), quantize, on_gpu=True)
+    ways: tuple[tuple[Activations, int], ...] = (
+        ("keep", 256),
+        ("recompute", 512),
+        ("offload", 256),
+    )
+    with simulated() as card:
+        measured = Measured(llama(), quantize, device="cuda")
+        for way, length in ways:
+            told = planned(reckoner, way, length)
+            with measured.steps(way, length) as step:
+                gc.collect()
+                card.reset()
+                step()
+                assert told == pytest.approx(card.peak, rel=0.02), (way, length)
+            measured.optimizer.state.clear()
 
 
 def chain(offloaded: Offload, num_blocks: int, size: int = 3) -> Tensor:
