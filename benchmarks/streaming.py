@@ -1,64 +1,113 @@
-"""Streamed blocks on paper: bytes moved in a micro-step; from how many tokens on that is hidden.
+"""Bases larger than their card, by the plan: streamed to one card, or spread over several.
 
     python -m benchmarks.streaming
+    python -m benchmarks.streaming --cards
 
-A recomputed step reads each block's packed weights twice (base.placement: stream), less the last
-block, which stays. Its arithmetic is 6 FLOP for each weight of the blocks that a token meets:
-forward, again, and the gradient of the input. Nothing here is measured.
+LoRA of rank 16 on all linears, nf4, one row, blocks recomputed: what `peftkit plan` says of a step.
+Nothing here is measured. "hidden from": tokens of a row from which on computing takes longer than
+what comes to the card, at 40 % of its bf16 peak.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+from typing import Any
 
+import transformers
+
+from benchmarks import shapes
 from benchmarks.report import table
+from peftkit.config.schema import from_dict
+from peftkit.counting.machines import CARDS, Machine
+from peftkit.run.config import Recipe
+from peftkit.run.costs import Costs
 
-BITS = 4.127
-"""Of a weight in nf4 with double quantisation."""
-LINKS = (8, 16, 25)
+LINKS = (8.0, 16.0, 25.0)
 """GB/s from main memory to a card: PCIe 3.0 x16 unpinned, 4.0 x16, 5.0 x16, about."""
-
-
-@dataclass(frozen=True, slots=True)
-class Large:
-    """A base, its card, and what the card reaches of its peak.
-
-    Attributes:
-        weights: Of all blocks. active: Of those that a token meets. layers: Blocks.
-        tflops: Of the card, as steps reach it.
-    """
-
-    name: str
-    card: str
-    weights: float
-    active: float
-    layers: int
-    tflops: float
-
-
-BASES = (
-    Large("Llama-3-70B", "12 GB, 25 TFLOP/s", 68.45e9, 68.45e9, 80, 25),
-    Large("Llama-3-70B", "24 GB, 100 TFLOP/s", 68.45e9, 68.45e9, 80, 100),
-    Large("Llama-3.1-8B", "6 GB, 25 TFLOP/s", 6.98e9, 6.98e9, 32, 25),
-    Large("Qwen3-30B-A3B", "8 GB, 25 TFLOP/s", 29.9e9, 2.7e9, 48, 25),
+STREAMED = (
+    ("llama-3-70b", 12, 4096),
+    ("llama-3-70b", 24, 4096),
+    ("llama-3.1-8b", 6, 2048),
+    ("qwen3-30b-a3b", 8, 2048),
 )
+"""A base, GB of a card, tokens of the row."""
+SPREAD = (("llama-3-70b", 2, 24, 2048), ("llama-3-70b", 8, 24, 8192), ("llama-3.1-8b", 2, 8, 2048))
+"""A base, cards, GB of each, tokens of a row on each."""
+
+
+def config_of(name: str) -> Any:
+    """Return the config of a base."""
+    if name in shapes.SHAPES:
+        return shapes.SHAPES[name].make_config(max_position_embeddings=1 << 17)
+    return transformers.Qwen3MoeConfig(
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        vocab_size=151936,
+        max_position_embeddings=1 << 15,
+    )
+
+
+def costs_of(name: str, gigabytes: int, length: int, *, link: float = 16.0, **train: str) -> Costs:
+    """Return the costs of training a base on a card."""
+    recipe = {
+        "base": {"model": name, "quantize": "nf4"},
+        "data": {"train": "", "max_length": length},
+        "train": {"batch_size": 1, "gradient_checkpointing": True, **train},
+    }
+    machine = Machine(gigabytes * 10**9, on_gpu=True)
+    return Costs(from_dict(Recipe, recipe, name), config_of(name), machine, link=link)
+
+
+def streamed() -> str:
+    """Return a table of bases whose blocks are streamed."""
+    rows = []
+    for name, gigabytes, length in STREAMED:
+        costs = costs_of(name, gigabytes, length)
+        way = costs.way("stream", "offload")
+        cells = [name, f"{gigabytes} GB", f"{length:,}", f"{way.peak_bytes / 1e9:.2f}"]
+        cells += [f"{way.longest_row:,}", f"{way.moved_bytes / 1e9:.2f}"]
+        for link in LINKS:
+            costs.link = link
+            seconds, hidden = way.moved_bytes / (link * 1e9), costs.way("stream", "offload")
+            cells.append(f"{seconds:.1f} s; {hidden.hidden_from:,}")
+        rows.append([*cells, costs.card.name])
+    links = [f"at {link:g} GB/s; hidden from" for link in LINKS]
+    columns = ["base", "card", "tokens", "peak GB", "longest row", "moved GB", *links, "as"]
+    return table(columns, rows)
+
+
+def spread() -> str:
+    """Return a table of bases that are spread over cards."""
+    rows = []
+    for name, cards, gigabytes, length in SPREAD:
+        for how in ("base", "offload"):
+            for optimizer in ("adamw", "adamw_8bit"):
+                share = costs_of(name, gigabytes, length, shard=how, optimizer=optimizer).share(
+                    cards
+                )
+                kept = share.by_category
+                cells = [name, f"{cards} x {gigabytes} GB", f"{length:,}", how, optimizer]
+                cells += [f"{kept['weights'] / 1e9:.2f}", f"{share.peak_bytes / 1e9:.2f}"]
+                cells += ["yes" if share.fits else "no", f"{share.longest_row:,}"]
+                cells += [f"{share.wire_bytes / 1e9:.1f}"]
+                rows.append([*cells, *(f"{tokens:,}" for tokens in share.hidden_from.values())])
+    columns = ["base", "cards", "tokens", "shard", "optimizer", "weights GB", "peak GB", "fits"]
+    return table([*columns, "longest row", "wire GB", "hidden from at 25 GB/s", "at 3 GB/s"], rows)
 
 
 def main() -> None:
-    """Print a row for each base and card."""
-    rows = []
-    for base in BASES:
-        packed = base.weights * BITS / 8
-        moved = packed * (2 - 1 / base.layers)
-        sizes = (2 * packed / base.layers, moved)
-        cells = [base.name, base.card, *(f"{size / 1e9:.2f}" for size in sizes)]
-        for link in LINKS:
-            seconds = moved / (link * 1e9)
-            tokens = seconds * base.tflops * 1e12 / (6 * base.active)
-            cells.append(f"{seconds:.1f} s; {tokens:,.0f}")
-        rows.append(cells)
-    links = [f"at {link} GB/s; hidden from tokens" for link in LINKS]
-    print(table(["base", "card", "two blocks GB", "moved GB", *links], rows))
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cards", action="store_true", help="spread over several cards")
+    print(spread() if parser.parse_args().cards else streamed())
+    print("Cards: " + ", ".join(f"{c.name} {c.tflops:g} TFLOP/s" for c in CARDS))
 
 
 if __name__ == "__main__":

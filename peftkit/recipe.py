@@ -15,7 +15,7 @@ from peftkit.run.results import adapter_folder, identity, save_result, write_fac
 from peftkit.train.loop import check_output, train_prepared
 from peftkit.train.metrics import require_trackers
 from peftkit.train.run import Result
-from peftkit.train.sharding import check_sharding
+from peftkit.train.sharding import SHARDED, check_sharding
 from peftkit.train.signals import Interrupted, stop_requests, stopping_at_once
 
 
@@ -43,7 +43,7 @@ def run(
         Interrupted: SIGINT or SIGTERM came; what was reached is saved.
     """
     folder = recipe.train.output_dir
-    if recipe.train.shard != "none":
+    if recipe.train.shard in SHARDED:
         check_sharding(recipe.train, recipe.method.type)
     check_output(recipe.train, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
     with stopping_at_once("stopped before the first step; what was there is as it was."):
@@ -67,7 +67,7 @@ def run(
         on_event=report.on_event,
         watch=watch,
     )
-    if result.is_main or recipe.train.shard != "none":  # then all processes run the model
+    if result.is_main or recipe.train.shard in SHARDED:  # then all processes run the model
         with stop_requests() as stop:
             result = save_result(recipe, ready, result, on_event=on_event)
             if result.is_main:

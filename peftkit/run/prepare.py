@@ -26,11 +26,12 @@ from peftkit.methods.protocol import Method, Start
 from peftkit.model.roles import ALL_LINEAR
 from peftkit.quant.quantize import tower_paths
 from peftkit.run.config import Recipe
+from peftkit.run.settle import settled
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.splits import load_splits
 from peftkit.train.checkpoints.checkpoint import Checkpoints
 from peftkit.train.ranks import Ranks
-from peftkit.train.sharding import local_bytes, shard_base
+from peftkit.train.sharding import SHARDED, local_bytes, shard_base
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,11 @@ def prepare(
     """
     settings = recipe.task.resolve(recipe.data)
     if base is None:
-        base = open_base(recipe, settings.purpose, on_event=on_event)
+        kept = settled(recipe, on_event)
+        base = open_base(kept, settings.purpose, on_event=on_event)
+        recipe = recipe.model_copy(
+            update={"train": kept.train}
+        )  # another machine may place it anew
     continued = None
     if recipe.method.start_from:
         continued = continue_adapter(
@@ -88,7 +93,7 @@ def prepare(
         seed = recipe.train.seed
         adapter = attach(base.model, method, starts=starts, fresh=not resume, seed=seed)
     on_event(adapter_table(adapter))
-    if recipe.train.shard != "none":
+    if recipe.train.shard in SHARDED:
         base = _sharded(recipe, base, on_event)
     if told := small_reach(adapter, base.audit):
         on_event(Notice(told))
@@ -119,7 +124,7 @@ def open_base(recipe: Recipe, purpose: Purpose, *, on_event: Listener = ignore) 
         placement=recipe.base.placement,
         store=recipe.base.store,
         purpose=purpose,
-        device=None if recipe.train.shard == "none" else "cpu",
+        device="cpu" if recipe.train.shard in SHARDED else None,
         on_event=on_event,
     )
     on_event(base.audit.table())

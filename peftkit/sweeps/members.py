@@ -13,6 +13,7 @@ from typing import Any
 from peftkit.config.strict_yaml import SourceLocation, parse
 from peftkit.errors import ConfigError
 from peftkit.run.config import Recipe, load
+from peftkit.train.sharding import SHARDED
 
 METHODS = ("lora", "dora", "ia3", "vera")
 """Methods that sit beside linear layers."""
@@ -148,7 +149,7 @@ def check_members(members: Sequence[Member]) -> None:
         beside = {"sample_every", "eval_generate", "eval_before"}
         if asked := [f"train.{name}" for name in sorted(beside) if getattr(train, name)]:
             raise _alone(member, f"{asked[0]} is set")
-        if train.compile is True or train.shard != "none":
+        if train.compile is True or train.shard in SHARDED:
             raise _alone(member, "train.compile or train.shard is set")
     if first.recipe.task.type not in TASKS:
         raise _alone(first, f"the task {first.recipe.task.type}", f"Tasks: {', '.join(TASKS)}.")

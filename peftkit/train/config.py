@@ -97,10 +97,10 @@ class TrainConfig(Config):
     """Prompts to sample from; by default the first eval rows."""
     sample_tokens: int = Field(default=64, ge=1)
     """The most tokens of a sample."""
-    shard: Literal["none", "base", "offload"] = "none"
-    """With several processes: base spreads the frozen base over them, block by block, where one
-    device does not hold it; offload keeps the parts in main memory besides. The adapter stays whole
-    on each."""
+    shard: Literal["auto", "none", "base", "offload"] = "auto"
+    """With several processes: base spreads the frozen base over them, block by block; offload keeps
+    the parts in main memory besides. The adapter stays whole on each. auto: base exactly where one
+    device does not hold the base and one row's step, as is counted before it is loaded."""
     log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Trackers that get the metrics too; metrics.jsonl is always written."""
 

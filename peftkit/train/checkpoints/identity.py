@@ -46,6 +46,7 @@ def identity_of(
         given: What the caller knows besides: base, method, data.
     """
     train = {name: value for name, value in config.model_dump().items() if name not in FREE}
+    train["shard"] = "none" if train["shard"] == "auto" else train["shard"]  # it was settled so
     rows = {"train": fingerprint(train_rows), "eval": fingerprint(eval_rows)}
     whole = {**given, "train": train, "rows": rows, "num_processes": world_size}
     plain: dict[str, Any] = json.loads(json.dumps(whole, default=str))

@@ -1,0 +1,122 @@
+"""`auto` keeps the base elsewhere exactly where the count says that the device does not hold it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from peftkit import recipe as story
+from peftkit.base.load import BaseConfig
+from peftkit.base.shapes import read_config
+from peftkit.config.schema import from_dict
+from peftkit.counting.machines import Machine
+from peftkit.counting.step import plain_purpose
+from peftkit.events import Event
+from peftkit.run import settle
+from peftkit.run.config import Recipe
+from peftkit.run.costs import Costs
+from peftkit.run.settle import settled
+from tests.counting.test_counting import llama
+from tests.families import tiny_tokenizer
+from tests.train.children import exit_code, free_port, start
+
+GB = 10**9
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of six blocks that are large beside a step of a few tokens."""
+    found = tmp_path_factory.mktemp("blocks")
+    config = llama(num_hidden_layers=6, hidden_size=256, intermediate_size=768, vocab_size=400)
+    config.architectures = ["LlamaForCausalLM"]
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(found)
+    tiny_tokenizer().save_pretrained(found)
+    return found
+
+
+def asked(folder: Path, out: Path, **sections: dict[str, Any]) -> Recipe:
+    rows = out / "rows.jsonl"
+    rows.write_text('{"text": "one two three four five"}\n' * 4, encoding="utf-8")
+    given: dict[str, dict[str, Any]] = {
+        "base": {"model": str(folder), "quantize": "nf4", "store": "off"},
+        "method": {"type": "lora", "rank": 2, "targets": ["q", "v"]},
+        "data": {"train": str(rows), "max_length": 32, "packing": False},
+        "train": {"output_dir": str(out / "run"), "max_steps": 2, "compile": False},
+    }
+    whole = {name: {**section, **sections.get(name, {})} for name, section in given.items()}
+    return from_dict(Recipe, whole, "test")
+
+
+def costs_of(recipe: Recipe, *, on_gpu: bool = True) -> Costs:
+    config = read_config(recipe.base.model, None, plain_purpose(recipe.task))
+    return Costs(recipe, config, Machine(GB, on_gpu, is_free=True))
+
+
+def on_a_card(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
+    monkeypatch.setattr(settle, "free_now", lambda *_: Machine(memory, True, is_free=True))
+
+
+def test_base_is_streamed_exactly_where_it_and_one_row_do_not_fit(
+    folder, tmp_path, monkeypatch
+) -> None:
+    recipe = asked(folder, tmp_path)
+    needed = costs_of(recipe).smallest().peak_bytes
+    for memory, placement in ((needed, "device"), (needed - 1, "stream")):
+        told: list[Event] = []
+        on_a_card(monkeypatch, memory)
+        assert settled(recipe, told.append).base.placement == placement
+        assert len(told) == (placement == "stream")
+    assert "base.placement: auto" in str(told[0])
+
+
+def test_what_may_not_be_streamed_stays_and_is_told(folder, tmp_path, monkeypatch) -> None:
+    on_a_card(monkeypatch, 1000)
+    for recipe in (
+        asked(folder, tmp_path, base={"quantize": "none"}),
+        asked(folder, tmp_path, train={"gradient_checkpointing": False}),
+    ):
+        told: list[Event] = []
+        assert settled(recipe, told.append).base.placement == "device"
+        assert "too little memory" in str(told[0])
+    for placement in ("device", "stream"):
+        recipe = asked(folder, tmp_path, base={"placement": placement})
+        assert settled(recipe, told.append).base.placement == placement
+    assert len(told) == 1
+    assert BaseConfig(model="x").placement == "auto"
+
+
+def work(recipe: dict[str, Any], memory: int) -> None:
+    """Train where the second process alone sees too little memory."""
+    own = memory if os.environ["RANK"] == "1" else GB
+    settle.free_now = lambda *_: Machine(own, False, is_free=True)  # type: ignore[assignment]
+    story.run(from_dict(Recipe, recipe, "test"))
+    os._exit(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fits", [True, False])
+def test_processes_share_a_base_that_one_of_them_cannot_hold(fits, folder, tmp_path) -> None:
+    recipe = asked(
+        folder, tmp_path, base={"dtype": "fp32", "quantize": "none"}, method={"type": "lora"}
+    )
+    needed = costs_of(recipe, on_gpu=False).smallest().peak_bytes
+    given = recipe.model_dump(mode="json")
+    given["train"] |= {"shard": "auto"}
+    port = free_port()
+    children = [
+        start(
+            work, given, needed if fits else needed - 1,
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    assert [exit_code(child) for child in children] == [0, 0]
+    saved = (tmp_path / "run" / "recipe.yaml").read_text(encoding="utf-8")
+    assert ("shard: base" in saved) == (not fits)
