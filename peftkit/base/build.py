@@ -37,6 +37,7 @@ from peftkit.base.quantized import (
     quantized_by,
 )
 from peftkit.base.shapes import on_meta
+from peftkit.base.spill import Spill
 from peftkit.base.stream import Stream, StreamConfig, kept_in_float32
 from peftkit.errors import BaseError, OutputError, first_few
 from peftkit.events import Listener, Notice, Progress, Stage, ignore
@@ -53,6 +54,7 @@ def build(
     form: Form,
     *,
     pad_token_id: int | None = None,
+    spill: Spill | None = None,
     on_event: Listener = ignore,
 ) -> Built:
     """Build a base out of its files.
@@ -63,6 +65,7 @@ def build(
     Args:
         config: What `check_config` says of it.
         pad_token_id: For a decoder with a head of classes that does not know its own.
+        spill: Where weights are kept meanwhile; by default in memory.
 
     Raises:
         BaseError: The files are damaged, incomplete, no model for this task, quantised in a way
@@ -79,6 +82,7 @@ def build(
             has_head=purpose.head is not None,
             towers=form.quantize_towers,
             on_event=on_event,
+            **({"put": spill.moved} if spill else {}),
         )
     model, fresh = load_model(
         location, revision, purpose, form.dtype, stream, on_event, form.device

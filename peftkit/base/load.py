@@ -18,7 +18,8 @@ from peftkit.base.locate import Location, locate
 from peftkit.base.multimodal import load_multimodal
 from peftkit.base.placement import BlockStream, must_stream
 from peftkit.base.purpose import CAUSAL_LM, Purpose
-from peftkit.base.store import Wanted, opened_or_kept, storable
+from peftkit.base.spill import Spill
+from peftkit.base.store import Sharing, Wanted, opened_or_kept, opened_together, storable
 from peftkit.config.schema import Config, from_dict
 from peftkit.events import Listener, Stage, ignore
 from peftkit.kernels.packing import keep_copies
@@ -101,6 +102,7 @@ def load_base(
     device: torch.device | str | None = None,
     placement: str = "auto",
     store: str = "auto",
+    sharing: Sharing | None = None,
     on_event: Listener = ignore,
 ) -> Base:
     """Load a base model to put an adapter on.
@@ -121,6 +123,8 @@ def load_base(
             are on the device; "auto": streamed where a packed base does not fit a GPU.
         store: "auto": open the packed base that the cache keeps, and keep a large one there;
             "off": neither.
+        sharing: Processes that load it together, on the CPU, each to keep a part: weights are then
+            pages of files, which take memory only where they are read.
 
     Raises:
         BaseError: There is no such model, its files are damaged or incomplete, or it could not be
@@ -144,20 +148,34 @@ def load_base(
         if streams:
             form = replace(form, device=torch.device("cpu"))
 
-        def anew() -> Built:
+        def anew(spill: Spill | None = None) -> Built:
             return build(
-                location, revision, purpose, config, form, pad_token_id=padding, on_event=on_event
+                location,
+                revision,
+                purpose,
+                config,
+                form,
+                pad_token_id=padding,
+                spill=spill,
+                on_event=on_event,
             )
 
-        source = storable(location, revision, purpose, config, form) if store == "auto" else None
+        source = None
+        if store == "auto":
+            unpacked = sharing is not None
+            source = storable(location, revision, purpose, config, form, unpacked=unpacked)
         if source is None:
             built = anew()
         else:
             wanted = Wanted(location.name, source, purpose, config, form)
-            built = opened_or_kept(wanted, anew, on_event)
+            built = (
+                opened_together(wanted, anew, sharing, on_event)
+                if sharing is not None
+                else opened_or_kept(wanted, anew, on_event)
+            )
     if streams:
         BlockStream(built.model, place)
-    elif place.type == "cpu":
+    elif place.type == "cpu" and sharing is None:
         keep_copies(built.model)
     return Base(
         model=built.model,

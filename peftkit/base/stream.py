@@ -49,6 +49,7 @@ class Stream:
         dtype: In which the parameters are computed with.
         has_head: Whether the model's head of classes is trained: it is left in the files' dtype.
         towers: Whether what stands beside a language model is packed too.
+        put: Moves what is kept to where it is to be.
 
     Attributes:
         taken: id(parameter) to its sample for the fingerprint.
@@ -64,11 +65,12 @@ class Stream:
         double_quant: bool = True,
         has_head: bool = False,
         towers: bool = False,
+        put: Callable[[Tensor], Tensor] = lambda tensor: tensor,
         on_event: Listener,
     ) -> None:
         self.kind, self.dtype, self.device = kind, dtype, device
         self.double_quant, self.has_head, self.on_event = double_quant, has_head, on_event
-        self._towers = towers
+        self._towers, self._put = towers, put
         self.taken: dict[int, bytes] = {}
         self.broken: Exception | None = None
         self._jobs: list[Job] = []
@@ -121,7 +123,7 @@ class Stream:
 
     def _packed(self, name: str, value: Tensor) -> Tensor:
         if name not in self._by_name:
-            return nn.Parameter(value, requires_grad=False)
+            return nn.Parameter(self._put(value), requires_grad=False)
         _, module, leaf = self._by_name[name]
         if leaf == "weight" and is_conv1d(module):
             value = value.t()
@@ -130,7 +132,9 @@ class Stream:
         except ValueError as error:
             self._problems[name] = f"{name} of {type(module).__name__}: {error}"
             return nn.Parameter(value, requires_grad=False)
-        parameter = nn.Parameter(packed, requires_grad=False)
+        parameter = nn.Parameter(self._put(packed), requires_grad=False)
+        for scale in packing.parameters():
+            scale.data = self._put(scale.data)
         self._packings[id(parameter)] = packing
         return parameter
 

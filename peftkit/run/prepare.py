@@ -114,6 +114,7 @@ def prepare(
 
 def open_base(recipe: Recipe, purpose: Purpose, *, on_event: Listener = ignore) -> Base:
     """Load the base that a recipe names, for what its task needs it for; tells how it is stored."""
+    is_shared = recipe.train.shard in SHARDED
     base = load_base(
         recipe.base.model,
         revision=recipe.base.revision,
@@ -124,7 +125,8 @@ def open_base(recipe: Recipe, purpose: Purpose, *, on_event: Listener = ignore) 
         placement=recipe.base.placement,
         store=recipe.base.store,
         purpose=purpose,
-        device="cpu" if recipe.train.shard in SHARDED else None,
+        device="cpu" if is_shared else None,
+        sharing=Ranks(default_device()) if is_shared else None,
         on_event=on_event,
     )
     on_event(base.audit.table())

@@ -250,3 +250,34 @@ def test_causal_lm_is_what_a_base_is_packed_for(folder) -> None:
     assert form["quantize"] == "nf4"
     other = store.folder_of(folder, Form("nf4", False, torch.bfloat16, CPU, False), CAUSAL_LM)
     assert other != kept
+
+
+class Alone:
+    """The only process of a machine."""
+
+    is_first_here = True
+    waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+@pytest.mark.parametrize(
+    ("quantize", "dtype", "kept"),
+    [("none", "fp32", False), ("none", "bf16", True), ("nf4", "fp32", True)],
+)
+def test_a_base_that_processes_open_together_is_the_one_that_each_loads(
+    quantize: str, dtype: str, kept: bool, folder: Path, cache: Path
+) -> None:
+    asked = {"quantize": quantize, "dtype": dtype, "device": "cpu"}
+    expected, sharing = load_base(str(folder), **asked), Alone()
+    for _ in range(2):  # made, and opened again
+        found = load_base(str(folder), sharing=sharing, **asked)
+        ours, theirs = state_of(found.model), state_of(expected.model)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert found.fingerprint == expected.fingerprint
+        assert found.audit.rows == expected.audit.rows
+    assert sharing.waits == 2 * kept
+    assert [*cache.glob("packed/*/model.safetensors")] != [] if kept else not cache.exists()
+    assert not [*cache.glob("packed/tmp*")]

@@ -114,6 +114,7 @@ def together(folder: Path, cells: Mapping[str, Settings], world: int = 2) -> dic
             WORLD_SIZE=str(world),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=port,
+            PEFTKIT_CACHE=str(folder / "cache"),
         )
         for rank in range(world)
     ]
