@@ -19,7 +19,8 @@ from peftkit.base.multimodal import load_multimodal
 from peftkit.base.placement import BlockStream, must_stream
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.spill import Spill
-from peftkit.base.store import Sharing, Wanted, opened_or_kept, opened_together, storable
+from peftkit.base.store import Wanted, opened_or_kept, storable
+from peftkit.base.together import Sharing, opened_together
 from peftkit.config.schema import Config, from_dict
 from peftkit.events import Listener, Stage, ignore
 from peftkit.kernels.packing import keep_copies

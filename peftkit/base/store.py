@@ -16,11 +16,10 @@ import os
 import re
 import secrets
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -30,11 +29,10 @@ from peftkit.base.mapped import fill, mapped, packed_skeleton
 from peftkit.base.pretrained import snapshot
 from peftkit.base.purpose import Purpose
 from peftkit.base.shapes import on_meta
-from peftkit.base.spill import Spill
 from peftkit.errors import BaseError, OutputError, PeftkitError
 from peftkit.events import Listener, Notice
 from peftkit.files import disk
-from peftkit.files.safetensors_header import DTYPE_NAMES, DTYPES, TensorSpec
+from peftkit.files.safetensors_header import DTYPE_NAMES, TensorSpec
 from peftkit.quant.checkpoint import quantization_config, to_checkpoint
 
 VERSION = 2
@@ -76,17 +74,6 @@ class Wanted:
     form: Form
 
 
-class Sharing(Protocol):
-    """The processes that open a base together; each is going to keep a part of it."""
-
-    @property
-    def is_first_here(self) -> bool:
-        """Whether it is the first of its machine, or of those that see its cache."""
-
-    def wait(self) -> None:
-        """Wait until every process has come here."""
-
-
 def storable(
     location: Location,
     revision: str | None,
@@ -126,46 +113,6 @@ def opened_or_kept(wanted: Wanted, anew: Callable[[], Built], on_event: Listener
         except PeftkitError as error:  # it is of use without
             on_event(Notice(f"The packed base is not kept. {error.asked} {error.found}"))
     return built
-
-
-def opened_together(
-    wanted: Wanted, anew: Callable[[Spill | None], Built], sharing: Sharing, on_event: Listener
-) -> Built:
-    """Open a base on several processes; what each holds of it are pages of the same files.
-
-    What the base's own files hold as it is computed with is mapped from them. Else the first
-    process makes it, weight by weight, and the cache keeps it; then all map that.
-
-    Raises:
-        BaseError: It cannot be made.
-        OutputError, RunError: The cache cannot be written, or the disk is full.
-    """
-    if wanted.form.quantize == "none" and _is_in_files(wanted):
-        return anew(None)
-    folder = folder_of(wanted.source, wanted.form, wanted.purpose)
-    if sharing.is_first_here:
-        try:
-            open_stored(folder, wanted)
-        except BaseError:
-            with Spill(folder.parent) as spill:
-                keep(folder, anew(spill), wanted)
-            on_event(Notice(f"The base is kept in {folder}, from where all processes map it."))
-    sharing.wait()
-    return open_stored(folder, wanted, is_known=True)
-
-
-def _is_in_files(wanted: Wanted) -> bool:
-    """Tell whether the files hold every weight in the shape and dtype that it is to have.
-
-    So that transformers has nothing to make of them: what it loads are pages of these files.
-    """
-    held: Counter[tuple[tuple[int, ...], Any]] = Counter()
-    for path in wanted.source.glob("*.safetensors"):
-        with disk.open_tensors(path, error=BaseError) as file:
-            entries = file.header.tensors.values()
-            held.update((entry.shape, DTYPES[entry.dtype][1]) for entry in entries)
-    model = packed_skeleton(wanted.config, wanted.purpose, wanted.form)
-    return not Counter((tuple(p.shape), p.dtype) for p in model.parameters()) - held
 
 
 def store_folder() -> Path:
