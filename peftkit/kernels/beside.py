@@ -6,16 +6,18 @@
 
 The base's weights are read as they lie, packed ones too: nothing is laid out anew, which for a
 model that fills a GPU would not fit. Each update is added to the base's product where that stands:
-one array of the output's size, not two. Neither B A nor dW is formed.
+one array of the output's size, not two. Neither B A nor dW is formed. Pieces of X may each have
+an adapter of their own: the products with the base are made once for all of them.
 
 What the backward pass needs is saved before the products with the base are made. A block that is
 recomputed ends with its last saved tensor, so that its last product is not made a second time.
 
-Shapes: M rows of input, R sum of the ranks, in; out of each layer.
+Shapes: M rows of input, m of a piece, R sum of its ranks, in; out of each layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,23 +31,57 @@ class Layer(NamedTuple):
     """One layer of the group, and which of the tensors are its own.
 
     Attributes:
-        num_hidden: Its rank.
         form: How its weight is packed; None: it is not, and `num_tensors` is one.
         num_tensors: The weight and its scales.
         has_bias: Whether a bias follows them.
     """
 
-    num_hidden: int
     form: Form | None
     num_tensors: int
     has_bias: bool
 
 
+class Piece(NamedTuple):
+    """Rows of X that one adapter changes; they follow those of the pieces before.
+
+    Attributes:
+        num_rows: m. None: all of X.
+        layers: Places of the layers that the adapter changes; () for the bare base.
+        ranks: Of each of these.
+    """
+
+    num_rows: int | None
+    layers: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+class _Update(NamedTuple):
+    """A piece that an adapter changes, and its tensors.
+
+    Attributes:
+        span: Its rows. lora_a: (R, in), s A. scales: (R,). lora_b: (out, r) of each layer.
+    """
+
+    piece: Piece
+    span: slice
+    lora_a: Tensor
+    scales: Tensor
+    lora_b: list[Tensor]
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return its rows of a tensor (M, ...)."""
+        return x if self.piece.num_rows is None else x[self.span]
+
+    def by_layer(self, hidden: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return H (m, r) and B (out, r) of each layer."""
+        parts = hidden.split(self.piece.ranks, 1)
+        return dict(zip(self.piece.layers, zip(parts, self.lora_b, strict=True), strict=True))
+
+
 def beside(
     x: Tensor,
     dropped: Tensor | None,
-    lora_a: Tensor,
-    scales: Tensor,
+    pieces: tuple[Piece, ...],
     layers: tuple[Layer, ...],
     *tensors: Tensor,
 ) -> tuple[Tensor, ...]:
@@ -53,19 +89,20 @@ def beside(
 
     Args:
         x: (M, in). dropped: The input of A where that is another one, after dropout.
-        lora_a: (R, in), s A, in x's dtype. scales: (R,), s of each of its rows.
-        tensors: B (out, r) of each layer; then of each its weight, scales and bias; then A and
-            then B of each: what the gradients go to; not read.
+        pieces: At least one has an adapter; rows after the last piece have none.
+        tensors: Of each piece with an adapter s A (R, in) in x's dtype, s of each of its rows (R,),
+            and B (out, r) of each layer; then of each layer its weight, scales and bias; then A
+            and then B of each piece's layers: what the gradients go to; not read.
     """
+    updates, _, masters = _parted(pieces, layers, tensors)
+    read = x if dropped is None else dropped
     with torch.no_grad():
-        hidden = torch.mm(x if dropped is None else dropped, lora_a.t())
-    given = x, dropped, hidden, lora_a, scales
+        hidden = [torch.mm(update.rows(read), update.lora_a.t()) for update in updates]
+    given = (x, dropped, *hidden, *tensors[: len(tensors) - len(masters)])
     saved: list[Any] = []
     if not torch.compiler.is_compiling():
-        lora_b, base, (first, *masters) = _parted(layers, tensors)
-        frozen = (*lora_b, *_flat(base))
-        tensors = (*frozen, Saved.apply(saved, first, *given, *frozen), *masters)
-    found: tuple[Tensor, ...] = BesideLinear.apply(saved, layers, *given, *tensors)
+        masters[0] = Saved.apply(saved, masters[0], *given)
+    found: tuple[Tensor, ...] = BesideLinear.apply(saved, pieces, layers, *given, *masters)
     return found
 
 
@@ -93,77 +130,100 @@ class BesideLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         saved: list[Any],
+        pieces: tuple[Piece, ...],
         layers: tuple[Layer, ...],
         x: Tensor,
         dropped: Tensor | None,
-        hidden: Tensor,
-        lora_a: Tensor,
-        scales: Tensor,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return (M, out) of each layer.
 
         Args:
             saved: The node that has saved what the backward pass needs; empty: this one does.
-            hidden: (M, R), H. The others are those of `beside`.
+            tensors: H (m, R) of each piece with an adapter. The others are those of `beside`.
         """
-        lora_b, base, masters = _parted(layers, tensors)
+        hidden, others = _hidden(pieces, tensors)
+        updates, base, masters = _parted(pieces, layers, others)
         if not saved:
-            given = x, dropped, hidden, lora_a, scales
-            ctx.save_for_backward(*given, *lora_b, *_flat(base))
-        ctx.saved, ctx.layers, ctx.dtypes = saved, layers, [master.dtype for master in masters]
+            ctx.save_for_backward(x, dropped, *tensors[: len(tensors) - len(masters)])
+        ctx.saved, ctx.pieces, ctx.layers = saved, pieces, layers
+        ctx.dtypes = [master.dtype for master in masters]
+        owned = [update.by_layer(h) for update, h in zip(updates, hidden, strict=True)]
         outputs = []
-        parts = hidden.split([layer.num_hidden for layer in layers], 1)
-        for layer, own, b, part in zip(layers, base, lora_b, parts, strict=True):
+        for n, (layer, own) in enumerate(zip(layers, base, strict=True)):
             bias = own[-1].to(x.dtype) if layer.has_bias else None
             out = functional.linear(x, _weight(layer, own, x.dtype), bias)
-            outputs.append(out.addmm_(part, b.t()))
+            for update, parts in zip(updates, owned, strict=True):
+                if n in parts:
+                    part, b = parts[n]
+                    update.rows(out).addmm_(part, b.t())
+            outputs.append(out)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, dropped, and each A and B."""
-        x, dropped, hidden, lora_a, scales, *rest = (
-            ctx.saved[0] if ctx.saved else ctx
-        ).saved_tensors
+        x, dropped, *rest = (ctx.saved[0] if ctx.saved else ctx).saved_tensors
         layers: tuple[Layer, ...] = ctx.layers
-        lora_b, base, _ = _parted(layers, rest)
-        backs = [torch.mm(grad, b) for grad, b in zip(grads, lora_b, strict=True)]
-        back = torch.cat(backs, 1) if len(backs) > 1 else backs[0]
-        grad_x = grad_dropped = None
-        if ctx.needs_input_grad[2]:  # else nothing below these layers learns
+        hidden, others = _hidden(ctx.pieces, rest)
+        updates, base, _ = _parted(ctx.pieces, layers, others)
+        grad_x = grad_read = None
+        if ctx.needs_input_grad[3]:  # else nothing below these layers learns
             for grad, layer, own in zip(grads, layers, base, strict=True):
                 grad_x = _add_product(grad_x, grad, layer, own)
-            assert grad_x is not None
-            if dropped is None:
-                grad_x = torch.addmm(grad_x, back, lora_a)
-            else:
-                grad_dropped = torch.mm(back, lora_a)
-        grad_a = torch.mm(back.t(), x if dropped is None else dropped) * scales[:, None]
-        sizes = [layer.num_hidden for layer in layers]
-        parts = hidden.split(sizes, 1)
-        grads_b = [torch.mm(grad.t(), part) for grad, part in zip(grads, parts, strict=True)]
-        own_grads = (*grad_a.split(sizes), *grads_b)
-        cast = [g.to(dtype) for g, dtype in zip(own_grads, ctx.dtypes, strict=True)]
-        nothing = [None] * (3 + len(lora_b) + sum(map(len, base)))
-        return None, None, grad_x, grad_dropped, *nothing, *cast
+            grad_read = grad_x if dropped is None else torch.zeros_like(dropped)
+        masters: list[Tensor] = []
+        for update, own_hidden in zip(updates, hidden, strict=True):
+            masters += _own_gradients(
+                update, own_hidden, grads, x if dropped is None else dropped, grad_read
+            )
+        cast = [g.to(dtype) for g, dtype in zip(masters, ctx.dtypes, strict=True)]
+        grad_dropped = None if dropped is None else grad_read
+        return None, None, None, grad_x, grad_dropped, *[None] * len(rest), *cast
+
+
+def _own_gradients(
+    update: _Update,
+    hidden: Tensor,
+    grads: Sequence[Tensor],
+    read: Tensor,
+    grad_read: Tensor | None,
+) -> list[Tensor]:
+    """Return the gradients of a piece's A and B; that of its rows of what A reads is added."""
+    own = {n: update.rows(grads[n]) for n in update.piece.layers}
+    parts = update.by_layer(hidden)
+    backs = [torch.mm(grad, parts[n][1]) for n, grad in own.items()]
+    back = torch.cat(backs, 1) if len(backs) > 1 else backs[0]
+    if grad_read is not None:
+        update.rows(grad_read).addmm_(back, update.lora_a)
+    grad_a = torch.mm(back.t(), update.rows(read)) * update.scales[:, None]
+    grads_b = [torch.mm(grad.t(), parts[n][0]) for n, grad in own.items()]
+    return [*grad_a.split(update.piece.ranks), *grads_b]
+
+
+def _hidden(pieces: tuple[Piece, ...], tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+    """Return H of each piece with an adapter, and all other tensors."""
+    count = sum(bool(piece.layers) for piece in pieces)
+    return tensors[:count], tensors[count:]
 
 
 def _parted(
-    layers: tuple[Layer, ...], tensors: Any
-) -> tuple[list[Tensor], list[list[Tensor]], list[Tensor]]:
-    """Return B of each layer, what its base has, and all that is left."""
-    lora_b, rest = list(tensors[: len(layers)]), list(tensors[len(layers) :])
-    base = []
+    pieces: tuple[Piece, ...], layers: tuple[Layer, ...], tensors: Sequence[Tensor]
+) -> tuple[list[_Update], list[list[Tensor]], list[Tensor]]:
+    """Return the pieces with an adapter, what each layer's base has, and all that is left."""
+    rest, updates, base, start = list(tensors), [], [], 0
+    for piece in pieces:
+        span = slice(start, start + (piece.num_rows or 0))
+        start = span.stop
+        if piece.layers:
+            lora_a, scales, *lora_b = rest[: 2 + len(piece.layers)]
+            updates.append(_Update(piece, span, lora_a, scales, lora_b))
+            rest = rest[2 + len(piece.layers) :]
     for layer in layers:
         count = layer.num_tensors + layer.has_bias
         base.append(rest[:count])
         rest = rest[count:]
-    return lora_b, base, rest
-
-
-def _flat(base: list[list[Tensor]]) -> list[Tensor]:
-    return [tensor for own in base for tensor in own]
+    return updates, base, rest
 
 
 def _weight(layer: Layer, own: list[Tensor], dtype: torch.dtype) -> Tensor:

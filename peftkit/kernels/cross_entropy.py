@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional
 
@@ -49,8 +48,11 @@ def chunked_cross_entropy(
     trainable: Sequence[Tensor] = (),
     chunk_rows: int | None = None,
     vocab_size: int = 0,
+    sizes: Sequence[int] = (),
 ) -> Tensor:
     """Return the sum over rows of -log softmax(head(hidden))[target], in float32.
+
+    With `sizes` the sum of each piece, (pieces,): all rows go through the head together.
 
     Args:
         hidden: (n, H), of any float dtype.
@@ -59,9 +61,14 @@ def chunked_cross_entropy(
         trainable: Tensors inside `head` that get gradients.
         chunk_rows: The largest C, rounded up; by default what fits into CHUNK_BYTES of a vocabulary
             of `vocab_size`. Chunks are about equal.
+        sizes: Rows of each piece, n in all; several only where nothing is `trainable`.
     """
+    if trainable and len(sizes) > 1:
+        raise ValueError("a head's own gradient is not told apart by pieces")
     rows = rows_of_chunk(hidden, chunk_rows, vocab_size)
-    return _ChunkedCrossEntropy.apply(hidden, targets, head, rows, *trainable)
+    pieces = tuple(sizes) or (len(targets),)
+    sums = _ChunkedCrossEntropy.apply(hidden, targets, head, rows, pieces, *trainable)
+    return sums if sizes else sums[0]
 
 
 def rows_of_chunk(hidden: Tensor, most: int | None, vocab_size: int) -> int:
@@ -139,17 +146,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, targets: Tensor, head: Head, chunk_rows: int, *trainable: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        targets: Tensor,
+        head: Head,
+        chunk_rows: int,
+        sizes: tuple[int, ...],
+        *trainable: Tensor,
     ) -> Tensor:
         wants_grad = any(ctx.needs_input_grad)
-        loss = hidden.new_zeros((), dtype=torch.float32)
+        losses = hidden.new_zeros(len(hidden), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if wants_grad else None
         grads = [torch.zeros_like(tensor) for tensor in trainable]
         for start in range(0, len(targets), chunk_rows):
             part = slice(start, min(start + chunk_rows, len(targets)))
             num = part.stop - start
             rows, edge, grad_logits = logits_of_chunk(hidden[part], head, wants_grad)
-            loss += losses_and_gradient(grad_logits[:num], targets[part]).sum()
+            losses[part] = losses_and_gradient(grad_logits[:num], targets[part])
             grad_logits[num:] = 0
             if grad_hidden is not None:
                 row_grad, *own = torch.autograd.grad(edge, [rows, *trainable], grad_logits)
@@ -157,14 +170,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 for total, grad in zip(grads, own, strict=True):
                     total += grad
         ctx.save_for_backward(*([grad_hidden, *grads] if grad_hidden is not None else []))
-        return loss
+        ctx.sizes = sizes
+        return torch.stack([piece.sum() for piece in losses.split(list(sizes))])
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, *grads = ctx.saved_tensors  # type: ignore[attr-defined]
-        scale = grad_loss
+    def backward(ctx: Any, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, *grads = ctx.saved_tensors
+        scale = grad_sums
+        if len(ctx.sizes) > 1:
+            sizes = torch.tensor(ctx.sizes, device=scale.device)
+            scale = scale.repeat_interleave(sizes, output_size=len(grad_hidden))[:, None]
         return (
             grad_hidden * scale.to(grad_hidden.dtype),
+            None,
             None,
             None,
             None,

@@ -12,7 +12,7 @@ is broken up, and each computes on its own, as do layers that cannot be in a gro
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from peftkit.methods.groups import BesideGroup, Group, JoinedGroup, ServingGroup, copy_masters
+from peftkit.methods.beside_groups import BesideGroup, ServingGroup
+from peftkit.methods.groups import Group, JoinedGroup, copy_masters
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.protocol import AdapterModule
 from peftkit.model.places import find_places
@@ -34,7 +35,8 @@ class Grouping:
     """The groups of an adapter, from `prepare` to `end`."""
 
     def __init__(self, model: nn.Module, modules: Mapping[str, AdapterModule]) -> None:
-        self._sets = list(_sharing(model, modules))
+        own = {path: module for path, module in modules.items() if type(module) is LoRALinear}
+        self._sets = [[own[path] for path in paths] for paths in sharing(model, own)]
         self._groups: list[Group] = []
         self._hook: RemovableHandle | None = None
         for layer in self._layers():
@@ -103,16 +105,13 @@ def _kind_for(device: torch.device) -> type[JoinedGroup] | type[BesideGroup]:
     return JoinedGroup if plain else BesideGroup
 
 
-def _sharing(
-    model: nn.Module, modules: Mapping[str, AdapterModule]
-) -> Iterable[Sequence[LoRALinear]]:
-    """Return the layers in sets that should read one input: by their roles and their parent."""
+def sharing(model: nn.Module, paths: Iterable[str]) -> list[list[str]]:
+    """Return the paths of layers in sets that should read one input: by role and parent."""
     roles = {place.path: place.roles for place in find_places(model)}
-    sets: dict[tuple[str, str], list[LoRALinear]] = {}
-    for path, module in modules.items():
-        if type(module) is LoRALinear:
-            context, _, kind = roles.get(path, ("",))[0].rpartition("_")
-            shared = next((",".join(sorted(kinds)) for kinds in SHARING if kind in kinds), "")
-            place = path.rpartition(".")[0] if shared else path
-            sets.setdefault((place, f"{context} {shared}"), []).append(module)
-    return sets.values()
+    sets: dict[tuple[str, str], list[str]] = {}
+    for path in paths:
+        context, _, kind = roles.get(path, ("",))[0].rpartition("_")
+        shared = next((",".join(sorted(kinds)) for kinds in SHARING if kind in kinds), "")
+        place = path.rpartition(".")[0] if shared else path
+        sets.setdefault((place, f"{context} {shared}"), []).append(path)
+    return list(sets.values())

@@ -1,4 +1,4 @@
-"""LoRA layers of one input, computed together: joined with their base, or beside it."""
+"""LoRA layers of one input, computed together; joined with their base, for one. See beside.py."""
 
 from __future__ import annotations
 
@@ -8,19 +8,52 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from peftkit.kernels.beside import Layer, beside
 from peftkit.kernels.grouped import ALIGNMENT, GroupedLinear, Member
 from peftkit.methods.lora_linear import LoRALinear
-from peftkit.quant.layers import QuantizedLinear, frozen_weight, set_frozen_weight
+from peftkit.quant.layers import frozen_weight, set_frozen_weight
 
 MISSES = 2
 """So often in turn another input than that of the last layer: they do not read one."""
 
 
-class Group(ABC):
-    """Layers of one input.
+class OneInput(ABC):
+    """Layers of one input: the first that is called computes all, the others find their part."""
+
+    def __init__(self, members: Sequence[nn.Module]) -> None:
+        self._layers = list(members)
+        self._misses = 0
+        self._input: Tensor | None = None
+        self._parts: dict[int, Tensor] = {}
+
+    @abstractmethod
+    def compute(self, x: Tensor) -> Sequence[Tensor]:
+        """Return what each layer gives for x (..., in)."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the layers are called with different inputs."""
+        return self._misses >= MISSES and len(self._layers) > 1
+
+    def part(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """Return what a layer gives for x."""
+        index = self._layers.index(layer)
+        if self._input is not x or index not in self._parts:
+            if self._parts:
+                self._misses += 1
+            self._input, self._parts = x, dict(enumerate(self.compute(x)))
+        part = self._parts.pop(index)
+        if not self._parts:
+            self._input, self._misses = None, 0
+        return part
+
+    def forget(self) -> None:
+        """Let go of what was computed with other A and B."""
+        self._input, self._parts = None, {}
+
+
+class Group(OneInput):
+    """LoRA layers of one input.
 
     Attributes:
         how: In words, for the header of a run.
@@ -34,14 +67,12 @@ class Group(ABC):
     copies: list[Tensor]
 
     def __init__(self, members: Sequence[LoRALinear]) -> None:
+        super().__init__(members)
         self.members = list(members)
         self.sizes = tuple(Member(m.out_features, m.lora_A.shape[0]) for m in members)
         self.dropout = members[0].dropout
         scales = [m.scaling for m in members for _ in range(m.lora_A.shape[0])]
         self.scales = torch.tensor(scales, device=members[0].lora_A.device)
-        self._misses = 0
-        self._input: Tensor | None = None
-        self._parts: dict[int, Tensor] = {}
         self._seen: list[int] = []
         for member in members:
             member.group = self
@@ -59,30 +90,17 @@ class Group(ABC):
     def products(self, x: Tensor, dropped: Tensor | None) -> Sequence[Tensor]:
         """Return what each layer gives for x (M, in), whose A reads `dropped`."""
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether the layers are called with different inputs."""
-        return self._misses >= MISSES and len(self.members) > 1
-
     def output(self, layer: LoRALinear, x: Tensor) -> Tensor:
         """Return what a layer gives for x."""
         if not torch.compiler.is_compiling() and self._seen != self._versions():
             copy_masters([self])
-        index = self.members.index(layer)
-        if self._input is not x or index not in self._parts:
-            if self._parts:
-                self._misses += 1
-            self._input, self._parts = x, self._compute(x)
-        part = self._parts.pop(index)
-        if not self._parts:
-            self._input, self._misses = None, 0
-        return part
+        return self.part(layer, x)
 
-    def _compute(self, x: Tensor) -> dict[int, Tensor]:
+    def compute(self, x: Tensor) -> Sequence[Tensor]:
         flat = x.reshape(-1, x.shape[-1])
         dropped = None if isinstance(self.dropout, nn.Identity) else self.dropout(flat)
         outputs = self.products(flat, dropped)
-        return {n: out.view(*x.shape[:-1], out.shape[-1]) for n, out in enumerate(outputs)}
+        return [out.view(*x.shape[:-1], out.shape[-1]) for out in outputs]
 
     def _versions(self) -> list[int]:
         return [tensor._version for m in self.members for tensor in (m.lora_A, m.lora_B)]
@@ -90,7 +108,7 @@ class Group(ABC):
     def mark_fresh(self) -> None:
         """Note that `copies` are what A and B are; let go of what was computed with others."""
         self._seen = self._versions()
-        self._input, self._parts = None, {}
+        self.forget()
 
     def masters(self) -> list[Tensor]:
         """Return what gradients go to: A of each member, then B of each."""
@@ -201,121 +219,3 @@ class JoinedGroup(Group):
             weight = frozen_weight(member.base)
             assert weight is not None
             set_frozen_weight(member.base, weight.clone())
-
-
-class BesideGroup(Group):
-    """The base untouched, packed or not; updates of all layers by one product with A."""
-
-    how = "beside the base"
-    scales_a = True
-
-    def __init__(self, members: Sequence[LoRALinear]) -> None:
-        super().__init__(members)
-        device, first = members[0].lora_A.device, members[0].base
-        autocast = torch.is_autocast_enabled(device.type)
-        self.dtype = torch.get_autocast_dtype(device.type) if autocast else _dtype_of(first)
-        sizes = [size.num_hidden for size in self.sizes]
-        self.lora_a = torch.zeros(
-            sum(sizes), members[0].in_features, dtype=self.dtype, device=device
-        )
-        self.lora_b = [
-            torch.zeros(size.num_out, size.num_hidden, dtype=self.dtype, device=device)
-            for size in self.sizes
-        ]
-        self.copies = [*self.lora_a.split(sizes), *self.lora_b]
-
-    @classmethod
-    def fitting(cls, layers: Sequence[LoRALinear]) -> list[list[LoRALinear]]:
-        kinds: dict[Any, list[LoRALinear]] = {}
-        for layer in layers:
-            base = layer.base
-            known = isinstance(base, QuantizedLinear) or frozen_weight(base) is not None
-            if known and layer.start_A is None:
-                kind = _dtype_of(base), layer.lora_A.device, layer.in_features
-                kinds.setdefault(kind, []).append(layer)
-        return list(kinds.values())
-
-    def takes(self, x: Tensor) -> bool:
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return (
-            self.members[0].training
-            and torch.is_grad_enabled()
-            and dtype == self.dtype
-            and x.device == self.lora_a.device
-        )
-
-    def products(self, x: Tensor, dropped: Tensor | None) -> Sequence[Tensor]:
-        layers, base = [], []
-        for member, size in zip(self.members, self.sizes, strict=True):
-            own, form = _base_tensors(member.base)
-            bias = member.bias
-            layers.append(Layer(size.num_hidden, form, len(own), bias is not None))
-            base += own if bias is None else [*own, bias]
-        return beside(
-            x.to(self.dtype),
-            None if dropped is None else dropped.to(self.dtype),
-            self.lora_a,
-            self.scales,
-            tuple(layers),
-            *self.lora_b,
-            *base,
-            *self.masters(),
-        )
-
-
-class ServingGroup(Group):
-    """For generation: the base as it is, copies of A and B that are not cast for each token."""
-
-    how = "beside the base"
-
-    def __init__(self, members: Sequence[LoRALinear]) -> None:
-        super().__init__(members)
-        self.dtype, device = _dtype_of(members[0].base), members[0].lora_A.device
-        sizes = [size.num_hidden for size in self.sizes]
-        shape = sum(sizes), members[0].in_features
-        self.lora_a = torch.empty(shape, dtype=self.dtype, device=device)
-        self.copies = [
-            *self.lora_a.split(sizes),
-            *(torch.empty(size, dtype=self.dtype, device=device) for size in self.sizes),
-        ]
-
-    @classmethod
-    def fitting(cls, layers: Sequence[LoRALinear]) -> list[list[LoRALinear]]:
-        return BesideGroup.fitting(layers)
-
-    def takes(self, x: Tensor) -> bool:
-        return (
-            not torch.is_grad_enabled()
-            and not self.members[0].training
-            and x.dtype == self.dtype
-            and x.device == self.lora_a.device
-            and not torch.is_autocast_enabled(x.device.type)
-        )
-
-    def products(self, x: Tensor, dropped: Tensor | None) -> Sequence[Tensor]:
-        hidden = functional.linear(x, self.lora_a)
-        parts = hidden.split([size.num_hidden for size in self.sizes], 1)
-        scaled = self.copies[len(self.members) :]
-        return [
-            torch.addmm(member.base(x), part, lora_b.t())
-            for member, part, lora_b in zip(self.members, parts, scaled, strict=True)
-        ]
-
-
-def _dtype_of(base: nn.Module) -> torch.dtype:
-    """Return the dtype that a base computes in."""
-    weight = frozen_weight(base)
-    if weight is not None:
-        return weight.dtype
-    assert isinstance(base, QuantizedLinear)
-    return base.packing.dtype
-
-
-def _base_tensors(base: nn.Module) -> tuple[list[Tensor], Any]:
-    """Return the weight and how it is packed; its scales follow it where it is."""
-    weight = frozen_weight(base)
-    if weight is not None:
-        return [weight], None
-    assert isinstance(base, QuantizedLinear)
-    return [base.packed, *base.packing.scales], base.packing.form

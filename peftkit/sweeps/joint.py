@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftkit.sweeps.layers import Piece, Routing
+from peftkit.sweeps.layers import Mounted, Part
 from peftkit.tasks.head import TokenTask
 from peftkit.train import rng
 from peftkit.train.learner import NonFinite, StepFacts
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory
 from peftkit.train.run import Run
 
-Part = tuple[str, Sequence[Any]]
+Rows = tuple[str, Sequence[Any]]
 """A run, and rows of its that go through the model at once."""
 Asked = Mapping[str, tuple[list[Any], float]]
 """Run to its rows of a step and its learning rate."""
@@ -36,14 +36,18 @@ class JointLearner:
         most: Tokens of a pass with several runs; lower once memory ran out.
     """
 
-    def __init__(self, runs: Mapping[str, Run], task: TokenTask, routing: Routing) -> None:
-        self.runs, self.task, self.routing = runs, task, routing
+    def __init__(self, runs: Mapping[str, Run], task: TokenTask, mounted: Mounted) -> None:
+        self.runs, self.task = runs, task
+        self.mounted, self.routing = mounted, mounted.routing
         first = next(iter(runs.values()))
         self.model, self.ranks = first.model, first.ranks
         self.most = first.config.tokens_at_once(self.ranks.device.type)
+        with self.ranks.autocast():
+            mounted.lay_out()
 
     def step(self, asked: Asked) -> dict[str, StepFacts | NonFinite]:
         """Let each run learn from its rows; a run whose numbers are not finite is told as such."""
+        self.mounted.refresh(asked)
         while True:
             try:
                 sums, totals = self._gradients(asked)
@@ -73,7 +77,7 @@ class JointLearner:
             self.runs[name].learner.optimizer.zero_grad(set_to_none=True)
         for parts, (batch, counts, tokens) in zip(passes, joined, strict=True):
             pieces = [
-                Piece(name, len(rows), size)
+                Part(name, len(rows), size)
                 for (name, rows), size in zip(parts, tokens, strict=True)
             ]
             moved = {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
@@ -91,14 +95,14 @@ class JointLearner:
         }
         return sums, totals
 
-    def _passes(self, asked: Asked) -> Iterator[list[Part]]:
+    def _passes(self, asked: Asked) -> Iterator[list[Rows]]:
         """Yield what goes through the model at once: micro-batches of as many runs as fit."""
         of_runs = [
             [(name, part) for part in self.runs[name].learner.micro_batches(rows)]
             for name, (rows, _) in asked.items()
         ]
         for turn in zip_longest(*of_runs):  # of a run one micro-batch at a time
-            parts: list[Part] = []
+            parts: list[Rows] = []
             for part in filter(None, turn):
                 rows = [row for _, some in (*parts, part) for row in some]
                 if parts and self.most and self.task.num_positions(rows) > self.most:
@@ -137,6 +141,6 @@ class JointLearner:
                 return error
 
 
-def _longest(part: Part) -> int:
+def _longest(part: Rows) -> int:
     """Return the length of a part's longest document: `unpadded` wants the longest of all first."""
     return max(n for row in part[1] for n in getattr(row, "lengths", (len(row.input_ids),)))

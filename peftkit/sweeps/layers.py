@@ -1,28 +1,33 @@
 """One frozen layer with the adapters of several runs beside it: each run's rows get its own update.
 
 The rows of a joint pass stand in the order of their runs, so that a run's rows are one piece of
-the input. The frozen product is made once for all of them; each adapter module then computes as it
-does alone, on its own piece, and asks for the product with `AdapterModule.frozen`.
+the input. The frozen product is made once for all of them. LoRA's updates are made with it, those
+of all layers that read one input at once (`JointGroup`); any other module then computes as it does
+alone, on its own piece, and asks for the product with `AdapterModule.frozen`.
 
 Shapes: M rows of the batch, T tokens of the longest, N tokens of a batch without padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from peftkit.kernels.beside import Piece
+from peftkit.methods.beside_groups import BesideGroup, is_known, products_beside
+from peftkit.methods.grouping import sharing
+from peftkit.methods.groups import OneInput, copy_masters
+from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.protocol import AdapterModule
 
 
-class Piece(NamedTuple):
+class Part(NamedTuple):
     """A run's part of a joint batch: `num_rows` of M rows, or `num_tokens` of N tokens."""
 
     name: str
@@ -38,10 +43,10 @@ class Routing:
         pieces: In the order of the batch; one piece is all of any batch; none is the bare base.
     """
 
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[Part, ...] = ()
 
     @contextmanager
-    def to(self, *pieces: Piece) -> Iterator[None]:
+    def to(self, *pieces: Part) -> Iterator[None]:
         """Route batches to these runs while the context holds."""
         before, self.pieces = self.pieces, pieces
         try:
@@ -51,7 +56,7 @@ class Routing:
 
     def alone(self, name: str) -> Any:
         """Route every batch to one run while the context holds."""
-        return self.to(Piece(name, 0, 0))
+        return self.to(Part(name, 0, 0))
 
     def split(self, x: Tensor) -> tuple[list[int], int]:
         """Return the sizes of the pieces of a layer's input, and the dimension that they cut.
@@ -74,7 +79,7 @@ class Routing:
 class _Product:
     """The frozen layer's output for a joint batch: made once, when the first run asks for it."""
 
-    base: nn.Module
+    layer: SweepLinear
     x: Tensor
     sizes: list[int]
     dim: int
@@ -83,9 +88,63 @@ class _Product:
     def piece(self, number: int) -> Tensor:
         """Return one run's piece."""
         if not self.pieces:
-            out = cast(Tensor, self.base(self.x))
-            self.pieces = out.split(self.sizes, self.dim)
+            self.pieces = self.layer.product(self.x).split(self.sizes, self.dim)
         return self.pieces[number]
+
+
+class JointGroup(OneInput):
+    """Layers of one input with LoRA of several runs: all their products and updates at once.
+
+    Attributes:
+        groups: Run to its layers among these, and their places.
+    """
+
+    def __init__(self, layers: Sequence[SweepLinear], routing: Routing) -> None:
+        super().__init__(layers)
+        self.layers, self.routing = layers, routing
+        self.groups: dict[str, tuple[tuple[int, ...], BesideGroup]] = {}
+        for name in dict.fromkeys(name for layer in layers for name in layer.members):
+            found = {place: layer.members.get(name) for place, layer in enumerate(layers)}
+            places = {n: m for n, m in found.items() if type(m) is LoRALinear}
+            fitting = BesideGroup.fitting(list(places.values()))
+            if len(fitting) == 1 and len(fitting[0]) == len(places):
+                self.groups[name] = tuple(places), BesideGroup(fitting[0])
+        for layer in layers:
+            layer.group = self
+
+    def takes(self, x: Tensor) -> bool:
+        """Tell whether it computes the layers now, for such an input."""
+        here = [self.groups[p.name][1] for p in self.routing.pieces if p.name in self.groups]
+        return bool(here) and here[0].takes(x)
+
+    def has(self, module: AdapterModule | None) -> bool:
+        """Tell whether a module's update is one of those made here."""
+        return isinstance(module, LoRALinear) and any(
+            module.group is group for _, group in self.groups.values()
+        )
+
+    def compute(self, x: Tensor) -> Sequence[Tensor]:
+        sizes, dim = self.routing.split(x)
+        flat = x.reshape(-1, x.shape[-1])
+        rows = [size * (len(flat) // x.shape[dim]) for size in sizes]
+        pieces: list[tuple[Piece, BesideGroup | None]] = []
+        for part, count in zip(self.routing.pieces, rows, strict=False):
+            places, group = self.groups.get(part.name, ((), None))
+            ranks = () if group is None else tuple(size.num_hidden for size in group.sizes)
+            pieces.append((Piece(count, places, ranks), group))
+        bases = [layer.base for layer in self.layers]
+        outputs = products_beside(flat, self._dropped(flat, rows, pieces), bases, pieces)
+        return [out.view(*x.shape[:-1], out.shape[-1]) for out in outputs]
+
+    def _dropped(
+        self, flat: Tensor, rows: Sequence[int], pieces: Sequence[tuple[Piece, BesideGroup | None]]
+    ) -> Tensor | None:
+        """Return each run's rows after its own dropout; None where no run has any."""
+        drops = [nn.Identity() if group is None else group.dropout for _, group in pieces]
+        if all(isinstance(drop, nn.Identity) for drop in drops):
+            return None
+        parts = zip_longest(drops, flat.split(list(rows)), fillvalue=nn.Identity())
+        return torch.cat([drop(cast(Tensor, part)) for drop, part in parts])
 
 
 class SweepLinear(nn.Module):
@@ -94,12 +153,26 @@ class SweepLinear(nn.Module):
     Attributes:
         base: The frozen layer.
         members: Run to its adapter module; no children: a run's tensors belong to its adapter.
+        group: Computes it together with others that read its input, or None.
     """
 
+    group: JointGroup | None = None
+
     def __init__(self, base: nn.Module, routing: Routing) -> None:
+        self.members: dict[str, AdapterModule] = {}
         super().__init__()
         self.base, self.routing = base, routing
-        self.members: dict[str, AdapterModule] = {}
+
+    @property
+    def training(self) -> bool:
+        """The mode, which is that of the runs' modules too: dropout looks at it."""
+        return self._training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self._training = mode
+        for module in self.members.values():
+            module.train(mode)
 
     @property
     def weight(self) -> Tensor:
@@ -114,12 +187,14 @@ class SweepLinear(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         pieces = self.routing.pieces
         here = [self.members.get(piece.name) for piece in pieces]
+        if len(pieces) == 1 and here[0] is not None:
+            return cast(Tensor, here[0](x, *args, **kwargs))
+        if self.group is not None and self.group.takes(x):
+            here = [None if self.group.has(module) else module for module in here]
         if not any(here):
-            return cast(Tensor, self.base(x, *args, **kwargs))
-        if len(pieces) == 1:
-            return cast(Tensor, cast(AdapterModule, here[0])(x, *args, **kwargs))
+            return self.product(x, *args, **kwargs)
         sizes, dim = self.routing.split(x)
-        product = _Product(self.base, x, sizes, dim)
+        product = _Product(self, x, sizes, dim)
         parts = [
             product.piece(number) if module is None else _computed(module, product, number, part)
             for number, (module, part) in enumerate(
@@ -128,12 +203,11 @@ class SweepLinear(nn.Module):
         ]
         return torch.cat(parts, dim)
 
-    def train(self, mode: bool = True) -> SweepLinear:
-        """Set the mode of the runs' modules too: dropout looks at it."""
-        super().train(mode)
-        for module in self.members.values():
-            module.train(mode)
-        return self
+    def product(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what the frozen layer gives for all rows, with the updates of its group."""
+        if self.group is not None and len(self.routing.pieces) > 1 and self.group.takes(x):
+            return self.group.part(self, x)
+        return cast(Tensor, self.base(x, *args, **kwargs))
 
 
 def _computed(module: AdapterModule, product: _Product, number: int, x: Tensor) -> Tensor:
@@ -151,29 +225,50 @@ def _computed(module: AdapterModule, product: _Product, number: int, x: Tensor) 
         del module.__dict__["frozen"]
 
 
-def mount(
-    model: nn.Module, adapters: Mapping[str, Mapping[str, AdapterModule]]
-) -> tuple[Routing, Any]:
-    """Put the modules of several adapters beside the layers that they adapt.
+class Mounted:
+    """The modules of several adapters beside the layers that they adapt.
 
     Args:
         model: The bare base.
         adapters: Run to its modules by path, whose `base` is the model's own layer.
-
-    Returns:
-        The routing, and a function that takes all of it away again.
     """
-    routing, layers = Routing(), dict[str, SweepLinear]()
-    for name, modules in adapters.items():
-        for path, module in modules.items():
-            if path not in layers:
-                layers[path] = SweepLinear(module.base, routing)
-            layers[path].members[name] = module
-    for path, layer in layers.items():
-        model.set_submodule(path, layer)
-    return routing, partial(_unmount, model, layers)
 
+    def __init__(
+        self, model: nn.Module, adapters: Mapping[str, Mapping[str, AdapterModule]]
+    ) -> None:
+        self.model, self.routing = model, Routing()
+        self.layers: dict[str, SweepLinear] = {}
+        self.groups: list[JointGroup] = []
+        for name, modules in adapters.items():
+            for path, module in modules.items():
+                if path not in self.layers:
+                    self.layers[path] = SweepLinear(module.base, self.routing)
+                self.layers[path].members[name] = module
+        self._sets = [
+            [self.layers[path] for path in paths if is_known(self.layers[path].base)]
+            for paths in sharing(model, self.layers)
+        ]
+        for path, layer in self.layers.items():
+            model.set_submodule(path, layer)
 
-def _unmount(model: nn.Module, layers: Mapping[str, SweepLinear]) -> None:
-    for path, layer in layers.items():
-        model.set_submodule(path, layer.base)
+    def lay_out(self) -> None:
+        """Have layers of one input computed together, in the precision set by autocast."""
+        self.groups = [JointGroup(layers, self.routing) for layers in self._sets if layers]
+
+    def refresh(self, names: Iterable[str]) -> None:
+        """Take over these runs' A and B as they are now, before a pass."""
+        for joint in [joint for joint in self.groups if joint.is_broken]:
+            self.groups.remove(joint)
+            self.groups += [JointGroup([layer], self.routing) for layer in joint.layers]
+        for joint in self.groups:
+            joint.forget()
+        for name in names:  # one by one: their copies are made at once, in float32
+            copy_masters([own[1] for g in self.groups if (own := g.groups.get(name)) is not None])
+
+    def remove(self) -> None:
+        """Leave model and modules as they were."""
+        for joint in self.groups:
+            for _, group in joint.groups.values():
+                group.release()
+        for path, layer in self.layers.items():
+            self.model.set_submodule(path, layer.base)

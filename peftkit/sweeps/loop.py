@@ -14,7 +14,7 @@ from peftkit.report.live import LiveReport
 from peftkit.run.prepare import Prepared
 from peftkit.run.results import save_result
 from peftkit.sweeps.joint import JointLearner
-from peftkit.sweeps.layers import Routing
+from peftkit.sweeps.layers import Mounted
 from peftkit.sweeps.members import Member
 from peftkit.sweeps.outcomes import Outcome, write_outcomes
 from peftkit.tasks.head import TokenTask
@@ -50,18 +50,18 @@ class Loop:
     def __init__(
         self,
         live: dict[str, Live],
-        routing: Routing,
+        mounted: Mounted,
         out: Path,
         outcomes: Mapping[str, Outcome],
         stop: StopRequest,
         halve: bool,
         on_event: Listener,
     ) -> None:
-        self.live, self.routing, self.out = live, routing, out
+        self.live, self.routing, self.out = live, mounted.routing, out
         self.outcomes, self.stop, self.halve, self.on_event = outcomes, stop, halve, on_event
         first = next(iter(live.values()))
         runs = {name: one.run for name, one in live.items()}
-        self.learner = JointLearner(runs, cast(TokenTask, first.ready.task), routing)
+        self.learner = JointLearner(runs, cast(TokenTask, first.ready.task), mounted)
         self.num_steps = max(one.run.num_steps for one in live.values())
 
     def start(self, resume: bool) -> None:

@@ -21,7 +21,7 @@ from peftkit.report.facts import BeforeRun
 from peftkit.report.live import LiveReport
 from peftkit.run.prepare import Prepared, open_base, prepare
 from peftkit.run.results import adapter_folder, identity, write_facts
-from peftkit.sweeps.layers import mount
+from peftkit.sweeps.layers import Mounted
 from peftkit.sweeps.loop import Live, Loop, has_checkpoints
 from peftkit.sweeps.members import Member, check_members
 from peftkit.sweeps.outcomes import Outcome, open_sweep, tell_outcomes, write_outcomes
@@ -100,8 +100,8 @@ def _train(
     with stop_requests() as stop, ExitStack() as stack:
         prepared = _prepared(members, base, resume, on_event)
         adapters = {name: ready.adapter.modules for name, (ready, _) in prepared.items()}
-        routing, unmount = mount(base.model, adapters)
-        stack.callback(unmount)
+        mounted = Mounted(base.model, adapters)
+        stack.callback(mounted.remove)
         live = {m.name: _live(m, *prepared[m.name], outcomes, stop, on_event) for m in members}
         stack.enter_context(modes_kept(base.model))
         base.model.train()
@@ -115,7 +115,7 @@ def _train(
             stack.enter_context(one.run.recorded())
             if task is not tasks[0]:
                 stack.enter_context(task.training_with(tasks[0]))
-        loop = Loop(live, routing, out, outcomes, stop, halve, on_event)
+        loop = Loop(live, mounted, out, outcomes, stop, halve, on_event)
         loop.start(resume)
         loop.go()
 

@@ -242,12 +242,10 @@ def token_losses(
         pairs = zip(logits.split(list(sizes)), targets.split(list(sizes)), strict=True)
         return [functional.cross_entropy(some, those, reduction="sum") for some, those in pairs]
     rows = target_rows(model, inputs, target_index)
-    return [
-        chunked_cross_entropy(
-            some, those, head, trainable=head.trainable, vocab_size=head.vocab_size
-        )
-        for some, those in zip(rows.split(list(sizes)), targets.split(list(sizes)), strict=True)
-    ]
+    sums = chunked_cross_entropy(
+        rows, targets, head, trainable=head.trainable, vocab_size=head.vocab_size, sizes=sizes
+    )
+    return list(sums)
 
 
 def token_log_probs(

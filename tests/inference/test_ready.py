@@ -14,7 +14,8 @@ from peftkit.adapter import Adapter, attach
 from peftkit.inference import beginnings, ready
 from peftkit.inference.beginnings import num_common, padded_between, shared_cache
 from peftkit.inference.generate import generate_ids
-from peftkit.methods.groups import BesideGroup, JoinedGroup, ServingGroup
+from peftkit.methods.beside_groups import BesideGroup, ServingGroup
+from peftkit.methods.groups import JoinedGroup
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.prefix import PrefixTuning

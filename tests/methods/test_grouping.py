@@ -13,11 +13,12 @@ from torch.optim import optimizer
 from torch.utils.checkpoint import checkpoint
 
 from peftkit.adapter import Adapter, attach
-from peftkit.kernels.beside import Layer, beside
+from peftkit.kernels.beside import Layer, Piece, beside
 from peftkit.kernels.grouped import GroupedLinear, Member, grouped_linear_reference
 from peftkit.kernels.packing import keep_copies
 from peftkit.methods import grouping
-from peftkit.methods.groups import BesideGroup, Group, JoinedGroup
+from peftkit.methods.beside_groups import BesideGroup
+from peftkit.methods.groups import Group, JoinedGroup
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.model.training import refresh_layouts
@@ -131,33 +132,55 @@ def test_gradients_are_those_of_finite_differences(with_bias: bool, dropped: boo
         torch.testing.assert_close(torch.cat(compute(x, *a, *b), dim=1), expected)
 
 
+PIECES = {
+    "one": (Piece(None, (0, 1), (2, 3)),),
+    "several": (Piece(2, (0, 1), (2, 3)), Piece(1, (), ()), Piece(1, (1,), (2,))),
+}
+"""Rows with adapters of their own; of 5 rows the last one has none."""
+
+
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("dropped", [True, False])
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
 def test_gradients_beside_the_base_are_those_of_finite_differences(
-    with_bias: bool, dropped: bool
+    pieces: tuple[Piece, ...], with_bias: bool, dropped: bool
 ) -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
-    a = [torch.randn(r, 7, dtype=torch.float64, requires_grad=True) for r in (2, 3)]
-    b = [torch.randn(n, r, dtype=torch.float64, requires_grad=True) for n, r in ((3, 2), (4, 3))]
     base = [torch.randn(n, 7, dtype=torch.float64) for n in (3, 4)]
     bias = [torch.randn(n, dtype=torch.float64) for n in (3, 4)]
-    layers = tuple(Layer(r, None, 1, with_bias) for r in (2, 3))
-    scales = torch.tensor([0.5] * 2 + [2.0] * 3, dtype=torch.float64)
-    mask = (torch.rand(5, 7) > 0.3).double() * 1.5 if dropped else None
+    layers = (Layer(None, 1, with_bias),) * 2
     frozen = [t for pair in zip(base, bias, strict=True) for t in pair] if with_bias else base
+    mask = (torch.rand(5, 7) > 0.3).double() * 1.5 if dropped else None
+    masters: list[torch.Tensor] = []
+    for piece in pieces:
+        pairs = list(zip(piece.layers, piece.ranks, strict=True))
+        masters += [torch.randn(r, 7, dtype=torch.float64) for _, r in pairs]
+        masters += [torch.randn(len(base[n]), r, dtype=torch.float64) for n, r in pairs]
+    for master in masters:
+        master.requires_grad_()
 
     def compute(x: torch.Tensor, *masters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = None if mask is None else x * mask
-        stacked = torch.cat([m.detach() for m in masters[:2]]) * scales[:, None]
-        lora_b = [m.detach() for m in masters[2:]]
-        return beside(x, given, stacked, scales, layers, *lora_b, *frozen, *masters)
+        own, rest = [], [master.detach() for master in masters]
+        for piece in pieces:
+            count = len(piece.layers)
+            if count:
+                scales = torch.cat([torch.full((r,), 0.5 + r).double() for r in piece.ranks])
+                own += [torch.cat(rest[:count]) * scales[:, None], scales, *rest[count : 2 * count]]
+                rest = rest[2 * count :]
+        return beside(x, given, pieces, layers, *own, *frozen, *masters)
 
-    assert torch.autograd.gradcheck(compute, (x, *a, *b))
-    given = x if mask is None else x * mask
-    for n, found in enumerate(compute(x, *a, *b)):
-        expected = x @ base[n].t() + (0.5, 2.0)[n] * given @ a[n].t() @ b[n].t()
-        torch.testing.assert_close(found, expected + bias[n] if with_bias else expected)
+    assert torch.autograd.gradcheck(compute, (x, *masters))
+    given, rest, start = x if mask is None else x * mask, masters, 0
+    expected = [x @ own.t() for own in base]
+    for piece in pieces:
+        count, stop = len(piece.layers), start + (piece.num_rows or len(x))
+        for n, r, a, b in zip(piece.layers, piece.ranks, rest, rest[count:], strict=False):
+            expected[n][start:stop] += (0.5 + r) * given[start:stop] @ a.t() @ b.t()
+        rest, start = rest[2 * count :], stop
+    for found, want, own in zip(compute(x, *masters), expected, bias, strict=True):
+        torch.testing.assert_close(found, want + own if with_bias else want)
 
 
 def test_the_last_product_with_a_base_is_not_made_again_when_a_block_is_recomputed(
@@ -171,8 +194,8 @@ def test_the_last_product_with_a_base_is_not_made_again_when_a_block_is_recomput
 
     def block(x: torch.Tensor) -> torch.Tensor:
         for weight in weights:
-            layers = (Layer(2, None, 1, False),)
-            (x,) = beside(x, None, lora_a, torch.ones(2), layers, lora_b, weight, *masters)
+            pieces, layers = (Piece(None, (0,), (2,)),), (Layer(None, 1, False),)
+            (x,) = beside(x, None, pieces, layers, lora_a, torch.ones(2), lora_b, weight, *masters)
         return x
 
     def counted(x: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:

@@ -11,12 +11,15 @@ import pytest
 import torch
 import yaml
 
+from peftkit.adapter import attach
 from peftkit.errors import ConfigError, OutputError
 from peftkit.events import Event, Notice, Progress
 from peftkit.formats.peft.folder import named_tensors
+from peftkit.methods.lora import LoRA
+from peftkit.model.modes import evaluating
 from peftkit.recipe import run
 from peftkit.run.config import load
-from peftkit.sweeps import joint
+from peftkit.sweeps.layers import Mounted, Routing
 from peftkit.sweeps.members import check_members, each, grid, pick
 from peftkit.sweeps.sweep import sweep
 from tests.families import FAMILIES, tiny_tokenizer
@@ -119,6 +122,19 @@ def test_a_member_is_the_run_that_it_would_be_alone(
     assert named_tensors(tmp_path / "out" / "best").keys()
 
 
+def test_members_are_in_the_mode_of_their_model() -> None:
+    model = FAMILIES["llama"]()
+    adapter = attach(model, LoRA(rank=2, dropout=0.5, targets=("q",)))
+    adapter.take_out()
+    mounted = Mounted(model.train(), {"a": adapter.modules})
+    module = next(iter(adapter.modules.values()))
+    assert module.dropout.training
+    with evaluating(model):
+        assert not module.dropout.training
+    assert module.dropout.training
+    mounted.remove()
+
+
 def test_a_member_that_breaks_stops_alone(bases: dict[str, Path], tmp_path: Path) -> None:
     recipe = write(tmp_path / "data", bases["llama"])
     members = grid(recipe, ["train.learning_rate=1e-3,1e30"], out=tmp_path / "out")
@@ -163,14 +179,14 @@ def test_memory_that_runs_out_makes_passes_smaller(
     recipe = write(tmp_path / "data", bases["llama"])
     over = ["method.rank=2,3,4,5"]
     whole = sweep(grid(recipe, over, out=tmp_path / "whole"), tmp_path / "whole")
-    real = joint.Routing.to
+    real = Routing.to
 
     def small(self: Any, *pieces: Any) -> Any:
         if len(pieces) > 2:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return real(self, *pieces)
 
-    monkeypatch.setattr(joint.Routing, "to", small)
+    monkeypatch.setattr(Routing, "to", small)
     less = sweep(grid(recipe, over, out=tmp_path / "less"), tmp_path / "less")
     for a, b in zip(whole, less, strict=True):
         assert losses(Path(a.folder)) == pytest.approx(losses(Path(b.folder)), rel=1e-5)
