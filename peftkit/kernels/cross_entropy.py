@@ -176,15 +176,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, *grads = ctx.saved_tensors
-        scale = grad_sums
-        if len(ctx.sizes) > 1:
-            sizes = torch.tensor(ctx.sizes, device=scale.device)
-            scale = scale.repeat_interleave(sizes, output_size=len(grad_hidden))[:, None]
+        parts = zip(grad_hidden.split(list(ctx.sizes)), grad_sums, strict=True)
+        scaled = [part * scale.to(part.dtype) for part, scale in parts]
         return (
-            grad_hidden * scale.to(grad_hidden.dtype),
+            torch.cat(scaled) if len(scaled) > 1 else scaled[0],
             None,
             None,
             None,
             None,
-            *(grad * scale.to(grad.dtype) for grad in grads),
+            *(grad * grad_sums[0].to(grad.dtype) for grad in grads),
         )

@@ -53,6 +53,21 @@ def test_loss_and_gradients_are_those_of_the_whole(
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol * 10)
 
 
+def test_pieces_have_sums_and_gradients_of_their_own() -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(11, 5, requires_grad=True), torch.nn.Linear(5, 7)
+    targets, sizes, weights = torch.arange(11) % 7, [4, 1, 6], torch.tensor([1.0, -2.0, 0.5])
+    head.requires_grad_(False)
+    sums = chunked_cross_entropy(hidden, targets, head, chunk_rows=3, sizes=sizes)
+    (found,) = torch.autograd.grad(sums @ weights, hidden)
+    pairs = zip(hidden.split(sizes), targets.split(sizes), strict=True)
+    expected = torch.stack([reference_cross_entropy(*pair, head) for pair in pairs])
+    torch.testing.assert_close(sums, expected)
+    torch.testing.assert_close(found, torch.autograd.grad(expected @ weights, hidden)[0])
+    with pytest.raises(ValueError, match="not told apart"):
+        chunked_cross_entropy(hidden, targets, head, trainable=[head.weight], sizes=sizes)
+
+
 def test_without_gradients_nothing_is_kept() -> None:
     hidden, head = torch.randn(40, 9), nn.Linear(9, 43).requires_grad_(False)
     with torch.no_grad():
