@@ -28,7 +28,7 @@ from peftkit.counting.loss import is_of_classes, loss_of
 from peftkit.kernels import cross_entropy, stacked
 from peftkit.kernels.packing import keep_copies
 from peftkit.methods import grouping
-from peftkit.methods.groups import BesideGroup
+from peftkit.methods.beside_groups import BesideGroup
 from peftkit.methods.protocol import Method
 from peftkit.model.norms import fused_norms
 from peftkit.model.places import is_conv1d
