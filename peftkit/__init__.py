@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from peftkit.inference.predict import predict as predict
     from peftkit.inference.predict import predict_file as predict_file
     from peftkit.merging.fold import merge_into as merge_into
+    from peftkit.merging.into_gguf import MergedGGUF as MergedGGUF
+    from peftkit.merging.into_gguf import merge_into_gguf as merge_into_gguf
     from peftkit.merging.merge import merge as merge
     from peftkit.methods.bitfit import BitFit as BitFit
     from peftkit.methods.bottleneck import Bottleneck as Bottleneck
@@ -180,6 +182,8 @@ _HOME = {
     "loftq_starts": "methods.loftq",
     "merge": "merging.merge",
     "merge_into": "merging.fold",
+    "MergedGGUF": "merging.into_gguf",
+    "merge_into_gguf": "merging.into_gguf",
     "open_adapter": "formats.open_adapter",
     "open_bank": "inference.bank",
     "plan_run": "planning.plan",

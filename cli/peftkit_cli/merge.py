@@ -1,36 +1,58 @@
-"""`peftkit merge`: an adapter folded into its base."""
+"""`peftkit merge`: an adapter folded into its base, a folder or a GGUF file."""
 
 from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from peftkit.errors import ConfigError
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit_cli.arguments import Adapter, Base, Force, note
 
 
 class Dtype(str, Enum):
-    """Names that --dtype takes."""
+    """Names that --dtype takes; the last five with --into."""
 
     bf16 = "bf16"
     fp16 = "fp16"
     fp32 = "fp32"
+    q8_0 = "q8_0"
+    q5_1 = "q5_1"
+    q5_0 = "q5_0"
+    q4_1 = "q4_1"
+    q4_0 = "q4_0"
+
+
+FLOATS = (Dtype.bf16, Dtype.fp16, Dtype.fp32)
 
 
 def merge(
     adapter: Adapter,
     out: Annotated[
         Path,
-        typer.Option(metavar="DIR", help="A new folder for the model.", show_default=False),
+        typer.Option(
+            metavar="PATH",
+            help="A new folder for the model; with --into, a new file.",
+            show_default=False,
+        ),
     ],
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="BASE.gguf",
+            help="Merge into this GGUF file of the base, and write another one.",
+            show_default=False,
+        ),
+    ] = None,
     base: Base = None,
     dtype: Annotated[
         Dtype | None,
         typer.Option(
-            help="dtype of the merged weights; by default the base's.", show_default=False
+            help="Type of the merged weights; by default the base's. q8_0 to q4_0: with --into.",
+            show_default=False,
         ),
     ] = None,
     force: Force = False,
@@ -42,24 +64,36 @@ def merge(
         ),
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the model in that folder.")
+        bool, typer.Option("--overwrite", help="Replace the model that is there.")
     ] = False,
 ) -> None:
-    """Merge an adapter into its base, which gives an ordinary model. Prints its folder."""
+    """Merge an adapter into its base, which gives an ordinary model. Prints its path."""
+    if into is not None and from_quantized:
+        raise ConfigError(
+            "--from-quantized does not go with --into",
+            found="the weights of a GGUF file are merged into as they are",
+            fix="Leave it out.",
+        )
+    if into is None and dtype not in (None, *FLOATS):
+        raise ConfigError(
+            f"there are no weights in {dtype.value} in a folder of transformers",
+            fix="Merge into a GGUF file: --into BASE.gguf. Or choose bf16, fp16 or fp32.",
+        )
     folder = adapter_folder(adapter)
+    from peftkit.merging.into_gguf import merge_into_gguf
     from peftkit.merging.merge import merge as merge_adapter
     from peftkit_cli.render import Renderer
 
+    how: dict[str, Any] = {"base": base, "dtype": None if dtype is None else dtype.value}
+    how |= {"force": force, "overwrite": overwrite}
     with Renderer() as on_event:
-        merge_adapter(
-            folder,
-            out,
-            base=base,
-            dtype=None if dtype is None else dtype.value,
-            force=force,
-            from_quantized=from_quantized,
-            overwrite=overwrite,
-            on_event=on_event,
-        )
+        if into is None:
+            how["from_quantized"] = from_quantized
+            merge_adapter(folder, out, **how, on_event=on_event)
+        else:
+            merge_into_gguf(folder, into, out, **how, on_event=on_event)
     typer.echo(out)
-    note(f"Next: load '{out}' in transformers, vLLM or llama.cpp's converter as any model.")
+    if into is None:
+        note(f"Next: load '{out}' in transformers, vLLM or llama.cpp's converter as any model.")
+    else:
+        note(f"Next: llama-server -m '{out}'")

@@ -35,6 +35,8 @@ class Tally:
     """Sum of squares of the update."""
     rounding: float = 0.0
     """Sum of squares of what was lost when the new weights were stored."""
+    along: float = 0.0
+    """Sum of the products of the update and what became of it when the weights were stored."""
     num_changed: int = 0
     """Number of values that differ after storing."""
 
@@ -46,8 +48,10 @@ class Tally:
         """
         self.num_weights += 1
         self.weight += _squares(before)
-        self.update += _squares(exact - before)
+        update = exact - before
+        self.update += _squares(update)
         kept = stored.float()
+        self.along += float(torch.sum((kept - before).mul_(update), dtype=torch.float64))
         self.rounding += _squares(kept - exact)
         self.num_changed += int(torch.count_nonzero(kept != before))
         if not math.isfinite(self.update):
@@ -67,6 +71,11 @@ class Tally:
     def relative_rounding(self) -> float:
         """Size of the rounding error, relative to the update."""
         return math.sqrt(self.rounding / self.update) if self.update else 0.0
+
+    @property
+    def kept(self) -> float:
+        """Share of the update that is left after storing, 1 where none of it is lost."""
+        return self.along / self.update if self.update else 0.0
 
     def check(self) -> None:
         """Refuse a merge that leaves the model equal to its base.
@@ -113,7 +122,7 @@ def merge_into(
         MergeError: The method has no merged form, or a weight is quantised or is shared.
     """
     tally = tally or Tally()
-    _check_all(adapter)
+    check_all(adapter)
     for path, module in adapter.modules.items():
         for name in module.changed:
             weight = dict(module.base.named_parameters()).get(name)
@@ -158,7 +167,7 @@ def merge_dequantized(adapter: Adapter, dtype: torch.dtype, *, tally: Tally) -> 
         MergeError: The method has no merged form, or a weight is shared.
     """
     modules, quantized = dict(adapter.modules), adapter.model
-    _check_all(adapter)
+    check_all(adapter)
     adapter.detach()
     plain = _dequantized(quantized, dtype)
     for path, module in modules.items():
@@ -190,7 +199,7 @@ def _dequantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return plain
 
 
-def _check_all(adapter: Adapter) -> None:
+def check_all(adapter: Adapter) -> None:
     """Refuse methods that cannot be merged, and weights that another module shares."""
     check_mergeable(adapter.method)
     shared = shared_parameters(adapter.model)

@@ -97,7 +97,7 @@ def plan_stream(
     if method.shared_names or method.train_fully or method.token_rows or isinstance(method, BitFit):
         return None  # a layer is not made from its own tensors alone, or is no linear one
     for path, state in _states(file, model).items():
-        name = _on_disk(path, entries)
+        name = on_disk(f"{path}.weight", entries)
         module = modules[path]
         weight = getattr(module, "weight", None)
         if name is None or weight is None or id(weight) in shared or not is_linear(module):
@@ -125,16 +125,16 @@ def _states(file: AdapterFile, model: nn.Module) -> dict[str, dict[str, Tensor]]
     return states
 
 
-def _on_disk(path: str, entries: Mapping[str, Entry]) -> str | None:
-    """Return the name in the files of a module's weight.
+def on_disk(name: str, entries: Mapping[str, Entry]) -> str | None:
+    """Return the name that a parameter of the model has in the files.
 
     A base saved without its head lacks the name of the part that holds the layers ("transformer.").
     """
-    root, _, rest = path.partition(".")
-    if f"{path}.weight" in entries:
-        return f"{path}.weight"
-    if f"{rest}.weight" in entries and not any(name.startswith(f"{root}.") for name in entries):
-        return f"{rest}.weight"
+    root, _, rest = name.partition(".")
+    if name in entries:
+        return name
+    if rest in entries and not any(other.startswith(f"{root}.") for other in entries):
+        return rest
     return None
 
 

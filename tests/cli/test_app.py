@@ -41,7 +41,8 @@ COMMANDS: dict[str, list[str]] = {
         "--max-new-tokens", "--temperature", "--force",
     ],
     "merge": [
-        "ADAPTER", "--out", "--base", "--dtype", "--force", "--from-quantized", "--overwrite",
+        "ADAPTER", "--out", "--into", "--base", "--dtype", "--force", "--from-quantized",
+        "--overwrite",
     ],
     "combine": [
         "ADAPTER=WEIGHT...", "--out", "--method", "--rank", "--density", "--seed", "--force",

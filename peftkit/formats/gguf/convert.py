@@ -25,7 +25,7 @@ from peftkit.base.locate import locate
 from peftkit.errors import AdapterError, OutputError, did_you_mean, first_few
 from peftkit.files import disk
 from peftkit.files.strict_json import shown
-from peftkit.formats.gguf.header import GGUFHeader, read_header, read_tensor
+from peftkit.formats.gguf.header import GGUFHeader, read_header
 from peftkit.formats.gguf.names import (
     Architecture,
     GGUFLayer,
@@ -34,6 +34,7 @@ from peftkit.formats.gguf.names import (
     require_gguf,
     rotary_rows,
 )
+from peftkit.formats.gguf.tensors import read_bytes, unpack
 from peftkit.formats.peft.folder import CONFIG, Provenance
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
 from peftkit.model.places import is_conv1d
@@ -142,7 +143,10 @@ def import_gguf(path: str | Path, out: str | Path, *, base: str, force: bool = F
             )
         places = find_places(model, architecture)
         paths = _paired(path, header, places, base)
-        tensors = {name: read_tensor(path, file, header.tensors[name]) for name in header.tensors}
+        tensors = {
+            name: unpack(read_bytes(path, file, entry), entry)
+            for name, entry in header.tensors.items()
+        }
     if bad := disk.non_finite(tensors):
         raise AdapterError(
             f"cannot use {path}",
@@ -151,7 +155,7 @@ def import_gguf(path: str | Path, out: str | Path, *, base: str, force: bool = F
     alpha = _shortest(header.keys.get(ALPHA, 0.0))  # 0, or none, is a scale of 1 to llama.cpp
     modules = {}
     for name, module_path in paths.items():
-        a, b = tensors[name + A].float(), tensors[name + B].float()
+        a, b = tensors[name + A], tensors[name + B]
         b = rotary_rows(b, places[module_path].heads, back=True)
         modules[module_path] = LowRank(a, b, alpha / a.shape[0] if alpha else 1.0)
     location = locate(base)

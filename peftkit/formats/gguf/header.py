@@ -13,10 +13,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import torch
-from torch import Tensor
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from peftkit.errors import AdapterError, first_few
 from peftkit.files.strict_json import shown
@@ -33,8 +30,10 @@ MAX_DIMS = 4
 _SCALARS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?"))) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
-# ggml's type -> name, numbers in a block, bytes of a block. Those that adapters are written in.
-KINDS = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 8: ("Q8_0", 32, 34), 30: ("BF16", 1, 2)}
+Kinds = Mapping[int, tuple[str, int, int]]
+"""ggml's type -> name, numbers in a block, bytes of a block."""
+KINDS: Kinds = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 8: ("Q8_0", 32, 34), 30: ("BF16", 1, 2)}
+"""Those that adapters are written in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,35 +41,54 @@ class GGUFTensor:
     """One tensor: its shape in torch's order (ggml's is reversed), and where its bytes are.
 
     Attributes:
-        kind: A key of KINDS. start: Byte of the file.
+        kind: ggml's type. start: Byte of the file. info: Byte of the header at which its type is
+            written, and after it its offset.
     """
 
     kind: int
     shape: tuple[int, ...]
     start: int
     num_bytes: int
+    info: int
+
+    @property
+    def num_values(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """A checked header; an array among the keys stands as its length."""
+    """A checked header; an array among the keys stands as its length.
+
+    Attributes:
+        payload: Byte of the file from which offsets count. alignment: Of offsets, in bytes.
+    """
 
     keys: Mapping[str, Any]
     tensors: Mapping[str, GGUFTensor]
+    payload: int
+    alignment: int
 
 
-def read_header(path: Path, file: BinaryIO) -> GGUFHeader:
+def read_header(
+    path: Path, file: BinaryIO, *, of: Literal["adapter", "model"] = "adapter", kinds: Kinds = KINDS
+) -> GGUFHeader:
     """Read and check the header of an open file.
+
+    Args:
+        of: What the file must be. kinds: The types its tensors may have.
 
     Raises:
         AdapterError: It is not a GGUF file, is truncated, or its sizes are inconsistent.
     """
-    asked = f"cannot read {path} as a GGUF adapter"
+    asked = f"cannot read {path} as a GGUF {of}"
     size = os.fstat(file.fileno()).st_size
     cursor = _Cursor(asked, file.read(MAX_HEADER_BYTES), cut=size > MAX_HEADER_BYTES)
     if cursor.data[:4] != MAGIC:
+        wanted = "a LoRA" if of == "adapter" else "a base model"
         raise AdapterError(
-            asked, found=f"It is {what_is(path)}.", fix="Give a LoRA written as GGUF."
+            asked, found=f"It is {what_is(path)}.", fix=f"Give {wanted} written as GGUF."
         )
     cursor.at = 4
     version = cursor.number("I")
@@ -91,51 +109,47 @@ def read_header(path: Path, file: BinaryIO) -> GGUFHeader:
         if key in keys:
             raise AdapterError(asked, found=f"The key {shown(key)} is given twice.")
         keys[key] = cursor.value(cursor.number("I"))
-        if key == "general.type" and keys[key] != "adapter":
+        if key == "general.type" and keys[key] != of:
             break  # whatever follows (a base's vocabulary) is not ours
-    if keys.get("general.type") != "adapter":
+    # files of models that are older than this key lack it
+    if keys.get("general.type", "model" if of == "model" else None) != of:
         kind = shown(keys.get("general.type", "not given"))
-        raise AdapterError(
-            asked,
-            found=f"Its general.type is {kind}, not 'adapter'.",
-            fix="Give the GGUF of a LoRA; a base model goes to --base.",
-        )
+        fix = "Give the GGUF of a LoRA; a base model goes to --base."
+        if of == "model":
+            fix = "Give the GGUF of a base model; a LoRA is read by: peftkit import"
+        raise AdapterError(asked, found=f"Its general.type is {kind}, not '{of}'.", fix=fix)
     infos = [cursor.tensor_info() for _ in range(num_tensors)]
     alignment = keys.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
         raise AdapterError(asked, found=f"Its general.alignment is {shown(alignment)}.")
-    return GGUFHeader(keys, _entries(asked, infos, -(-cursor.at // alignment) * alignment, size))
+    payload = -(-cursor.at // alignment) * alignment
+    return GGUFHeader(keys, _entries(asked, infos, payload, size, kinds), payload, alignment)
 
 
-def read_tensor(path: Path, file: BinaryIO, entry: GGUFTensor) -> Tensor:
-    """Return a tensor of a checked header in its own dtype; of Q8_0, dequantised to float32."""
-    data = torch.empty(entry.num_bytes, dtype=torch.uint8)
-    file.seek(entry.start)
-    if file.readinto(data.numpy().data) != entry.num_bytes:  # type: ignore[attr-defined]
-        raise AdapterError(f"cannot read {path}", found="It became shorter while it was read.")
-    kind = KINDS[entry.kind][0]
-    if kind == "Q8_0":  # blocks of a float16 scale and 32 signed bytes
-        blocks = data.view(-1, 34)
-        scales = blocks[:, :2].contiguous().view(torch.float16).float()  # (blocks, 1)
-        return (scales * blocks[:, 2:].contiguous().view(torch.int8)).reshape(entry.shape)
-    dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    return data.view(dtypes[kind]).reshape(entry.shape)
+class _Info(NamedTuple):
+    """A tensor as the header has it; `at` is the byte at which its kind stands."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+    at: int
 
 
 def _entries(
-    asked: str, infos: list[tuple[str, tuple[int, ...], int, int]], payload: int, size: int
+    asked: str, infos: list[_Info], payload: int, size: int, kinds: Kinds
 ) -> dict[str, GGUFTensor]:
     """Check each tensor's entry, and that all of them fit into the file."""
     entries: dict[str, GGUFTensor] = {}
     problems = []
-    for name, shape, kind, offset in infos:
-        label, per_block, block_bytes = KINDS.get(kind, ("", 1, 0))
+    for name, shape, kind, offset, at in infos:
+        label, per_block, block_bytes = kinds.get(kind, ("", 1, 0))
         num_bytes = math.prod(shape) // per_block * block_bytes
         problem = ""
         if not NAME.fullmatch(name) or name in entries:
             problem = "the name, or it occurs twice"
         elif not label:
-            names = ", ".join(sorted(known for known, _, _ in KINDS.values()))
+            names = ", ".join(sorted(known for known, _, _ in kinds.values()))
             problem = f"ggml's type {kind}; one of {names} is read"
         elif 0 in shape or shape[-1] % per_block:
             problem = f"shape {shape}"
@@ -143,7 +157,7 @@ def _entries(
             problem = f"ends at byte {payload + offset + num_bytes:,} of {size:,}"
         if problem:
             problems.append(f"{shown(name)}: {problem}")
-        entries[name] = GGUFTensor(kind, shape, payload + offset, num_bytes)
+        entries[name] = GGUFTensor(kind, shape, payload + offset, num_bytes, at)
     if sum(entry.num_bytes for entry in entries.values()) > max(0, size - payload):
         problems.append("tensors that lie over one another")
     if problems or not entries:
@@ -204,12 +218,13 @@ class _Cursor:
             raise AdapterError(self.asked, found=f"An array of the unknown type {element}.")
         return count
 
-    def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Return the next tensor's name, shape as torch has it, ggml type and offset."""
+    def tensor_info(self) -> _Info:
+        """Return what is said of the next tensor."""
         name, num_dims = self.string(), self.number("I")
         if not 1 <= num_dims <= MAX_DIMS:
             raise AdapterError(
                 self.asked, found=f"The tensor {shown(name)} has {num_dims:,} dimensions."
             )
         shape = tuple(self.number("Q") for _ in range(num_dims))
-        return name, shape[::-1], self.number("I"), self.number("Q")
+        at = self.at
+        return _Info(name, shape[::-1], self.number("I"), self.number("Q"), at)

@@ -20,6 +20,7 @@ from peftkit.base.load import Base, load_base
 from peftkit.formats.gguf.convert import export_gguf, import_gguf
 from peftkit.formats.peft.folder import Provenance, save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
+from peftkit.merging.into_gguf import merge_into_gguf
 from peftkit.methods.lora import LoRA
 
 gguf = pytest.importorskip("gguf")
@@ -136,6 +137,22 @@ def test_llama_cpp_answers_as_peftkit_does(
     plain = their_answers(base_file, None, questions)
     num_changed = sum(a[0] != b[0] for a, b in zip(answers, plain, strict=True))
     assert num_changed >= len(questions) // 2  # or the adapter would prove nothing
+
+
+def test_merged_into_the_file_it_answers_as_base_and_adapter(
+    placed: tuple[Base, Adapter], base_file: Path, tmp_path: Path
+) -> None:
+    base, adapter = placed
+    save_adapter(adapter, tmp_path / "adapter", Provenance(base=str(base_file)))
+    export_gguf(tmp_path / "adapter", tmp_path / "a.gguf")
+    merged = merge_into_gguf(tmp_path / "adapter", base_file, tmp_path / "merged.gguf").path
+    questions = prompts(base)[::2]
+    beside = their_answers(base_file, tmp_path / "a.gguf", questions)
+    inside = their_answers(merged, None, questions)
+    for (ids, logprobs), (expected, theirs) in zip(inside, beside, strict=True):
+        assert ids == expected
+        # float32, as above: B (A x) on one side, (W + B A) x on the other
+        torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(theirs), atol=2e-3, rtol=0)
 
 
 def test_its_way_back_is_exact(
