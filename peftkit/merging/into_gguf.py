@@ -1,10 +1,11 @@
 """Merging an adapter into a base that is a GGUF file, which gives another such file.
 
 Only the adapted tensors change: each is dequantised, merged in float32 as in any merge, and packed
-again in its own type, or in one asked for. All else is copied to the byte; one tensor is in memory
-at a time. llama.cpp's names, and its order of rows, are those of the export of adapters. What is
-proved: each tensor is what it should be, but for the rounding of its type; the file's weights are
-those of the base, where these are on this machine; and the file written is the one read elsewhere.
+again in its own type, with noise by which small updates are not rounded away, or in one asked for.
+All else is copied to the byte; one tensor is in memory at a time. llama.cpp's names, and its order
+of rows, are those of the export of adapters. What is proved: each tensor is what it should be, but
+for the rounding of its type; the file's weights are those of the base, where these are on this
+machine; and the file that was written, read again, is the base's in all other bytes.
 
 Shapes: a weight is (out, in), a stack of experts (E, out, in), a bias (out,).
 """
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.gguf.header import GGUFHeader, read_header
 from peftkit.formats.gguf.names import require_gguf, rotary_rows
 from peftkit.formats.gguf.rewrite import Layout, laid_out, rewritten
-from peftkit.formats.gguf.tensors import all_kinds, is_rounded, pack, read_bytes, unpack
+from peftkit.formats.gguf.tensors import all_kinds, dithered, is_rounded, pack, read_bytes, unpack
 from peftkit.formats.peft.folder import read_adapter
 from peftkit.kernels.host_memory import keep_freed_memory
 from peftkit.merging.fold import Tally
@@ -162,17 +164,16 @@ class _Merge:
         if len(parts) > 1:
             exact = exact.split([part.shape[-2] for part in parts], dim=-2)[change.part]
         own, kind, old = self.kinds[entries[change.part].kind], self.types[name], parts[change.part]
-        data = pack(exact, kind)
-        if (
-            own[0] == kind
-        ):  # blocks that do not change keep their bytes: packing is not always exact
+        given = dithered(exact, kind, crc32(name.encode())) if own[0] == kind else exact
+        data = pack(given, kind)
+        if own[0] == kind:  # blocks that do not change keep their bytes
             same = (exact == old).view(-1, own[1]).all(1)
             data.view(-1, own[2])[same] = raw[change.part].view(-1, own[2])[same]
         stored = unpack(data, self.layout[name])
         if not torch.equal(exact, old):
             self.tally.add(old, exact, stored)
             self.stored[kind] += 1
-        if not is_rounded(exact, stored, kind):
+        if not is_rounded(given, stored, kind):
             raise RunError(
                 f"cannot write {name} as {kind}",
                 found="What the package gguf has packed is not what it was given.",
@@ -202,7 +203,7 @@ def _check_kept(tally: Tally, types: Mapping[str, int], force: bool) -> None:
         raise MergeError(
             f"{1 - tally.kept:.0%} of the update would be lost",
             found=f"it is too small for the steps of {', '.join(types)}",
-            fix="Store the merged tensors in a finer type, by which the file grows: --dtype q8_0. "
+            fix="Store the merged tensors in a finer type, by which the file grows: --dtype fp32. "
             "Or write it all the same with --force.",
         )
 
@@ -231,7 +232,7 @@ def _tell(merged: MergedGGUF, on_event: Listener) -> None:
     if tally.kept < CLEAR:
         on_event(
             Notice(
-                f"{1 - tally.kept:.0%} of the update was lost in rounding; --dtype q8_0 keeps it."
+                f"{1 - tally.kept:.0%} of the update was lost in rounding; --dtype fp32 keeps it."
             )
         )
     on_event(Saved("merged model", merged.path))

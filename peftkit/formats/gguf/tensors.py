@@ -19,8 +19,9 @@ PACKED = ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 
 _FLOATS = {"F32": 0.0, "F16": 2.0**-11, "BF16": 2.0**-8}
 """Relative error of one number."""
-_STEPS = {"Q8_0": 127, "Q5_1": 31, "Q5_0": 16, "Q4_1": 15, "Q4_0": 8}
-"""Steps between a block's lowest and largest number (_1), or between zero and the largest (_0)."""
+_STEPS = {"Q8_0": 254, "Q5_1": 31, "Q5_0": 32, "Q4_1": 15, "Q4_0": 16}
+"""Steps from a block's lowest number to its largest (_1), or of the largest to both sides (_0)."""
+BLOCK = 32
 
 
 def all_kinds() -> Kinds:
@@ -72,6 +73,31 @@ def pack(values: Tensor, name: str) -> Tensor:
     return torch.from_numpy(packed.reshape(-1).view("uint8"))
 
 
+def dithered(values: Tensor, name: str, seed: int) -> Tensor:
+    """Return values that lose nothing in the mean when they are rounded to a type.
+
+    A weight that comes out of a block stands on one of its steps, and an update of less than half a
+    step would be rounded away. With noise of one step's width, the chance to go on to the next step
+    is the share of it that the update makes. What sets a block's scale is left as it is.
+    """
+    if name not in _STEPS:
+        return values
+    blocks = values.reshape(-1, BLOCK)
+    low, high = _span(blocks, name)
+    noise = torch.rand(blocks.shape, generator=torch.Generator().manual_seed(seed)).sub_(0.5)
+    first = (blocks == high) | (blocks == low)
+    moved = blocks + noise.mul_((high - low) / _STEPS[name]).masked_fill_(first, 0.0)
+    return moved.clamp_(low, high).reshape(values.shape)
+
+
+def _span(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Return between which numbers a type's steps divide each block: (blocks, 1)."""
+    if name.endswith("_1"):
+        return blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
+    largest = blocks.abs().amax(1, keepdim=True)
+    return -largest, largest
+
+
 def is_rounded(values: Tensor, stored: Tensor, name: str) -> bool:
     """Tell whether stored values are those asked for, but for the rounding of a type.
 
@@ -81,9 +107,8 @@ def is_rounded(values: Tensor, stored: Tensor, name: str) -> bool:
     error = (stored - values).abs()
     if name in _FLOATS:
         return bool((error <= _FLOATS[name] * values.abs() + 2.0**-25).all())
-    blocks, error = values.reshape(-1, 32), error.reshape(-1, 32)
-    largest = blocks.abs().amax(1)
-    span = blocks.amax(1) - blocks.amin(1) if name.endswith("_1") else largest
+    blocks, error = values.reshape(-1, BLOCK), error.reshape(-1, BLOCK)
+    low, high = _span(blocks, name)
     # float16: 11 bits of a scale, and absolutely 2^-25 of a tiny one, times the steps
-    allowed = span / _STEPS[name] + largest * 2.0**-9 + 2.0**-25 * 127
-    return bool((error.amax(1) <= allowed).all())
+    allowed = (high - low) / _STEPS[name] + blocks.abs().amax(1, keepdim=True) * 2.0**-9
+    return bool((error <= allowed + 2.0**-25 * 127).all())

@@ -1,0 +1,103 @@
+"""OpenAI's own client, over a socket, to the server as `peftkit serve` runs it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from peftkit.inference.bank import AdapterBank
+from peftkit.inference.generate import generate
+from peftkit.serve.server import listening
+
+openai = pytest.importorskip("openai", reason="the official client is not installed")
+pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
+import uvicorn  # noqa: E402
+
+from peftkit.serve.app import Limits, make_app  # noqa: E402
+
+KEY = "a-key-of-this-test"
+ASKED = [{"role": "user", "content": "the quick brown fox"}]
+
+
+@pytest.fixture
+def client(bank: AdapterBank) -> Iterator[Any]:
+    app = make_app(bank, key=KEY, limits=Limits(max_body=4096, max_new_tokens=8))
+    with listening("127.0.0.1", 0) as listener:
+        config = uvicorn.Config(app, log_level="warning", access_log=False)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            while not server.started:
+                assert thread.is_alive()
+                time.sleep(0.01)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+            with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=30) as client:
+                yield client
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def alone(bank: AdapterBank, name: str) -> str:
+    """Return what `generate` answers."""
+    with bank.use(name):
+        base = bank.base
+        (text,) = generate(base.model, base.tokenizer, ASKED[0]["content"], max_new_tokens=8)
+    return text
+
+
+def test_the_models_are_the_adapters_and_the_base(client: Any) -> None:
+    assert sorted(model.id for model in client.models.list()) == ["base", "one", "two"]
+
+
+def test_a_chat_whole_and_streamed_is_what_generate_answers(client: Any, bank: AdapterBank) -> None:
+    whole = client.chat.completions.create(model="one", messages=ASKED)
+    assert whole.choices[0].message.content
+    assert whole.choices[0].finish_reason in ("stop", "length")
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    options = {"include_usage": True}
+    pieces = list(
+        client.chat.completions.create(
+            model="one", messages=ASKED, stream=True, stream_options=options
+        )
+    )
+    text = "".join(c.delta.content or "" for piece in pieces for c in piece.choices)
+    assert text == whole.choices[0].message.content == alone(bank, "one")
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert pieces[-1].usage == whole.usage
+    assert pieces[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_completions_whole_and_streamed_are_the_same(client: Any) -> None:
+    asked = {"model": "base", "prompt": ["the quick", "a lazy dog"], "max_tokens": 5}
+    whole = client.completions.create(**asked)
+    assert [choice.index for choice in whole.choices] == [0, 1]
+    texts = ["", ""]
+    for piece in client.completions.create(**asked, stream=True):
+        for choice in piece.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+    assert all(texts)
+
+
+def test_errors_are_the_client_s_own(client: Any) -> None:
+    for error, status, asked in (
+        (openai.NotFoundError, 404, {"model": "three", "messages": ASKED}),
+        (openai.BadRequestError, 400, {"model": "one", "messages": ASKED, "temperature": -1}),
+        (openai.BadRequestError, 400, {"model": "one", "messages": ASKED, "logprobs": True}),
+        (
+            *(openai.APIStatusError, 413),
+            {"model": "one", "messages": [{"role": "user", "content": "a" * 5000}]},
+        ),
+    ):
+        with pytest.raises(error) as caught:
+            client.chat.completions.create(**asked)
+        assert caught.value.status_code == status
+        assert caught.value.body["message"]
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="another").models.list()
