@@ -84,6 +84,7 @@ class Reckoner:
             name: max(0, round(_reckoned(first.peak, second.peak, name, more)))
             for name in CATEGORIES
         }
+        peak["activations"] -= self._away(first, way)
         flops = round(first.flops + more * (second.flops - first.flops))
         return StepCount(peak, flops, first.block_input)
 
@@ -92,10 +93,10 @@ class Reckoner:
         first, second, more = self._both(rows, length, way)
         tokens, other = rows * length, length // 4 if length >= 512 else 4 * length
         other += length * (other == tokens)  # a slope needs two lengths
-        small = self._step(self._depth)
-        elsewhere = _moved_away(small.count(1, other, way), small.num_blocks, self.setup, way)
+        elsewhere = self._step(self._depth).count(1, other, way)
         slope = (elsewhere.beside_weights - first.beside_weights) / (other - tokens)
-        return slope + more * (second.beside_weights - first.beside_weights) / tokens
+        each = more * (second.beside_weights - first.beside_weights) - self._away(first, way)
+        return slope + each / tokens
 
     def _both(self, rows: int, length: int, way: Activations) -> tuple[StepCount, StepCount, float]:
         """Return a step of few blocks, of some more, and how often the difference is to be added.
@@ -105,15 +106,20 @@ class Reckoner:
         key = rows, length, way
         if key not in self._known:
             small = self._step(self._depth)
-            first = _moved_away(small.count(*key), small.num_blocks, self.setup, way)
+            first = small.count(*key)
             second, more = first, 0.0
             if small.num_blocks < self.num_blocks:
                 large = self._step(self._depth + 1)
-                second = _moved_away(large.count(*key), large.num_blocks, self.setup, way)
+                second = large.count(*key)
                 more = self.num_blocks - small.num_blocks
                 more /= large.num_blocks - small.num_blocks
             self._known[key] = first, second, more
         return self._known[key]
+
+    def _away(self, count: StepCount, way: Activations) -> int:
+        """Return the bytes of blocks' inputs that wait in main memory."""
+        moves = way == "offload" and self.setup.on_gpu
+        return count.block_input * max(self.num_blocks - ON_DEVICE, 0) if moves else 0
 
     def _step(self, depth: int) -> DatalessStep:
         if depth not in self._steps:
@@ -138,12 +144,3 @@ def _depth_with_all_kinds(blocks: list[nn.Module]) -> int:
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     late = [first for first in firsts if first < MOST]  # a second stack's begins far behind
     return max(FEW, *(first + 1 for first in late)) if late else FEW
-
-
-def _moved_away(count: StepCount, num_blocks: int, setup: Setup, way: Activations) -> StepCount:
-    """Take out of a count the blocks' inputs that wait in main memory."""
-    if way != "offload" or not setup.on_gpu:
-        return count
-    peak = dict(count.peak)
-    peak["activations"] -= count.block_input * max(num_blocks - ON_DEVICE, 0)
-    return replace(count, peak=peak)
