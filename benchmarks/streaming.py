@@ -3,9 +3,9 @@
     python -m benchmarks.streaming
     python -m benchmarks.streaming --cards
 
-LoRA of rank 16 on all linears (of a mixture on attention), nf4, one row, blocks recomputed: what `peftkit plan` says of a step.
-Nothing here is measured. "hidden from": tokens of a row from which on computing takes longer than
-what comes to the card, at 40 % of its bf16 peak.
+What `peftkit plan` says of a step: LoRA of rank 16 on all linears (of a mixture on attention), nf4,
+one row, blocks recomputed. Nothing here is measured. "hidden from": tokens of a row from which on
+computing takes longer than what comes to the card, at 40 % of its bf16 peak.
 """
 
 from __future__ import annotations
