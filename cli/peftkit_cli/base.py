@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Annotated
 
 import typer
@@ -77,13 +78,20 @@ def pack(
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit.", show_default=False)
     ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Pack even if little of the disk is left.")
+    ] = False,
 ) -> None:
     """Pack a base into the cache, so that runs on it start in seconds."""
     from peftkit.base.pack import pack_base
     from peftkit_cli.render import Renderer
 
+    def agree(sizes: str) -> bool:
+        asked = f"{sizes} Little would be left. Pack it?"
+        return yes or (sys.stdin.isatty() and typer.confirm(asked, err=True))
+
     with Renderer() as listener:
         folder = pack_base(
-            model, quantize=quantize, dtype=dtype, revision=revision, on_event=listener
+            model, quantize=quantize, dtype=dtype, revision=revision, agree=agree, on_event=listener
         )
     typer.echo(str(folder))

@@ -38,7 +38,7 @@ from peftkit.base.quantized import (
 )
 from peftkit.base.shapes import on_meta
 from peftkit.base.spill import Spill
-from peftkit.base.stream import Stream, StreamConfig, kept_in_float32
+from peftkit.base.stream import Broken, Stream, StreamConfig, kept_in_float32
 from peftkit.errors import BaseError, OutputError, first_few
 from peftkit.events import Listener, Notice, Progress, Stage, ignore
 from peftkit.files.disk import fsync_dir
@@ -151,10 +151,8 @@ def load_model(
                 model, info = cls.from_pretrained(
                     source, output_loading_info=True, ignore_mismatched_sizes=True, **where
                 )  # what does not match is looked at below
-        except Exception:
-            if stream is not None and stream.broken is not None:
-                raise stream.broken from None
-            raise
+        except Broken as broken:
+            raise broken.error from None
     if getattr(model, "_hf_peft_config_loaded", False):
         raise BaseError(
             f"{location.name} is not a base model.", found="It is an adapter.", fix="Name its base."

@@ -128,8 +128,8 @@ def load_base(
             pages of files, which take memory only where they are read.
 
     Raises:
-        BaseError: There is no such model, its files are damaged or incomplete, or it could not be
-            quantised as asked.
+        BaseError: There is no such model, its files are damaged or incomplete, it could not be
+            quantised as asked, or does not fit into memory.
         ConfigError: dtype, quantize, placement or store is none of these.
     """
     asked = {"model": model, "dtype": dtype, "quantize": quantize, "double_quant": double_quant}
@@ -141,7 +141,7 @@ def load_base(
     location = convert(locate(model, revision), on_event)
     location, revision = pretrained.reachable(location, revision)
     on_event(Stage(f"Loading the base {location.name}"))
-    with parsed_once(location):
+    with parsed_once(location), pretrained.fitting(location.name):
         config = pretrained.check_config(location, revision, purpose)
         tokenizer, images, both = _processors(location, revision, purpose, on_event)
         padding = None if tokenizer is None else tokenizer.pad_token_id

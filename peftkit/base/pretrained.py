@@ -6,6 +6,7 @@ Its progress bars and log lines stay off the terminal; no pickle is read and no 
 from __future__ import annotations
 
 import importlib.util
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -209,6 +210,24 @@ def explained(location: Location, what: str = "") -> Iterator[None]:
         reason = next((r for sign, r in _REASONS.items() if sign in text), "\n".join(lines[:4]))
         fix = "" if location.is_local else suggest(location.name)
         raise BaseError(f"cannot load {what}{location.name}.", found=reason, fix=fix) from error
+
+
+@contextmanager
+def fitting(name: str) -> Iterator[None]:
+    """Turn memory that runs out, on a GPU or on a CPU, into a BaseError."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        held: BaseException | None = error
+        while held is not None:
+            traceback.clear_frames(held.__traceback__)  # they hold what was loaded so far
+            held = held.__context__
+        raise BaseError(
+            f"the base {name} does not fit into memory.",
+            found=(str(error) or "Main memory has run out.").splitlines()[0],
+            fix=f"peftkit plan {name} tells what it needs. base.quantize: nf4 takes a quarter of "
+            "16 bits; base.placement: stream keeps packed blocks in main memory.",
+        ) from None
 
 
 def load_config(location: Location, revision: str | None) -> Any:

@@ -28,16 +28,19 @@ from peftkit.base.locate import Location, cache_folder
 from peftkit.base.mapped import fill, mapped, packed_skeleton
 from peftkit.base.pretrained import snapshot
 from peftkit.base.purpose import Purpose
+from peftkit.base.quantized import DEQUANTISED, quantized_by
 from peftkit.base.shapes import on_meta
 from peftkit.errors import BaseError, OutputError, PeftkitError
 from peftkit.events import Listener, Notice
 from peftkit.files import disk
 from peftkit.files.safetensors_header import DTYPE_NAMES, TensorSpec
-from peftkit.quant.checkpoint import quantization_config, to_checkpoint
+from peftkit.quant.checkpoint import quantization_config, tensors_of, to_checkpoint
 
 VERSION = 2
 WEIGHTS, BUFFERS = "model.safetensors", "buffers.safetensors"
 MANIFEST, FOLDER = "store.json", "packed"
+LEFT_FREE = 10_000_000_000
+"""Bytes of a disk that no packed base is written into without being asked for."""
 WORTH_KEEPING = 500_000_000
 """Bytes of a packed base from which on it is kept without being asked: seconds of packing."""
 
@@ -64,7 +67,8 @@ class Wanted:
     """A base that the cache may keep packed.
 
     Attributes:
-        name: As it is recorded. source: The folder with its files. config: Of transformers.
+        name: As it is recorded. source: The folder with its files, or its GGUF file. config: Of
+            transformers.
     """
 
     name: str
@@ -83,15 +87,17 @@ def storable(
     *,
     unpacked: bool = False,
 ) -> Path | None:
-    """Return the folder with the files of a base that the cache may keep packed, or None.
+    """Return the folder, or the GGUF file, of a base that the cache may keep packed, or None.
 
     Args:
         unpacked: Or that it may keep as it is computed with, without packing.
     """
-    if (form.quantize == "none" and not unpacked) or purpose.head is not None or location.gguf:
+    if (form.quantize == "none" and not unpacked) or purpose.head is not None:
         return None
-    if getattr(config, "quantization_config", None) is not None:
+    if quantized_by(config) not in ("", *DEQUANTISED):
         return None
+    if location.gguf:
+        return location.gguf_path
     return Path(location.source) if location.is_local else snapshot(location, revision)
 
 
@@ -105,14 +111,37 @@ def opened_or_kept(wanted: Wanted, anew: Callable[[], Built], on_event: Listener
         except BaseError as error:
             on_event(Notice(f"The base is packed anew. {error.asked} {error.found}"))
     built = anew()
-    size = sum(tensor.nbytes for tensor in built.model.parameters())
+    size = num_bytes(built.model)
     if size >= WORTH_KEEPING or was_kept:
         try:
+            sizes, is_tight = room_for(size)
+            if is_tight:
+                fix = f"peftkit base pack {wanted.name} asks, and keeps it."
+                on_event(Notice(f"The packed base is not kept. {sizes} {fix}"))
+                return built
             keep(folder, built, wanted)
-            on_event(Notice(f"The packed base is kept in {folder} ({size / 1e9:.1f} GB)."))
+            on_event(Notice(f"The packed base is kept in {folder}. {sizes}"))
         except PeftkitError as error:  # it is of use without
             on_event(Notice(f"The packed base is not kept. {error.asked} {error.found}"))
     return built
+
+
+def num_bytes(model: nn.Module) -> int:
+    """Return the bytes that a packed base takes on the disk."""
+    return sum(tensor.nbytes for _, tensor in tensors_of(model))
+
+
+def room_for(size: int) -> tuple[str, bool]:
+    """Return a sentence on what is needed and free, and whether little would be left of it.
+
+    Raises:
+        OutputError: The cache cannot be written. RunError: The disk has less.
+    """
+    folder = disk.writable_folder(store_folder())
+    disk.check_space(folder, size)
+    free = disk.free_bytes(folder)
+    sizes = f"It takes {size / 1e9:.1f} GB of {free / 1e9:.1f} GB that are free in {folder}."
+    return sizes, free - size < LEFT_FREE
 
 
 def store_folder() -> Path:
@@ -124,7 +153,7 @@ def folder_of(source: Path, form: Form, purpose: Purpose) -> Path:
     """Return where a base is kept in this form.
 
     Args:
-        source: The folder with its files.
+        source: The folder with its files, or its GGUF file.
     """
     known = json.dumps([str(source.resolve()), purpose.auto_class, _form(form)])
     name = re.sub(r"[^\w.-]+", "-", source.name)[:40]
@@ -259,6 +288,8 @@ def _form(form: Form) -> dict[str, Any]:
 def _stamp(source: Path) -> dict[str, list[int]]:
     """Return the size and the time of every file that a base is read from."""
     files = [source / "config.json", *sorted(source.glob("*.safetensors"))]
+    if source.is_file():
+        files = [source]
     return {p.name: [(s := os.stat(p)).st_size, s.st_mtime_ns] for p in files if p.is_file()}
 
 

@@ -53,7 +53,6 @@ class Stream:
 
     Attributes:
         taken: id(parameter) to its sample for the fingerprint.
-        broken: What went wrong in here; transformers would only tell of it in a report.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class Stream:
         self.double_quant, self.has_head, self.on_event = double_quant, has_head, on_event
         self._towers, self._put = towers, put
         self.taken: dict[int, bytes] = {}
-        self.broken: Exception | None = None
         self._jobs: list[Job] = []
         self._by_name: dict[str, Job] = {}
         self._packings: dict[int, Packing] = {}
@@ -244,6 +242,17 @@ class StreamQuantizer(HfQuantizer):
         return True
 
 
+class Broken(BaseException):
+    """Ends transformers' loading, which goes on after any Exception.
+
+    Attributes:
+        error: What went wrong.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
 class _Take(ConversionOps):
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -264,8 +273,7 @@ class _Take(ConversionOps):
                 wanted = self.stream.wants(name)
                 taken[name] = self.stream.take(name, value) if wanted else value
             except Exception as error:
-                self.stream.broken = error
-                raise
+                raise Broken(error) from None
         return taken
 
 

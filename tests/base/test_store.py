@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -17,15 +18,17 @@ import transformers
 from peftkit.base import store
 from peftkit.base.build import build
 from peftkit.base.form import Form
-from peftkit.base.load import Base, load_base
+from peftkit.base.load import Base, fast_dtype, load_base
 from peftkit.base.pack import pack_base
+from peftkit.base.pretrained import check_config
 from peftkit.base.purpose import CAUSAL_LM, Purpose
-from peftkit.errors import BaseError, PeftkitError, RunError
+from peftkit.errors import BaseError, OutputError, PeftkitError, RunError
 from peftkit.events import Event, Notice
 from peftkit.files import disk
 from peftkit.kernels.packing import packed_tensors
 from peftkit.quant.audit import audit
 from peftkit_cli.app import run
+from tests.base.test_quantized import in_fp8
 from tests.base.test_stream import purpose_of, state_of
 from tests.families import ARCHITECTURES
 
@@ -218,6 +221,66 @@ def test_full_disk_leaves_nothing(folder, cache, monkeypatch) -> None:
     base, told = opened(folder)  # a run goes on without
     assert "is not kept" in told[0]
     assert base.audit.quantized_as == "nf4"
+
+
+def test_little_room_is_asked_for_before_anything_is_packed(
+    folder, cache, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: 9_000_000_000)
+    assert run(["base", "pack", str(folder)]) == RunError.exit_code
+    said = " ".join(capsys.readouterr().err.split())
+    assert "GB of 9.0 GB that are free in" in said
+    assert "--yes" in said
+    assert list((cache / "packed").iterdir()) == []
+    assert run(["base", "pack", str(folder), "--yes"]) == 0
+    capsys.readouterr()
+    assert run(["base", "rm", str(folder)]) == 0
+    monkeypatch.setattr(store, "WORTH_KEEPING", 0)
+    _, told = opened(folder)
+    assert "is not kept" in told[0]
+    assert "peftkit base pack" in told[0]
+    assert store.stored_bases() == []
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: 90_000_000_000)
+    _, told = opened(folder)
+    assert "90.0 GB" in told[0]
+
+
+def test_disk_that_fills_up_while_writing_leaves_nothing(folder, cache, monkeypatch) -> None:
+    def full(path: Path, *args: object) -> None:
+        path.write_bytes(b"a part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(disk, "write_tensor_stream", full)
+    with pytest.raises(OutputError, match="No space left"):
+        pack_base(str(folder))
+    assert list((cache / "packed").iterdir()) == []
+
+
+def test_gguf_file_and_dequantised_checkpoint_are_kept_packed_too(cache, tmp_path) -> None:
+    pytest.importorskip("gguf")
+    from tests.base.test_gguf import write_random
+
+    where = write_random(tmp_path, "llama", "AutoModelForCausalLM")
+    in_fp8(tmp_path)
+    for time, source in enumerate((where.name, str(tmp_path))):
+        kept = pack_base(source)
+        location = store.Location(
+            source, str(tmp_path), gguf=where.gguf if ".g" in source else None
+        )
+        config = check_config(location, None, CAUSAL_LM)
+        form = Form("nf4", True, fast_dtype(CPU), CPU, False)
+        built = build(location, None, CAUSAL_LM, config, form)
+        wanted = store.Wanted("x", Path(source), CAUSAL_LM, config, form)
+        again = store.open_stored(kept, wanted)
+        assert again.fingerprint == built.fingerprint
+        assert all(
+            torch.equal(tensor, state_of(again.model)[name])
+            for name, tensor in state_of(built.model).items()
+        )
+        for file in (where.gguf_path, tmp_path / "model.safetensors"):
+            os.utime(file, ns=(time, time))
+        with pytest.raises(BaseError, match="have changed"):
+            store.open_stored(kept, wanted)
 
 
 def test_what_cannot_be_kept_packed_is_refused(folder) -> None:

@@ -61,7 +61,7 @@ COMMANDS: dict[str, list[str]] = {
     "runs": ["DIR", "--json"],
     "base ls": ["--json"],
     "base rm": ["NAME"],
-    "base pack": ["MODEL", "--quantize", "--dtype", "--revision"],
+    "base pack": ["MODEL", "--quantize", "--dtype", "--revision", "--yes"],
     "recipes ls": [],
     "recipes show": ["NAME"],
     "recipes cp": ["NAME", "DEST"],

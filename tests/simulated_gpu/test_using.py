@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from peftkit import recipe
-from peftkit.errors import RunError
+from peftkit.base.load import load_base
+from peftkit.errors import BaseError, RunError
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.bank import open_bank
 from peftkit.inference.evaluate import evaluate
@@ -120,3 +123,23 @@ def test_a_quantised_base_is_merged_on_the_card(trained: Path, tmp_path: Path) -
         merged = merge(found, tmp_path / "merged", from_quantized=True)
     assert merged.agreement is not None
     assert torch.isfinite(torch.tensor(merged.agreement.max_difference))
+
+
+@pytest.mark.parametrize("kind", ["none", "nf4"])
+def test_base_that_the_card_cannot_hold_is_one_error_and_nothing_stays(
+    model_folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the check ahead of it, which knows no scratch, lets it pass
+    monkeypatch.setattr("peftkit.base.load.must_stream", lambda *asked: False)
+    # transformers' reserves memory first, and asks for less than none on a card so small
+    monkeypatch.setattr(transformers.modeling_utils, "caching_allocator_warmup", lambda *asked: 0)
+    with simulated() as card:
+        load_base(str(model_folder), quantize=kind, placement="device")  # what a first one leaves
+        gc.collect()
+        before, card.memory = card.allocated, card.allocated + 60_000
+        with pytest.raises(BaseError, match="does not fit into memory") as error:
+            load_base(str(model_folder), quantize=kind, placement="device")
+        assert "out of memory" in error.value.found
+        assert "base.placement: stream" in error.value.fix
+        gc.collect()
+        assert card.allocated <= before + 1024  # a table of 256 values may stay
