@@ -12,6 +12,7 @@ from peftkit.report.live import LiveReport
 from peftkit.run.config import Recipe
 from peftkit.run.prepare import Prepared, prepare
 from peftkit.run.results import adapter_folder, identity, save_result, write_facts
+from peftkit.train.context import check_context
 from peftkit.train.loop import check_output, train_prepared
 from peftkit.train.metrics import require_trackers
 from peftkit.train.run import Result
@@ -45,6 +46,7 @@ def run(
     folder = recipe.train.output_dir
     if recipe.train.shard in SHARDED:
         check_sharding(recipe.train, recipe.method.type)
+    check_context(recipe.train)
     check_output(recipe.train, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
     with stopping_at_once("stopped before the first step; what was there is as it was."):
         before = BeforeRun(on_event)
@@ -84,7 +86,9 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
         PeftkitError: The first thing that would have stopped the run.
     """
     require_trackers(recipe.train.log_to)
-    whole = recipe.train.model_copy(update={"shard": "none"})  # this is one process
+    whole = recipe.train.model_copy(
+        update={"shard": "none", "context_parallel": 1}
+    )  # this is one process
     recipe = recipe.model_copy(update={"train": whole})
     ready = prepare(recipe, on_event=on_event)
     for row in ready.train[:num_rows]:

@@ -93,12 +93,12 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, own: Tensor, group: Any, size: int) -> Tensor:
         ctx.group = group
         whole = own.new_empty(size, *own.shape)
-        dist.all_gather_into_tensor(whole.flatten(0, 1), own.contiguous(), group=group)
+        dist.all_gather([*whole.unbind(0)], own.contiguous(), group=group)
         return whole
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = grads
         own = grad.new_empty(grad.shape[1:])
-        dist.reduce_scatter_tensor(own, grad.contiguous().flatten(0, 1), group=ctx.group)
+        dist.reduce_scatter(own, [*grad.contiguous().unbind(0)], group=ctx.group)
         return own, None, None

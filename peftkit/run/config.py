@@ -57,6 +57,8 @@ class Recipe(Config):
                 found="Every row of text wants virtual tokens of its own before it.",
                 fix="Set data.packing: false.",
             )
+        if self.train.context_parallel > 1:
+            self._check_context()
         if self.base.new_tokens and self.method.start_from:
             raise ConfigError(
                 "base.new_tokens does not go with method.start_from.",
@@ -70,6 +72,23 @@ class Recipe(Config):
                 fix="Leave one of them out.",
             )
         return self
+
+    def _check_context(self) -> None:
+        """Make sure that the tokens of a row may lie on several processes."""
+        found = ""
+        if not self.task.takes_parts:
+            tasks = ", ".join(task for task, kind in TASKS.items() if kind.takes_parts)
+            found = f"The task is {self.task.type}; tasks that it goes with: {tasks}."
+        elif self.method.acts_on_input:
+            found = f"method.type: {self.method.type} puts virtual tokens before each row."
+        elif self.data.asks_to_pack:
+            found = "data.packing is true, and rows in parts hold one document each."
+        if found:
+            raise ConfigError(
+                f"train.context_parallel: {self.train.context_parallel} does not go with this.",
+                found=found,
+                fix="Leave one of them out.",
+            )
 
     @property
     def packs_beside_virtual_tokens(self) -> bool:

@@ -105,6 +105,9 @@ def prepare(
                 f"Rows are not packed: with {adapter.method.type} each has its own virtual tokens."
             )
         )
+    if recipe.train.context_parallel > 1 and data.packing:
+        data = data.without_packing()
+        on_event(Notice("Rows are not packed: each lies on several processes, for itself."))
     task = settings.on(base.model, base.processor, data, on_event=on_event)
     task.refer_to(*_reference(recipe, base, adapter, continued))
     recipe = recipe.model_copy(update={"data": task.data_used(data)})

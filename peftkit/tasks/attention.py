@@ -18,15 +18,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from peftkit.kernels.attention import MAX_BYTES, additive
+from peftkit.kernels.context import Context
 from peftkit.kernels.grid import Grid, into_grid, out_of_grid
 from peftkit.kernels.varlen import Spans
-from peftkit.tasks.attention_kernels import Call, attend, takes_varlen
+from peftkit.tasks.attention_kernels import Call, attend, is_bare, takes_varlen
 
 PREFIX = "peftkit_"
 """Of the names that attention is registered under."""
 
-Layout = tuple[Grid, ...] | Spans
-"""How documents lie in rows. (): each row is one. Two grids: an encoder's and a decoder's."""
+Layout = tuple[Grid, ...] | Spans | Context
+"""How documents lie in rows. (): each row is one. Two grids: an encoder's and a decoder's. A
+context: each row is one, and the tokens of it that are here are those of its process."""
 
 _taken: set[str] = set()
 
@@ -46,14 +48,15 @@ class TrainingAttention:
         is_causal: Whether all layers are known to see what was before and nothing else, so that
             documents in rows of their own need no mask.
         takes_spans: Whether all layers can be given documents of a row as they stand.
+        takes_context: Whether all layers can be given a part of a row's tokens.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.layout: Layout = ()
-        self.is_causal = self.takes_spans = False
+        self.is_causal = self.takes_spans = self.takes_context = False
         self._kinds: dict[int, MaskKind | None] | None = None
-        self._heard: list[tuple[MaskKind | None, bool]] = []
+        self._heard: list[tuple[MaskKind | None, bool, bool]] = []
         self._masks: list[Tensor] = []
 
     @property
@@ -64,7 +67,8 @@ class TrainingAttention:
         our kernels have a mask all the same: it says which of the grid's places are worth a look.)
         """
         on_cpu = self.model.device.type == "cpu"
-        return not isinstance(self.layout, Spans) and (on_cpu or not self.is_causal)
+        laid = isinstance(self.layout, Spans | Context)
+        return not laid and (on_cpu or not self.is_causal)
 
     @property
     def kernel(self) -> str:
@@ -79,9 +83,10 @@ class TrainingAttention:
         self._kinds, self._heard, self._masks = {}, [], []
         try:
             yield
-            kinds = [kind for kind, _ in self._heard]
+            kinds = [kind for kind, _, _ in self._heard]
             self.is_causal = bool(kinds) and all(kind == MaskKind(True, None) for kind in kinds)
-            self.takes_spans = bool(kinds) and all(takes for _, takes in self._heard)
+            self.takes_spans = bool(kinds) and all(takes for _, takes, _ in self._heard)
+            self.takes_context = self.is_causal and all(bare for _, _, bare in self._heard)
         finally:
             self._kinds, self._heard, self._masks = None, [], []
 
@@ -115,7 +120,7 @@ class TrainingAttention:
 
     def _grid_with(self, length: int) -> Grid:
         """Return the grid whose tokens are in rows of this length."""
-        assert not isinstance(self.layout, Spans)
+        assert not isinstance(self.layout, Spans | Context)
         first, *others = self.layout
         return next((grid for grid in others if grid.places.shape[1] == length), first)
 
@@ -156,15 +161,15 @@ class TrainingAttention:
     ) -> tuple[Tensor, None]:
         """Return what transformers' attention functions do, and no probabilities."""
         layout = self.layout
-        spans = layout if isinstance(layout, Spans) else None
-        grids = () if isinstance(layout, Spans) else layout
+        own = layout if isinstance(layout, Spans | Context) else None
+        grids = () if isinstance(layout, Spans | Context) else layout
         if grids:
             grid, keys = self._grid_with(query.shape[2]), self._grid_with(key.shape[2])
             query, key, value = into_grid(query, grid), into_grid(key, keys), into_grid(value, keys)
             if position_bias is not None:  # of distances: each document's is the longest one's
                 position_bias = position_bias[..., : query.shape[2], : key.shape[2]]
-            own = attention_mask is not None and attention_mask.shape[0] == len(query)
-            if not own and (attention_mask is not None or self.needs_mask):
+            fits = attention_mask is not None and attention_mask.shape[0] == len(query)
+            if not fits and (attention_mask is not None or self.needs_mask):
                 raise RuntimeError("documents in one row have a mask of their grid")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         call = Call(
@@ -179,7 +184,7 @@ class TrainingAttention:
             is_causal,
             position_bias,
             softcap,
-            spans,
+            own,
             more,
         )
         if self._kinds is not None:
@@ -193,7 +198,7 @@ class TrainingAttention:
         mask = call.mask
         kind = None if mask is None else self._kinds.get(mask.data_ptr())
         told = MaskKind(causal, call.more.get("sliding_window"))
-        self._heard.append((kind, kind == told and takes_varlen(call)))
+        self._heard.append((kind, kind == told and takes_varlen(call), is_bare(call)))
 
 
 def kind_of(mask_function: Callable[..., Tensor], window: int | None) -> MaskKind | None:

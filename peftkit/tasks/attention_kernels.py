@@ -1,8 +1,8 @@
 """Which kernel computes a call of attention: a table, read from its top.
 
-`varlen`: documents of a row as they stand, on a GPU. `grouped`: plain products, for short rows on
-a CPU, and wherever scores are capped. `blocked`: long rows on a CPU. `sdpa`: torch's own choice,
-which takes all others.
+`gathered`: rows whose tokens lie on several processes. `varlen`: documents of a row as they stand,
+on a GPU. `grouped`: plain products, for short rows on a CPU, and wherever scores are capped.
+`blocked`: long rows on a CPU. `sdpa`: torch's own choice, which takes all others.
 
 Shapes: B rows, H heads, L queries, S keys, D head size.
 """
@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from peftkit.kernels import varlen
 from peftkit.kernels.attention import blocked_attention, grouped_attention, is_short
+from peftkit.kernels.context import Context, context_attention
 from peftkit.kernels.varlen import Spans, spans_attention
 
 PLAIN = {
@@ -34,7 +35,7 @@ class Call(NamedTuple):
         query: (B, H, L, D). key, value: (B, K, S, D). mask: As transformers made it.
         is_causal: Of what has no mask: query i sees keys up to i.
         is_causal_asked: What the model said of it, for SDPA; None: nothing.
-        spans: Documents of a row that have no mask.
+        layout: Of documents or rows that have no mask.
         more: Whatever else the model gives its attention.
     """
 
@@ -49,7 +50,7 @@ class Call(NamedTuple):
     is_causal_asked: bool | None
     position_bias: Tensor | None
     softcap: float | None
-    spans: Spans | None
+    layout: Spans | Context | None
     more: dict[str, Any]
 
     @property
@@ -84,8 +85,13 @@ def attend(call: Call) -> Tensor:
 
 def takes_varlen(call: Call) -> bool:
     """Tell whether the documents of a row, if there were any, could be taken as they stand."""
+    return is_bare(call) and varlen.serves(call.query, call.key, call.value)
+
+
+def is_bare(call: Call) -> bool:
+    """Tell whether nothing is asked but queries, keys, values and their scale."""
     asks = call.dropout or call.position_bias is not None or call.softcap is not None
-    return call.is_plain and not asks and varlen.serves(call.query, call.key, call.value)
+    return call.is_plain and not asks
 
 
 def _takes_grouped(call: Call) -> bool:
@@ -103,17 +109,22 @@ def _takes_blocked(call: Call) -> bool:
 
 
 def _varlen(call: Call) -> Tensor:
-    assert call.spans is not None
+    assert isinstance(call.layout, Spans)
     window = call.more.get("sliding_window")
     return spans_attention(
         call.query,
         call.key,
         call.value,
-        call.spans,
+        call.layout,
         is_causal=call.is_causal,
         scale=call.scale,
         window=window if call.is_causal else None,
     )
+
+
+def _gathered(call: Call) -> Tensor:
+    assert isinstance(call.layout, Context)
+    return context_attention(call.query, call.key, call.value, call.layout, scale=call.scale)
 
 
 def _grouped(call: Call) -> Tensor:
@@ -138,8 +149,8 @@ def _blocked(call: Call) -> Tensor:
 
 def _sdpa(call: Call) -> Tensor:
     more = dict(call.more, position_bias=call.position_bias, softcap=call.softcap)
-    if call.spans is not None:
-        raise RuntimeError("documents of a row, as they stand, are for the varlen kernel alone")
+    if call.layout is not None:
+        raise RuntimeError("documents or rows as they are laid out are for kernels of their own")
     found: Tensor
     found, _ = sdpa_attention_forward(
         call.module,
@@ -156,7 +167,8 @@ def _sdpa(call: Call) -> Tensor:
 
 
 KERNELS = (
-    Kernel("varlen", lambda call: call.spans is not None and takes_varlen(call), _varlen),
+    Kernel("gathered", lambda call: isinstance(call.layout, Context) and is_bare(call), _gathered),
+    Kernel("varlen", lambda call: isinstance(call.layout, Spans) and takes_varlen(call), _varlen),
     Kernel("grouped", _takes_grouped, _grouped),
     Kernel("blocked", _takes_blocked, _blocked),
     Kernel("sdpa", lambda call: True, _sdpa),

@@ -20,7 +20,9 @@ from peftkit.data.pack import IGNORE, Row, collate
 from peftkit.data.stored import StoredRows
 from peftkit.errors import PeftkitError
 from peftkit.events import Listener, Notice, ignore
+from peftkit.kernels.context import Context
 from peftkit.tasks.head import TokenTask, head_of
+from peftkit.tasks.in_parts import InParts
 from peftkit.tasks.isolation import Isolation, check_causal, check_packing, isolating_mask
 from peftkit.tasks.length import exact_length
 from peftkit.tasks.measure import mean_loss
@@ -130,6 +132,9 @@ class CausalLM(TokenTask):
         if number := rows.counts["off_prompt"]:
             self._on_event(Notice(off_prompt(rows.where, number)))
 
+    def in_parts(self, context: Context) -> InParts:
+        return InParts(self, context)
+
     def padded(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return a batch, padded on the right (see `peftkit.data.pack.collate`)."""
         return collate(rows, self._pad_id, self.max_length)
@@ -188,6 +193,7 @@ class CausalLMConfig(TaskConfig):
     command: ClassVar[str] = "peftkit chat {folder}"
     generates: ClassVar[bool] = True
     writes_text: ClassVar[bool] = True
+    takes_parts: ClassVar[bool] = True
     data_fields: ClassVar[frozenset[str]] = frozenset(
         {"format", "max_length", "packing", "chat_template", "max_dropped"}
     )

@@ -191,6 +191,8 @@ class TaskConfig(Config, ABC):
     """Whether what learnt it goes on from a prompt."""
     writes_text: ClassVar[bool] = False
     """Whether samples of its text can be taken while it trains (train.sample_every)."""
+    takes_parts: ClassVar[bool] = False
+    """Whether the tokens of a row may lie on several processes (train.context_parallel)."""
     data_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields of DataConfig, beside train and eval, that this task reads; others are refused."""
     num_texts: ClassVar[int] = 1

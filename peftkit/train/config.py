@@ -101,6 +101,9 @@ class TrainConfig(Config):
     """With several processes: base spreads the frozen base over them, block by block; offload keeps
     the parts in main memory besides. The adapter stays whole on each. auto: base exactly where one
     device does not hold the base and one row's step, as is counted before it is loaded."""
+    context_parallel: int = Field(default=1, ge=1)
+    """Processes that hold each row together, a part of its tokens each: for rows that are too long
+    for one device."""
     log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Trackers that get the metrics too; metrics.jsonl is always written."""
 

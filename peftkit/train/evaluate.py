@@ -46,7 +46,7 @@ class Evaluator:
             config.batch_size,
             config.tokens_at_once(ranks.device.type),
         )
-        self.rows = rows[ranks.rank :: ranks.world_size]
+        self.rows = rows[ranks.share :: ranks.num_shares]
         self.ranks, self.stop = ranks, stop
         self.feed = Feed(task, ranks.device)
 

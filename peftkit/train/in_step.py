@@ -1,8 +1,9 @@
-"""Passes of the model that all processes make together, where each keeps a part of its weights.
+"""Passes of the model that all processes make together.
 
-A pass gathers the others' parts, so all processes have to run the model equally often, and the same
-parts of it: a batch with images runs the vision tower too. Who has fewer batches of a kind runs a
-short row of that kind, from which nothing is learnt.
+Where each keeps a part of the weights, or of a row's tokens, a pass gathers the others'. So all
+processes have to run the model equally often, and the same parts of it: a batch with images runs
+the vision tower too. Who has fewer batches of a kind runs a short row of that kind, from which
+nothing is learnt.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class InStep:
     def out_of_memory(self) -> RunError:
         """Return the error of a process that cannot go on, nor be left out."""
         return RunError(
-            "memory ran out on one process, and the others wait for its part of the base",
+            "memory ran out on one process, and the others wait for it in every pass",
             fix="Lower train.tokens_per_batch or train.batch_size, or set "
             "train.gradient_checkpointing: true.",
         )

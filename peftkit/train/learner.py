@@ -344,7 +344,7 @@ class Learner:
         grad_norm = torch.nn.utils.get_total_norm(gradients)
         stop = self.stop.signum
         own = [
-            sum(map(num_tokens, rows)),
+            sum(map(num_tokens, rows)) / self.ranks.together,
             stop == signal.SIGINT,
             stop == signal.SIGTERM,
             notice != "",

@@ -15,8 +15,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch import Tensor
+from torch.distributed import new_subgroups
 
 from peftkit.errors import RunError
+from peftkit.kernels.context import Context
 
 
 class Ranks:
@@ -24,12 +26,17 @@ class Ranks:
 
     Args:
         device: Where the model is.
+        together: How many processes learn from the same rows (`train.context_parallel`).
+
+    Attributes:
+        share, num_shares: Which rows of a step are this process's, and how many hold others.
+        context: The processes that hold its rows together, where there are several.
 
     Raises:
         RunError: The model is not on the device that the launcher gave this process.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, together: int = 1) -> None:
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         # Without cpu=True, accelerate on a machine without GPU would let each process train alone.
         self._accelerator = Accelerator(
@@ -39,6 +46,12 @@ class Ranks:
         self.world_size = self._accelerator.num_processes
         self.device = device
         self._check(launched)
+        self.together, self.num_shares = together, self.world_size // together
+        self.share, place = divmod(self.rank, together)
+        self.context: Context | None = None
+        if together > 1:
+            group, _ = new_subgroups(together)
+            self.context = Context(group, together, place)
 
     def _check(self, launched: int) -> None:
         own = self._accelerator.device

@@ -34,6 +34,7 @@ from peftkit.train import rng
 from peftkit.train.checkpoints.identity import identity_of
 from peftkit.train.checkpoints.weights import Weights
 from peftkit.train.config import TrainConfig
+from peftkit.train.context import check_context
 from peftkit.train.evaluate import Evaluator
 from peftkit.train.in_step import InStep
 from peftkit.train.learner import Learner, NonFinite, StepFacts
@@ -104,14 +105,17 @@ class Run:
     ) -> None:
         self.model, self.config, self.stop, self.watch = model, config, stop, watch
         self.rows, self.eval_rows = train_rows, eval_rows
-        self.ranks = Ranks(next(iter(parameters.values())).device)
-        world_size = self.ranks.world_size
-        self.order = Order(len(train_rows), config.rows_per_step(world_size), config.seed)
-        self.num_steps = config.num_steps(len(train_rows), world_size)
-        in_step = InStep(self.ranks, task.kind, train_rows, eval_rows, needed=is_sharded(model))
+        check_context(config)
+        self.ranks = ranks = Ranks(next(iter(parameters.values())).device, config.context_parallel)
+        self.order = Order(len(train_rows), config.rows_per_step(ranks.num_shares), config.seed)
+        self.num_steps = config.num_steps(len(train_rows), ranks.num_shares)
+        if ranks.context is not None:
+            task = task.in_parts(ranks.context)
+        needed = is_sharded(model) or ranks.context is not None
+        in_step = InStep(ranks, task.kind, train_rows, eval_rows, needed=needed)
         self.learner = Learner(model, task, parameters, config, self.ranks, stop, in_step)
         self.evaluator = Evaluator(model, task, eval_rows, config, self.ranks, stop, in_step)
-        known = identity_of(config, train_rows, eval_rows, world_size, identity)
+        known = identity_of(config, train_rows, eval_rows, ranks.world_size, identity)
         self.saver = Saver(self.learner, self.order, config, weights, known, self.say)
         self.has_eval = bool(eval_rows)
         self._agreed_stop = 0
@@ -182,7 +186,7 @@ class Run:
             resume: None to start; else resume, with these changes allowed.
         """
         self.start(resume)
-        if is_sharded(self.model):  # processes would come to different plans
+        if self.learner.in_step.needed:  # processes would come to different plans
             self.learner.state.planned, self.learner.state.compiled = True, False
         else:
             plan_memory_and_compile(self.learner, self.rows, self.num_steps, self.say)
@@ -262,7 +266,7 @@ class Run:
         """Return this process's rows of a step; none after the last."""
         if step >= self.num_steps:
             return []
-        group = self.order.group(step, self.ranks.rank, self.ranks.world_size)
+        group = self.order.group(step, self.ranks.share, self.ranks.num_shares)
         return [self.rows[index] for index in group]
 
     def stepped(self, facts: StepFacts, rate: float, seconds: float) -> None:

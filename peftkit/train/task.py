@@ -11,7 +11,9 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
+from peftkit.errors import ConfigError
 from peftkit.events import Listener, Sample
+from peftkit.kernels.context import Context
 from peftkit.train.in_step import InStep
 from peftkit.train.ranks import Ranks
 from peftkit.train.signals import StopRequest
@@ -51,6 +53,17 @@ class Task(Protocol):
 
     draws_in_collate: bool = False
     """Whether `collate` draws from torch's own generator; others are collated a step ahead."""
+
+    def in_parts(self, context: Context) -> Task:
+        """Return the task on rows whose tokens lie on several processes.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        raise ConfigError(
+            f"train.context_parallel does not go with {type(self).__name__}",
+            fix="Set train.context_parallel: 1.",
+        )
 
     @property
     def predicts_tokens(self) -> bool:

@@ -1,0 +1,174 @@
+"""Causal language modelling of rows whose tokens lie on several processes (`Context`).
+
+A process has its part of each row's tokens, their absolute positions, and those of the targets that
+they predict. Everything but attention takes each token alone; whether that is so, the model is
+asked before it is trained, on one short row.
+
+Shapes: B rows, T tokens, L of them here, n learnt tokens here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from peftkit.errors import ConfigError
+from peftkit.kernels.context import Context
+from peftkit.model.modes import evaluating
+from peftkit.tasks.attention import TrainingAttention, training_attention
+from peftkit.tasks.head import TokenTask, head_of, token_loss
+from peftkit.tasks.isolation import logits_of, rms_difference
+from peftkit.tasks.length import num_virtual
+from peftkit.tasks.loss import accepted, unwrapped
+from peftkit.train import task as loop
+
+BY_LENGTH = ("dynamic", "longrope")
+"""Rotations that depend on the longest position a process sees."""
+
+CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}
+"""How far logits may be from those of a row in one piece, as a part of them; 0.05 in 16 bits."""
+
+
+class InParts(loop.Task):
+    """A task on rows of which this process has a part of the tokens."""
+
+    predicts_tokens = True
+
+    def __init__(self, task: TokenTask, context: Context) -> None:
+        self._task, self._context = task, context
+        self._attention: TrainingAttention | None = None
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        number = self._context.size
+        parts = {"rows": f"padded, each on {number} processes", "attention": "keys gathered"}
+        return {**self._task.paths, **parts}
+
+    @contextmanager
+    def training(self, model: nn.Module) -> Iterator[None]:
+        """Have attention gather the keys and values of a row.
+
+        Raises:
+            ConfigError: The model does not suit it.
+        """
+        with training_attention(unwrapped(model), on_gpu=True) as attention:
+            self._check(model, attention)
+            self._attention, self._head = attention, head_of(model)
+            try:
+                yield
+            finally:
+                self._attention = None
+
+    def num_positions(self, rows: Sequence[Any]) -> int:
+        """Return how many tokens this process reads."""
+        longest = max((len(row.input_ids) for row in rows), default=0)
+        return len(rows) * 2 * -(-longest // (2 * self._context.size))
+
+    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        return own_part(self._task.padded(rows), self._context)
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        return batch["targets"].numel()
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the cross entropy summed over the targets here, in fp32."""
+        assert self._attention is not None, "the model is not being trained"
+        self._attention.layout = self._context
+        inputs = accepted(model, _inputs(batch))
+        return token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
+
+    def _check(self, model: nn.Module, attention: TrainingAttention | None) -> None:
+        """Make sure, on all processes, that a row in parts is to the model what it is in one."""
+        found = _unsuited(model)
+        if attention is None:
+            found = "It does not leave its attention to torch's (SDPA)."
+        elif not found:
+            found = _difference(model, attention, self._context)
+        if found:
+            raise ConfigError(
+                f"train.context_parallel does not go with {type(unwrapped(model)).__name__}",
+                found=found,
+                fix="Set train.context_parallel: 1, and train.gradient_checkpointing: true.",
+            )
+
+
+def own_part(batch: Mapping[str, Tensor], context: Context) -> dict[str, Tensor]:
+    """Return this process's part of a batch that is padded on the right.
+
+    Args:
+        batch: input_ids (B, T); target_index, places in the flattened (B * T) tokens; targets.
+
+    Returns:
+        input_ids, position_ids (B, L); target_index, places in the flattened (B * L) tokens, and
+        targets, of those that the tokens here predict.
+    """
+    ids = batch["input_ids"]
+    length = ids.shape[1]
+    padding = -length % (2 * context.size)
+    places = context.places(length + padding)
+    number = torch.full((length + padding,), -1)
+    number[places] = torch.arange(len(places))
+    row, place = batch["target_index"] // length, number[batch["target_index"] % length]
+    here = place >= 0
+    return {
+        "input_ids": pad(ids, (0, padding))[:, places],
+        # what pads is seen by nobody, and some models have no position for it
+        "position_ids": places.clamp(max=length - 1).expand(len(ids), -1).contiguous(),
+        "target_index": (row * len(places) + place)[here],
+        "targets": batch["targets"][here],
+    }
+
+
+def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what the model is called with; by the mask no documents are looked for."""
+    return {
+        "input_ids": batch["input_ids"],
+        "position_ids": batch["position_ids"],
+        "attention_mask": torch.ones_like(batch["input_ids"]),
+        "use_cache": False,
+    }
+
+
+def _unsuited(model: nn.Module) -> str:
+    """Return why a model cannot have its rows in parts, as far as it shows; "" if nothing does."""
+    if num_virtual(model):
+        return "Its adapter puts virtual tokens before each row."
+    for module in model.modules():
+        told = getattr(module, "rope_type", None)
+        kinds = told.values() if isinstance(told, dict) else (told,)
+        for kind in kinds:
+            if kind in BY_LENGTH:
+                return f"Its rotary embedding ({kind}) depends on the length of what it is given."
+    return ""
+
+
+def _difference(model: nn.Module, attention: TrainingAttention, context: Context) -> str:
+    """Run a short row in one piece and in parts; return why they differ, or "" if they do not."""
+    bare = unwrapped(model)
+    length = 4 * context.size + 1
+    vocab = bare.config.get_text_config().vocab_size
+    ids = torch.arange(3, 3 + length).mul(7).remainder(vocab)[None]
+    nothing = torch.zeros(0, dtype=torch.long)
+    own = own_part({"input_ids": ids, "target_index": nothing, "targets": nothing}, context)
+    inputs = {name: tensor.to(bare.device) for name, tensor in own.items()}
+    real = context.places(length + -length % (2 * context.size)) < length
+    with evaluating(model):
+        with attention.listening():
+            whole = logits_of(model, ids.to(bare.device), {})[0, own["position_ids"][0][real]]
+        if not context.all_agree(attention.takes_context, bare.device):
+            return "A layer sees not just all tokens before: a window, a bias, capped scores."
+        attention.layout = context
+        try:
+            parts = logits_of(model, inputs["input_ids"], _inputs(inputs))[0, real]
+        finally:
+            attention.layout = ()
+    close = CLOSE.get(bare.dtype, 0.05) * rms_difference([whole], None)
+    is_same = rms_difference([parts], [whole]) <= close
+    if context.all_agree(is_same, bare.device):
+        return ""
+    return "It computes something else of a row whose tokens lie apart."
