@@ -27,6 +27,16 @@ class PeftkitError(ValueError):
         super().__init__("\n".join([asked, *(f"  {line}" for line in details)]))
 
 
+def silence(error: Exception) -> None:
+    """Note that another process of the run has told of what went wrong."""
+    error.is_silent = True  # type: ignore[attr-defined]
+
+
+def is_silent(error: Exception) -> bool:
+    """Tell whether another process has told of what went wrong."""
+    return getattr(error, "is_silent", False)
+
+
 class ConfigError(PeftkitError):
     """A recipe or an override is not valid."""
 

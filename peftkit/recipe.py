@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from peftkit.base.load import default_device
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, Notice, Table, ignore
 from peftkit.inference.watch import Metric, TextWatch
@@ -12,11 +13,15 @@ from peftkit.report.live import LiveReport
 from peftkit.run.config import Recipe
 from peftkit.run.prepare import Prepared, prepare
 from peftkit.run.results import adapter_folder, identity, save_result, write_facts
+from peftkit.train.checkpoints.identity import flat
+from peftkit.train.checkpoints.manifest import versions
+from peftkit.train.company import in_company
+from peftkit.train.config import SHARDED
 from peftkit.train.context import check_context
 from peftkit.train.loop import check_output, train_prepared
 from peftkit.train.metrics import require_trackers
 from peftkit.train.run import Result
-from peftkit.train.sharding import SHARDED, check_sharding
+from peftkit.train.sharding import check_sharding
 from peftkit.train.signals import Interrupted, stop_requests, stopping_at_once
 
 
@@ -43,40 +48,47 @@ def run(
         PeftkitError: What was asked, what was found, what to do.
         Interrupted: SIGINT or SIGTERM came; what was reached is saved.
     """
-    folder = recipe.train.output_dir
-    if recipe.train.shard in SHARDED:
-        check_sharding(recipe.train, recipe.method.type)
-    check_context(recipe.train)
-    check_output(recipe.train, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
-    with stopping_at_once("stopped before the first step; what was there is as it was."):
-        before = BeforeRun(on_event)
-        ready = prepare(recipe, resume=resume, on_event=before.on_event)
-        watch = watch_of(recipe, ready, metrics, on_event)
-    recipe = ready.recipe
-    weights = adapter_folder(recipe, ready)
-    report = LiveReport(folder, on_event, lambda: write_facts(recipe, ready, before))
-    result = train_prepared(
-        ready.base.model,
-        ready.task,
-        ready.train,
-        ready.eval,
-        recipe.train,
-        weights=weights,
-        identity=identity(recipe, ready),
-        resume=resume,
-        overwrite=overwrite,
-        allow_changes=allow_changes,
-        on_event=report.on_event,
-        watch=watch,
-    )
-    if result.is_main or recipe.train.shard in SHARDED:  # then all processes run the model
-        with stop_requests() as stop:
-            result = save_result(recipe, ready, result, on_event=on_event)
-            if result.is_main:
-                report.write()
-        if stop.signum:
-            raise Interrupted(stop.signum, f"all is done; the adapter is in {folder}.")
-    return result
+    with in_company(default_device) as company:
+        folder = recipe.train.output_dir
+        if recipe.train.shard in SHARDED:
+            check_sharding(recipe.train, recipe.method.type)
+        check_context(recipe.train)
+        check_output(recipe.train, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
+        if company is not None:
+            changes = {"resume": resume, "overwrite": overwrite, "allowed": [*allow_changes]}
+            company.agree(
+                recipe=flat(recipe.model_dump(mode="json")), version=versions(), command=changes
+            )
+            company.check_shared(folder)
+        with stopping_at_once("stopped before the first step; what was there is as it was."):
+            before = BeforeRun(on_event)
+            ready = prepare(recipe, resume=resume, company=company, on_event=before.on_event)
+            watch = watch_of(recipe, ready, metrics, on_event)
+        recipe = ready.recipe
+        weights = adapter_folder(recipe, ready)
+        report = LiveReport(folder, on_event, lambda: write_facts(recipe, ready, before))
+        result = train_prepared(
+            ready.base.model,
+            ready.task,
+            ready.train,
+            ready.eval,
+            recipe.train,
+            weights=weights,
+            identity=identity(recipe, ready),
+            resume=resume,
+            overwrite=overwrite,
+            allow_changes=allow_changes,
+            on_event=report.on_event,
+            watch=watch,
+        )
+        if result.is_main or recipe.train.shard in SHARDED:  # then all processes run the model
+            with stop_requests() as stop:
+                result = save_result(recipe, ready, result, on_event=on_event)
+                if result.is_main:
+                    report.write()
+            if stop.signum:
+                raise Interrupted(stop.signum, f"all is done; the adapter is in {folder}.")
+        return result
 
 
 def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> None:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.core
 
-from peftkit.errors import PeftkitError
+from peftkit.errors import PeftkitError, is_silent
 from peftkit_cli import (
     about,
     base,
@@ -152,7 +152,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         # Not standalone: typer would wrap a usage error into a box, cut at 80 columns.
         code = app(args=argv, prog_name="peftkit", standalone_mode=False)
     except PeftkitError as error:
-        _say(type(error).__name__, str(error))
+        if not is_silent(error):
+            _say(type(error).__name__, str(error))
         return error.exit_code
     except BrokenPipeError:
         _abandon_stdout()
@@ -168,6 +169,8 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 def _end_of(error: Exception) -> int:
     """Return the exit code of an error that is not the user's, or that typer raised."""
+    if is_silent(error):
+        return int(getattr(error, "exit_code", 1))
     if hasattr(error, "format_message"):  # typer's usage errors, wherever typer keeps their class
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "peftkit"

@@ -16,7 +16,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.methods.table import AnyMethod
 from peftkit.tasks.causal_lm import CausalLMConfig
 from peftkit.tasks.table import TASKS, AnyTask
-from peftkit.train.config import TrainConfig
+from peftkit.train.config import SHARDED, TrainConfig
 
 
 class Recipe(Config):
@@ -89,6 +89,16 @@ class Recipe(Config):
                 found=found,
                 fix="Leave one of them out.",
             )
+
+    @model_validator(mode="after")
+    def _base_is_in_one_place(self) -> Recipe:
+        if self.base.placement == "stream" and self.train.shard in SHARDED:
+            raise ConfigError(
+                f"base.placement: stream does not go with train.shard: {self.train.shard}.",
+                found="Both say where the weights of blocks are.",
+                fix="Leave one of them out; train.shard: offload keeps parts in main memory.",
+            )
+        return self
 
     @property
     def packs_beside_virtual_tokens(self) -> bool:

@@ -30,8 +30,11 @@ from peftkit.run.settle import settled
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.splits import load_splits
 from peftkit.train.checkpoints.checkpoint import Checkpoints
+from peftkit.train.checkpoints.identity import fingerprint
+from peftkit.train.company import Company
+from peftkit.train.config import SHARDED
 from peftkit.train.ranks import Ranks
-from peftkit.train.sharding import SHARDED, local_bytes, shard_base
+from peftkit.train.sharding import local_bytes, shard_base
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ def prepare(
     *,
     base: Base | None = None,
     resume: bool = False,
+    company: Company | None = None,
     on_event: Listener = ignore,
 ) -> Prepared:
     """Do everything that comes before the first step.
@@ -66,6 +70,7 @@ def prepare(
     Args:
         base: As the recipe says, loaded already and bare.
         resume: A checkpoint is loaded next: the adapter has no values of its own until then.
+        company: The processes that do this together.
 
     Raises:
         PeftkitError: The base, a target or the data is not as the recipe says.
@@ -73,7 +78,11 @@ def prepare(
     settings = recipe.task.resolve(recipe.data)
     if base is None:
         kept = settled(recipe, on_event)
-        base = open_base(kept, settings.purpose, on_event=on_event)
+        if company is not None:
+            company.agree(settled={"shard": kept.train.shard, "placement": kept.base.placement})
+        base = open_base(kept, settings.purpose, company=company, on_event=on_event)
+        if company is not None:
+            company.agree(base={"fingerprint": base.fingerprint})
         recipe = recipe.model_copy(
             update={"train": kept.train}
         )  # another machine may place it anew
@@ -112,10 +121,23 @@ def prepare(
     task.refer_to(*_reference(recipe, base, adapter, continued))
     recipe = recipe.model_copy(update={"data": task.data_used(data)})
     train, evaluation = load_splits(task, recipe.data)
+    if company is not None:
+        company.agree(rows={"train": _known_by(train), "eval": _known_by(evaluation)})
     return Prepared(recipe, base, adapter, task, settings, train, evaluation, continued)
 
 
-def open_base(recipe: Recipe, purpose: Purpose, *, on_event: Listener = ignore) -> Base:
+def _known_by(rows: Sequence[Any]) -> str:
+    """Return the number of rows, and what the first and the last one say."""
+    return f"{len(rows)} rows, {fingerprint([rows[n] for n in (0, -1) if len(rows)])}"
+
+
+def open_base(
+    recipe: Recipe,
+    purpose: Purpose,
+    *,
+    company: Company | None = None,
+    on_event: Listener = ignore,
+) -> Base:
     """Load the base that a recipe names, for what its task needs it for; tells how it is stored."""
     is_shared = recipe.train.shard in SHARDED
     base = load_base(
@@ -129,7 +151,7 @@ def open_base(recipe: Recipe, purpose: Purpose, *, on_event: Listener = ignore) 
         store=recipe.base.store,
         purpose=purpose,
         device="cpu" if is_shared else None,
-        sharing=Ranks(default_device()) if is_shared else None,
+        sharing=company if is_shared else None,
         on_event=on_event,
     )
     on_event(base.audit.table())

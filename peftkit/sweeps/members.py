@@ -13,7 +13,7 @@ from typing import Any
 from peftkit.config.strict_yaml import SourceLocation, parse
 from peftkit.errors import ConfigError
 from peftkit.run.config import Recipe, load
-from peftkit.train.sharding import SHARDED
+from peftkit.train.config import SHARDED
 
 METHODS = ("lora", "dora", "ia3", "vera")
 """Methods that sit beside linear layers."""

@@ -17,6 +17,9 @@ GPU_TOKENS = 16_384
 """Far more rows of a product than a GPU needs to be busy; rows are sorted by length where there are
 more, so that short ones do not pay for the padding of the longest."""
 
+SHARDED = ("base", "offload")
+"""Values of train.shard with which the base is spread; "auto" is settled before it is loaded."""
+
 
 class EarlyStopping(Config):
     """When to stop a run that no longer improves."""

@@ -73,11 +73,6 @@ class Ranks:
         return self.rank == 0
 
     @property
-    def is_first_here(self) -> bool:
-        """Whether this is the first process of its machine."""
-        return int(os.environ.get("LOCAL_RANK", "0")) <= 0
-
-    @property
     def precision(self) -> str | None:
         """The mixed precision that the launcher was told, "bf16" or "fp16"; None if none."""
         told = str(self._accelerator.mixed_precision)

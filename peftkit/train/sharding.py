@@ -32,8 +32,6 @@ from peftkit.train.config import TrainConfig
 from peftkit.train.memory.blocks import Blocks
 from peftkit.train.ranks import Ranks
 
-SHARDED = ("base", "offload")
-"""Values of train.shard with which the base is spread; "auto" is settled before it is loaded."""
 METHODS = ("lora", "dora", "ia3", "vera")
 """Methods whose modules read the base's weights within its blocks alone."""
 

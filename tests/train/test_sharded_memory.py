@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from peftkit.base.load import load_base
 from peftkit.kernels.host_memory import trim_malloc
 from peftkit.quant.layers import QuantizedLinear
+from peftkit.train.company import Company
 from peftkit.train.ranks import Ranks
 from peftkit.train.sharding import local_bytes, shard_base
 from tests.families import VOCAB, tiny_tokenizer
@@ -51,13 +52,14 @@ def anonymous() -> int:
 def open_and_shard(folder: str, bases: list[str]) -> None:
     """Report, for each base, what this process's own memory grew by, and what it keeps."""
     ranks = Ranks(torch.device("cpu"))
+    company = Company(ranks)
     # what is imported and set up at the first time
-    load_base(f"{folder}/warm", quantize="nf4", sharing=ranks)
+    load_base(f"{folder}/warm", quantize="nf4", sharing=company)
     told = {}
     for name in bases:
         _, _, quantize, dtype = BASES[name]
         before = anonymous()
-        base = load_base(f"{folder}/{name}", quantize=quantize, dtype=dtype, sharing=ranks)
+        base = load_base(f"{folder}/{name}", quantize=quantize, dtype=dtype, sharing=company)
         opened = anonymous() - before
         whole = local_bytes(base.model)["base"]
         shard_base(base.model, ranks.device)

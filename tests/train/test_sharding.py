@@ -15,6 +15,8 @@ from peftkit.errors import ConfigError
 from peftkit.formats.peft.folder import named_tensors
 from peftkit.recipe import check, run
 from peftkit.run.config import Recipe
+from peftkit.train.config import TrainConfig
+from peftkit.train.sharding import check_sharding
 from tests.train.children import exit_code, free_port, start
 
 WORDS = ("yes", "no", "perhaps", "of course not", "why do you ask me that again")
@@ -107,29 +109,19 @@ def test_one_process_goes_on_with_a_checkpoint_of_two(tmp_path: Path, model_fold
     assert len(losses(tmp_path / "run")) == 6
 
 
-@pytest.mark.parametrize(
-    ("sections", "told"),
-    [
-        ({}, "There is one process"),
-        ({"method": {"type": "bitfit", "rank": None}}, "method.type: bitfit"),
-    ],
-)
-def test_what_cannot_be_sharded_is_refused_before_anything_is_loaded(
-    sections: dict[str, dict[str, Any]],
-    told: str,
-    tmp_path: Path,
+def test_one_process_cannot_share_a_base(tmp_path: Path) -> None:
+    train = {"shard": "base", "output_dir": str(tmp_path / "run")}
+    with pytest.raises(ConfigError, match="There is one process"):
+        run(from_dict(Recipe, recipe(tmp_path, Path("nowhere"), train=train), "test"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_method_that_cannot_be_sharded_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = recipe(tmp_path, Path("nowhere"), **sections)
-    settings["train"] |= {"shard": "base", "output_dir": str(tmp_path / "run")}
-    if settings["method"].get("rank") is None:
-        settings["method"] = {"type": "bitfit"}
-    if sections:
-        monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError) as error:
-        run(from_dict(Recipe, settings, "test"))
-    assert told in str(error.value)
-    assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"method\.type: bitfit"):
+        check_sharding(TrainConfig(shard="base"), "bitfit")
 
 
 def test_a_sharded_recipe_is_checked_on_one_process(tmp_path: Path, model_folder: Path) -> None:

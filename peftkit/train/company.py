@@ -1,0 +1,206 @@
+"""The processes of a run beside what they compute: what they agree on, and one end for all.
+
+A process that waits for another's part waits for ever if that one is gone, or breaks with an error
+that says nothing of the cause. So each tells through the launcher's store that it lives, in a
+thread, and looks whether the others do. Who fails first says so there, and alone gives a message.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peftkit.errors import ConfigError, OutputError, PeftkitError, RunError, silence
+from peftkit.files.disk import writable_folder
+from peftkit.train.ranks import Ranks
+from peftkit.train.signals import Interrupted
+
+BEAT, SILENT, GRACE = 1.0, 40.0, 10.0
+"""Seconds: between signs of life; without one until a process counts as gone; in which a process is
+to end by itself once another has ended."""
+LONG = timedelta(days=2)
+_runs = count()
+"""The same in all processes: they do the same runs."""
+
+
+@contextmanager
+def in_company(device: Callable[[], torch.device]) -> Iterator[Company | None]:
+    """Join the other processes that were launched, and end when one of them ends; None: none were.
+
+    Args:
+        device: Returns this process's.
+
+    Raises:
+        RunError: The processes do not find each other, or one is gone.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield None
+        return
+    company = Company(Ranks(device()))
+    stop = threading.Event()
+    thread = threading.Thread(target=company.watch, args=(stop,), daemon=True)
+    thread.start()
+    try:
+        yield company
+    except Exception as error:
+        raise company.last_words(error) from None
+    finally:
+        stop.set()
+        thread.join()
+
+
+class Company:
+    """This process among those of a run.
+
+    Attributes:
+        is_first_here: Whether it is the first of its machine.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        self.is_first_here = int(os.environ.get("LOCAL_RANK", "0")) <= 0
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._prefix, self._asked = f"peftkit/{again}/{next(_runs)}", count()
+        self._store = _connected(self._prefix)
+
+    def say(self, own: Any) -> list[Any]:
+        """Return what each process says, as plain JSON, in their order; waits for all."""
+        name = f"said/{next(self._asked)}"
+        self._store.set(f"{name}/{self.rank}", json.dumps(own))
+        keys = [f"{name}/{rank}" for rank in range(self.world_size)]
+        self._store.wait(keys, LONG)
+        return [json.loads(self._store.get(key)) for key in keys]
+
+    def wait(self) -> None:
+        """Wait until every process has come here, however long that takes."""
+        self.say(None)
+
+    def agree(self, **own: Mapping[str, Any]) -> None:
+        """Make sure that all processes say the same under all names.
+
+        Raises:
+            ConfigError: They do not; lists what differs.
+        """
+        first, *others = self.say(own)
+        differing = [
+            f"{kind}: {name} is {_short(first[kind].get(name))} in process 0 and "
+            f"{_short(other[kind].get(name))} in process {rank}"
+            for rank, other in enumerate(others, 1)
+            for kind in own
+            for name in sorted(first[kind].keys() | other[kind].keys())
+            if first[kind].get(name) != other[kind].get(name)
+        ]
+        if differing:
+            raise ConfigError(
+                "the processes of this run do not agree.",
+                found="\n".join(differing[:8]),
+                fix="Give all of them the same recipe, files and versions.",
+            )
+
+    def check_shared(self, folder: Path) -> None:
+        """Make sure that all processes see one folder.
+
+        Raises:
+            OutputError: They do not, or it is not writable.
+        """
+        mark = folder / f".{self.say(secrets.token_hex(8))[0]}"
+        if self.rank == 0:
+            writable_folder(folder)
+            mark.touch()
+        try:
+            self.wait()
+            seen = self.say(mark.exists())
+        finally:
+            if self.rank == 0:
+                mark.unlink()
+        if not all(seen):
+            blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
+            raise OutputError(
+                f"the output folder {folder} is not the same for all processes.",
+                found=f"What process 0 writes there is not seen by process {blind}.",
+                fix="Give --out a folder that all machines share, by its whole path.",
+            )
+
+    def last_words(self, error: Exception) -> Exception:
+        """Return what this process ends with: its error, silent if another process has spoken."""
+        if not isinstance(error, PeftkitError | Interrupted) and _is_lost(error):
+            error = _gone("another process", str(error))
+        if not self._is_first_to_end():
+            silence(error)
+        return error
+
+    def _is_first_to_end(self) -> bool:
+        own = str(self.rank)
+        try:
+            return self._store.compare_set("ended", "", own).decode() == own
+        except RuntimeError:  # the store went with the process that had it, which was the first
+            return self.rank == 1
+
+    def watch(self, stop: threading.Event) -> None:
+        """Give signs of life until told to stop; end the process if another one is at its end."""
+        store = _connected(self._prefix)  # the process's own may be waiting
+        began = time.monotonic()
+        seen = {rank: ("", began) for rank in range(self.world_size) if rank != self.rank}
+        ended, beats = float("inf"), 0
+        while not stop.wait(BEAT):
+            beats, now = beats + 1, time.monotonic()
+            try:
+                store.set(f"alive/{self.rank}", str(beats))
+                for rank, (before, _) in seen.items():
+                    key = f"alive/{rank}"
+                    sign = store.get(key).decode() if store.check([key]) else ""
+                    if sign != before or sign == "done":
+                        seen[rank] = sign, now
+                if store.check(["ended"]):
+                    ended = min(ended, now)
+            except RuntimeError:
+                ended = min(ended, now)
+            gone = [str(rank) for rank, (_, at) in seen.items() if now - at > SILENT]
+            if gone and now < ended and self._is_first_to_end():
+                error = _gone(f"process {', '.join(gone)} of {self.world_size}", "")
+                print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            if gone or now - ended > GRACE:
+                os._exit(RunError.exit_code)
+        try:
+            store.set(f"alive/{self.rank}", "done")
+        except RuntimeError:
+            return  # nobody is left to read it
+
+
+def _connected(prefix: str) -> Any:
+    """Return a connection of one's own to the store where the processes have found each other."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    stores: Any = dist  # which does not declare them
+    return stores.PrefixStore(prefix, stores.TCPStore(host, port, is_master=False))
+
+
+def _is_lost(error: Exception) -> bool:
+    """Tell whether an error is that of talking to another process."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def _gone(who: str, found: str) -> RunError:
+    return RunError(
+        f"{who} has ended without a word.",
+        found="It was killed, or its machine or the network is gone."
+        + (f" {_short(found)}" if found else ""),
+        fix="Its own output may say more. Go on from the newest checkpoint with --resume.",
+    )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 100 else f"{text[:97]}..."

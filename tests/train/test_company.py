@@ -1,0 +1,169 @@
+"""Processes of one run end together: one message, no process left waiting."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peftkit.config import schema
+from peftkit.config.schema import from_dict
+from peftkit.run import prepare
+from peftkit.run.config import Recipe
+from peftkit.tasks.causal_lm import CausalLM
+from peftkit.train import company
+from peftkit_cli.app import run
+from tests.train.children import exit_code, free_port, start
+from tests.train.sharded import Settings, settings_of
+
+SLOW = pytest.mark.slow
+
+
+def work(recipe: str, said: str, what: str, more: list[str]) -> None:
+    """Run the command line on a process, the second of which does as it is told."""
+    sys.stderr = open(said, "w", buffering=1)  # noqa: SIM115
+    own = os.environ["RANK"] == "1"
+    company.SILENT, company.GRACE = 4.0, 2.0
+    if own and what == "other learning rate":
+        more = [*more, "--set", "train.learning_rate=0.01"]
+    if own and what == "other folder":
+        os.makedirs(f"{said}-elsewhere")
+        os.chdir(f"{said}-elsewhere")
+    if own and what == "other base":
+        opened = prepare.load_base
+
+        def other(*args: Any, **settings: Any) -> Any:
+            return replace(opened(*args, **settings), fingerprint="sha256:another")
+
+        prepare.load_base = other
+    if own and what in MISHAPS:
+        learn, calls = CausalLM.sums, [0]
+
+        def sums(task: Any, model: Any, batch: Any) -> Any:
+            calls[0] += model.training
+            if calls[0] == 7:
+                MISHAPS[what]()
+            return learn(task, model, batch)
+
+        CausalLM.sums = sums  # type: ignore[method-assign]
+    os._exit(run(["train", recipe, *more]))
+
+
+def _no_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hang() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+MISHAPS = {"out of memory": _no_memory, "killed": _die, "hanging": _hang}
+
+
+def launch(
+    folder: Path, settings: Settings, what: str, *more: str, world: int = 2
+) -> tuple[list[int | None], str, float]:
+    """Run processes; return their exit codes, what all said on stderr, and the seconds it took."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(schema.dump_yaml(from_dict(Recipe, settings, "test")))
+    port, began = free_port(), time.monotonic()
+    children = [
+        start(
+            work,
+            str(recipe),
+            str(folder / f"said-{rank}"),
+            what,
+            [*more],
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+            PEFTKIT_CACHE=str(folder / "cache"),
+        )
+        for rank in range(world)
+    ]
+    if what == "hanging":  # it ends when it is let go on
+        codes = [exit_code(children[0])]
+        os.kill(int(children[1].pid or 0), signal.SIGKILL)
+        codes.append(exit_code(children[1]))
+    else:
+        codes = [exit_code(child) for child in children]
+    said = "".join((folder / f"said-{rank}").read_text() for rank in range(world))
+    return codes, said, time.monotonic() - began
+
+
+def errors(said: str) -> list[str]:
+    """Return the lines that begin a message."""
+    return [line for line in said.splitlines() if "Error: " in line]
+
+
+def settings(folder: Path, **train: Any) -> Settings:
+    out = {"output_dir": str(folder / "run"), "shard": "base", "save_every": 1}
+    return settings_of(folder, "causal_lm", train={**out, "eval_every": None, **train})
+
+
+@pytest.mark.parametrize(
+    ("what", "told", "code"),
+    [
+        ("other learning rate", "train.learning_rate is 0.005 in process 0 and 0.01", 2),
+        pytest.param("other folder", "is not the same for all processes", 2, marks=SLOW),
+        pytest.param("other base", "base: fingerprint is", 2, marks=SLOW),
+        pytest.param("out of memory", "memory ran out on one process", 1, marks=SLOW),
+    ],
+)
+def test_what_is_wrong_is_told_once_and_ends_all(
+    what: str, told: str, code: int, tmp_path: Path
+) -> None:
+    recipe = settings(tmp_path)
+    more = []
+    if what == "other folder":
+        recipe["train"]["output_dir"] = "run"
+        os.makedirs(tmp_path / "here", exist_ok=True)
+        more = ["--out", "run"]
+    codes, said, seconds = launch(tmp_path, recipe, what, *more)
+    assert all(codes), said
+    assert code in codes
+    assert len(errors(said)) == 1, said
+    assert told in said
+    assert seconds < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["killed", "hanging"])
+def test_a_process_that_is_gone_ends_the_others_and_fewer_or_more_go_on(
+    what: str, tmp_path: Path
+) -> None:
+    recipe = settings(tmp_path)
+    codes, said, seconds = launch(tmp_path, recipe, what)
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] == 1, said
+    assert len(errors(said)) == 1, said
+    assert "has ended without a word" in said
+    assert seconds < 60
+    if what == "hanging":
+        return
+    before = steps(tmp_path / "run")
+    assert 0 < before[-1] < 4
+    allowed = [part for name in ("train", "num_processes") for part in ("--allow-changes", name)]
+    codes, said, _ = launch(tmp_path, recipe, "", "--resume", *allowed, world=3)
+    assert codes == [0, 0, 0], said
+    assert "num_processes: 2 -> 3" in said
+    assert steps(tmp_path / "run")[-1] == 4
+
+
+def steps(folder: Path) -> list[int]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["step"] for line in lines if line["event"] == "StepDone"]
