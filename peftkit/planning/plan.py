@@ -30,6 +30,8 @@ from peftkit.train.optim import STATE_BYTES
 BYTES_PER_TOKEN = 4
 """Of text in most languages and most vocabularies, about; data is not tokenised for a plan."""
 NUM_CARDS = (1, 2, 4, 8)
+MANY = 1000
+"""Rows, more than go through a model at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Plan:
     chosen: Way
     cards: tuple[Share, ...]
     link: float
+    members: int
     fits: bool
     change: str
     adapter_bytes: int
@@ -132,6 +135,7 @@ def plan_run(
         chosen=chosen,
         cards=tuple(costs.share(number) for number in NUM_CARDS) if machine.on_gpu else (),
         link=link,
+        members=_members(costs),
         fits=fits,
         change="" if fits else cheapest_change(costs, chosen),
         adapter_bytes=adapter,
@@ -157,6 +161,12 @@ def _recipe(target: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
         return load(target, overrides)
     bare = {"base": {"model": str(target)}, "data": {"train": ""}}
     return from_dict(Recipe, bare, "peftkit plan", overrides)
+
+
+def _members(costs: Costs) -> int:
+    """Return how many members of a sweep fit, where their rows fill a pass."""
+    left = costs.machine.usable - costs.pass_bytes(MANY)
+    return max(left // max(costs.member_bytes(costs.recipe.train.optimizer), 1), 0)
 
 
 def _data(recipe: Recipe, length: int) -> tuple[int | None, int | None]:

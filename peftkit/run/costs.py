@@ -193,6 +193,25 @@ class Costs:
         seconds = moved / (link * 1e9) if self.machine.on_gpu else 0.0
         return round(seconds * self.card.rate / (flops_of_row / self.length))
 
+    def member_bytes(self, optimizer: str) -> int:
+        """Return what each further member of a sweep has of its own."""
+        weights = sum(p.nbytes for p in self.reckoner.trained)
+        return 2 * weights + STATE_BYTES[optimizer] * self.reckoner.num_trained
+
+    def pass_bytes(self, rows: int) -> int:
+        """Return what the members of a sweep share: weights, and the activations of a joint pass.
+
+        Args:
+            rows: Of all members together; a pass has no more tokens than the recipe allows.
+        """
+        tokens = self.recipe.train.tokens_at_once("cuda" if self.machine.on_gpu else "cpu")
+        most = rows if tokens is None else max(self.rows, tokens // self.length)
+        more = max(min(rows, most) - self.rows, 0) * self.length
+        way = self.activations()[0]
+        count = self.reckoner.count(self.rows, self.length, way)
+        slope = self.reckoner.bytes_per_token(self.rows, self.length, way)
+        return count.peak["weights"] + count.peak["activations"] + round(slope * more)
+
     def _count(
         self, held: Held | None, activations: Activations, rows: int
     ) -> tuple[dict[str, int], int, int]:

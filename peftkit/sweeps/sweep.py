@@ -21,6 +21,7 @@ from peftkit.report.facts import BeforeRun
 from peftkit.report.live import LiveReport
 from peftkit.run.prepare import Prepared, open_base, prepare
 from peftkit.run.results import adapter_folder, identity, write_facts
+from peftkit.run.rounds import rounds
 from peftkit.sweeps.layers import Mounted
 from peftkit.sweeps.loop import Live, Loop, has_checkpoints
 from peftkit.sweeps.members import Member, check_members
@@ -82,7 +83,9 @@ def sweep(
         )
     if waiting:
         write_outcomes(out, outcomes)
-        _train(waiting, outcomes, out, resume=resume, halve=halve, on_event=on_event)
+        for part in rounds([member.recipe for member in waiting], on_event):
+            some = waiting[part.start : part.stop]
+            _train(some, outcomes, out, resume=resume, halve=halve, on_event=on_event)
     return tell_outcomes(out, outcomes, on_event)
 
 

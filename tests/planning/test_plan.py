@@ -72,6 +72,39 @@ def test_change_that_is_told_makes_it_fit(folder) -> None:
     assert a_plan(folder, "2.5GB", *asked, *changes).fits
 
 
+@pytest.mark.slow
+def test_base_that_does_not_fit_is_planned_streamed(folder) -> None:
+    asked = ("base.quantize=nf4", "train.gradient_checkpointing=true", "train.batch_size=1")
+    asked += ("data.max_length=128",)
+    plan = a_plan(folder, "1.2GB", *asked)
+    assert plan.fits
+    assert [way.placement for way in plan.ways] == ["device"] * 2 + ["stream"] * 2
+    device, _, streamed, _ = plan.ways
+    assert plan.chosen == streamed
+    assert not device.fits
+    assert streamed.host_bytes > device.peak_bytes - streamed.peak_bytes > 0
+    blocks = streamed.host_bytes / 16  # each comes twice; one at each end stays in between
+    assert streamed.moved_bytes == pytest.approx(30 * blocks, rel=1e-3)
+    assert 0 < streamed.hidden_from < 100_000
+    kept = a_plan(folder, "1.2GB", *asked, "base.placement=device")
+    assert not kept.fits
+    assert kept.change == "--set base.placement=stream"
+    slow = plan_run(str(folder), memory="1.2GB", overrides=asked, link=0.001, measure=False)
+    assert min(slow.seconds_on.values()) > streamed.moved_bytes / 1.1e6
+    assert [share.cards for share in plan.cards] == [1, 2, 4, 8]
+    one, two, four, eight = (share.by_category["weights"] for share in plan.cards)
+    assert one > two > four > eight
+    assert plan.cards[0].wire_bytes == 0 < plan.cards[1].wire_bytes < plan.cards[3].wire_bytes
+
+
+@pytest.mark.slow
+def test_members_of_a_sweep_are_as_many_as_fit(folder) -> None:
+    asked = ("base.quantize=nf4", "train.batch_size=1", "data.max_length=128")
+    plan = a_plan(folder, "8GB", *asked)
+    own = sum(plan.cards[0].by_category[name] for name in ("adapters", "optimizer"))
+    assert 4 < plan.members < 8e9 / own
+
+
 def test_recipe_is_planned_with_its_data(folder, tmp_path) -> None:
     data = tmp_path / "train.jsonl"
     data.write_text(json.dumps({"text": "a word and more " * 10}) + "\n\n", encoding="utf-8")
@@ -109,6 +142,12 @@ def test_command_prints_a_verdict_or_json(folder, capsys) -> None:
     assert run([*asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"]
+    assert {"placement", "moved_bytes", "hidden_from", "members"} <= found.keys()
+    assert {"wire_bytes", "hidden_from", "peak_bytes"} <= found["cards"][1].keys()
+    assert run([*asked, "--ranks", "--link", "25"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("at 3 GB/s" in line for line in lines)
     assert run(["plan", str(folder / "none.yaml")]) == 2
     assert run([*asked[:3], "8Q"]) == 2
     assert "8Q" in capsys.readouterr().err

@@ -1,0 +1,70 @@
+"""How many recipes over one base can be trained in one pass: the base and the activations of a pass
+are there once, adapters, gradients and optimizer states as often as there are members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from peftkit.base.load import default_device
+from peftkit.base.shapes import read_config
+from peftkit.counting.machines import Machine, free_now
+from peftkit.counting.step import plain_purpose
+from peftkit.events import Listener, Notice
+from peftkit.run.config import Recipe
+from peftkit.run.costs import Costs
+from peftkit.run.settle import SMALL
+
+
+def rounds(recipes: Sequence[Recipe], on_event: Listener) -> list[range]:
+    """Return which recipes are trained at once, in their order: as many as there is memory for.
+
+    Raises:
+        PeftkitError: The base's config is of no use.
+    """
+    first = recipes[0]
+    machine = free_now(default_device())
+    if machine is None:
+        return [range(len(recipes))]
+    config: Any = read_config(first.base.model, first.base.revision, plain_purpose(first.task))
+    found = split(recipes, config, machine)
+    if len(found) > 1:
+        on_event(
+            Notice(
+                f"Memory ({machine.usable / 1e9:.1f} GB) holds {len(found[0])} of the "
+                f"{len(recipes)} members at once: they are trained in {len(found)} rounds."
+            )
+        )
+    return found
+
+
+def split(recipes: Sequence[Recipe], config: Any, machine: Machine) -> list[range]:
+    """Return the rounds for a machine; one recipe is always taken, for its run says what lacks.
+
+    Args:
+        config: The model's.
+    """
+    known: dict[str, Costs] = {}
+    own = []
+    for recipe in recipes:
+        method = recipe.method.model_dump_json()
+        if method not in known:
+            known[method] = Costs(_without_groups(recipe), config, machine)
+        own.append(known[method].member_bytes(recipe.train.optimizer))
+    largest = max(known.values(), key=lambda costs: costs.reckoner.num_trained)
+    if largest.reckoner.base.resident + sum(own) <= SMALL * machine.usable:
+        return [range(len(recipes))]
+    left = machine.usable - largest.pass_bytes(sum(r.train.batch_size for r in recipes))
+    found, start, taken = [], 0, 0
+    for number, size in enumerate(own):
+        if taken + size > left and number > start:
+            found.append(range(start, number))
+            start, taken = number, 0
+        taken += size
+    return [*found, range(start, len(own))]
+
+
+def _without_groups(recipe: Recipe) -> Recipe:
+    train = recipe.train.model_copy(update={"group_layers": False})
+    return recipe.model_copy(update={"train": train})
