@@ -28,7 +28,7 @@ from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 from peftkit.train.order import Order
-from peftkit.train.sharding import shard_base
+from peftkit.train.sharding import SHARDED, shard_base
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ def prepare(
         "output_dir": Path(job["output"]),
     }
     config = TrainConfig(**settings | job.get("train", {}))
-    if config.shard != "none":
+    if config.shard in SHARDED:
         shard_base(model, device, offload=config.shard == "offload")
     task = _task(job, model, tokenizer)
     rows = [_row(job["task"], n, row) for n, row in enumerate(job["rows"])]
