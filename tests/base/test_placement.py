@@ -16,7 +16,7 @@ from peftkit.config.schema import from_dict
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.errors import BaseError, ConfigError
-from peftkit.kernels import packed
+from peftkit.kernels import packing
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.config import TrainConfig
 from peftkit.train.memory.blocks import Blocks
@@ -27,7 +27,7 @@ LAYERS = 5
 
 @pytest.fixture(autouse=True)
 def no_copies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(packed, "COPY_SHARE", 0.0)  # of unpacked weights, beside the packed ones
+    monkeypatch.setattr(packing, "COPY_SHARE", 0.0)  # of unpacked weights, beside the packed ones
     monkeypatch.setenv("PEFTKIT_CACHE", str(tmp_path / "cache"))
 
 
