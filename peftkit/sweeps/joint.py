@@ -26,6 +26,10 @@ Asked = Mapping[str, tuple[list[Any], float]]
 """Run to its rows of a step and its learning rate."""
 
 
+CPU_TOKENS = 768
+"""Of a joint pass on a CPU, where a recipe leaves it open: more take memory, and no less time."""
+
+
 class JointLearner:
     """Computes the gradients of several runs in joint passes.
 
@@ -42,11 +46,19 @@ class JointLearner:
         first = next(iter(runs.values()))
         self.model, self.ranks = first.model, first.ranks
         self.most = first.config.tokens_at_once(self.ranks.device.type)
+        if self.ranks.device.type == "cpu" and first.config.tokens_per_batch == "auto":
+            self.most = CPU_TOKENS
         with self.ranks.autocast():
             mounted.lay_out()
 
     def step(self, asked: Asked) -> dict[str, StepFacts | NonFinite]:
         """Let each run learn from its rows; a run whose numbers are not finite is told as such."""
+        done: dict[str, StepFacts | NonFinite] = {}
+        for team in self._teams(asked):
+            done |= self._step(team)
+        return done
+
+    def _step(self, asked: Asked) -> dict[str, StepFacts | NonFinite]:
         self.mounted.refresh(asked)
         while True:
             try:
@@ -94,6 +106,19 @@ class JointLearner:
             name: torch.full((), float(count), device=device) for name, count in targets.items()
         }
         return sums, totals
+
+    def _teams(self, asked: Asked) -> Iterator[Asked]:
+        """Yield runs that go through the model together; their gradients are gone then."""
+        team: dict[str, tuple[list[Any], float]] = {}
+        first: list[Any] = []
+        for name, own in asked.items():
+            part = self.runs[name].learner.micro_batches(own[0])[0]
+            if team and self.most and self.task.num_positions([*first, *part]) > self.most:
+                yield team
+                team, first = {}, []
+            team[name] = own
+            first += part
+        yield team
 
     def _passes(self, asked: Asked) -> Iterator[list[Rows]]:
         """Yield what goes through the model at once: micro-batches of as many runs as fit."""
