@@ -84,7 +84,7 @@ class InParts(loop.Task):
 
     def _check(self, model: nn.Module, attention: TrainingAttention | None) -> None:
         """Make sure, on all processes, that a row in parts is to the model what it is in one."""
-        found = _unsuited(model)
+        found = unsuited(model)
         if attention is None:
             found = "It does not leave its attention to torch's (SDPA)."
         elif not found:
@@ -134,7 +134,7 @@ def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _unsuited(model: nn.Module) -> str:
+def unsuited(model: nn.Module) -> str:
     """Return why a model cannot have its rows in parts, as far as it shows; "" if nothing does."""
     if num_virtual(model):
         return "Its adapter puts virtual tokens before each row."

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from peftkit.adapter import attach
 from peftkit.config.schema import from_dict
@@ -21,7 +22,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.recipe import run
 from peftkit.run.config import Recipe
 from peftkit.tasks.causal_lm import CausalLM
-from peftkit.tasks.in_parts import own_part
+from peftkit.tasks.in_parts import own_part, unsuited
 from tests.families import ARCHITECTURES, tiny_tokenizer
 from tests.further import FURTHER
 from tests.tasks.test_unpadding import a_row
@@ -184,3 +185,12 @@ def test_the_parts_of_a_batch_are_all_of_it(size: int) -> None:
         targets += len(tokens)
     assert torch.equal(said, torch.ones_like(ids))
     assert targets == len(index)
+
+
+@pytest.mark.parametrize(("kind", "is_refused"), [("dynamic", True), ("linear", False)])
+def test_rotations_that_depend_on_the_length_are_refused(kind: str, is_refused: bool) -> None:
+    rotation = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}
+    config = LlamaConfig(rope_parameters=rotation, num_hidden_layers=1, vocab_size=8)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    assert bool(unsuited(model)) is is_refused
