@@ -13,7 +13,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from peftkit.data.lengths import num_tokens
+from peftkit.data.lengths import num_tokens, tokens_of_each
 from peftkit.data.pack import joined, packing
 
 IN_HAND = 1 << 19
@@ -78,7 +78,7 @@ class LazyRows(Sequence[Any]):
 class Chosen(Sequence[Any]):
     """Some rows of others, made when they are asked for."""
 
-    def __init__(self, rows: LazyRows, places: range) -> None:
+    def __init__(self, rows: Sequence[Any], places: Sequence[int]) -> None:
         self._rows, self._places = rows, places
 
     def __len__(self) -> int:
@@ -96,7 +96,34 @@ class Chosen(Sequence[Any]):
     @property
     def num_tokens(self) -> Tensor:
         """Tokens of each row."""
-        return self._rows.num_tokens[torch.tensor(self._places)]
+        return tokens_of_each(self._rows)[torch.tensor(self._places, dtype=torch.int64)]
+
+
+class Joined(Chosen):
+    """Rows of several sequences, one after the other."""
+
+    def __init__(self, *parts: Sequence[Any]) -> None:
+        super().__init__((), range(sum(map(len, parts))))
+        self._parts = parts
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return Chosen(self, self._places[index])
+        place = self._places[index]
+        for part in self._parts:
+            if place < len(part):
+                return part[place]
+            place -= len(part)
+        raise AssertionError
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """Tokens of each row."""
+        return torch.cat([tokens_of_each(part) for part in self._parts])
 
 
 class Subset(LazyRows):

@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from peftkit.data.lazy_rows import Joined
 from peftkit.errors import PeftkitError, RunError
 from peftkit.events import (
     EvalDone,
@@ -234,7 +234,7 @@ class Run:
         """Let the task compute what it needs once; that leaves the generators as they are."""
         before = rng.capture(self.ranks.device)
         beginning = Beginning(
-            rows=chain(self.rows, self.eval_rows),
+            rows=Joined(self.rows, self.eval_rows),
             ranks=self.ranks,
             in_step=self.learner.in_step,
             folder=self.config.output_dir,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ class Beginning:
         say: Hears what happens, on the main process alone.
     """
 
-    rows: Iterable[Any]
+    rows: Sequence[Any]
     ranks: Ranks
     in_step: InStep
     folder: Path

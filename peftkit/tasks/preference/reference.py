@@ -8,6 +8,7 @@ a file of another run, base or data simply does not have them.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftkit.data.lengths import num_tokens
+from peftkit.data.columns import columns_of
+from peftkit.data.lazy_rows import Chosen
+from peftkit.data.lengths import tokens_of_each
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice, Progress, Stage
 from peftkit.files.disk import read_tensors, write_tensors
 from peftkit.model.modes import evaluating
-from peftkit.train.checkpoints.identity import fingerprint
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
 from peftkit.train.ranks import Ranks
 from peftkit.train.signals import Interrupted
@@ -61,12 +63,15 @@ class ReferenceValues:
 
     def __init__(self, collate: Callable[[Sequence[Any]], dict[str, Tensor]], values: Values):
         self._collate, self._values = collate, values
-        self._known: dict[Any, Tensor] = {}
+        self._reference = ""
+        self._keys = torch.empty(0, dtype=torch.int64)  # in order, 16 bytes a row with its values
+        self._known = torch.empty(0, 2)
 
     def of(self, rows: Sequence[Any]) -> Tensor | None:
         """Return (rows, 2); None where one of them is not known yet."""
-        found = [self._known.get(row) for row in rows]
-        return torch.stack(found) if found and all(v is not None for v in found) else None  # type: ignore[arg-type]
+        keys = torch.tensor([_key(self._reference, row) for row in rows])
+        places, known = _found(self._keys, keys)
+        return self._known[places] if bool(known.all()) else None
 
     @torch.no_grad()
     def compute(
@@ -82,41 +87,39 @@ class ReferenceValues:
         Raises:
             Interrupted: A signal came; what was computed is kept.
         """
-        rows = list(dict.fromkeys(beginning.rows))
-        ranks = beginning.ranks
-        keys = [_key(reference.key, row) for row in rows]
-        values, known = torch.zeros(len(rows), 2), torch.zeros(len(rows), dtype=torch.bool)
+        ranks, rows = beginning.ranks, beginning.rows
+        each = torch.tensor(array("q", (_key(reference.key, row) for row in rows)))
+        keys, places = each.unique(return_inverse=True)
+        numbers = torch.arange(len(rows))
+        first = torch.full_like(keys, len(rows)).scatter_reduce(0, places, numbers, "amin")
+        values, known = torch.zeros(len(keys), 2), torch.zeros(len(keys), dtype=torch.bool)
         path = beginning.folder / FILE
         if reference.key and ranks.is_main:
             values, known = _kept(path, keys)
         values = ranks.sum(values.to(ranks.device)).cpu()
         known = ranks.sum(known.float().to(ranks.device)).cpu() > 0
-        missing = [n for n in range(len(rows)) if not known[n]]
-        if missing:
+        missing = (~known).nonzero().flatten()
+        if len(missing):
             beginning.say(Stage(f"Asking the reference about {len(missing):,} rows"))
-            made = self._missing(model, reference, [rows[n] for n in missing], beginning)
-            index = torch.tensor(missing)
-            values[index], known[index] = made[:, :2], made[:, 2] > 0
+            made = self._missing(model, reference, Chosen(rows, first[missing].tolist()), beginning)
+            values[missing], known[missing] = made[:, :2], made[:, 2] > 0
             if reference.key and ranks.is_main:
-                _keep(path, keys, values, known, beginning)
+                _keep(path, keys[known], values[known], beginning)
         if not bool(known.all()):
             raise Interrupted(
                 beginning.stop.signum,
                 "stopped before the first step; what the reference said so far is kept.",
             )
-        self._known = dict(zip(rows, values.unbind(), strict=True))
-
-    def take(self, rows: Sequence[Any], values: Tensor) -> None:
-        """Know these rows too."""
-        self._known |= dict(zip(rows, values.float().cpu().unbind(), strict=True))
+        self._reference, self._keys, self._known = reference.key, keys, values
 
     def _missing(
-        self, model: nn.Module, reference: Reference, rows: Sequence[Any], beginning: Beginning
+        self, model: nn.Module, reference: Reference, rows: Chosen, beginning: Beginning
     ) -> Tensor:
         """Return (rows, 3): values, and 1 where there are any, computed by all processes."""
         ranks, in_step = beginning.ranks, beginning.in_step
-        places = {row: n for n, row in enumerate(rows)}
-        own = sorted(rows, key=num_tokens, reverse=True)[ranks.rank :: ranks.world_size]
+        order = tokens_of_each(rows).sort(descending=True, stable=True).indices
+        places = order[ranks.rank :: ranks.world_size]
+        own = Chosen(rows, places.tolist())
         made = torch.zeros(len(rows), 3, device=ranks.device)
         done, pending = 0, in_step.passes(_parts(own, BATCH_SIZE))
         with evaluating(model), reference.state():
@@ -138,7 +141,7 @@ class ReferenceValues:
                         )
                     pending = in_step.passes(_parts(own[done:], len(part) // 2))
                 elif is_own:
-                    index = torch.tensor([places[row] for row in part], device=ranks.device)
+                    index = places[done : done + len(part)].to(ranks.device)
                     made[index, :2], made[index, 2] = found.float(), 1.0
                     done += len(part)
                     beginning.say(Progress("Asking the reference", done, len(own)))
@@ -159,37 +162,41 @@ def _parts(rows: Sequence[Any], size: int) -> list[Sequence[Any]]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-def _key(reference: str, row: Any) -> str:
-    return hashlib.sha256(f"{reference} {fingerprint([row])}".encode()).hexdigest()
+def _key(reference: str, row: Any) -> int:
+    told = f"{reference} {columns_of(type(row)).digest(row)}".encode()
+    return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little", signed=True)
 
 
-def _kept(path: Path, keys: Sequence[str]) -> tuple[Tensor, Tensor]:
+def _found(sorted_keys: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where among sorted keys others stand, and which of them do."""
+    if not len(sorted_keys):
+        return torch.zeros_like(keys), torch.zeros_like(keys, dtype=torch.bool)
+    places = torch.searchsorted(sorted_keys, keys).clamp(max=len(sorted_keys) - 1)
+    return places, sorted_keys[places] == keys
+
+
+def _kept(path: Path, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return the values (rows, 2) that a file holds under keys, and which (rows,) it has."""
-    values, known = torch.zeros(len(keys), 2), torch.zeros(len(keys), dtype=torch.bool)
+    nothing = torch.zeros(len(keys), 2), torch.zeros(len(keys), dtype=torch.bool)
     if not path.is_file():
-        return values, known
+        return nothing
     try:
         saved = read_tensors(path)
-        there = {bytes(key.tolist()).hex(): n for n, key in enumerate(saved[KEYS].unbind())}
-        kept = saved[VALUES]
-        if kept.shape != (len(there), 2) or not bool(torch.isfinite(kept).all()):
-            return values, known
-    except (PeftkitError, KeyError, ValueError):  # damaged: it is computed again
-        return values, known
-    for n, key in enumerate(keys):
-        if (place := there.get(key)) is not None:
-            values[n], known[n] = kept[place].float(), True
-    return values, known
+        there, kept = saved[KEYS], saved[VALUES]
+    except (PeftkitError, KeyError):  # damaged: it is computed again
+        return nothing
+    is_whole = there.dtype == torch.int64 and kept.shape == (len(there), 2)
+    if not is_whole or there.ndim != 1 or not bool(torch.isfinite(kept).all()):
+        return nothing
+    there, order = there.sort()
+    places, known = _found(there, keys)
+    return torch.where(known[:, None], kept[order][places].float(), 0.0), known
 
 
-def _keep(
-    path: Path, keys: Sequence[str], values: Tensor, known: Tensor, beginning: Beginning
-) -> None:
+def _keep(path: Path, keys: Tensor, values: Tensor, beginning: Beginning) -> None:
     """Write what is known; a disk that refuses costs the file, not the run."""
-    there = [n for n in range(len(keys)) if known[n]]
-    names = torch.tensor([list(bytes.fromhex(keys[n])) for n in there], dtype=torch.uint8)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors({KEYS: names, VALUES: values[torch.tensor(there)]}, path)
+        write_tensors({KEYS: keys, VALUES: values}, path)
     except (PeftkitError, OSError) as problem:
         beginning.say(Notice(f"{path} was not written; a resume asks again. {problem}"))
