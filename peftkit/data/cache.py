@@ -94,7 +94,9 @@ def _alone(folder: Path, where: str, on_event: Listener) -> Iterator[None]:
     """Be the only process that makes a folder; the lock of one that is killed is gone with it."""
     from filelock import FileLock, Timeout  # brought by datasets, as is its use here
 
-    lock = FileLock(f"{folder}.lock")
+    locks = folder.parent / ".locks"  # empty files, which not all systems can remove
+    locks.mkdir(exist_ok=True)
+    lock = FileLock(locks / folder.name)
     try:
         lock.acquire(timeout=0)
     except Timeout:

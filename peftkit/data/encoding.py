@@ -6,6 +6,7 @@ handed on in the order of the file.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -168,6 +169,7 @@ _own: tuple[str, RowEncoder] | None = None
 
 def _begin(where: str, encoder: RowEncoder) -> None:
     global _own
+    gc.freeze()  # a collection would write to all pages that are shared with the parent
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _own = where, encoder
 

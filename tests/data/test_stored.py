@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from peftkit.data import cache, strict_rows
+from peftkit.data import cache, load, strict_rows
 from peftkit.data.cache import cache_folder, encoded
 from peftkit.data.columns import labels_of
 from peftkit.data.documents import BEYOND, NOTHING, DocumentEncoder
@@ -107,25 +111,93 @@ def test_a_second_start_encodes_nothing(
 def test_a_harmed_file_of_the_cache_is_made_again(tmp_path: Path, encoder: DocumentEncoder) -> None:
     path = write(tmp_path / "a.jsonl", 9)
     before = list(encoded(str(path), encoder))
-    (folder,) = cache_folder().iterdir()
+    (folder,) = cache_folder().glob("[!.]*")
     rows = folder / "rows.arrow"
     rows.write_bytes(rows.read_bytes()[:200])
     assert list(encoded(str(path), encoder)) == before
 
 
-def test_two_that_make_one_cache_both_have_it(
+def test_of_two_that_need_one_cache_one_encodes_and_the_other_waits(
+    tmp_path: Path, encoder: DocumentEncoder
+) -> None:
+    path, told = write(tmp_path / "a.jsonl", 9), list[str]()
+    context = multiprocessing.get_context("fork")
+    started, go_on = context.Event(), context.Event()
+
+    def first() -> None:
+        real = cache.blocks
+
+        def slow(*args: Any) -> Any:
+            started.set()
+            go_on.wait(30)
+            return real(*args)
+
+        cache.blocks = slow
+        encoded(str(path), encoder)
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, Notice):
+            told.append(event.text)
+            go_on.set()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        other = context.Process(target=first)
+        other.start()
+    assert started.wait(30)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cache, "blocks", lambda *args: pytest.fail("it encodes"))
+        assert len(encoded(str(path), encoder, on_event=on_event)) == 9
+    other.join(30)
+    assert other.exitcode == 0
+    assert told == [f"Another process encodes {path}; waiting for it."]
+    assert len(list(cache_folder().glob("[!.]*"))) == 1
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path, encoder: DocumentEncoder) -> None:
+    path = write(tmp_path / "a.jsonl", 9)
+    encoded(str(path), encoder)
+    (folder,) = cache_folder().glob("[!.]*")
+    folder.rename(folder.with_name(f"making-{folder.name}-left"))
+    encoded(str(path), encoder)
+    assert list(cache_folder().glob("[!.]*")) == [folder]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "json", "folder"])
+def test_rows_of_any_file_are_encoded_in_processes_and_once(
+    kind: str, tmp_path: Path, encoder: DocumentEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    rows = [{"prompt": f"say {n}", "completion": "yes, " * (n % 7 + 1)} for n in range(50)]
+    (tmp_path / "set").mkdir()
+    table = datasets.Dataset.from_list(rows)
+    where = str(tmp_path / f"rows.{kind}")
+    if kind == "csv":
+        table.to_csv(where)
+    elif kind == "json":
+        (tmp_path / "rows.json").write_text(json.dumps(rows))
+    else:
+        where = str(tmp_path / "set") if kind == "folder" else where
+        table.to_parquet(tmp_path / "set" / "train.parquet" if kind == "folder" else where)
+    monkeypatch.setattr(load, "PART_ROWS", 7)
+    alone = encoded(where, encoder, processes=1)
+    for folder in cache_folder().glob("[!.]*"):
+        shutil.rmtree(folder)
+    together = encoded(where, encoder, processes=2)
+    assert len(alone) == 50
+    assert list(together) == list(alone)
+    monkeypatch.setattr(cache, "blocks", lambda *args: pytest.fail("it encodes"))
+    assert encoded(where, encoder).fingerprint == alone.fingerprint
+
+
+def test_a_killed_process_is_one_message(
     tmp_path: Path, encoder: DocumentEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, real = write(tmp_path / "a.jsonl", 9), cache.blocks
-
-    def meanwhile(*args: Any) -> Any:
-        monkeypatch.setattr(cache, "blocks", real)
-        encoded(str(path), encoder)  # another process is first
-        return real(*args)
-
-    monkeypatch.setattr(cache, "blocks", meanwhile)
-    assert len(encoded(str(path), encoder)) == 9
-    assert len(list(cache_folder().iterdir())) == 1
+    monkeypatch.setattr(DocumentEncoder, "read", lambda *args: os._exit(9))
+    with pytest.raises(RunError, match="was killed"):
+        encoded(str(write(tmp_path / "a.jsonl", 9)), encoder, processes=2)
+    assert not list(cache_folder().glob("[!.]*"))
 
 
 def test_a_full_disk_is_one_message_and_leaves_nothing(
@@ -138,7 +210,7 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(
     monkeypatch.setattr(cache, "blocks", full)
     with pytest.raises(RunError, match=r"No space left(.|\n)*HF_HOME"):
         encoded(str(write(tmp_path / "a.jsonl", 9)), encoder)
-    assert not list(cache_folder().iterdir())
+    assert not list(cache_folder().glob("[!.]*"))
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -154,7 +226,7 @@ def test_wrong_rows_are_named_by_line_and_counted(
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(DataError, match=r"2 of 8\d rows(.|\n)*a\.jsonl:40(.|\n)*a\.jsonl:77"):
         encoded(str(path), encoder, processes=processes)
-    assert not list(cache_folder().iterdir())
+    assert not list(cache_folder().glob("[!.]*"))
     lines[39] = '{"instruction": '
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(DataError, match=r"a\.jsonl:40"):

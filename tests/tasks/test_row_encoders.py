@@ -1,0 +1,143 @@
+"""Every task's rows come back from their Arrow file as they were encoded, and are encoded once."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from peftkit.data import cache, strict_rows
+from peftkit.data.cache import cache_folder, encoded
+from peftkit.data.columns import Dropped
+from peftkit.data.documents import DocumentEncoder
+from peftkit.data.encoding import RowEncoder
+from peftkit.data.load import DataConfig, read_records
+from peftkit.data.pairs import PairEncoder
+from peftkit.tasks.embedding_rows import EmbeddingEncoder
+from peftkit.tasks.image_classification import ImageClassificationConfig
+from peftkit.tasks.labelled import LabelledEncoder
+from peftkit.tasks.masked_lm import MaskedEncoder
+from peftkit.tasks.preference.kto import JudgedEncoder
+from peftkit.tasks.preference.pairs import ComparedEncoder
+from peftkit.tasks.reward import RewardEncoder
+from peftkit.tasks.texts import Texts
+from peftkit.tasks.token_classification import TaggedEncoder, TokenClassificationConfig
+from tests.families import ARCHITECTURES
+from tests.tasks.test_image_classification import model_of, png
+
+Tokenizer = PreTrainedTokenizerFast
+FOX = "the quick brown fox jumps over the lazy dog"
+YES = [{"prompt": f"say {n} ", "completion": "yes " * (n % 7)} for n in range(30)]
+PAIRS = [{"prompt": f"{n} ", "chosen": "yes " * (1 + n % 9), "rejected": "no"} for n in range(30)]
+VERDICTS = [{**row, "completion": "yes", "label": n % 3 == 0} for n, row in enumerate(YES)]
+
+
+def texts(tokenizer: Tokenizer) -> Texts:
+    return Texts(ARCHITECTURES["bert_cls"](), tokenizer, 24)
+
+
+def of_text(row: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"text": f"{n} {FOX}", **row(n)} for n in range(30)]
+
+
+def labelled(problem: Any) -> Callable[[Tokenizer], RowEncoder]:
+    fields = ("text", None, "label")
+    return lambda tokenizer: LabelledEncoder(texts(tokenizer), fields, problem, ("a", "b"))
+
+
+CASES: dict[str, tuple[Callable[[Tokenizer], RowEncoder], list[dict[str, Any]]]] = {
+    "documents": (lambda t: DocumentEncoder(t, None, "auto", 12), YES),
+    "pairs": (
+        lambda t: PairEncoder(t, "auto", None, prefix="q: ", max_source=9, max_target=5),
+        YES,
+    ),
+    "masked": (
+        lambda t: MaskedEncoder(t, "auto", 9, splits=True, share=0.2),
+        [*of_text(lambda n: {}), {"text": ""}],
+    ),
+    "label": (labelled("single_label"), of_text(lambda n: {"label": "ab"[n % 2]})),
+    "labels": (labelled("multi_label"), of_text(lambda n: {"label": ["a", "b"][: n % 3]})),
+    "number": (labelled("regression"), of_text(lambda n: {"label": n / 7})),
+    "tags": (
+        lambda t: TaggedEncoder(texts(t), TokenClassificationConfig(), ("O", "X")),
+        [{"words": FOX.split()[: 1 + n % 5], "tags": ["O", "X", "O", "O", "X"][: 1 + n % 5]}
+         for n in range(30)],
+    ),
+    "preferences": (lambda t: ComparedEncoder(t, None, 9), PAIRS),
+    "verdicts": (lambda t: JudgedEncoder(t, None, 9), VERDICTS),
+    "rewards": (lambda t: RewardEncoder(texts(t), None, None), PAIRS),
+    "embeddings": (
+        lambda t: EmbeddingEncoder(texts(t), ("anchor", "positive", "negatives")),
+        [{"anchor": f"{n} a", "positive": "b", "negatives": [f"{n} c"]} for n in range(30)],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def never(*args: Any) -> Any:
+    raise AssertionError("it encodes")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_come_back_as_they_were_encoded_and_only_once(
+    name: str, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, given = CASES[name]
+    where = write(tmp_path / "rows.jsonl", given)
+    plain = made(copy.deepcopy(tokenizer)).made(read_records(where), where).rows
+    kept = [row for row in plain if not isinstance(row, Dropped)]
+    rows = encoded(where, made(copy.deepcopy(tokenizer)))
+    assert list(rows) == kept
+    assert list(rows.dropped(0)) == [r.source for r in plain if r == Dropped(r.source, 0)]
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "other"))
+    monkeypatch.setattr(strict_rows, "PART_BYTES", 700)
+    together = encoded(where, made(copy.deepcopy(tokenizer)), processes=2)
+    assert list(together) == kept
+    assert together.fingerprint == rows.fingerprint
+    assert (together.counts, together.agreed) == (rows.counts, rows.agreed)
+    monkeypatch.setattr(cache, "blocks", never)
+    again = encoded(where, made(tokenizer))
+    assert list(again) == kept
+    assert again.counts == rows.counts
+
+
+def test_images_that_changed_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ImageClassificationConfig(labels=("dark", "light"))
+    model = model_of(labels=("dark", "light"))
+    for name, colour in (("dark", 0), ("light", 255)):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        (tmp_path / "train" / name / "1.png").write_bytes(png((colour,) * 3))
+    encoder = config.on(model, None, DataConfig(train="")).row_encoder
+    where = str(tmp_path / "train")
+    before = encoded(where, encoder)
+    with monkeypatch.context() as patched:
+        patched.setattr(cache, "blocks", never)
+        again = encoded(where, encoder)
+        assert [repr(row.image) for row in again] == [repr(row.image) for row in before]
+        assert again[0].image.decode().getpixel((0, 0)) == (0, 0, 0)
+    changed = tmp_path / "train" / "dark" / "1.png"
+    changed.write_bytes(png((9, 9, 9)))
+    os.utime(changed, ns=(1, 1))
+    after = encoded(where, encoder)
+    assert after[0].image.decode().getpixel((0, 0)) == (9, 9, 9)
+    assert after.fingerprint != before.fingerprint
+    assert len(list(cache_folder().glob("[!.]*"))) == 1
+    changed.unlink()
+    assert len(encoded(where, encoder)) == 1
