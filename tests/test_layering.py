@@ -47,6 +47,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "transformers": ("base/", "tasks/", "methods/prefix", "methods/prefix_cache", "inference/"),
     "gguf": ("formats/gguf/", "base/gguf"),  # the optional extra; imported when called
     "huggingface_hub": ("formats/hub",),
+    "tqdm": ("base/download",),  # what the hub tells of a download by; transformers brings it
     "safetensors": ("formats/", "merging/"),
     "pydantic": (
         "config/",

@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from peftkit.base.class_head import head_of_classes, owners, renew
+from peftkit.base.download import told
 from peftkit.base.fingerprint import fingerprint
 from peftkit.base.form import Built, Form
 from peftkit.base.gguf import open_gguf, parsed_once
@@ -144,6 +145,7 @@ def load_model(
             cls, source, where = _gguf_arguments(location, purpose, stream)
         else:
             cls, source, where = _arguments(location, revision, purpose, dtype, stream)
+            where |= {} if location.is_local else told(on_event)
         if device is not None and (device.type != "cpu" or stream is None):
             where["device_map"] = {"": str(device)}
         try:

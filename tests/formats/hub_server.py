@@ -36,6 +36,8 @@ class Hub:
         requests: "METHOD /path" of each request, in order.
         failing: Beginning of a request to the status that answers it.
         blobs: Large files by their sha256, uploaded and not yet in a commit or so.
+        breaking: Name of a file to the number of bytes after which its next answer breaks off.
+        ranges: Name of a file and where in it an answer began, in order.
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,13 @@ class Hub:
         self.requests: list[str] = []
         self.failing: dict[str, int] = {}
         self.blobs: dict[str, bytes] = {}
+        self.breaking: dict[str, int] = {}
+        self.ranges: list[tuple[str, int]] = []
         self.url = ""
+
+
+def hash_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
@@ -107,6 +115,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self.missing("RepoNotFound")
             elif not rest or rest[0] == "revision":
                 self.info(repo, name, rest[1] if rest else "main")
+            elif rest[0] == "tree":
+                self.tree(repo, rest[1], "/".join(rest[2:]))
             elif rest[0] == "preupload":
                 self.preupload(json.loads(body))
             elif rest[0] == "commit":
@@ -120,6 +130,17 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             files = repo.commits[commit]
             siblings = [{"rfilename": n, "size": len(data)} for n, data in files.items()]
             self.answer({"id": name, "sha": commit, "private": repo.private, "siblings": siblings})
+
+        def tree(self, repo: Repo, revision: str, folder: str) -> None:
+            if folder:
+                self.missing("EntryNotFound")
+                return
+            files = repo.commits[repo.main if revision == "main" else revision]
+            entries = [
+                {"type": "file", "path": name, "size": len(data), "oid": hash_of(data)}
+                for name, data in files.items()
+            ]
+            self.answer(json.dumps(entries).encode())
 
         def preupload(self, asked: dict[str, Any]) -> None:
             files = [
@@ -164,9 +185,18 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if data is None:
                 self.missing("EntryNotFound")
                 return
-            etag = hashlib.sha256(data).hexdigest()
-            headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit}
-            self.answer(data, headers=headers)
+            headers = {"ETag": f'"{hash_of(data)}"', "X-Repo-Commit": commit}
+            start = int(self.headers.get("Range", "bytes=0-")[6:].rstrip("-"))
+            if self.command == "HEAD":
+                self.answer(data, headers=headers)
+                return
+            hub.ranges.append((file, start))
+            whole = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            headers |= {"Content-Range": whole} if start else {}
+            headers["Content-Length"] = str(len(data) - start)
+            end = start + hub.breaking.pop(file, len(data))
+            self.close_connection = end < len(data)
+            self.answer(data[start:end], 206 if start else 200, headers)
 
     return Handler
 

@@ -1,0 +1,96 @@
+"""A base fetched from a hub: told in bytes, and gone on with where the connection broke."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+
+from peftkit.base import locate
+from peftkit.base.build import build
+from peftkit.base.form import Form
+from peftkit.base.load import load_base
+from peftkit.base.locate import Location
+from peftkit.base.pretrained import check_config
+from peftkit.base.purpose import CAUSAL_LM
+from peftkit.errors import BaseError
+from peftkit.events import Event, Progress
+from tests.formats.hub_server import Hub, Repo, running_hub
+
+NAME = "org/tiny"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub, and empty caches of its library's and ours."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 1000)
+    monkeypatch.setattr(locate, "hub_answers", lambda: True)
+    monkeypatch.setattr("peftkit.base.pretrained.hub_answers", lambda: True)
+    monkeypatch.setenv("PEFTKIT_CACHE", str(tmp_path / "ours"))
+    with running_hub() as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        constants = huggingface_hub.constants
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, running.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", running.url)
+        yield running
+        huggingface_hub.close_session()
+    assert threading.active_count() < 20
+
+
+def publish(hub: Hub, folder: Path) -> int:
+    """Put a folder on the hub; return the bytes of its weights."""
+    repo = hub.repos[NAME] = Repo()
+    repo.commit({path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()})
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def loaded(**more: Any) -> tuple[Any, list[Progress]]:
+    seen: list[Event] = []
+    base = load_base(NAME, dtype="fp32", device="cpu", on_event=seen.append, **more)
+    return base, [e for e in seen if isinstance(e, Progress) and "Downloading" in e.text]
+
+
+def test_download_is_told_in_bytes_and_goes_on_where_it_broke(hub, model_folder) -> None:
+    size = publish(hub, model_folder)
+    hub.breaking["model.safetensors"] = size // 2
+    base, told = loaded(quantize="nf4")
+    assert base.hub_id == NAME
+    assert base.fingerprint == load_base(str(model_folder)).fingerprint
+    assert (told[-1].done, told[-1].total, told[-1].unit) == (size, size, "B")
+    starts = [start for name, start in hub.ranges if name == "model.safetensors"]
+    assert starts == [0, size // 2 // 1000 * 1000]
+    hub.ranges.clear()
+    _, told = loaded()
+    assert told == []
+    assert hub.ranges == []
+
+
+def test_shards_that_came_whole_are_not_fetched_again(hub, model_folder, tmp_path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_folder)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="60KB")
+    shards = sorted(path.name for path in (tmp_path / "shards").glob("*.safetensors"))
+    assert len(shards) > 2
+    publish(hub, tmp_path / "shards")
+    where, seen = Location(NAME, NAME, hub_id=NAME), list[Event]()
+    config = check_config(where, None, CAUSAL_LM)
+    form = Form("none", False, torch.float32, torch.device("cpu"))
+    hub.failing[f"GET /{NAME}/resolve/{hub.repos[NAME].main}/{shards[-1]}"] = 403
+    with pytest.raises(BaseError):
+        build(where, None, CAUSAL_LM, config, form)
+    hub.failing.clear()
+    hub.ranges.clear()
+    built = build(where, None, CAUSAL_LM, config, form, on_event=seen.append)
+    assert [name for name, _ in hub.ranges if "safetensors" in name] == [shards[-1]]
+    assert torch.equal(built.model.lm_head.weight, model.lm_head.weight)
+    told = [e for e in seen if isinstance(e, Progress) and "Downloading" in e.text]
+    assert told[-1].done == told[-1].total
