@@ -57,11 +57,14 @@ METHODS: dict[str, Settings] = {
 }
 
 
-def settings_of(folder: Path, task: str, method: str = "lora", **sections: Settings) -> Settings:
+def settings_of(
+    folder: Path, task: str, method: str = "lora", family: str = "", **sections: Settings
+) -> Settings:
     """Return a recipe of few steps with rows of many lengths; its base and rows in a folder.
 
     Args:
         task: Its type, or "kto".
+        family: Of the base; by default one for the task.
     """
     folder.mkdir(parents=True, exist_ok=True)
     writers: dict[str, Callable[[Path], str]] = {
@@ -71,7 +74,7 @@ def settings_of(folder: Path, task: str, method: str = "lora", **sections: Setti
     data = writers.get(task, lambda file: write_rows(file, ROWS[task]))(folder / "rows.jsonl")
     base = sections.get("base", {})
     if "model" not in base:
-        base = {**base, "model": str(_base(folder / "base", FAMILY.get(task, "bert")))}
+        base = {**base, "model": str(_base(folder / "base", family or FAMILY.get(task, "bert")))}
     kinds = {"kto": {"type": "preference", "loss": "kto"}}
     return {
         "task": kinds.get(task, {"type": task}),

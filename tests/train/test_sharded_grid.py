@@ -78,14 +78,63 @@ def test_two_processes_that_share_a_base_learn_what_one_does(
     name: str, cells: dict[str, Settings], two: Path, tmp_path: Path
 ) -> None:
     alone(cells[name], tmp_path / "one")
-    ours, theirs = events(two / name), events(tmp_path / "one")
-    assert [line["event"] for line in ours] == [line["event"] for line in theirs]
-    for our, their in zip(ours, theirs, strict=True):
+    check_same(two / name, tmp_path / "one")
+
+
+def check_same(ours: Path, theirs: Path) -> None:
+    """Make sure that two runs have learnt the same, step by step."""
+    pairs = zip(events(ours), events(theirs), strict=True)
+    for our, their in pairs:
+        assert our["event"] == their["event"]
         if our["event"] == "StepDone":
             assert our["loss"] == pytest.approx(their["loss"], rel=1e-5)
-        if our["event"] == "EvalDone":
+        else:
             assert our["metrics"] == pytest.approx(their["metrics"], rel=1e-4)
-    assert samples(two / name) == samples(tmp_path / "one")
-    tensors = named_tensors(tmp_path / "one")
-    for path, tensor in named_tensors(two / name).items():
+    assert samples(ours) == samples(theirs)
+    tensors = named_tensors(theirs)
+    for path, tensor in named_tensors(ours).items():
         torch.testing.assert_close(tensor, tensors[path], rtol=1e-3, atol=1e-4)
+
+
+FOUR = {
+    f"{family}-{quantize}": (family, task, quantize)
+    for family, task in {
+        "llama": "causal_lm",
+        "gpt2": "causal_lm",
+        "qwen3_moe": "causal_lm",
+        "t5": "seq2seq",
+        "bert": "sequence_classification",
+    }.items()
+    for quantize in ("none", "nf4")
+}
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Settings]:
+    folder, train = tmp_path_factory.mktemp("families"), {"max_steps": 20, "eval_every": 10}
+    return {
+        name: settings_of(
+            folder / name,
+            task,
+            family=family,
+            base={"quantize": quantize},
+            train={**train, "gradient_checkpointing": quantize == "nf4"},
+        )
+        for name, (family, task, quantize) in FOUR.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory, families: dict[str, Settings]) -> Path:
+    folder = tmp_path_factory.mktemp("four")
+    assert together(folder, families, world=4) == {}
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+def test_four_processes_that_share_a_base_learn_what_one_does(
+    name: str, families: dict[str, Settings], four: Path, tmp_path: Path
+) -> None:
+    alone(families[name], tmp_path / "one", world=4)
+    check_same(four / name, tmp_path / "one")
