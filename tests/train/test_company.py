@@ -65,11 +65,20 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _hang() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-MISHAPS = {"out of memory": _no_memory, "killed": _die, "hanging": _hang}
+MISHAPS = {
+    "out of memory": _no_memory,
+    "killed": _die,
+    "hanging": _hang,
+    "terminated": _terminate,
+}
 
 
 def launch(
@@ -107,7 +116,7 @@ def launch(
 
 def errors(said: str) -> list[str]:
     """Return the lines that begin a message."""
-    return [line for line in said.splitlines() if "Error: " in line]
+    return [line for line in said.splitlines() if "Error: " in line or "Interrupted: " in line]
 
 
 def settings(folder: Path, **train: Any) -> Settings:
@@ -162,6 +171,16 @@ def test_a_process_that_is_gone_ends_the_others_and_fewer_or_more_go_on(
     assert codes == [0, 0, 0], said
     assert "num_processes: 2 -> 3" in said
     assert steps(tmp_path / "run")[-1] == 4
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_saves_and_stops_all(tmp_path: Path) -> None:
+    codes, said, _ = launch(tmp_path, settings(tmp_path), "terminated")
+    assert codes == [128 + signal.SIGTERM] * 2, said
+    assert len(errors(said)) == 1, said
+    assert "Go on with --resume" in said
+    reached = steps(tmp_path / "run")[-1]
+    assert (tmp_path / "run" / "checkpoints" / f"step-{reached}").is_dir()
 
 
 def steps(folder: Path) -> list[int]:

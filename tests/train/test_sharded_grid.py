@@ -16,6 +16,14 @@ from tests.vision import FAMILIES as VISION
 SECTIONS: dict[str, dict[str, Settings]] = {
     "nf4": {"base": {"quantize": "nf4"}},
     "recomputed": {"train": {"gradient_checkpointing": True}},
+    "best": {
+        "train": {
+            "eval_every": 1,
+            "learning_rate": 0.2,  # it gets worse
+            "early_stopping": {"patience": 1, "min_delta": 0.5},
+            "keep_best": True,
+        }
+    },
     "generating": {"train": {"sample_every": 2, "eval_generate": 5, "sample_tokens": 9}},
     "nf4-generating": {
         "base": {"quantize": "nf4"},
@@ -25,6 +33,7 @@ SECTIONS: dict[str, dict[str, Settings]] = {
 CELLS: dict[str, tuple[str, str, str]] = {
     # task, method, how: each task twice, each method with tasks of several kinds
     "causal_lm": ("causal_lm", "vera", "nf4-generating"),
+    "stopped-early": ("causal_lm", "lora", "best"),
     "seq2seq": ("seq2seq", "ia3", "generating"),
     "sequence_classification": ("sequence_classification", "dora", ""),
     "token_classification": ("token_classification", "lora", "nf4"),
