@@ -89,10 +89,8 @@ def build(
         location, revision, purpose, form.dtype, stream, on_event, form.device
     )
     model.requires_grad_(False).eval()
-    text = model.config.get_text_config()
-    unset = getattr(text, "pad_token_id", None) is None
-    if purpose.head is not None and unset and pad_token_id is not None:
-        text.pad_token_id = pad_token_id  # its head reads the last token
+    if purpose.head is not None:
+        pad_with(model.config, pad_token_id)
     head = _trained_head(model, fresh) if purpose.head else ()
     adopt_bitsandbytes(model, form.dtype)
     forget_quantization(model)
@@ -110,6 +108,13 @@ def build(
             on_event=ignore if stream else on_event,
         )
     return Built(model.to(form.device), identity, head)
+
+
+def pad_with(config: Any, pad_token_id: int | None) -> None:
+    """Say what rows are padded with, where a config does not: a head reads the last token."""
+    text = config.get_text_config()
+    if getattr(text, "pad_token_id", None) is None and pad_token_id is not None:
+        text.pad_token_id = pad_token_id
 
 
 def _trained_head(model: Any, fresh: tuple[str, ...]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from peftkit.base import pretrained
-from peftkit.base.build import build, convert
+from peftkit.base.build import build, convert, pad_with
 from peftkit.base.form import Built, Form
 from peftkit.base.gguf import parsed_once
 from peftkit.base.locate import Location, locate
@@ -145,6 +145,8 @@ def load_base(
         config = pretrained.check_config(location, revision, purpose)
         tokenizer, images, both = _processors(location, revision, purpose, on_event)
         padding = None if tokenizer is None else tokenizer.pad_token_id
+        if purpose.head is not None:
+            pad_with(config, padding)
         streams = must_stream(placement, config, purpose, form)
         if streams:
             form = replace(form, device=torch.device("cpu"))
@@ -163,8 +165,8 @@ def load_base(
 
         source = None
         if store == "auto":
-            unpacked = sharing is not None
-            source = storable(location, revision, purpose, config, form, unpacked=unpacked)
+            shared = sharing is not None
+            source = storable(location, revision, purpose, config, form, shared=shared)
         if source is None:
             built = anew()
         else:

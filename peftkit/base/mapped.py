@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peftkit.base.class_head import head_of_classes
 from peftkit.base.form import Form
 from peftkit.base.purpose import Purpose
 from peftkit.base.shapes import on_meta
@@ -26,7 +27,8 @@ def packed_skeleton(config: Any, purpose: Purpose, form: Form) -> Any:
     model.tie_weights()
     if form.quantize == "none":
         return model
-    jobs = quantizable(model, keep=() if form.quantize_towers else tower_paths(model))
+    head = head_of_classes(model) if purpose.head is not None else ()
+    jobs = quantizable(model, keep=head if form.quantize_towers else (*head, *tower_paths(model)))
     made: dict[tuple[int, str], nn.Parameter] = {}
     packings = {}
     for _, module, name in jobs:

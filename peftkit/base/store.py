@@ -85,14 +85,14 @@ def storable(
     config: Any,
     form: Form,
     *,
-    unpacked: bool = False,
+    shared: bool = False,
 ) -> Path | None:
     """Return the folder, or the GGUF file, of a base that the cache may keep packed, or None.
 
     Args:
-        unpacked: Or that it may keep as it is computed with, without packing.
+        shared: By several processes: then also one that is not packed, or has a head of classes.
     """
-    if (form.quantize == "none" and not unpacked) or purpose.head is not None:
+    if not shared and (form.quantize == "none" or purpose.head is not None):
         return None
     if quantized_by(config) not in ("", *DEQUANTISED):
         return None
@@ -155,7 +155,8 @@ def folder_of(source: Path, form: Form, purpose: Purpose) -> Path:
     Args:
         source: The folder with its files, or its GGUF file.
     """
-    known = json.dumps([str(source.resolve()), purpose.auto_class, _form(form)])
+    head = [] if purpose.head is None else [repr(purpose.head)]
+    known = json.dumps([str(source.resolve()), purpose.auto_class, _form(form), *head])
     name = re.sub(r"[^\w.-]+", "-", source.name)[:40]
     return store_folder() / f"{name}-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
 
@@ -184,6 +185,7 @@ def keep(folder: Path, built: Built, wanted: Wanted) -> None:
             "version": VERSION,
             "model": wanted.name,
             "fingerprint": built.fingerprint,
+            "head": list(built.head),
             "form": _form(wanted.form),
             "stamp": _stamp(wanted.source),
             "sha256": {name: disk.sha256_of(temporary / name) for name in files},
@@ -223,7 +225,9 @@ def open_stored(folder: Path, wanted: Wanted, *, is_known: bool = False) -> Buil
         raise _useless(folder, problem)
     model.config.dtype = form.dtype
     model.is_quantized = False
-    return Built(model.requires_grad_(False).eval(), manifest["fingerprint"], ())
+    return Built(
+        model.requires_grad_(False).eval(), manifest["fingerprint"], tuple(manifest.get("head", ()))
+    )
 
 
 def stored_bases() -> list[Stored]:

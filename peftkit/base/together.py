@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from peftkit.base.class_head import head_of_classes
 from peftkit.base.form import Built
 from peftkit.base.mapped import packed_skeleton
 from peftkit.base.spill import Spill
@@ -54,7 +55,7 @@ def opened_together(
 
 
 def _is_in_files(wanted: Wanted) -> bool:
-    """Tell whether the files hold every weight in the shape and dtype that it is to have.
+    """Tell whether the files hold all but a head in the shapes and dtypes that they are to have.
 
     So that transformers has nothing to make of them: what it loads are pages of these files.
     """
@@ -64,4 +65,6 @@ def _is_in_files(wanted: Wanted) -> bool:
             entries = file.header.tensors.values()
             held.update((entry.shape, DTYPES[entry.dtype][1]) for entry in entries)
     model = packed_skeleton(wanted.config, wanted.purpose, wanted.form)
-    return not Counter((tuple(p.shape), p.dtype) for p in model.parameters()) - held
+    head = head_of_classes(model) if wanted.purpose.head is not None else ()
+    kept = [p for name, p in model.named_parameters() if not (head and name.startswith(head))]
+    return not Counter((tuple(p.shape), p.dtype) for p in kept) - held

@@ -21,7 +21,7 @@ from peftkit.base.form import Form
 from peftkit.base.load import Base, fast_dtype, load_base
 from peftkit.base.pack import pack_base
 from peftkit.base.pretrained import check_config
-from peftkit.base.purpose import CAUSAL_LM, Purpose
+from peftkit.base.purpose import CAUSAL_LM, ClassHead, Purpose
 from peftkit.errors import BaseError, OutputError, PeftkitError, RunError
 from peftkit.events import Event, Notice
 from peftkit.files import disk
@@ -326,13 +326,22 @@ class Alone:
 
 
 @pytest.mark.parametrize(
-    ("quantize", "dtype", "kept"),
-    [("none", "fp32", False), ("none", "bf16", True), ("nf4", "fp32", True)],
+    ("quantize", "dtype", "labels", "kept"),
+    [
+        ("none", "fp32", (), False),
+        ("none", "bf16", (), True),
+        ("nf4", "fp32", (), True),
+        ("none", "fp32", ("good", "bad", "neither"), False),
+        ("nf4", "bf16", ("good", "bad", "neither"), True),
+    ],
 )
 def test_a_base_that_processes_open_together_is_the_one_that_each_loads(
-    quantize: str, dtype: str, kept: bool, folder: Path, cache: Path
+    quantize: str, dtype: str, labels: tuple[str, ...], kept: bool, folder: Path, cache: Path
 ) -> None:
-    asked = {"quantize": quantize, "dtype": dtype, "device": "cpu"}
+    asked: dict[str, Any] = {"quantize": quantize, "dtype": dtype, "device": "cpu"}
+    if labels:
+        kind = "AutoModelForSequenceClassification"
+        asked["purpose"] = Purpose("sequence_classification", kind, head=ClassHead(labels))
     expected, sharing = load_base(str(folder), **asked), Alone()
     for _ in range(2):  # made, and opened again
         found = load_base(str(folder), sharing=sharing, **asked)
@@ -341,6 +350,8 @@ def test_a_base_that_processes_open_together_is_the_one_that_each_loads(
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         assert found.fingerprint == expected.fingerprint
         assert found.audit.rows == expected.audit.rows
+        assert found.head == expected.head
+        assert found.model.config.to_dict() == expected.model.config.to_dict()
     assert sharing.waits == 2 * kept
     assert [*cache.glob("packed/*/model.safetensors")] != [] if kept else not cache.exists()
     assert not [*cache.glob("packed/tmp*")]
