@@ -25,10 +25,10 @@ from peftkit.quant.quantize import quantize_model
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig
 from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
-from peftkit.train.config import TrainConfig
+from peftkit.train.config import SHARDED, TrainConfig
 from peftkit.train.loop import fit
 from peftkit.train.order import Order
-from peftkit.train.sharding import SHARDED, shard_base
+from peftkit.train.sharding import shard_base
 
 
 def main() -> None:

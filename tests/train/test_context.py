@@ -73,6 +73,12 @@ def test_rows_on_two_processes_teach_what_they_do_on_one(
 
 
 @pytest.mark.slow
+def test_two_groups_learn_from_rows_of_their_own(tmp_path: Path, model_folder: Path) -> None:
+    launch(in_parts(tmp_path, model_folder, train={"shard": "base"}), world=4)
+    same_as_alone(tmp_path, model_folder, train={"gradient_accumulation": 2})
+
+
+@pytest.mark.slow
 def test_a_process_may_have_nothing_to_learn(tmp_path: Path, model_folder: Path) -> None:
     settings = in_parts(tmp_path, model_folder, train={"batch_size": 1})
     rows = [{"instruction": "Say " * (4 + n % 3), "output": "yes"} for n in range(8)]
