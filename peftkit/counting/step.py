@@ -180,7 +180,8 @@ def _one_part_of_each_chunk() -> Iterator[None]:
 
     def part(logits: Tensor, targets: Tensor) -> Tensor:
         rows = max(1, cross_entropy.WIDE_BYTES["cpu"] // (4 * logits.shape[1]))
-        return whole(logits[:rows], targets[:rows])
+        losses = whole(logits[:rows], targets[:rows])
+        return losses if len(losses) == len(logits) else losses[:1].expand(len(logits))
 
     cross_entropy.losses_and_gradient = part
     try:

@@ -3,7 +3,7 @@
 What a row's forward pass saves for its backward pass is counted, not estimated: hooks see each
 saved tensor and keep none, so that counting itself takes no more memory than inference does. From
 this follow the bytes for a token under each way of keeping activations, and the cheapest way that
-fits. Nothing is timed.
+fits. Nothing is timed. Plans before a run (counting/) know neither its rows nor its model.
 """
 
 from __future__ import annotations

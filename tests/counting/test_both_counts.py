@@ -1,0 +1,47 @@
+"""What a run counts of its own rows and what a plan counts without them grow alike with a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.plan import Measured, config_of, reckoner_of
+from peftkit.train.memory.blocks import Activations
+from peftkit.train.memory.plan import ActivationBytes, saved_by
+from tests.counting.test_counting import llama
+
+SHORT, LONG = 128, 512
+BOUNDS: dict[Activations, tuple[float, float]] = {"keep": (0.75, 1.1), "recompute": (0.75, 1.75)}
+"""Of the run's count in terms of the plan's. It sees what is saved and not what passes, and takes a
+block's backward pass to need as much again as the block saves: of recomputed ones that is a lot."""
+
+
+def of_a_run(measured: Measured, length: int) -> ActivationBytes:
+    with measured.steps("keep", length) as step:
+        learner: Any = step.func.__self__  # type: ignore[attr-defined]
+        rows = step.args[0]  # type: ignore[attr-defined]
+        with learner.blocks.keeping_all():
+            return saved_by(lambda: learner.loss(rows), learner.blocks.blocks)
+
+
+@pytest.mark.parametrize(
+    ("family", "quantize"),
+    [
+        ("llama", "none"),
+        *(
+            pytest.param(family, quantize, marks=pytest.mark.slow)
+            for family in ("llama", "gpt2", "gpt_neox", "gemma2", "qwen3_moe")
+            for quantize in ("none", "nf4")
+            if (family, quantize) != ("llama", "none")
+        ),
+    ],
+)
+def test_a_longer_row_takes_as_much_more_by_both_counts(family: str, quantize: str) -> None:
+    config = llama() if family == "llama" else config_of(family)
+    reckoner, measured = reckoner_of(config, quantize), Measured(config, quantize)
+    short, long = (of_a_run(measured, length) for length in (SHORT, LONG))
+    for way, (least, most) in BOUNDS.items():
+        counted = [reckoner.count(1, length, way).peak["activations"] for length in (SHORT, LONG)]
+        ratio = (long.needed(way) - short.needed(way)) / (counted[1] - counted[0])
+        assert least < ratio < most, (way, ratio)
