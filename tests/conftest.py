@@ -13,6 +13,7 @@ atexit.register(_HOME.cleanup)
 # inherit them.
 os.environ.update(
     HF_HOME=_HOME.name,
+    PEFTKIT_CACHE=os.path.join(_HOME.name, "peftkit"),
     HF_HUB_OFFLINE="1",
     TRANSFORMERS_OFFLINE="1",
     HF_DATASETS_OFFLINE="1",
