@@ -136,7 +136,8 @@ def load_base(
     asked |= {"placement": placement, "store": store}
     from_dict(BaseConfig, asked, "load_base(...)")
     place = default_device() if device is None else torch.device(device)
-    computed = DTYPES.get(dtype) or fast_dtype(place)
+    computes = place if sharing is None else default_device()
+    computed = DTYPES.get(dtype) or fast_dtype(computes)
     form = Form(quantize, double_quant, computed, place, quantize_towers)
     location = convert(locate(model, revision), on_event)
     location, revision = pretrained.reachable(location, revision)

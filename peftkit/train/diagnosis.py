@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.files.disk import non_finite
+from peftkit.train.in_step import Pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,32 +62,35 @@ class Diagnosis:
 def diagnose(
     model: nn.Module,
     run_batch: Callable[[Sequence[Any]], Tensor],
-    micro_batches: Sequence[Sequence[Any]],
+    passes: Sequence[Pass],
     *,
     step: int,
     loss: float,
     grad_norm: float,
+    to_the_end: bool = False,
 ) -> Diagnosis:
     """Run a step's rows once more, watching every module.
 
     Args:
         run_batch: Computes the summed loss of rows; the generators are where they were at first.
-        micro_batches: The rows of the step, as they were run.
+        passes: The rows of the step, as they were run.
+        to_the_end: Run them all again, as other processes wait for this one's part of each.
     """
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     module, guilty = None, list[Any]()
-    for rows in micro_batches:
+    for rows, is_own in passes:
         with _first_non_finite(model) as seen, torch.no_grad():
             total = run_batch(rows)
-        if seen or not torch.isfinite(total):
+        if is_own and module is None and (seen or not torch.isfinite(total)):
             module = seen[0] if seen else ("the loss", "of the task")
             guilty = list(rows)
-            break
+            if not to_the_end:
+                break
     return Diagnosis(
         step=step,
         loss=repr(loss),
         grad_norm=repr(grad_norm),
-        rows=sources([row for rows in micro_batches for row in rows]),
+        rows=sources([row for rows, is_own in passes if is_own for row in rows]),
         module=module[0] if module else None,
         module_type=module[1] if module else None,
         module_rows=sources(guilty),

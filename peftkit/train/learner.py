@@ -391,8 +391,9 @@ class Learner:
             return diagnose(
                 self.model,
                 self.loss,
-                [] if self.in_step.needed else self.micro_batches(rows),
+                self.in_step.passes(self.micro_batches(rows)),
                 step=self.state.step + 1,
                 loss=facts.loss,
                 grad_norm=facts.grad_norm,
+                to_the_end=self.in_step.needed,
             )
