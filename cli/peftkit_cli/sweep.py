@@ -60,6 +60,7 @@ def sweep(
     for path in recipes:
         if not path.exists():
             raise unknown_recipe_file(path)
+    from peftkit.report.live import REPORT
     from peftkit.sweeps import members as made
     from peftkit.sweeps.outcomes import BEST, SWEEP
     from peftkit.sweeps.sweep import sweep as train_together
@@ -77,4 +78,4 @@ def sweep(
         typer.echo(json.dumps(json.loads((out / SWEEP).read_text(encoding="utf-8"))))
     else:
         typer.echo(out / BEST)
-        note(f"Next: peftkit chat {out / BEST}; all members: {out / SWEEP}")
+        note(f"Next: peftkit chat {out / BEST}; all members: {out / REPORT}, {out / SWEEP}")

@@ -26,7 +26,7 @@ Asked = Mapping[str, tuple[list[Any], float]]
 """Run to its rows of a step and its learning rate."""
 
 
-CPU_TOKENS = 768
+CPU_TOKENS = 512
 """Of a joint pass on a CPU, where a recipe leaves it open: more take memory, and no less time."""
 
 

@@ -1,4 +1,4 @@
-"""What became of the members of a sweep: sweep.json, the table at the end, and the best adapter."""
+"""What became of the members: sweep.json, the table at the end, the report, the best adapter."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.errors import OutputError, RunError
-from peftkit.events import Listener, Saved, Table
+from peftkit.events import Listener, Notice, Saved, Table
 from peftkit.files.disk import read_json, writable_folder, write_json
+from peftkit.report.history import is_run
+from peftkit.report.live import REPORT
+from peftkit.report.write import write_report
 from peftkit.sweeps.members import Member
 
 SWEEP, BEST = "sweep.json", "best"
@@ -81,8 +84,9 @@ def write_outcomes(out: Path, outcomes: Mapping[str, Outcome], best: str | None 
 
 
 def tell_outcomes(out: Path, outcomes: Mapping[str, Outcome], on_event: Listener) -> list[Outcome]:
-    """Write the end of the sweep, copy the best adapter, and tell the table."""
+    """Write the end of the sweep and the report of all, copy the best adapter, tell the table."""
     order = sorted(outcomes.values(), key=lambda outcome: outcome.rank)
+    _report(out, order, on_event)
     best = order[0]
     if best.state == "failed":
         raise RunError(
@@ -104,10 +108,19 @@ def tell_outcomes(out: Path, outcomes: Mapping[str, Outcome], on_event: Listener
         for outcome in order
     )
     names = [key.rpartition(".")[2] for key in keys]
-    columns = ("member", *names, "eval loss", "loss", "steps", "time", "")
+    columns = ("member", *names, "eval loss", "loss", "steps", "time", "state")
     on_event(Table("The sweep, best first", columns, rows))
     on_event(Saved("best adapter", out / BEST))
     return order
+
+
+def _report(out: Path, order: Sequence[Outcome], on_event: Listener) -> None:
+    """Write the curves of all members in one picture; a report costs no sweep."""
+    folders = [outcome.folder for outcome in order if is_run(Path(outcome.folder))]
+    try:
+        on_event(Saved("report", write_report(folders, out / REPORT)))
+    except Exception as error:
+        on_event(Notice(f"{REPORT} was not written: {error}"))
 
 
 def _copy(folder: Path, to: Path) -> None:

@@ -120,6 +120,8 @@ def test_a_member_is_the_run_that_it_would_be_alone(
     best = json.loads((tmp_path / "out" / "sweep.json").read_text())["best"]
     assert best == outcomes[0].name
     assert named_tensors(tmp_path / "out" / "best").keys()
+    report = (tmp_path / "out" / "report.html").read_text()
+    assert all(f">{member.name}<" in report for member in members)
 
 
 def test_members_are_in_the_mode_of_their_model() -> None:
