@@ -27,6 +27,7 @@ from peftkit.sweeps.loop import Live, Loop, has_checkpoints
 from peftkit.sweeps.members import Member, check_members
 from peftkit.sweeps.outcomes import Outcome, open_sweep, tell_outcomes, write_outcomes
 from peftkit.tasks.head import TokenTask
+from peftkit.tasks.loss import find_head
 from peftkit.train.loop import check_output
 from peftkit.train.run import Run
 from peftkit.train.signals import StopRequest, stop_requests
@@ -82,7 +83,6 @@ def sweep(
             allow_changes=(),
         )
     if waiting:
-        write_outcomes(out, outcomes)
         for part in rounds([member.recipe for member in waiting], on_event):
             some = waiting[part.start : part.stop]
             _train(some, outcomes, out, resume=resume, halve=halve, on_event=on_event)
@@ -119,6 +119,7 @@ def _train(
             if task is not tasks[0]:
                 stack.enter_context(task.training_with(tasks[0]))
         loop = Loop(live, mounted, out, outcomes, stop, halve, on_event)
+        write_outcomes(out, outcomes)
         loop.start(resume)
         loop.go()
 
@@ -134,8 +135,9 @@ def _prepared(
         heard = on_event if number == 0 else _listener(member.name, on_event)
         before = BeforeRun(heard)
         ready = prepare(member.recipe, base=base, resume=again, on_event=before.on_event)
+        head = find_head(base.model)
         for path, module in ready.adapter.modules.items():
-            if module.stacked or "head" in module.site.roles:
+            if module.stacked or head in (module, module.base):
                 raise ConfigError(
                     f"{member.name} cannot be trained together with others: it adapts {path}",
                     found="Its rows are not those of the batch, in their order.",

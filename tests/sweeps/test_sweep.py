@@ -30,19 +30,25 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
-    for family in ("llama", "gpt2", "gemma2"):
+class Bases(dict[str, Path]):
+    """A tiny model of a family, saved when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __missing__(self, family: str) -> Path:
         torch.manual_seed(0)
-        folder = tmp_path_factory.mktemp(family)
-        model = FAMILIES[family]()
-        for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):  # else draws are another batch's
-            setattr(model.config, name, 0.0)
+        model, folder = FAMILIES[family](), self.folder / family
+        for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout_rate"):
+            setattr(model.config, name, 0.0)  # else draws are another batch's
         model.save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)
-        found[family] = folder
-    return found
+        return self.setdefault(family, folder)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
+    return Bases(tmp_path_factory.mktemp("bases"))
 
 
 def write(folder: Path, model: Path, **sections: dict[str, Any]) -> Path:
@@ -55,7 +61,8 @@ def write(folder: Path, model: Path, **sections: dict[str, Any]) -> Path:
         "data": {"train": str(data), "eval": str(data), "max_length": 64, "packing": False},
         "train": {"max_steps": 4, "batch_size": 3, "learning_rate": 5.0e-3, "eval_every": 2},
     }
-    merged = {name: {**section, **sections.get(name, {})} for name, section in settings.items()}
+    merged = {n: {**settings.get(n, {}), **sections.get(n, {})} for n in {**settings, **sections}}
+    merged = {n: {k: v for k, v in own.items() if v is not None} for n, own in merged.items()}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(merged))
     return folder / "recipe.yaml"
 
@@ -70,29 +77,45 @@ def alone(recipe: Path, overrides: list[str], folder: Path) -> list[float]:
     return losses(folder)
 
 
+NF4 = {"base": {"quantize": "nf4"}}
+SLOW: list[tuple[str, list[str], dict[str, dict[str, Any]]]] = [
+    *((family, ["method.rank=2,5"], {}) for family in ("qwen2", "qwen3", "phi3", "gpt_neox")),
+    ("gemma2", ["train.batch_size=1,4", "train.seed=1,2"], {}),
+    ("mixtral", ["method.rank=2,5"], {}),
+    ("t5", ["method.rank=2,5"], {"task": {"type": "seq2seq"}, "data": {"packing": None}}),
+    ("llama", ["method.init=gaussian,eva"], {}),
+    ("llama", ["method.rslora=true,false", "method.init=pissa,default"], {}),
+    ("llama", ["method.init=loftq,olora"], NF4),
+    ("llama", ["method.type=dora,vera"], {"method": {"rank": None}, **NF4}),
+    ("gpt2", ["method.type=ia3,lora"], {"method": {"rank": None}}),
+]
+"""Families and methods, each with another member beside it."""
+
+
 @pytest.mark.parametrize(
     ("family", "over", "sections"),
     [
         ("llama", ["method.rank=2,7", "train.learning_rate=1e-3,1e-2"], {}),
         ("llama", ["method.type=lora,dora,ia3,vera"], {"method": {"rank": None}}),
         ("gpt2", ["method.targets=[q],[v,o],attention"], {}),
-        pytest.param(
-            "gemma2", ["train.batch_size=1,4", "train.seed=1,2"], {}, marks=pytest.mark.slow
-        ),
-        ("llama", ["method.init=default,pissa,olora"], {"base": {"quantize": "nf4"}}),
+        ("llama", ["method.init=default,pissa,olora"], NF4),
         (
             "llama",
             ["train.gradient_accumulation=1,3"],
             {"data": {"packing": True}, "train": {"gradient_checkpointing": True}},
         ),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
-    ids=["rank", "method", "fused", "batch", "init-nf4", "accumulation-packed"],
+    ids=[
+        *("rank", "method", "fused", "init-nf4", "accumulation-packed"),
+        *(f"{case[0]}-{case[1][-1].partition('.')[2]}" for case in SLOW),
+    ],
 )
 def test_a_member_is_the_run_that_it_would_be_alone(
     family: str,
     over: list[str],
     sections: dict[str, dict[str, Any]],
-    bases: dict[str, Path],
+    bases: Bases,
     tmp_path: Path,
 ) -> None:
     recipe = write(tmp_path / "data", bases[family], **sections)
@@ -129,7 +152,7 @@ def test_members_are_in_the_mode_of_their_model() -> None:
     adapter = attach(model, LoRA(rank=2, dropout=0.5, targets=("q",)))
     adapter.take_out()
     mounted = Mounted(model.train(), {"a": adapter.modules})
-    module = next(iter(adapter.modules.values()))
+    module: Any = next(iter(adapter.modules.values()))
     assert module.dropout.training
     with evaluating(model):
         assert not module.dropout.training
@@ -137,7 +160,7 @@ def test_members_are_in_the_mode_of_their_model() -> None:
     mounted.remove()
 
 
-def test_a_member_that_breaks_stops_alone(bases: dict[str, Path], tmp_path: Path) -> None:
+def test_a_member_that_breaks_stops_alone(bases: Bases, tmp_path: Path) -> None:
     recipe = write(tmp_path / "data", bases["llama"])
     members = grid(recipe, ["train.learning_rate=1e-3,1e30"], out=tmp_path / "out")
     heard: list[Event] = []
@@ -149,7 +172,7 @@ def test_a_member_that_breaks_stops_alone(bases: dict[str, Path], tmp_path: Path
 
 
 def test_a_stopped_sweep_is_resumed_to_the_same_end(
-    bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bases: Bases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = write(tmp_path / "data", bases["llama"], train={"save_every": 1})
     over = ["train.max_steps=3,5", "method.rank=2,3"]
@@ -176,7 +199,7 @@ def test_a_stopped_sweep_is_resumed_to_the_same_end(
 
 
 def test_memory_that_runs_out_makes_passes_smaller(
-    bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bases: Bases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = write(tmp_path / "data", bases["llama"])
     over = ["method.rank=2,3,4,5"]
@@ -194,7 +217,7 @@ def test_memory_that_runs_out_makes_passes_smaller(
         assert losses(Path(a.folder)) == pytest.approx(losses(Path(b.folder)), rel=1e-5)
 
 
-def test_halving_stops_the_worse_half(bases: dict[str, Path], tmp_path: Path) -> None:
+def test_halving_stops_the_worse_half(bases: Bases, tmp_path: Path) -> None:
     recipe = write(tmp_path / "data", bases["llama"], train={"max_steps": 6, "eval_every": None})
     over = ["train.learning_rate=1e-6,1e-3,3e-3,1e-2"]
     outcomes = sweep(grid(recipe, over, out=tmp_path / "out"), tmp_path / "out", halve=True)
@@ -219,7 +242,7 @@ def test_halving_stops_the_worse_half(bases: dict[str, Path], tmp_path: Path) ->
     ],
 )
 def test_what_cannot_go_together_is_refused_by_name(
-    over: list[str], told: str, bases: dict[str, Path], tmp_path: Path
+    over: list[str], told: str, bases: Bases, tmp_path: Path
 ) -> None:
     recipe = write(tmp_path / "data", bases["llama"], method={})
     settings = yaml.safe_load(recipe.read_text())
@@ -231,7 +254,22 @@ def test_what_cannot_go_together_is_refused_by_name(
     assert not (tmp_path / "out").exists()
 
 
-def test_members_are_picked_by_name_or_are_recipes(bases: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "targets", "named"),
+    [("mixtral", "all-linear", "experts"), ("llama", ["lm_head", "q"], "lm_head")],
+)
+def test_what_is_not_a_piece_of_the_batch_is_refused_by_name(
+    family: str, targets: Any, named: str, bases: Bases, tmp_path: Path
+) -> None:
+    recipe = write(tmp_path / "data", bases[family], method={"targets": targets})
+    with pytest.raises(ConfigError, match="cannot be trained together") as error:
+        sweep(grid(recipe, ["method.rank=2,3"], out=tmp_path / "out"), tmp_path / "out")
+    assert named in str(error.value)
+    assert "targets" in str(error.value)
+    assert not (tmp_path / "out" / "sweep.json").exists()
+
+
+def test_members_are_picked_by_name_or_are_recipes(bases: Bases, tmp_path: Path) -> None:
     recipe = write(tmp_path / "data", bases["llama"])
     file = tmp_path / "members.yaml"
     file.write_text("small: {method.rank: 2}\nlarge: {method.rank: 9, train.seed: 3}\n")
@@ -247,9 +285,7 @@ def test_members_are_picked_by_name_or_are_recipes(bases: dict[str, Path], tmp_p
         pick(recipe, file, out=tmp_path)
 
 
-def test_a_recipe_of_a_member_is_trained_alone_just_as_well(
-    bases: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_recipe_of_a_member_is_trained_alone_just_as_well(bases: Bases, tmp_path: Path) -> None:
     recipe = write(tmp_path / "data", bases["llama"])
     members = grid(recipe, ["method.rank=2,3"], out=tmp_path / "out")
     sweep(members, tmp_path / "out")
