@@ -1,18 +1,18 @@
 """Bases larger than their device: packed weights wait in main memory, two blocks are on the device.
 
 Frozen weights only travel one way. When a block is entered, its packed weights are on the device
-and the next block's are on their way, on a stream of their own: the block above in a forward pass,
-the one below in a backward pass that computes blocks again. When it is left, the module holds main
-memory again; what the block's backward pass needs of the copies lives as long as its graph. Where
+and the next block's are on their way (transfer.py): the block above in a forward pass, the one
+below in a backward pass that computes blocks again. When it is left, the module holds main memory
+again; what the block's backward pass needs of the copies lives as long as its graph. Where
 activations are kept that would be every block: so they are recomputed (`Blocks.ways`).
 
-On a CPU the copies are memory like any other; that they are two is counted all the same.
+Of stacked experts only the scales travel with their block. Those that have tokens are fetched for
+each of their products, a group at a time, and once more in the backward pass.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from peftkit.base.form import Form
 from peftkit.base.mapped import packed_skeleton
 from peftkit.base.purpose import Purpose
+from peftkit.base.transfer import Shelf, Unit, Way, pinned
 from peftkit.errors import BaseError
+from peftkit.kernels.packed_stack import Group, PackedExperts, PackedStack, has_apart
 from peftkit.kernels.packing import Packing
 from peftkit.model.blocks import blocks
 
@@ -32,6 +34,9 @@ MARK = "GradientCheckpointingLayer"
 """The class of transformers that blocks are of which can be computed again."""
 ROOM = 0.8
 """Of a GPU's free memory a base may take before it is streamed; the rest is for the step."""
+
+EXPERT_BYTES = 1 << 26
+"""Of packed experts that are fetched together."""
 
 Place = tuple[nn.Module, str]
 
@@ -63,15 +68,88 @@ def must_stream(placement: str, config: Any, purpose: Purpose, form: Form) -> bo
     )
 
 
+class _Stack:
+    """One stack's packed experts in main memory, fetched a group at a time.
+
+    Attributes:
+        places: Where the packed data is. beside: The stacks of the same module, which are
+            multiplied with one after the other, after the same routing.
+    """
+
+    def __init__(self, owner: Any, packing: Packing, shelf: Shelf, *, pins: bool) -> None:
+        self.packing, self.shelf = packing, shelf
+        self.beside: list[_Stack] = []
+        packed = owner._parameters["original"]
+        self.packed, self._is_pinned = packed, pins and pinned([packed])
+        self._by_expert = packed.detach().view(packing.form.shape[0], -1).view(torch.uint8)
+        self._group = max(1, EXPERT_BYTES // self._by_expert.shape[1])
+        self._was_full = False
+        self._read: tuple[Tensor, list[int]] | None = None
+
+    def enter(self) -> None:
+        """Stand for the unpacked stack; the scales are on the device by now."""
+        packing = self.packing
+        packing.kept = PackedStack(PackedExperts(packing.form, packing.dtype, self, packing.scales))
+        if self._was_full and self.beside[0] is self:  # all are likely to be needed again
+            self.shelf.expect(self._units(range(len(self._by_expert)))[0])
+
+    def leave(self) -> None:
+        """Let the packed data be read where it is."""
+        self.packing.kept = None
+
+    def fetch(self, experts: Sequence[int], backwards: bool) -> Iterator[tuple[Group, Tensor]]:
+        """Yield groups of the experts asked for, and their bytes; the next one is on its way."""
+        self._was_full = len(experts) == len(self._by_expert)
+        order = self.beside[::-1] if backwards else self.beside
+        units: list[Unit] = []
+        for stack in order[order.index(self) : order.index(self) + 2]:
+            units += stack._units(experts)[:: -1 if backwards else 1]
+        for unit, then in zip(units, [*units[1:], None], strict=True):
+            if unit.key[0] == id(self):
+                yield unit.key[1], self.shelf.take(unit, then)
+
+    def ends(self, offs: Tensor) -> list[int]:
+        """Return what a tensor says, read once for all products of the module."""
+        first = self.beside[0]
+        if first._read is None or first._read[0] is not offs:
+            first._read = offs, offs.tolist()
+        return first._read[1]
+
+    def _units(self, experts: Sequence[int]) -> list[Unit]:
+        groups = [tuple(experts[n : n + self._group]) for n in range(0, len(experts), self._group)]
+        return [
+            Unit((id(self), group), [self._by_expert[e] for e in group], is_pinned=self._is_pinned)
+            for group in groups
+        ]
+
+
 class _Block:
     """One block's packed tensors in main memory, and where they belong."""
 
-    def __init__(self, module: nn.Module, places: list[Place]) -> None:
-        self.module, self.places = module, places
-        self.host: list[Any] = [module._parameters[name] for module, name in self.places]
+    def __init__(
+        self, number: int, module: nn.Module, places: list[Place], experts: Shelf, *, pins: bool
+    ) -> None:
+        self.module = module
+        self.stacks = _stacks(module, experts, pins=pins)
+        apart = {id(stack.packed) for stack in self.stacks}
+        self._places = [(m, name) for m, name in places if id(m._parameters[name]) not in apart]
+        self.host: list[Any] = [module._parameters[name] for module, name in self._places]
+        self.unit = Unit(number, self.host, is_pinned=pins and pinned(self.host))
 
-    def put(self, tensors: list[Any]) -> None:
-        for (module, name), tensor in zip(self.places, tensors, strict=True):
+    def enter(self, flat: Tensor) -> None:
+        """Put the copies that lie in these bytes into the modules."""
+        self._put([nn.Parameter(copy, requires_grad=False) for copy in self.unit.views(flat)])
+        for stack in self.stacks:
+            stack.enter()
+
+    def leave(self) -> None:
+        """Put main memory back."""
+        for stack in self.stacks:
+            stack.leave()
+        self._put(self.host)
+
+    def _put(self, tensors: list[Any]) -> None:
+        for (module, name), tensor in zip(self._places, tensors, strict=True):
             module._parameters[name] = tensor
 
 
@@ -79,31 +157,30 @@ class BlockStream:
     """The blocks of a model, streamed to a device as they are needed.
 
     Attributes:
-        resident: Blocks that have copies on the device now. most_resident: At most, so far.
-        bytes_moved: To the device, so far.
+        shelf: The blocks on the device. experts: The groups of experts on it.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
-        self.resident = self.most_resident = self.bytes_moved = 0
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._blocks = [_Block(*found) for found in streamed_places(model)]
-        self._fetched: dict[int, list[nn.Parameter]] = {}
-        self._events: dict[int, Any] = {}
-        self._last, self._step = -1, 1
-        self._inside: list[int] = []
-        if not self._blocks:
+        way, pins = Way(device), device.type == "cuda"
+        self.shelf, self.experts = Shelf(way), Shelf(way)
+        found = [
+            _Block(number, module, places, self.experts, pins=pins)
+            for number, (module, places) in enumerate(streamed_places(model))
+        ]
+        if not found:
             raise BaseError(
                 f"{type(model).__name__} cannot be streamed.",
                 found="It has no blocks with packed weights.",
                 fix="Set base.quantize to nf4, fp4 or int8, or base.placement: device.",
             )
-        streamed = {id(tensor) for block in self._blocks for tensor in block.host}
-        _move_all_but(model, streamed, device)
-        self._index = {id(block.module): index for index, block in enumerate(self._blocks)}
-        for block in self._blocks:
-            if self._stream is not None:
-                _pin(block.host)
+        self._blocks = found
+        self._last, self._step = -1, 1
+        self._inside: list[int] = []
+        streamed = [t for b in found for t in (*b.host, *(stack.packed for stack in b.stacks))]
+        _move_all_but(model, {id(tensor) for tensor in streamed}, device)
+        self._index = {id(block.module): index for index, block in enumerate(found)}
+        for block in found:
             block.module.register_forward_pre_hook(lambda block, _: self.enter(block), prepend=True)
             block.module.register_forward_hook(
                 lambda block, *_: self.leave(block), always_call=True
@@ -129,12 +206,9 @@ class BlockStream:
             return
         self._step = self._direction(index)
         self._last = index
-        for other in self._fetched.keys() - {index, index + self._step}:
-            del self._fetched[other]  # of a pass that was broken off, for one
-        self._fetch(index)
-        self._blocks[index].put(self._taken(index))
-        if index + self._step in range(len(self._blocks)):
-            self._fetch(index + self._step)
+        following = index + self._step
+        then = self._blocks[following].unit if following in range(len(self._blocks)) else None
+        self._blocks[index].enter(self.shelf.take(self._blocks[index].unit, then))
 
     def leave(self, block: nn.Module) -> None:
         """Put main memory back into a block's modules."""
@@ -142,13 +216,8 @@ class BlockStream:
         if index is None or index not in self._inside:
             return
         self._inside.remove(index)
-        if index in self._inside:
-            return
-        self._blocks[index].put(self._blocks[index].host)
-        is_last = index == len(self._blocks) - 1
-        again = is_last and self._step == 1 and torch.is_grad_enabled()  # it is computed again
-        if not (again or (index == 0 and self._step == -1)):  # or begins the next pass
-            self._fetched.pop(index, None)
+        if index not in self._inside:
+            self._blocks[index].leave()
 
     def _direction(self, index: int) -> int:
         """Return where the pass goes on from here: up, or down where blocks are computed again."""
@@ -158,44 +227,20 @@ class BlockStream:
             return -1 if index == len(self._blocks) - 1 else 1
         return index - self._last
 
-    def _fetch(self, index: int) -> None:
-        """Begin to copy a block to the device, if that has not begun."""
-        if index in self._fetched:
-            return
-        host = self._blocks[index].host
-        if self._stream is None:
-            copies = [tensor.detach().clone() for tensor in host]
-        else:
-            with torch.cuda.stream(self._stream):
-                copies = [tensor.detach().to(self.device, non_blocking=True) for tensor in host]
-                self._events[index] = self._stream.record_event()
-        self.bytes_moved += sum(copy.nbytes for copy in copies)
-        self._count(copies)
-        self._fetched[index] = [nn.Parameter(copy, requires_grad=False) for copy in copies]
 
-    def _taken(self, index: int) -> list[nn.Parameter]:
-        """Return a block's copies, ready to be used on the current stream."""
-        copies = self._fetched[index]
-        if self._stream is not None and index in self._events:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_event(self._events.pop(index))
-            for copy in copies:
-                copy.record_stream(current)
-        return copies
-
-    def _count(self, copies: list[Tensor]) -> None:
-        """Count a block as resident until the last of its copies is gone."""
-        left = len(copies)
-        self.resident += 1
-        self.most_resident = max(self.most_resident, self.resident)
-
-        def gone() -> None:
-            nonlocal left
-            left -= 1
-            self.resident -= left == 0
-
-        for copy in copies:
-            weakref.finalize(copy.untyped_storage(), gone)
+def _stacks(block: nn.Module, shelf: Shelf, *, pins: bool) -> list[_Stack]:
+    """Return the stacked experts of a block that can be fetched one by one, module by module."""
+    found = []
+    for module in block.modules():
+        beside = []
+        for child in getattr(module, "parametrizations", {}).values():
+            packing = next((m for m in child.children() if isinstance(m, Packing)), None)
+            if packing is not None and has_apart(packing.form):
+                beside.append(_Stack(child, packing, shelf, pins=pins))
+        for stack in beside:
+            stack.beside = beside
+        found += beside
+    return found
 
 
 def streamed_places(model: nn.Module) -> list[tuple[nn.Module, list[Place]]]:
@@ -234,16 +279,3 @@ def _move_all_but(model: nn.Module, streamed: set[int], device: torch.device) ->
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
-
-
-def _pin(tensors: list[Any]) -> None:
-    """Pin main memory, so that copies run beside the computing; where that is refused, they wait.
-
-    Pages of a mapped file are left as they are: pinned, they would be copied into main memory.
-    """
-    for tensor in tensors:
-        if tensor.untyped_storage().nbytes() == tensor.nbytes:  # of a file it is a part
-            try:
-                tensor.data = tensor.data.pin_memory()
-            except RuntimeError:
-                return

@@ -74,18 +74,24 @@ def unpack(packed: Tensor, scales: tuple[Tensor, ...], form: Form, dtype: torch.
         # rounded once, as by way of float32, but that is never written
         made = torch.empty(packed.shape, dtype=dtype, device=packed.device)
         return torch.mul(packed, scales[0], out=made)
-    absmax = scales[0]
-    if len(scales) > 1:
-        _, nested, code, offset = scales
-        absmax = torch.ops.bitsandbytes.dequantize_blockwise(
-            absmax, nested, code, NESTED_BLOCK, torch.float32
-        ).add_(offset)
+    absmax = absmax_of(scales)
     rows = (absmax.numel(), form.block)
     known = torch.float32 if dtype == torch.float64 else dtype  # of others it leaves noise
     values = torch.ops.bitsandbytes.dequantize_4bit(
         packed, absmax, form.block, form.kind, rows, known
     ).to(dtype)
     return values.view(-1)[: math.prod(form.shape)].view(form.shape)
+
+
+def absmax_of(scales: tuple[Tensor, ...]) -> Tensor:
+    """Return the scales in fp32, of which some are quantised themselves."""
+    if len(scales) == 1:
+        return scales[0]
+    absmax, nested, code, offset = scales
+    made: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(
+        absmax, nested, code, NESTED_BLOCK, torch.float32
+    )
+    return made.add_(offset)
 
 
 @torch.library.custom_op("peftkit::times_packed", mutates_args=())

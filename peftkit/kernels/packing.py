@@ -27,13 +27,14 @@ class Packing(nn.Module):
     Attributes:
         form: Kind, shape, block size.
         dtype: Compute dtype.
-        kept: The unpacked tensor where it is kept for speed, or None.
+        kept: The unpacked tensor where it is kept for speed, or what stands for it while experts
+            are streamed (`PackedStack`), or None.
     """
 
     def __init__(self, form: Form, dtype: torch.dtype, scales: tuple[Tensor, ...]) -> None:
         super().__init__()
         self.form, self.dtype = form, dtype
-        self.kept: Tensor | None = None
+        self.kept: Any = None
         # the kind is in the name, so that a state dict of another kind does not load
         names = (f"absmax_{form.kind}", "nested_absmax", "nested_code", "nested_offset")
         for name, scale in zip(names, scales, strict=False):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 # the default in bf16 is "_grouped_mm", which torch.compile lets nobody override: its graph breaks
-_GROUPED_MM = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+GROUPED_MM = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 _ALIGNED = 8
 """grouped_mm on GPUs takes matrices whose rows are multiples of 16 bytes."""
 DENSE_COLUMNS = 256
@@ -105,7 +105,7 @@ class AdaptedStack:
             if not stack.flipped:
                 raise NoProductError(f"torch.{name} by adapted experts' weights as stored")
             first = stack.a.mT
-        elif name in _GROUPED_MM and place == 1 and stack.flipped:
+        elif name in GROUPED_MM and place == 1 and stack.flipped:
             return cls._grouped(func, plain, kwargs, stack, x)
         else:
             raise NoProductError(f"torch.{name} of adapted experts")

@@ -1,0 +1,177 @@
+"""Frozen weights on their way from main memory to a device, where two units of them are at a time.
+
+A unit is what travels together: a block's packed tensors, or some of its experts. Its copies lie
+one after the other in one piece of the device's memory, which is taken and freed in the order of
+the stream that computes: the copying stream waits until whoever had that memory is done with it.
+
+Main memory that is pinned is copied from at once. Pages of a mapped file cannot be pinned: a thread
+puts them into a small ring of pinned buffers and launches the copies, so that neither reading the
+file nor copying holds up who computes. On a CPU the copies are memory like any other.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 32
+"""Bytes: where each tensor of a unit begins."""
+SLOT, NUM_SLOTS = 1 << 24, 8
+"""Bytes of a buffer of the ring, a power of two as torch pins them, and how many there are."""
+ON_DEVICE = 2
+"""Units: one in use, one on its way."""
+
+
+class Unit:
+    """Tensors of main memory that travel together.
+
+    Args:
+        key: What tells it from others. host: The tensors, of any shapes and dtypes.
+        is_pinned: Whether all of them lie in pinned memory.
+    """
+
+    def __init__(self, key: Any, host: Sequence[Tensor], *, is_pinned: bool = False) -> None:
+        self.key, self.host, self.is_pinned = key, host, is_pinned
+        self._starts, self.num_bytes = [], 0
+        for tensor in host:
+            self._starts.append(self.num_bytes)
+            self.num_bytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+
+    def store(self, start: int, stop: int, target: Tensor, *, non_blocking: bool = False) -> None:
+        """Copy the bytes from `start` to `stop` into a target (stop - start,)."""
+        for begin, tensor in zip(self._starts, self.host, strict=True):
+            first, last = max(begin, start), min(begin + tensor.nbytes, stop)
+            if first < last:
+                part = tensor.detach().contiguous().flatten().view(torch.uint8)
+                part = part[first - begin : last - begin]
+                target[first - start : last - start].copy_(part, non_blocking=non_blocking)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return the tensors as they lie in bytes (num_bytes,) that all were copied to."""
+        return [
+            flat[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for begin, tensor in zip(self._starts, self.host, strict=True)
+        ]
+
+
+class Shelf:
+    """Units on a device.
+
+    Attributes:
+        resident: Units that have copies on the device now. most_resident: At most, so far.
+        bytes_moved: To the device, so far.
+    """
+
+    def __init__(self, way: Way) -> None:
+        self.resident = self.most_resident = self.bytes_moved = 0
+        self._way = way
+        self._there: dict[Any, tuple[Tensor, Any]] = {}
+
+    def take(self, unit: Unit, then: Unit | None = None) -> Tensor:
+        """Return a unit's bytes, ready for the current stream; begin to fetch the one after it."""
+        wanted = [unit] if then is None else [unit, then]
+        for each in wanted:
+            self.expect(each, keep=[other.key for other in wanted])
+        flat, arrival = self._there[unit.key]
+        self._way.wait(arrival)
+        self._there[unit.key] = flat, None
+        return flat
+
+    def expect(self, unit: Unit, keep: Sequence[Any] = ()) -> None:
+        """Begin to fetch a unit, if that has not begun; those that came first make room."""
+        if unit.key in self._there:
+            return
+        for key in [key for key in self._there if key not in keep]:
+            if len(self._there) < ON_DEVICE:
+                break
+            # of a pass that was broken off: it is written to until then
+            self._way.wait(self._there.pop(key)[1])
+        flat, arrival = self._way.send(unit)
+        self._there[unit.key] = flat, arrival
+        self.bytes_moved += unit.num_bytes
+        self.resident += 1
+        self.most_resident = max(self.most_resident, self.resident)
+        weakref.finalize(flat.untyped_storage(), self._gone)
+
+    def _gone(self) -> None:
+        self.resident -= 1
+
+
+class Way:
+    """The way to a device: on a GPU a stream of its own, and the ring for what is not pinned."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._worker: ThreadPoolExecutor | None = None
+        self._slots: list[tuple[Tensor, Any]] = []
+
+    def send(self, unit: Unit) -> tuple[Tensor, Any]:
+        """Begin to copy a unit; return the bytes (N,) where it will be, and what to wait for."""
+        flat = torch.empty(unit.num_bytes, dtype=torch.uint8, device=self.device)
+        if self._stream is None:
+            unit.store(0, unit.num_bytes, flat)
+            return flat, None
+        free = torch.cuda.current_stream(self.device).record_event()
+        if not unit.is_pinned:
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(
+                    1, "transfer", initializer=torch.cuda.set_device, initargs=(self.device,)
+                )
+            return flat, self._worker.submit(self._through_ring, unit, flat, free)
+        self._stream.wait_event(free)
+        with torch.cuda.stream(self._stream):
+            unit.store(0, unit.num_bytes, flat, non_blocking=True)
+            return flat, self._stream.record_event()
+
+    def wait(self, arrival: Any) -> None:
+        """Let the current stream go on when a unit is there."""
+        if isinstance(arrival, Future):
+            arrival = arrival.result()  # the copies are launched, not made
+        if arrival is not None:
+            torch.cuda.current_stream(self.device).wait_event(arrival)
+
+    def _through_ring(self, unit: Unit, flat: Tensor, free: Any) -> Any:
+        assert self._stream is not None
+        self._stream.wait_event(free)
+        sent = None
+        for start in range(0, unit.num_bytes, SLOT):
+            stop = min(start + SLOT, unit.num_bytes)
+            slot = self._slot()
+            unit.store(start, stop, slot[: stop - start])
+            with torch.cuda.stream(self._stream):
+                flat[start:stop].copy_(slot[: stop - start], non_blocking=True)
+                sent = self._stream.record_event()
+            self._slots.append((slot, sent))
+        return sent
+
+    def _slot(self) -> Tensor:
+        """Return a buffer of the ring that nobody copies from any more."""
+        if len(self._slots) < NUM_SLOTS:
+            try:
+                return torch.empty(SLOT, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError:  # refused: this thread waits for the copies
+                return torch.empty(SLOT, dtype=torch.uint8)
+        slot, sent = self._slots.pop(0)
+        sent.synchronize()
+        return slot
+
+
+def pinned(tensors: Sequence[Tensor]) -> bool:
+    """Pin main memory in place; tell whether all of it is.
+
+    Pages of a mapped file are left as they are: pinned, they would be copied into main memory.
+    """
+    for tensor in tensors:
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:  # of a file it is a part
+            return False
+        try:
+            tensor.data = tensor.data.pin_memory()
+        except RuntimeError:
+            return False
+    return True

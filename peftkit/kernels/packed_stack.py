@@ -1,0 +1,187 @@
+"""Packed matrices of experts that lie elsewhere: fetched and unpacked a few at a time, as needed.
+
+Models with experts multiply by their stacked weights in several ways (kernels/stacked.py). A
+`PackedStack` takes the place of such a weight. A grouped product, or one expert's matrix, makes it
+fetch the experts that have tokens; the backward pass fetches them again. For whatever else is done
+with it, it is the unpacked tensor.
+
+Shapes: E experts, S rows, sorted by expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from peftkit.kernels.packed import BLOCK, Form, absmax_of, unpack
+from peftkit.kernels.stacked import GROUPED_MM
+
+Group = tuple[int, ...]
+"""Experts that are fetched together, in ascending order."""
+
+
+class Elsewhere(Protocol):
+    """Where packed experts come from."""
+
+    def fetch(self, experts: Sequence[int], backwards: bool) -> Iterator[tuple[Group, Tensor]]:
+        """Yield groups of the experts asked for, and their packed bytes; the last ones first."""
+
+    def ends(self, offs: Tensor) -> list[int]:
+        """Return what a tensor (E,) of the device says: where each expert's rows end."""
+
+
+def has_apart(form: Form) -> bool:
+    """Tell whether each expert's packed matrix, and its scales, lie by themselves."""
+    return len(form.shape) == 3 and form.shape[1:].numel() % BLOCK == 0 and form.block == BLOCK
+
+
+class PackedExperts:
+    """What a stack and its transpose share.
+
+    Args:
+        form, dtype, scales: How the packed data of all experts is read.
+        source: Where it comes from.
+    """
+
+    def __init__(
+        self, form: Form, dtype: torch.dtype, source: Elsewhere, scales: tuple[Tensor, ...]
+    ) -> None:
+        self.form, self.dtype, self.source, self.scales = form, dtype, source, scales
+        self._absmax: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the matrices come out."""
+        return self.scales[0].device
+
+    def unpacked(
+        self, experts: Sequence[int], backwards: bool = False
+    ) -> Iterator[tuple[Group, Tensor]]:
+        """Yield groups of experts, and their matrices (experts, out, in)."""
+        if self._absmax is None:
+            self._absmax = absmax_of(self.scales).reshape(self.form.shape[0], -1)
+        for group, packed in self.source.fetch(experts, backwards):
+            form = self.form._replace(shape=torch.Size([len(group), *self.form.shape[1:]]))
+            scales = torch.cat([self._absmax[expert] for expert in group])
+            if form.kind == "int8":
+                packed, scales = (
+                    packed.view(torch.int8).view(form.shape),
+                    scales.view(*form.shape[:-1], 1),
+                )
+            yield group, unpack(packed.view(-1, 1), (scales,), form, self.dtype)
+
+
+class PackedStack:
+    """Experts' matrices (E, out, in), if `flipped` (E, in, out), as something to multiply with."""
+
+    ndim = 3
+
+    def __init__(self, experts: PackedExperts, *, flipped: bool = False) -> None:
+        self.experts, self.flipped = experts, flipped
+        number, *sides = experts.form.shape
+        self.shape = torch.Size([number, *(reversed(sides) if flipped else sides)])
+        self.dtype, self.device = experts.dtype, experts.device
+
+    def data_ptr(self) -> int:
+        """Return an address that is aligned, as that of unpacked matrices is."""
+        return 0
+
+    def transpose(self, first: int, second: int) -> Any:
+        """Swap two dimensions: of the last two as a view."""
+        if {first % 3, second % 3} != {1, 2}:
+            return self.whole().transpose(first, second)
+        return PackedStack(self.experts, flipped=not self.flipped)
+
+    @property
+    def mT(self) -> PackedStack:
+        """Every expert's matrix, transposed."""
+        return PackedStack(self.experts, flipped=not self.flipped)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64):
+            numbers = index.flatten().tolist()
+            hit = sorted(set(numbers))
+            found = torch.cat([matrices for _, matrices in self._unpacked(hit)])
+            chosen = [found[hit.index(number)] for number in numbers]
+            return torch.stack(chosen).view(*index.shape, *self.shape[1:])
+        if isinstance(index, int):
+            return next(self._unpacked([index % len(self)]))[1][0]
+        return self.whole()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.whole(), name)
+
+    def whole(self) -> Tensor:
+        """Return all matrices, unpacked."""
+        return torch.cat([matrices for _, matrices in self._unpacked(range(len(self)))])
+
+    def grouped(
+        self, product: Any, x: Tensor, offs: Tensor, ends: Sequence[int], backwards: bool
+    ) -> Tensor:
+        """Return x_e W_e for rows that lie sorted by expert, (S, columns of W_e).
+
+        Args:
+            product: torch's or transformers' grouped product.
+            x: (S, rows of W_e). offs, ends: (E,), where each expert's rows end.
+            backwards: Begin with the last experts, which the forward pass has left.
+        """
+        starts = [0, *ends[:-1]]
+        hit = [expert for expert, end in enumerate(ends) if end > starts[expert]]
+        out = x.new_zeros(len(x), self.shape[2])
+        for group, matrices in self._unpacked(hit, backwards):
+            first, last = starts[group[0]], ends[group[-1]]
+            own = torch.stack([offs[expert] for expert in group]) - first
+            out[first:last] = product(x[first:last], matrices, offs=own)
+        return out
+
+    def _unpacked(
+        self, experts: Sequence[int], backwards: bool = False
+    ) -> Iterator[tuple[Group, Tensor]]:
+        for group, matrices in self.experts.unpacked(experts, backwards):
+            yield group, matrices.mT if self.flipped else matrices
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", str(func))
+        if name in GROUPED_MM and len(args) == 2 and isinstance(args[1], cls) and "offs" in kwargs:
+            return _Grouped.apply(args[0], args[1], func, kwargs["offs"])
+        plain = [arg.whole() if isinstance(arg, cls) else arg for arg in args]
+        named = {key: arg.whole() if isinstance(arg, cls) else arg for key, arg in kwargs.items()}
+        return func(*plain, **named)
+
+
+class _Grouped(torch.autograd.Function):
+    """A grouped product that keeps none of its matrices for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stack: PackedStack, product: Any, offs: Tensor) -> Tensor:
+        """Return (S, columns)."""
+        experts = stack.experts
+        ctx.save_for_backward(offs, *experts.scales)
+        # nothing of the device, for of a block that is computed again this is kept meanwhile
+        ctx.how, ctx.flipped = (experts.form, experts.dtype, experts.source), stack.flipped
+        ctx.product, ctx.ends = product, experts.source.ends(offs)
+        return stack.grouped(product, x, offs, ctx.ends, backwards=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return dx; nothing else has a gradient."""
+        offs, *scales = ctx.saved_tensors
+        turned = PackedStack(PackedExperts(*ctx.how, tuple(scales)), flipped=not ctx.flipped)
+        grad_x = turned.grouped(ctx.product, grad, offs, ctx.ends, backwards=True)
+        return grad_x, None, None, None
