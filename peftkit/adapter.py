@@ -201,17 +201,9 @@ def attach(
             module.reset(generator)
         module.train(model.training)
         _replace(model, path, module)
-    _beside_streamed(model, modules)
+    if (stream := getattr(model, "block_stream", None)) is not None:
+        stream.settle(model)  # made beside weights in main memory
     return Adapter(model, method, modules, full)
-
-
-def _beside_streamed(model: nn.Module, modules: Mapping[str, AdapterModule]) -> None:
-    """Put the trained tensors on the device where streamed blocks are computed."""
-    stream = getattr(model, "block_stream", None)
-    if stream is None:
-        return
-    for parameter in (p for m in modules.values() for p in m.parameters() if p.requires_grad):
-        parameter.data = parameter.data.to(stream.device)
 
 
 def _check_apart(method: Method, sites: Collection[str], rows: Collection[str]) -> None:

@@ -177,8 +177,10 @@ class BlockStream:
         self._blocks = found
         self._last, self._step = -1, 1
         self._inside: list[int] = []
-        streamed = [t for b in found for t in (*b.host, *(stack.packed for stack in b.stacks))]
-        _move_all_but(model, {id(tensor) for tensor in streamed}, device)
+        self._streamed = {
+            id(t) for b in found for t in (*b.host, *(stack.packed for stack in b.stacks))
+        }
+        self.settle(model)
         self._index = {id(block.module): index for index, block in enumerate(found)}
         for block in found:
             block.module.register_forward_pre_hook(lambda block, _: self.enter(block), prepend=True)
@@ -186,6 +188,23 @@ class BlockStream:
                 lambda block, *_: self.leave(block), always_call=True
             )
         setattr(model, ATTRIBUTE, self)
+
+    def settle(self, model: nn.Module) -> None:
+        """Move to the device what is not streamed, as an adapter that is on the model now."""
+        moved: dict[int, Any] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in self._streamed:
+                    continue
+                if parameter.device.type == self.device.type:
+                    continue
+                if id(parameter) not in moved:  # tied ones stay tied
+                    new = parameter.detach().to(self.device)
+                    moved[id(parameter)] = nn.Parameter(new, parameter.requires_grad)
+                module._parameters[name] = moved[id(parameter)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.device)
 
     @contextmanager
     def around(self, block: nn.Module) -> Iterator[None]:
@@ -264,18 +283,3 @@ def _packed_places(block: nn.Module) -> Iterator[Place]:
         name = "original" if "original" in module._parameters else "packed"
         yield module, name
         yield from ((packing, each) for each, t in packing._parameters.items() if t is not None)
-
-
-def _move_all_but(model: nn.Module, streamed: set[int], device: torch.device) -> None:
-    moved: dict[int, Any] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in streamed or parameter.device == device:
-                continue
-            if id(parameter) not in moved:  # tied ones stay tied
-                new = nn.Parameter(parameter.detach().to(device), requires_grad=False)
-                moved[id(parameter)] = new
-            module._parameters[name] = moved[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)

@@ -58,20 +58,24 @@ class PackedExperts:
         return self.scales[0].device
 
     def unpacked(
-        self, experts: Sequence[int], backwards: bool = False
+        self, experts: Sequence[int], *, flipped: bool, backwards: bool = False
     ) -> Iterator[tuple[Group, Tensor]]:
-        """Yield groups of experts, and their matrices (experts, out, in)."""
+        """Yield groups of experts, and their matrices (experts, out, in) or (experts, in, out)."""
+        for group, packed in self.source.fetch(experts, backwards):
+            matrices = self._matrices(group, packed)
+            del packed  # before the next ones are fetched
+            yield group, matrices.mT if flipped else matrices
+            del matrices
+
+    def _matrices(self, group: Group, packed: Tensor) -> Tensor:
         if self._absmax is None:
             self._absmax = absmax_of(self.scales).reshape(self.form.shape[0], -1)
-        for group, packed in self.source.fetch(experts, backwards):
-            form = self.form._replace(shape=torch.Size([len(group), *self.form.shape[1:]]))
-            scales = torch.cat([self._absmax[expert] for expert in group])
-            if form.kind == "int8":
-                packed, scales = (
-                    packed.view(torch.int8).view(form.shape),
-                    scales.view(*form.shape[:-1], 1),
-                )
-            yield group, unpack(packed.view(-1, 1), (scales,), form, self.dtype)
+        form = self.form._replace(shape=torch.Size([len(group), *self.form.shape[1:]]))
+        scales = torch.cat([self._absmax[expert] for expert in group])
+        if form.kind == "int8":
+            scales = scales.view(*form.shape[:-1], 1)
+            return unpack(packed.view(torch.int8).view(form.shape), (scales,), form, self.dtype)
+        return unpack(packed.view(-1, 1), (scales,), form, self.dtype)
 
 
 class PackedStack:
@@ -140,13 +144,13 @@ class PackedStack:
             first, last = starts[group[0]], ends[group[-1]]
             own = torch.stack([offs[expert] for expert in group]) - first
             out[first:last] = product(x[first:last], matrices, offs=own)
+            del matrices  # before the next ones are unpacked
         return out
 
     def _unpacked(
         self, experts: Sequence[int], backwards: bool = False
     ) -> Iterator[tuple[Group, Tensor]]:
-        for group, matrices in self.experts.unpacked(experts, backwards):
-            yield group, matrices.mT if self.flipped else matrices
+        return self.experts.unpacked(experts, flipped=self.flipped, backwards=backwards)
 
     @classmethod
     def __torch_function__(

@@ -22,6 +22,7 @@ from tests.simulated_gpu import tensors
 from tests.simulated_gpu.tensors import Card, CudaTensor, Kernels
 
 STREAMS: list[Stream] = []
+ONE_AT_A_TIME = threading.RLock()
 _device_constructors()  # torch lists its functions once, and must find them as they are
 
 
@@ -31,17 +32,20 @@ class Stream:
     def __init__(self, device: Any = None, is_default: bool = False, **_: Any) -> None:
         self.device, self.is_default = device, is_default
         self._tasks: list[Callable[[], Any]] = []
+        self._before: list[Any] = []
         STREAMS.append(self)
 
     def queue(self, task: Callable[[], Any]) -> None:
         """Launch a copy."""
-        self._tasks.append(task)
+        with ONE_AT_A_TIME:
+            self._tasks.append(task)
 
     def drain(self) -> None:
         """Make all copies that were launched."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task()
+        with ONE_AT_A_TIME:  # who waits meanwhile waits for these too
+            tasks, self._tasks = self._tasks, []
+            for task in tasks:
+                task()
 
     def drain_all(self) -> None:
         """Make all copies of all streams."""
@@ -67,11 +71,12 @@ class Stream:
         tensors.CARD.wait("Stream.synchronize()")
 
     def __enter__(self) -> Stream:
-        self._before, tensors.CARD.stream = tensors.CARD.stream, self
+        self._before.append(tensors.CARD.stream)
+        tensors.CARD.stream = self
         return self
 
     def __exit__(self, *_: Any) -> None:
-        tensors.CARD.stream = self._before
+        tensors.CARD.stream = self._before.pop()
 
 
 class Event:
@@ -250,7 +255,7 @@ def simulated(card: Card | None = None, kernels: Callable[[], Kernels] = Kernels
     """
     card = card or Card()
     STREAMS.clear()
-    card.stream = Stream(is_default=True)
+    card.default_stream = Stream(is_default=True)
     with ExitStack() as stack:
         patch = mock.patch.object
         stack.enter_context(patch(tensors, "CARD", card))

@@ -13,6 +13,7 @@ memory must stay as it is until the host next waits; `Card.wait` checks that.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -76,10 +77,20 @@ class Card:
     operators: Counter[str] = field(default_factory=Counter)
     pinned: set[int] = field(default_factory=set)
     pinned_bytes: int = 0
-    stream: Any = None
+    default_stream: Any = None
     host_tasks: list[Callable[[], None]] = field(default_factory=list)
     """What is done when the host next waits."""
     _known: dict[int, Any] = field(default_factory=dict)
+    _chosen: threading.local = field(default_factory=threading.local)
+
+    @property
+    def stream(self) -> Any:
+        """The current one of this thread."""
+        return getattr(self._chosen, "stream", self.default_stream)
+
+    @stream.setter
+    def stream(self, stream: Any) -> None:
+        self._chosen.stream = stream
 
     def reset(self) -> None:
         """Begin to count anew."""
@@ -510,7 +521,11 @@ def _run(func: Any, name: str, args: Any, kwargs: Any, ours: list[Any], place: A
             number = _device(place).index
     originals = {id(tensor.values): tensor for tensor in ours}
     inner = _each((args, kwargs), lambda t: t.values if isinstance(t, CudaTensor) else t)
-    out = func(*inner[0], **inner[1])
+    if name == "histc" and not inner[0][0].is_floating_point():  # a CPU counts floats alone
+        whole = inner[0][0]
+        out = func(whole.float(), *inner[0][1:], **inner[1]).to(whole.dtype)
+    else:
+        out = func(*inner[0], **inner[1])
     CARD.launches += 1
     CARD.operators[name] += 1
     if place is not None and place.type == "cpu":

@@ -1,0 +1,135 @@
+"""Blocks and experts on their way to a card: two at a time, on a stream of their own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peftkit.adapter import attach
+from peftkit.base import placement, transfer
+from peftkit.base.load import load_base
+from peftkit.base.pack import pack_base
+from peftkit.kernels import packed
+from peftkit.methods.lora import LoRA
+from peftkit.train.memory.blocks import Blocks
+from tests.families import ARCHITECTURES, FAMILIES, tiny_tokenizer
+from tests.simulated_gpu.simulation import on_cpu, simulated
+from tests.simulated_gpu.tensors import Card
+
+LAYERS = 4
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(packed, "COPY_SHARE", 0.0)
+    monkeypatch.setattr(transfer, "SLOT", 1000)  # of which a block takes several
+    monkeypatch.setattr(transfer, "NUM_SLOTS", 3)
+    monkeypatch.setattr(placement, "EXPERT_BYTES", 2 * 32 * 64)  # two matrices (64, 64) in 4 bits
+    monkeypatch.setenv("PEFTKIT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for family in ("llama", "mixtral"):
+        torch.manual_seed(0)
+        config = (FAMILIES | ARCHITECTURES)[family]().config
+        config.num_hidden_layers = LAYERS
+        found[family] = tmp_path_factory.mktemp(family)
+        type(FAMILIES[family]())(config).save_pretrained(found[family])
+        tiny_tokenizer().save_pretrained(found[family])
+    return found
+
+
+def steps(folder: Path, device: str, way: str, stored: bool, count: int = 2) -> Iterator[Any]:
+    """Yield the model before the first step, and the gradients after each."""
+    store = "auto" if stored else "off"
+    place = "device" if device == "cpu" else "stream"
+    how: dict[str, Any] = {"dtype": "fp32", "quantize": "nf4", "store": store, "device": device}
+    model = load_base(str(folder), placement=place, **how).model
+    attach(model, LoRA(rank=2, targets=("q", "v")))
+    Blocks(model.train()).set_activations(way)  # type: ignore[arg-type]
+    yield model
+    rows = (torch.arange(48).remainder(290).view(2, 24) + 5).to(device)
+    for _ in range(count):
+        model.zero_grad(set_to_none=True)
+        model(input_ids=rows, labels=rows, use_cache=False).loss.backward()
+        named = model.named_parameters()
+        yield {n: on_cpu(p.grad).clone() for n, p in named if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("family", "way", "stored"),
+    [
+        ("llama", "recompute", True),
+        ("llama", "offload", False),
+        ("mixtral", "offload", True),
+        ("mixtral", "recompute", False),
+    ],
+)
+def test_steps_are_those_of_a_resident_base(
+    folders: dict[str, Path], family: str, way: str, stored: bool
+) -> None:
+    if stored:
+        pack_base(str(folders[family]), dtype="fp32")
+    _, *expected = steps(folders[family], "cpu", "recompute", stored)
+    with simulated() as card:
+        ran = steps(folders[family], "cuda", way, stored)
+        stream = next(ran).block_stream
+        found = [next(ran)]
+        card.reset()
+        before = stream.shelf.bytes_moved
+        found += ran
+        waits = Counter(wait.why for wait in card.waits if "peftkit/base/" in wait.where)
+        del waits["Event.synchronize()"]  # of the thread of the ring, for a buffer
+        # once for each pass over a block with experts, which have to be known
+        assert waits == ({"tolist()": 2 * LAYERS} if family == "mixtral" else {})
+        assert not [wait for wait in card.waits if "not pinned" in wait.why]
+        assert card.recorded_streams == 0
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, gradient in theirs.items():
+            torch.testing.assert_close(mine[name], gradient, atol=1e-5, rtol=1e-4)
+    size = stream._blocks[0].unit.num_bytes
+    assert stream.shelf.bytes_moved - before == (2 * LAYERS - 4) * size
+    assert stream.shelf.most_resident == 2
+    assert stream.experts.most_resident == (2 if family == "mixtral" else 0)
+
+
+def test_two_blocks_are_all_that_the_card_holds_of_them(folders: dict[str, Path]) -> None:
+    with simulated() as card:
+        ran = steps(folders["llama"], "cuda", "recompute", False, count=1)
+        model = next(ran)
+        held, size = card.allocated, model.block_stream._blocks[0].unit.num_bytes
+        with torch.no_grad():
+            model(input_ids=torch.arange(1)[None].to("cuda") + 5, use_cache=False)
+        assert 2 * size <= card.allocated - held < 3 * size
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_wait_that_is_forgotten_is_found(
+    folders: dict[str, Path], stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The simulation would show copies that are not waited for."""
+    if stored:
+        pack_base(str(folders["llama"]), dtype="fp32")
+    monkeypatch.setattr(transfer.Way, "wait", lambda self, arrival: None)
+    with simulated():
+        _, gradients = steps(folders["llama"], "cuda", "recompute", stored, count=1)
+    assert not all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+
+
+def test_a_unit_goes_through_a_ring_that_is_smaller(card: Card) -> None:
+    host = [torch.arange(n, dtype=torch.float32) for n in (1500, 3, 777)]
+    host.append(torch.tensor(3.5))
+    unit = transfer.Unit(0, host)
+    shelf = transfer.Shelf(transfer.Way(torch.device("cuda")))
+    for copy, tensor in zip(unit.views(shelf.take(unit)), host, strict=True):
+        assert torch.equal(on_cpu(copy), tensor)
+    assert card.pinned_bytes == transfer.NUM_SLOTS * transfer.SLOT
+    assert shelf.bytes_moved == unit.num_bytes
