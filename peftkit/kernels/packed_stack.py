@@ -10,6 +10,7 @@ Shapes: E experts, S rows, sorted by expert.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -35,7 +36,7 @@ class Elsewhere(Protocol):
 
 def has_apart(form: Form) -> bool:
     """Tell whether each expert's packed matrix, and its scales, lie by themselves."""
-    return len(form.shape) == 3 and form.shape[1:].numel() % BLOCK == 0 and form.block == BLOCK
+    return len(form.shape) == 3 and math.prod(form.shape[1:]) % BLOCK == 0 and form.block == BLOCK
 
 
 class PackedExperts:
@@ -186,6 +187,8 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """Return dx; nothing else has a gradient."""
         offs, *scales = ctx.saved_tensors
-        turned = PackedStack(PackedExperts(*ctx.how, tuple(scales)), flipped=not ctx.flipped)
+        form, dtype, source = ctx.how
+        experts = PackedExperts(form, dtype, source, tuple(scales))
+        turned = PackedStack(experts, flipped=not ctx.flipped)
         grad_x = turned.grouped(ctx.product, grad, offs, ctx.ends, backwards=True)
         return grad_x, None, None, None

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from peftkit import LoRA, Recipe, attach, fit, load_base
+from peftkit.base import placement as placement_module
 from peftkit.base.load import Base
 from peftkit.base.pack import pack_base
 from peftkit.config.schema import from_dict
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
-from peftkit.errors import BaseError, ConfigError
+from peftkit.errors import BaseError, ConfigError, RunError
+from peftkit.events import Event, Saved
 from peftkit.kernels import packing
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.config import TrainConfig
@@ -62,27 +64,126 @@ def rows(count: int = 6) -> list[Row]:
     return found
 
 
-def trained(folder: Path, placement: str, out: Path, **more: Any) -> tuple[Base, dict[str, Tensor]]:
+def trained(
+    folder: Path, placement: str, out: Path, break_at: int = 0, **more: Any
+) -> tuple[Base, dict[str, Tensor]]:
+    """Train a run of four steps, evaluated twice, with two rows twice in a step.
+
+    Args:
+        break_at: At which pass through a layer memory runs out, once.
+        more: For fit, and the settings of the run.
+    """
     base = based(folder, placement)
     adapter = attach(base.model, LoRA(rank=2, targets=("q", "v")))
     data = DataConfig(train="", packing=False, max_length=32)
     task = CausalLM(base.model, base.tokenizer, data)
-    config = TrainConfig(
-        output_dir=out, max_steps=3, batch_size=2, gradient_accumulation=2, eval_every=2,
-        gradient_checkpointing=True, compile=False, save_every=None,
-    )  # fmt: skip
+    settings: dict[str, Any] = {"max_steps": 4, "batch_size": 2, "gradient_accumulation": 2}
+    settings |= {"eval_every": 2, "gradient_checkpointing": True, "compile": False}
+    settings |= {name: more.pop(name) for name in [*more] if name in TrainConfig.model_fields}
+    config = TrainConfig(output_dir=out, save_every=2, **settings)
+    passes = 0
+
+    def run_out(*args: object) -> None:
+        nonlocal passes
+        passes += 1
+        if passes == break_at:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    base.model.model.layers[2].post_attention_layernorm.register_forward_hook(run_out)
     fit(base.model, task, rows(), rows(3), config, **more)
+    assert passes >= break_at
     return base, adapter.state()
+
+
+def assert_two_at_most(base: Base) -> None:
+    stream = stream_of(base)
+    assert stream.shelf.most_resident == 2
+    assert stream.experts.most_resident <= 2
+    assert stream.shelf.resident <= 2
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
 
 
 def test_streamed_run_is_the_resident_one_to_the_bit(folder, tmp_path) -> None:
     _, resident = trained(folder, "device", tmp_path / "a")
     base, streamed = trained(folder, "stream", tmp_path / "b")
-    assert resident.keys() == streamed.keys()
-    for name, tensor in resident.items():
-        assert torch.equal(streamed[name], tensor), name
-    assert stream_of(base).shelf.most_resident == 2
-    assert stream_of(base).shelf.resident <= 2
+    assert_same(streamed, resident)
+    assert_two_at_most(base)
+
+    def crash(event: Event) -> None:
+        if isinstance(event, Saved) and event.path.name == "step-2":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(folder, "stream", tmp_path / "c", on_event=crash)
+    base, resumed = trained(folder, "stream", tmp_path / "c", resume=True)
+    assert_same(resumed, resident)
+    assert_two_at_most(base)
+
+
+@pytest.mark.parametrize("break_at", [4, 5])  # where a forward pass is repeated, and in one
+def test_memory_that_runs_out_is_had_with_smaller_batches(folder, break_at, tmp_path) -> None:
+    _, resident = trained(folder, "device", tmp_path / "a", break_at, max_steps=2)
+    base, streamed = trained(folder, "stream", tmp_path / "b", break_at, max_steps=2)
+    assert_same(streamed, resident)
+    assert_two_at_most(base)
+
+
+def test_compiling_is_refused_by_name(folder, tmp_path) -> None:
+    with pytest.raises(RunError, match="streamed"):
+        trained(folder, "stream", tmp_path / "a", max_steps=1, compile=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "how", "way"),
+    [
+        ("mixtral", "grouped_mm", "offload"),
+        ("mixtral", "eager", "recompute"),
+        ("qwen3_moe", "batched_mm", "offload"),
+        ("gpt_oss", "grouped_mm", "recompute"),
+        ("granitemoe", "eager", "recompute"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
+def test_experts_come_a_group_at_a_time(family, how, way, kind, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(placement_module, "EXPERT_BYTES", 5000)  # of a few experts
+    torch.manual_seed(0)
+    model: Any = (FAMILIES | ARCHITECTURES)[family]()
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    results = []
+    for placement in ("device", "stream"):
+        base = load_base(str(tmp_path), dtype="fp32", quantize=kind, placement=placement)
+        if family != "granitemoe":  # whose experts are a loop
+            base.model.set_experts_implementation(how)
+        targets = ("q", "expert_gate", "expert_up") if family == "mixtral" else ("q",)
+        attach(base.model, LoRA(rank=2, targets=targets))
+        Blocks(base.model.train()).set_activations(way)
+        out = base.model(input_ids=ids(), use_cache=False).logits
+        out.square().mean().backward()
+        named = base.model.named_parameters()
+        results.append({"out": out} | {n: p.grad for n, p in named if p.grad is not None})
+    assert_same(results[1], results[0])
+    assert_two_at_most(base)
+    assert stream_of(base).experts.most_resident == 2
+    assert stream_of(base).experts.bytes_moved > 0
+
+
+def test_a_token_moves_its_own_experts_alone(tmp_path) -> None:
+    torch.manual_seed(0)
+    model: Any = FAMILIES["mixtral"]()
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    base = based(tmp_path, "stream")
+    stacks = [stack for block in stream_of(base)._blocks for stack in block.stacks]
+    whole = sum(stack.packed.nbytes for stack in stacks)
+    with torch.no_grad():
+        base.model(input_ids=ids()[:1, :1])
+    assert stream_of(base).experts.bytes_moved == whole // 2  # two of four for a token
 
 
 def test_inference_is_the_same_with_two_blocks_on_the_device(folder) -> None:

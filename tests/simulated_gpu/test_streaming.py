@@ -14,7 +14,7 @@ from peftkit.adapter import attach
 from peftkit.base import placement, transfer
 from peftkit.base.load import load_base
 from peftkit.base.pack import pack_base
-from peftkit.kernels import packed
+from peftkit.kernels import packing
 from peftkit.methods.lora import LoRA
 from peftkit.train.memory.blocks import Blocks
 from tests.families import ARCHITECTURES, FAMILIES, tiny_tokenizer
@@ -26,7 +26,7 @@ LAYERS = 4
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(packed, "COPY_SHARE", 0.0)
+    monkeypatch.setattr(packing, "COPY_SHARE", 0.0)
     monkeypatch.setattr(transfer, "SLOT", 1000)  # of which a block takes several
     monkeypatch.setattr(transfer, "NUM_SLOTS", 3)
     monkeypatch.setattr(placement, "EXPERT_BYTES", 2 * 32 * 64)  # two matrices (64, 64) in 4 bits
