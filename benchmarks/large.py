@@ -31,7 +31,7 @@ import transformers
 
 from benchmarks import shapes
 from benchmarks.report import heading, table, versions
-from benchmarks.workers.large import LOADING, STEPS, TOKENS, work
+from benchmarks.workers.large import LOADING, STEPS, work
 from peftkit.files.disk import check_space, write_json, write_tensor_stream
 from peftkit.files.safetensors_header import DTYPE_NAMES, TensorSpec
 from peftkit.kernels.host_memory import free_bytes
@@ -103,12 +103,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=told, help="for the base and the cache")
     parser.add_argument("--size", choices=SIZES, default="1.1b")
     parser.add_argument("--ways", default=";".join(ways), help="some of them, by semicolons")
+    parser.add_argument("--tokens", type=int, default=512, help="of the step's row")
     parser.add_argument("--keep", action="store_true", help="leave the folder for another time")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     folder: Path = asked.folder / asked.size
     if asked.way:
-        print(json.dumps(work(asked.way, folder)))
+        print(json.dumps(work(asked.way, folder, asked.tokens)))
         return
     try:
         if not (folder / "config.json").exists():
@@ -120,7 +121,7 @@ def main() -> None:
             shutil.rmtree(folder, ignore_errors=True)
             shutil.rmtree(_cache(asked), ignore_errors=True)
     print(heading({"here": versions()}))
-    print(f"Steps are of one row of {TOKENS} tokens.")
+    print(f"Steps are of one row of {asked.tokens} tokens.")
     columns = ("way", "seconds", "anonymous GB, at most", "pages of the store GB", "base GB")
     print(table(columns, rows))
 
@@ -146,7 +147,7 @@ def _in_a_process(asked: argparse.Namespace, way: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.large", "--folder", str(asked.folder)]
     environment = {**os.environ, "PEFTKIT_CACHE": str(_cache(asked))}
     ran = subprocess.run(
-        [*command, "--size", asked.size, "--way", way],
+        [*command, "--size", asked.size, "--way", way, "--tokens", str(asked.tokens)],
         env=environment, check=True, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])

@@ -27,7 +27,6 @@ from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 
-TOKENS = 512
 RANK = 16
 LOADING = ("whole", "streamed", "first start", "second start")
 STEPS = {"step, resident": "device", "step, mapped": "device", "step, streamed": "stream"}
@@ -84,7 +83,7 @@ def _bytes(text: str) -> int:
     return 1024 * int(text.split()[0])
 
 
-def work(way: str, folder: Path) -> dict[str, float]:
+def work(way: str, folder: Path, num_tokens: int) -> dict[str, float]:
     """Load a base in this process, one way; for a step, train it too.
 
     Returns:
@@ -111,7 +110,7 @@ def work(way: str, folder: Path) -> dict[str, float]:
         seconds = time.perf_counter() - began
         kept = sum(p.nbytes for p in model.parameters())
         if way in STEPS:
-            seconds = _step(base)
+            seconds = _step(base, num_tokens)
     return {
         "seconds": seconds,
         "anonymous": watch.anonymous,
@@ -121,12 +120,12 @@ def work(way: str, folder: Path) -> dict[str, float]:
     }
 
 
-def _step(base: Any) -> float:
+def _step(base: Any, num_tokens: int) -> float:
     """Train one step of one row, LoRA on all linear layers; return its seconds."""
     attach(base.model, LoRA(rank=RANK))
     task = CausalLM(base.model, base.tokenizer, DataConfig(train="", packing=False))
-    ids = tuple(n % 1000 + 5 for n in range(TOKENS))
-    row = Row(ids, (-100, *ids[1:]), (TOKENS,), "row 1")
+    ids = tuple(n % 1000 + 5 for n in range(num_tokens))
+    row = Row(ids, (-100, *ids[1:]), (num_tokens,), "row 1")
     times: dict[type[Event], float] = {}
 
     def listen(event: Event) -> None:

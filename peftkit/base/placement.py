@@ -82,7 +82,7 @@ class _Stack:
         packed = owner._parameters["original"]
         self.packed, self._is_pinned = packed, pins and pinned([packed])
         self._by_expert = packed.detach().view(packing.form.shape[0], -1).view(torch.uint8)
-        self._group = max(1, EXPERT_BYTES // self._by_expert.shape[1])
+        self._group = group_size(packed, packing)
         self._was_full = False
         self._read: tuple[Tensor, list[int]] | None = None
 
@@ -248,14 +248,10 @@ class BlockStream:
 
 
 def _stacks(block: nn.Module, shelf: Shelf, *, pins: bool) -> list[_Stack]:
-    """Return the stacked experts of a block that can be fetched one by one, module by module."""
+    """Return the stacked experts of a block that are fetched one by one, module by module."""
     found = []
-    for module in block.modules():
-        beside = []
-        for child in getattr(module, "parametrizations", {}).values():
-            packing = next((m for m in child.children() if isinstance(m, Packing)), None)
-            if packing is not None and has_apart(packing.form):
-                beside.append(_Stack(child, packing, shelf, pins=pins))
+    for stacks in expert_places(block):
+        beside = [_Stack(owner, packing, shelf, pins=pins) for owner, packing in stacks]
         for stack in beside:
             stack.beside = beside
         found += beside
@@ -267,6 +263,23 @@ def streamed_places(model: nn.Module) -> list[tuple[nn.Module, list[Place]]]:
     marked = [block for _, block in blocks(model) if _is_marked(block)]
     found = [(block, list(_packed_places(block))) for block in marked]
     return [(block, places) for block, places in found if places]
+
+
+def expert_places(block: nn.Module) -> list[list[tuple[Any, Packing]]]:
+    """Return a block's stacks of experts that are fetched one by one, of each module together."""
+    found = []
+    for module in block.modules():
+        lists = getattr(module, "parametrizations", {}).values()
+        named = [(each, next(m for m in each.children())) for each in lists]
+        stacks = [(e, p) for e, p in named if isinstance(p, Packing) and has_apart(p.form)]
+        if stacks:
+            found.append(stacks)
+    return found
+
+
+def group_size(packed: Tensor, packing: Packing) -> int:
+    """Return how many experts of a stack are fetched together."""
+    return int(max(1, EXPERT_BYTES * packing.form.shape[0] // packed.nbytes))
 
 
 def _is_marked(block: nn.Module) -> bool:

@@ -93,7 +93,7 @@ class Shelf:
             self._way.wait(self._there.pop(key)[1])
         flat, arrival = self._way.send(unit)
         self._there[unit.key] = flat, arrival
-        self.bytes_moved += unit.num_bytes
+        self.bytes_moved += sum(tensor.nbytes for tensor in unit.host)
         self.resident += 1
         self.most_resident = max(self.most_resident, self.resident)
         weakref.finalize(flat.untyped_storage(), self._gone)

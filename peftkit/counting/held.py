@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
-from peftkit.base.placement import streamed_places
+from peftkit.base.placement import expert_places, group_size, streamed_places
+from peftkit.kernels.packing import Packing
 from peftkit.train.memory.blocks import Blocks
 
 AT_ONCE = 2
@@ -47,14 +49,30 @@ def whole(model: nn.Module) -> Held:
 def streamed(model: nn.Module) -> Held:
     """Return what a device has of a base whose blocks are streamed (base/placement.py).
 
-    Each block comes for the forward pass and for the backward pass; the last one stays in between,
-    and the first one until the next step's.
+    Each block comes for the forward pass and for the backward pass, less the two that are there
+    when a pass begins. Experts come a group at a time, all of them in a step: for the forward pass,
+    again, and for the backward pass, which begins with the two groups that are there.
     """
-    sizes = [_sum(module._parameters[n] for module, n in p) for _, p in streamed_places(model)]
-    total = sum(sizes)
-    two = max((sum(sizes[n : n + AT_ONCE]) for n in range(len(sizes))), default=0)
-    moved = 2 * total - sum(sizes[:1]) - sum(sizes[-1:])
+    blocks, groups = [], []
+    for block, places in streamed_places(model):
+        stacks = [stack for stacks in expert_places(block) for stack in stacks]
+        groups.append([size for owner, packing in stacks for size in _groups(owner, packing)])
+        blocks.append(_sum(m._parameters[name] for m, name in places) - sum(groups[-1]))
+    two = max((sum(blocks[n : n + AT_ONCE]) for n in range(len(blocks))), default=0)
+    two += AT_ONCE * max((size for each in groups for size in each), default=0)
+    moved = 2 * sum(blocks) - sum(blocks[:AT_ONCE]) - sum(blocks[-AT_ONCE:])
+    moved += sum(3 * sum(each) - sum(each[-AT_ONCE:]) for each in groups)
+    moved -= sum(size for each in groups[:1] for size in each[:AT_ONCE])
+    total = sum(blocks) + sum(map(sum, groups))
     return Held(whole(model).resident - total, two, max(moved, 0), total)
+
+
+def _groups(owner: Any, packing: Packing) -> list[int]:
+    """Return the bytes of each group that a stack's experts are fetched in."""
+    packed = owner._parameters["original"]
+    size, number = group_size(packed, packing), packing.form.shape[0]
+    each = packed.nbytes // number
+    return [each * min(size, number - begin) for begin in range(0, number, size)]
 
 
 def spread(model: nn.Module, num_devices: int, *, offload: bool = False) -> Held:

@@ -12,17 +12,23 @@ from typing import Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """glibc's malloc.h."""
+LARGE = 1 << 23
+"""Bytes: of a weight rather than of hidden states."""
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(*, large_ones: bool = True) -> None:
     """Let glibc keep large blocks that are freed, for the next step asks for the same ones.
 
     By default it returns them to the system, and every step pays for fresh pages again: a fifth of
     a small model's step on a CPU. Lasts as long as the process; nothing where glibc is not.
+
+    Args:
+        large_ones: False gives blocks from LARGE on back when they are freed: weights that come and
+            go leave holes that the next ones do not fit, until as much is held as all of them.
     """
     library = _libc()
     if hasattr(library, "mallopt"):
-        library.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        library.mallopt(_M_MMAP_THRESHOLD, 1 << 30 if large_ones else LARGE)
         library.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 

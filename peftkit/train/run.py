@@ -214,7 +214,7 @@ class Run:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            keep_freed_memory()
+            keep_freed_memory(large_ones=not self.learner.blocks.are_streamed)
         self.ranks.wait()  # nobody writes before everybody has looked at the folder
         if resume is None:
             rng.seed_everything(self.config.seed, self.ranks.rank)

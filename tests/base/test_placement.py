@@ -205,7 +205,7 @@ def test_a_step_moves_what_is_not_there_yet(folder) -> None:
     base = based(folder, "stream")
     attach(base.model, LoRA(rank=2, targets=("q", "v")))
     stream = stream_of(base)
-    size = stream._blocks[0].unit.num_bytes
+    size = sum(t.nbytes for t in stream._blocks[0].host)
     with torch.no_grad():
         base.model(input_ids=ids())
     assert stream.shelf.bytes_moved == LAYERS * size

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from peftkit.adapter import attach
+from peftkit.base import placement
 from peftkit.base.placement import BlockStream
 from peftkit.counting.held import AT_ONCE, spread, streamed, whole
 from peftkit.counting.reckon import Reckoner
@@ -23,7 +24,7 @@ from peftkit.quant.quantize import quantize_model
 from peftkit.tasks.causal_lm import CausalLMConfig
 from peftkit.train.memory.blocks import Blocks
 from tests.counting.test_counting import llama
-from tests.families import ARCHITECTURES
+from tests.families import ARCHITECTURES, FAMILIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,16 +55,34 @@ def test_streamed_base_is_held_as_reckoned(quantize) -> None:
     each = [sum(t.nbytes for t in block.host) for block in stream._blocks]
     assert held.elsewhere == sum(each)
     assert held.passing == AT_ONCE * max(each)
+    assert moved_in_a_step(model, stream) == pytest.approx(
+        held.moved, rel=0.01
+    )  # where each begins
+    assert stream.shelf.most_resident == AT_ONCE
+
+
+def moved_in_a_step(model: Any, stream: BlockStream) -> int:
+    """Return the bytes that the second of two steps moves."""
     Blocks(model).set_activations("recompute")
     model.train()
-    ids, moved = torch.arange(24)[None], []
+    ids, moved = torch.arange(200).remainder(41)[None], 0
     for _ in range(2):
-        before = stream.bytes_moved
+        before = stream.shelf.bytes_moved + stream.experts.bytes_moved
         model(input_ids=ids, use_cache=False).logits.float().sum().backward()
-        moved.append(stream.bytes_moved - before)
-    assert stream.most_resident == AT_ONCE
-    assert moved[1] == held.moved  # the first block of the second step is there already
-    assert moved[0] == held.moved + each[0]
+        moved = stream.shelf.bytes_moved + stream.experts.bytes_moved - before
+    return moved
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_streamed_experts_are_held_as_reckoned(size, monkeypatch) -> None:
+    config = FAMILIES["mixtral"]().config
+    config.num_hidden_layers = 4
+    monkeypatch.setattr(placement, "EXPERT_BYTES", size * 1024)  # of 1024 and 2048 for an expert
+    held, model = streamed(reckoned(config)), real(config)
+    stream = BlockStream(model, torch.device("cpu"))
+    attach(model, LoRA(rank=2))
+    assert moved_in_a_step(model, stream) == held.moved
+    assert stream.experts.most_resident == AT_ONCE
 
 
 def test_more_devices_have_less_each_and_all_of_it_together() -> None:

@@ -95,7 +95,7 @@ def test_steps_are_those_of_a_resident_base(
         assert mine.keys() == theirs.keys()
         for name, gradient in theirs.items():
             torch.testing.assert_close(mine[name], gradient, atol=1e-5, rtol=1e-4)
-    size = stream._blocks[0].unit.num_bytes
+    size = sum(t.nbytes for t in stream._blocks[0].host)
     assert stream.shelf.bytes_moved - before == (2 * LAYERS - 4) * size
     assert stream.shelf.most_resident == 2
     assert stream.experts.most_resident == (2 if family == "mixtral" else 0)
@@ -132,4 +132,4 @@ def test_a_unit_goes_through_a_ring_that_is_smaller(card: Card) -> None:
     for copy, tensor in zip(unit.views(shelf.take(unit)), host, strict=True):
         assert torch.equal(on_cpu(copy), tensor)
     assert card.pinned_bytes == transfer.NUM_SLOTS * transfer.SLOT
-    assert shelf.bytes_moved == unit.num_bytes
+    assert shelf.bytes_moved == sum(t.nbytes for t in host) < unit.num_bytes
