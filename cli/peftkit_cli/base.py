@@ -20,7 +20,8 @@ def list_(as_json: Json = False) -> None:
     """List the packed bases, their sizes, and what is wrong with them, if anything."""
     from rich.console import Console
 
-    from peftkit.base.store import store_folder, stored_bases
+    from peftkit.base.listed import stored_bases
+    from peftkit.base.store import store_folder
     from peftkit.events import Table
     from peftkit.report.figures import size
     from peftkit_cli.render import show_table
@@ -47,7 +48,9 @@ def list_(as_json: Json = False) -> None:
         columns = ("name", "model", "quantize", "dtype", "size", "problem")
         show_table(Console(highlight=False), Table("", columns, rows))
     total = size(sum(each.num_bytes for each in found))
-    note(f"{len(found)} packed bases in {store_folder()}, {total} in all.")
+    number = f"{len(found)} packed base{'' if len(found) == 1 else 's'}"
+    how = "" if found else " Make one with: peftkit base pack MODEL"
+    note(f"{number} in {store_folder()}, {total} in all.{how}")
 
 
 @base.command("rm")
@@ -60,7 +63,7 @@ def remove(
     ],
 ) -> None:
     """Remove packed bases; the models that they were made of stay."""
-    from peftkit.base.store import remove_stored
+    from peftkit.base.listed import remove_stored
     from peftkit.report.figures import size
 
     for each in remove_stored(name):

@@ -12,7 +12,7 @@ from peftkit.base.load import DTYPES, BaseConfig, default_device, fast_dtype
 from peftkit.base.locate import locate
 from peftkit.base.mapped import packed_skeleton
 from peftkit.base.purpose import CAUSAL_LM
-from peftkit.base.store import Wanted, folder_of, keep, num_bytes, room_for, storable
+from peftkit.base.store import Wanted, being_packed, folder_of, keep, num_bytes, room_for, storable
 from peftkit.config.schema import from_dict
 from peftkit.errors import BaseError, RunError
 from peftkit.events import Listener, Notice, Stage, ignore
@@ -62,8 +62,11 @@ def pack_base(
         )
     on_event(Notice(sizes))
     on_event(Stage(f"Packing the base {location.name}"))
-    with pretrained.fitting(location.name):
-        built = build(location, revision, CAUSAL_LM, config, form, on_event=on_event)
     folder = folder_of(source, form, CAUSAL_LM)
-    keep(folder, built, Wanted(location.name, source, CAUSAL_LM, config, form))
+    wanted = Wanted(location.name, source, CAUSAL_LM, config, form)
+    with being_packed(folder, on_event) as is_there:
+        if not is_there:
+            with pretrained.fitting(location.name):
+                built = build(location, revision, CAUSAL_LM, config, form, on_event=on_event)
+            keep(folder, built, wanted)
     return folder

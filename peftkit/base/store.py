@@ -9,6 +9,7 @@ made of, and its own are as they were written. Two processes that open it share 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -16,7 +17,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from peftkit.base.shapes import on_meta
 from peftkit.errors import BaseError, OutputError, PeftkitError
 from peftkit.events import Listener, Notice
 from peftkit.files import disk
+from peftkit.files.lock import only_one
 from peftkit.files.safetensors_header import DTYPE_NAMES, TensorSpec
 from peftkit.quant.checkpoint import quantization_config, tensors_of, to_checkpoint
 
@@ -43,23 +46,6 @@ LEFT_FREE = 10_000_000_000
 """Bytes of a disk that no packed base is written into without being asked for."""
 WORTH_KEEPING = 500_000_000
 """Bytes of a packed base from which on it is kept without being asked: seconds of packing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A packed base in the cache.
-
-    Attributes:
-        folder: Where it is. model: What it was made of, as it was asked for.
-        quantize, dtype: Its form. num_bytes: On disk. problem: Why it is of no use, or "".
-    """
-
-    folder: Path
-    model: str
-    quantize: str
-    dtype: str
-    num_bytes: int
-    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,20 +96,46 @@ def opened_or_kept(wanted: Wanted, anew: Callable[[], Built], on_event: Listener
             return open_stored(folder, wanted)
         except BaseError as error:
             on_event(Notice(f"The base is packed anew. {error.asked} {error.found}"))
-    built = anew()
-    size = num_bytes(built.model)
-    if size >= WORTH_KEEPING or was_kept:
+    size = num_bytes(packed_skeleton(wanted.config, wanted.purpose, wanted.form))
+    if size < WORTH_KEEPING and not was_kept:
+        return anew()
+    try:
+        sizes, is_tight = room_for(size)
+    except PeftkitError as error:  # a run goes on without
+        on_event(Notice(f"The packed base is not kept. {error.asked} {error.found}"))
+        return anew()
+    if is_tight:
+        fix = f"peftkit base pack {wanted.name} asks, and keeps it."
+        on_event(Notice(f"The packed base is not kept. {sizes} {fix}"))
+        return anew()
+    with being_packed(folder, on_event) as has_waited:
+        if has_waited:
+            with contextlib.suppress(BaseError):
+                return open_stored(folder, wanted)
+        built = anew()
         try:
-            sizes, is_tight = room_for(size)
-            if is_tight:
-                fix = f"peftkit base pack {wanted.name} asks, and keeps it."
-                on_event(Notice(f"The packed base is not kept. {sizes} {fix}"))
-                return built
             keep(folder, built, wanted)
             on_event(Notice(f"The packed base is kept in {folder}. {sizes}"))
-        except PeftkitError as error:  # it is of use without
+        except PeftkitError as error:
             on_event(Notice(f"The packed base is not kept. {error.asked} {error.found}"))
     return built
+
+
+@contextmanager
+def being_packed(folder: Path, on_event: Listener) -> Iterator[bool]:
+    """Be the only process that packs a base into its folder; say whether another did just before.
+
+    Args:
+        folder: In a folder that is there.
+    """
+    waited = []
+
+    def wait() -> None:
+        waited.append(True)
+        on_event(Notice("Another process is packing this base; this one waits for it."))
+
+    with only_one(folder.with_name(f".{folder.name}.lock"), wait):
+        yield bool(waited) and (folder / MANIFEST).is_file()
 
 
 def num_bytes(model: nn.Module) -> int:
@@ -211,7 +223,7 @@ def open_stored(folder: Path, wanted: Wanted, *, is_known: bool = False) -> Buil
     Raises:
         BaseError: It is damaged, of another version, or the base's files have changed since.
     """
-    manifest, form = _manifest(folder), wanted.form
+    manifest, form = manifest_of(folder), wanted.form
     if manifest["stamp"] != _stamp(wanted.source):
         raise _useless(folder, f"The files of {wanted.source} have changed since it was made.")
     tensors: dict[str, Tensor] = {}
@@ -228,41 +240,6 @@ def open_stored(folder: Path, wanted: Wanted, *, is_known: bool = False) -> Buil
     return Built(
         model.requires_grad_(False).eval(), manifest["fingerprint"], tuple(manifest.get("head", ()))
     )
-
-
-def stored_bases() -> list[Stored]:
-    """Return every packed base in the cache, and what is wrong with it, if anything."""
-    root = store_folder()
-    folders = sorted(p for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
-    return [_stored(folder) for folder in folders if not folder.name.startswith(".")]
-
-
-def remove_stored(name: str) -> list[Stored]:
-    """Remove packed bases by the name of their folder or of their model.
-
-    Raises:
-        BaseError: There is none of that name; lists those that there are.
-    """
-    known = stored_bases()
-    found = [each for each in known if name in (each.folder.name, each.model)]
-    if not found:
-        listed = "\n".join(f"{each.folder.name} ({each.model})" for each in known)
-        raise BaseError(f"there is no packed base {name!r}.", found=listed or "There is none.")
-    for each in found:
-        shutil.rmtree(each.folder)
-    return found
-
-
-def _stored(folder: Path) -> Stored:
-    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-    try:
-        manifest = _manifest(folder)
-        with disk.open_tensors(folder / WEIGHTS, error=BaseError):
-            problem = ""
-    except PeftkitError as error:
-        return Stored(folder, "?", "?", "?", size, error.found.splitlines()[0])
-    form = manifest["form"]
-    return Stored(folder, manifest["model"], form["quantize"], form["dtype"], size, problem)
 
 
 def _files(model: nn.Module, bare: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -297,10 +274,16 @@ def _stamp(source: Path) -> dict[str, list[int]]:
     return {p.name: [(s := os.stat(p)).st_size, s.st_mtime_ns] for p in files if p.is_file()}
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """Return what a packed base says of itself.
+
+    Raises:
+        BaseError: It is not whole, or of another version.
+    """
     manifest = disk.read_json(folder / MANIFEST, error=BaseError)
     if manifest.get("version") != VERSION:
-        raise _useless(folder, f"It is of version {manifest.get('version')}, not {VERSION}.")
+        found = f"It is of version {manifest.get('version')} of this format, not {VERSION}."
+        raise _useless(folder, found)
     if {"model", "fingerprint", "form", "stamp", "sha256"} - manifest.keys():
         raise _useless(folder, f"{MANIFEST} is not whole.")
     return manifest

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import transformers
 from peftkit.base import store
 from peftkit.base.build import build
 from peftkit.base.form import Form
+from peftkit.base.listed import stored_bases
 from peftkit.base.load import Base, fast_dtype, load_base
 from peftkit.base.pack import pack_base
 from peftkit.base.pretrained import check_config
@@ -124,7 +126,7 @@ def test_transformers_opens_the_folder_as_a_checkpoint_of_bitsandbytes(
 def test_folder_that_the_format_cannot_say_is_no_checkpoint(family, kind, tmp_path) -> None:
     ARCHITECTURES[family]().save_pretrained(tmp_path)
     pack_base(str(tmp_path), quantize=kind)
-    (kept,) = store.stored_bases()
+    (kept,) = stored_bases()
     assert not (kept.folder / "config.json").exists()
     names = safetensors.torch.load_file(kept.folder / store.WEIGHTS).keys()
     own = (
@@ -140,7 +142,7 @@ def test_large_base_is_kept_and_a_small_one_only_when_asked(folder, cache, monke
     monkeypatch.setattr(store, "WORTH_KEEPING", 0)
     _, told = opened(folder)
     assert "is kept in" in told[0]
-    assert len(store.stored_bases()) == 1
+    assert len(stored_bases()) == 1
 
     def never(*args: object, **more: object) -> None:
         raise AssertionError("it is opened, not packed")
@@ -239,10 +241,46 @@ def test_little_room_is_asked_for_before_anything_is_packed(
     _, told = opened(folder)
     assert "is not kept" in told[0]
     assert "peftkit base pack" in told[0]
-    assert store.stored_bases() == []
+    assert stored_bases() == []
     monkeypatch.setattr(disk, "free_bytes", lambda folder: 90_000_000_000)
     _, told = opened(folder)
     assert "90.0 GB" in told[0]
+
+
+def test_of_two_that_pack_the_same_base_one_waits_and_opens_it(folder, cache, monkeypatch) -> None:
+    monkeypatch.setattr(store, "WORTH_KEEPING", 0)
+    building, may_go_on, built = threading.Event(), threading.Event(), []
+    plain = build
+
+    def slow(*args: Any, **more: Any) -> Any:
+        built.append(threading.current_thread().name)
+        building.set()
+        assert may_go_on.wait(60)
+        return plain(*args, **more)
+
+    monkeypatch.setattr("peftkit.base.load.build", slow)
+    found: dict[str, tuple[Base, list[str]]] = {}
+
+    def load(name: str) -> None:
+        seen: list[Event] = []
+
+        def listen(event: Event) -> None:
+            seen.append(event)
+            if isinstance(event, Notice) and "waits" in event.text:
+                may_go_on.set()
+
+        base = load_base(str(folder), quantize="nf4", on_event=listen)
+        found[name] = base, [e.text for e in seen if isinstance(e, Notice)]
+
+    first = threading.Thread(target=load, args=["first"], name="first")
+    first.start()
+    assert building.wait(60)
+    load("second")
+    first.join()
+    assert built == ["first"]
+    assert "waits" in found["second"][1][0]
+    assert found["first"][0].fingerprint == found["second"][0].fingerprint
+    assert [path.name for path in (cache / "packed").iterdir()] == [stored_bases()[0].folder.name]
 
 
 def test_disk_that_fills_up_while_writing_leaves_nothing(folder, cache, monkeypatch) -> None:
@@ -301,6 +339,12 @@ def test_commands_pack_list_and_remove(folder, capsys) -> None:
     of_another_version(folder, kept)
     assert run(["base", "ls", "--json"]) == 0
     assert "version 0" in json.loads(capsys.readouterr().out)[0]["problem"]
+    (kept.parent / ".left-behind").mkdir()
+    assert run(["base", "ls"]) == 0
+    shown = capsys.readouterr()
+    assert "not finished" in " ".join(shown.out.split())
+    assert "2 packed bases in" in shown.err
+    assert run(["base", "rm", ".left-behind"]) == 0
     assert run(["base", "rm", "nothing"]) == 2
     assert kept.name in capsys.readouterr().err
     assert run(["base", "rm", kept.name]) == 0
