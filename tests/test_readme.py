@@ -21,6 +21,10 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
+def test_it_is_read_in_one_go() -> None:
+    assert len(README.splitlines()) <= 150, "what is more belongs into docs/"
+
+
 def test_the_recipe_is_valid() -> None:
     (text,) = blocks("yaml")
     from_dict(Recipe, yaml.safe_load(text.replace("2e-4", "2.0e-4")), "README.md")
