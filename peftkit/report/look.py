@@ -83,7 +83,8 @@ th, td { text-align: left; padding: .3rem 1.1rem .3rem 0; border-bottom: 1px sol
   vertical-align: top; }
 th { color: var(--soft); font-weight: 600; }
 td { overflow-wrap: anywhere; font-variant-numeric: tabular-nums; white-space: pre-wrap;
-  min-width: 4rem; }
+  min-width: 5rem; }
+td:first-child { overflow-wrap: break-word; }
 .numbers td, .numbers th { white-space: nowrap; overflow-wrap: normal; }
 a { color: var(--c0); }
 .numbers td:not(:first-child), .numbers th:not(:first-child) { text-align: right; }
@@ -99,10 +100,15 @@ blockquote { margin: .3rem 0 1.25rem; padding-left: .8rem; border-left: 3px soli
 @media (max-width: 40rem) { body { padding: 1rem .8rem 3rem; } .y, .x { font-size: .9em; }
   .y { width: 3.3rem; } .x { margin-left: 3.3rem; }
   .charts figure:first-child .frame { height: 13rem; } }
-@media print { :root { color-scheme: light; } body { max-width: none; font-size: 11pt; }
-  h2, h3 { break-after: avoid; } pre, .tiles div { border: 1px solid var(--rule); }
+@media print { :root { color-scheme: light; } body { max-width: none; font-size: 11pt; padding: 0; }
+  * { -webkit-print-color-adjust: exact; print-color-adjust: exact; }
+  h2, h3, figcaption { break-after: avoid; } h2 { margin-top: 1.5rem; }
+  table, tr, .bars { break-inside: avoid; } pre, .tiles div { border: 1px solid var(--rule); }
+  .charts { grid-template-columns: 1fr 1fr; gap: 1rem 1.5rem; } .frame { height: 8.5rem; }
+  .charts figure:first-child .frame { height: 14rem; } .scroll { overflow: visible; }
   details::details-content { content-visibility: visible; }
   .pointer, output { display: none !important; } }
+@page { margin: 14mm; }
 """
 
 SCRIPT = """
