@@ -54,11 +54,14 @@ def test_constraints_pin_versions_that_pyproject_allows(pyproject: dict[str, Any
     assert "torch==2.13.0" in pinned
 
 
-def test_ci_runs_make_test_and_nothing_else() -> None:
+def test_ci_runs_the_tests_and_builds_the_guide() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     commands = script.read_text(encoding="utf-8").splitlines()
-    assert commands == ["#!/bin/sh", "set -eu", 'cd "$(dirname "$0")/.."', "exec make test"]
+    assert commands == [
+        *("#!/bin/sh", "set -eu", 'cd "$(dirname "$0")/.."'),
+        *("make test", "exec make docs"),
+    ]
 
 
 @pytest.mark.parametrize("target", ["test", "quickstart", "lint"])

@@ -23,6 +23,7 @@ from peftkit.base.store import Wanted, opened_or_kept, storable
 from peftkit.base.together import Sharing, opened_together
 from peftkit.config.schema import Config, from_dict
 from peftkit.events import Listener, Stage, ignore
+from peftkit.kernels.device import gpu_here, gpu_of
 from peftkit.kernels.packing import keep_copies
 from peftkit.quant.audit import Audit, audit
 
@@ -220,8 +221,8 @@ def local_folder(model: str, revision: str | None = None) -> Path | None:
 
 def fast_dtype(device: torch.device) -> torch.dtype:
     """Return the precision that a device multiplies fastest at: bf16, or what is next to it."""
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(False) else torch.float16
+    if (gpu := gpu_of(device)) is not None:
+        return gpu.fast_dtype()
     cpuinfo = Path("/proc/cpuinfo")
     flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
     has_bf16 = flags & {"avx512_bf16", "amx_bf16", "bf16"}  # without them it is slower than fp32
@@ -246,8 +247,11 @@ def default_device() -> torch.device:
     As accelerate counts them: where every process sees one GPU alone, all have number 0. It is also
     made the current one, on which libraries put what they make without being told where.
     """
-    if not torch.cuda.is_available():
+    here = gpu_here()
+    if here is None:
         return torch.device("cpu")
+    if here[0].type != "cuda":
+        return here[0]
     number = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", max(number, 0) % torch.cuda.device_count())
     torch.cuda.set_device(device)

@@ -30,6 +30,7 @@ from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
 from peftkit.errors import DataError
 from peftkit.inference.beginnings import padded_between, shared_cache
 from peftkit.inference.ready import ready_for_tokens
+from peftkit.kernels.device import forked_generators
 from peftkit.model.modes import evaluating
 from peftkit.tasks.length import num_virtual
 
@@ -226,15 +227,13 @@ def room_left(model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_
 def sampling(model: PreTrainedModel, seed: int | None) -> Iterator[None]:
     """Eval mode with seeded generators; both are restored on leaving."""
     own = model.generation_config
-    device = model.device
-    cuda = [device] if device.type == "cuda" else []
     try:
         # An empty one: what a config does not set, transformers fills in from the model's own.
         model.generation_config = GenerationConfig()
         with (
             evaluating(model),
             ready_for_tokens(model),
-            torch.random.fork_rng(devices=cuda, enabled=seed is not None),
+            forked_generators(model.device, enabled=seed is not None),
         ):
             if seed is not None:
                 torch.manual_seed(seed)

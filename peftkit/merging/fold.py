@@ -51,7 +51,7 @@ class Tally:
         update = exact - before
         self.update += _squares(update)
         kept = stored.float()
-        self.along += float(torch.sum((kept - before).mul_(update), dtype=torch.float64))
+        self.along += float(torch.sum((kept - before).mul_(update)))
         self.rounding += _squares(kept - exact)
         self.num_changed += int(torch.count_nonzero(kept != before))
         if not math.isfinite(self.update):
@@ -102,7 +102,7 @@ def too_large_values() -> MergeError:
 
 
 def _squares(values: Tensor) -> float:
-    return float(torch.linalg.vector_norm(values, dtype=torch.float32).double().square())
+    return float(torch.linalg.vector_norm(values, dtype=torch.float32)) ** 2
 
 
 def merge_into(

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from peftkit.kernels.device import forked_generators
 from peftkit.kernels.grid import Grid, grid_of, one_of_few, width_of
 from peftkit.kernels.varlen import Spans, spans_of
 from peftkit.model.modes import evaluating
@@ -294,9 +295,8 @@ def _listen(
     model: nn.Module, attention: TrainingAttention, ids: Tensor, halves: Sequence[str]
 ) -> None:
     """Have attention find out what layers see, in the mode the model is in: it may drop some."""
-    cuda = [ids.device] if ids.device.type == "cuda" else []
     inputs = {half + "input_ids": ids[None] for half in halves}
-    with torch.random.fork_rng(devices=cuda), attention.listening():
+    with forked_generators(ids.device), attention.listening():
         logits_of(model, ids[None], inputs)
 
 

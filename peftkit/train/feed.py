@@ -99,7 +99,9 @@ class OnDevice(Mapping[str, Tensor]):
 def on_device(numbers: Sequence[float], device: torch.device) -> Tensor:
     """Return numbers of the host as a tensor there, without a wait for the device."""
     made = torch.tensor([float(number) for number in numbers])
-    return made if device.type != "cuda" else made.pin_memory().to(device, non_blocking=True)
+    if device.type != "cuda":
+        return made.to(device)
+    return made.pin_memory().to(device, non_blocking=True)
 
 
 def _key(parts: Parts) -> _Key:

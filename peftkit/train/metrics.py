@@ -15,6 +15,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from peftkit.errors import ConfigError
 from peftkit.events import EvalDone, Event, Notice, RunDone, RunStarted, Sampled, Saved, StepDone
+from peftkit.kernels.device import gpu_of
 from peftkit.kernels.host_memory import peak_resident_bytes
 
 FILE, SAMPLES = "metrics.jsonl", "samples.jsonl"
@@ -146,9 +147,8 @@ def peak_bytes(device: torch.device) -> int:
 
     The latter counts from the process's start, loading the model included; 0 where unknown.
     """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return peak_resident_bytes()
+    gpu = gpu_of(device)
+    return peak_resident_bytes() if gpu is None else gpu.peak(device)
 
 
 def perplexity(loss: float) -> float:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import ConfigError
+from peftkit.kernels.device import gpu_of
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -48,5 +49,6 @@ def same_everywhere(model: nn.Module) -> list[Tensor]:
 
 def device_name(device: torch.device, num_processes: int) -> str:
     """Return a device for people: "cpu", "NVIDIA H200", "2 x NVIDIA H200"."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    gpu = gpu_of(device)
+    name = str(device) if gpu is None else gpu.name(device)
     return f"{num_processes} x {name}" if num_processes > 1 else name

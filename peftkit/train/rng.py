@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from peftkit.kernels.device import gpu_of
+
 State = dict[str, Tensor]
 
 
@@ -35,8 +37,8 @@ def capture(device: torch.device) -> State:
         "numpy": torch.tensor([*keys.tolist(), position, has_gauss, _bits(cached)]),
         "torch": torch.get_rng_state(),
     }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if (gpu := gpu_of(device)) is not None:
+        state[device.type] = gpu.get_rng(device)
     return state
 
 
@@ -49,8 +51,8 @@ def restore(state: Mapping[str, Tensor], device: torch.device) -> None:
         ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, _float(bits))
     )
     torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if (gpu := gpu_of(device)) is not None and device.type in state:
+        gpu.set_rng(state[device.type], device)
 
 
 def _bits(value: float) -> int:

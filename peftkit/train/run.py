@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from peftkit.data.lazy_rows import Joined
@@ -26,6 +25,7 @@ from peftkit.events import (
     StepDone,
 )
 from peftkit.files.disk import write_json
+from peftkit.kernels.device import gpu_of
 from peftkit.kernels.host_memory import keep_freed_memory, trim_malloc
 from peftkit.model.modes import modes_kept
 from peftkit.model.training import prepared_for_training, refresh_layouts
@@ -211,8 +211,8 @@ class Run:
     def start(self, resume: Sequence[str] | None) -> None:
         """Seed the generators, or take up the newest checkpoint; see `go`."""
         device = self.ranks.device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        if (gpu := gpu_of(device)) is not None:
+            gpu.restart(device)
         else:
             keep_freed_memory(large_ones=not self.learner.blocks.are_streamed)
         self.ranks.wait()  # nobody writes before everybody has looked at the folder

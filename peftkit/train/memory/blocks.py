@@ -243,6 +243,8 @@ def _generators() -> list[Tensor]:
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
+    elif torch.backends.mps.is_available():
+        states.append(torch.mps.get_rng_state())
     return states
 
 

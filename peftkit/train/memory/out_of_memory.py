@@ -10,6 +10,7 @@ import torch
 
 from peftkit.data.lengths import num_tokens
 from peftkit.errors import RunError
+from peftkit.kernels.device import gpu_here
 
 # RuntimeErrors that torch and the vendors' libraries raise when memory runs out
 _SIGNS = (
@@ -30,8 +31,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def release_memory() -> None:
     """Free what a failed attempt left behind; call it outside of the `except` block."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if (here := gpu_here()) is not None:
+        here[1].release()
 
 
 def too_large(row: Any, rows: Sequence[Any], fits: Callable[[Any], bool], *, fix: str) -> RunError:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from peftkit.kernels.device import gpu_of
 from peftkit.kernels.host_memory import resident_bytes
 from peftkit.train.memory.blocks import Activations
 
@@ -131,11 +132,8 @@ def choose(
 
 def used_bytes(device: torch.device) -> int:
     """Return the memory in use: of a GPU by all, but what torch could give back; else by us."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return total - free - kept
-    return resident_bytes()
+    gpu = gpu_of(device)
+    return resident_bytes() if gpu is None else gpu.used(device)
 
 
 def _unneeded(_: None) -> Tensor:

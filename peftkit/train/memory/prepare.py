@@ -17,6 +17,7 @@ from torch import nn
 from peftkit.data.lengths import num_tokens, tokens_of_each
 from peftkit.errors import RunError
 from peftkit.events import Event, Notice, Stage
+from peftkit.kernels.device import gpu_of
 from peftkit.kernels.host_memory import free_bytes
 from peftkit.quant.audit import audit
 from peftkit.train import rng
@@ -141,9 +142,9 @@ def _available(learner: Learner) -> float:
     config, device = learner.config, learner.ranks.device
     trained = learner.parameters.values()
     still = sum(p.numel() * (p.element_size() + STATE_BYTES[config.optimizer]) for p in trained)
-    if config.memory == "auto" and device.type == "cuda":
-        _, total = torch.cuda.mem_get_info(device)
-        available = GIVEN_SHARE * total - used_bytes(device) - still
+    gpu = gpu_of(device)
+    if config.memory == "auto" and gpu is not None:
+        available = GIVEN_SHARE * gpu.total(device) - gpu.used(device) - still
     elif config.memory == "auto":
         available = AUTO_SHARE * (free_bytes() or 0) / learner.ranks.world_size - still
     else:

@@ -1,0 +1,100 @@
+"""The kinds of GPU that a model may be on, and what torch has for each: memory, generators.
+
+What a kind has not is left to the CPU's way: no kernels of our own, no pinned memory and no streams
+on Apple's MPS, whose memory is the machine's. Nothing here was run on Apple hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Device = torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What torch has for one kind of GPU; sizes are in bytes.
+
+    Attributes:
+        is_there: Whether this machine has one.
+        fast_dtype: The precision that it multiplies fastest at.
+        total: What there is of its memory, for all.
+        used: What is in use, but what torch could give back.
+        peak: The most that this process has held since `restart`, as near as it is known.
+        restart: Begin to count the peak anew.
+        release: Give back what torch keeps for later.
+        get_rng, set_rng: State of its generator, which is a tensor on the CPU.
+        name: For people.
+    """
+
+    is_there: Callable[[], bool]
+    fast_dtype: Callable[[], torch.dtype]
+    total: Callable[[Device], int]
+    used: Callable[[Device], int]
+    peak: Callable[[Device], int]
+    restart: Callable[[Device], None]
+    release: Callable[[], None]
+    get_rng: Callable[[Device], Tensor]
+    set_rng: Callable[[Tensor, Device], None]
+    name: Callable[[Device], str]
+
+
+def _cuda_used(device: Device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def _mps_dtype() -> torch.dtype:
+    # no float16: it would need the loss scaled, which is only done on CUDA
+    return torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else torch.float32
+
+
+# Called by name when they are needed: a simulated card takes torch's functions away.
+GPUS = {
+    "cuda": Gpu(
+        is_there=lambda: torch.cuda.is_available(),
+        fast_dtype=lambda: torch.bfloat16 if torch.cuda.is_bf16_supported(False) else torch.float16,
+        total=lambda device: torch.cuda.mem_get_info(device)[1],
+        used=_cuda_used,
+        peak=lambda device: torch.cuda.max_memory_allocated(device),
+        restart=lambda device: torch.cuda.reset_peak_memory_stats(device),
+        release=lambda: torch.cuda.empty_cache(),
+        get_rng=lambda device: torch.cuda.get_rng_state(device),
+        set_rng=lambda state, device: torch.cuda.set_rng_state(state, device),
+        name=lambda device: torch.cuda.get_device_name(device),
+    ),
+    "mps": Gpu(
+        is_there=lambda: torch.backends.mps.is_available(),
+        fast_dtype=_mps_dtype,
+        total=lambda device: torch.mps.recommended_max_memory(),
+        used=lambda device: torch.mps.current_allocated_memory(),
+        peak=lambda device: torch.mps.driver_allocated_memory(),  # kept until it is released
+        restart=lambda device: torch.mps.empty_cache(),
+        release=lambda: torch.mps.empty_cache(),
+        get_rng=lambda device: torch.mps.get_rng_state(),
+        set_rng=lambda state, device: torch.mps.set_rng_state(state),
+        name=lambda device: "Apple GPU",
+    ),
+}
+
+
+def gpu_of(device: Device) -> Gpu | None:
+    """Return what torch has for a device, None for a CPU."""
+    return GPUS.get(device.type)
+
+
+def gpu_here() -> tuple[Device, Gpu] | None:
+    """Return the machine's first GPU, None where there is none."""
+    return next(((Device(kind, 0), gpu) for kind, gpu in GPUS.items() if gpu.is_there()), None)
+
+
+def forked_generators(device: Device, *, enabled: bool = True) -> AbstractContextManager[None]:
+    """Return a context on whose end the generators of the CPU and of a device are as before."""
+    if gpu_of(device) is None:
+        return torch.random.fork_rng(devices=[], enabled=enabled)
+    return torch.random.fork_rng(devices=[device], device_type=device.type, enabled=enabled)

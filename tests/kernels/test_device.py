@@ -1,0 +1,100 @@
+"""What depends on the kind of device asks one table; Apple's is played by torch's own functions.
+
+No Apple hardware was at hand: these tests show what is asked of torch there, not what it answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from peftkit.base.load import default_device, fast_dtype
+from peftkit.inference.generate import sampling
+from peftkit.kernels.device import GPUS, forked_generators, gpu_here, gpu_of
+from peftkit.train import rng
+from peftkit.train.feed import on_device
+from peftkit.train.memory.out_of_memory import release_memory
+from peftkit.train.memory.plan import used_bytes
+from peftkit.train.metrics import peak_bytes
+from peftkit.train.model import device_name
+
+MPS = torch.device("mps", 0)
+
+
+class Played:
+    """What torch.mps would keep: a generator, and how often memory was released."""
+
+    def __init__(self) -> None:
+        self.state = torch.arange(8, dtype=torch.uint8)
+        self.released = 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+@pytest.fixture
+def apple(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
+    """Let torch say that this is a Mac of 16 GB, on macOS 14."""
+    played = Played()
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *v: v <= (14, 0))
+    for name, value in {
+        "recommended_max_memory": lambda: 12 << 30,
+        "current_allocated_memory": lambda: 2 << 30,
+        "driver_allocated_memory": lambda: 3 << 30,
+        "empty_cache": played.release,
+        "get_rng_state": lambda device="mps": played.state.clone(),
+        "set_rng_state": lambda state, device="mps": setattr(played, "state", state.clone()),
+    }.items():
+        monkeypatch.setattr(torch.mps, name, value)
+    yield played
+
+
+def test_without_a_gpu_all_is_the_cpu_s() -> None:
+    assert gpu_here() is None
+    assert gpu_of(torch.device("cpu")) is None
+    assert default_device() == torch.device("cpu")
+    assert device_name(torch.device("cpu"), 2) == "2 x cpu"
+
+
+@pytest.mark.usefixtures("apple")
+def test_a_mac_trains_on_its_gpu_in_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_device() == MPS
+    assert fast_dtype(MPS) == torch.bfloat16
+    assert device_name(MPS, 1) == "Apple GPU"
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *v: v <= (13, 3))
+    assert fast_dtype(MPS) == torch.float32
+
+
+def test_its_memory_is_what_torch_says(apple: Played) -> None:
+    assert used_bytes(MPS) == 2 << 30
+    assert peak_bytes(MPS) == 3 << 30
+    assert GPUS["mps"].total(MPS) == 12 << 30
+    release_memory()
+    assert apple.released == 1
+
+
+def test_its_generator_is_saved_and_set_again(apple: Played) -> None:
+    before = rng.capture(MPS)
+    assert torch.equal(before["mps"], apple.state)
+    apple.state = torch.zeros(8, dtype=torch.uint8)
+    with forked_generators(MPS):
+        apple.state = torch.ones(8, dtype=torch.uint8)
+    assert not apple.state.any()
+    rng.restore(before, MPS)
+    assert torch.equal(apple.state, torch.arange(8, dtype=torch.uint8))
+    rng.restore({n: t for n, t in before.items() if n != "mps"}, MPS)  # saved on a CPU
+
+
+def test_numbers_come_to_any_device() -> None:
+    assert on_device([1.0], torch.device("meta")).device.type == "meta"
+    assert on_device([1.0], torch.device("cpu")).tolist() == [1.0]
+
+
+def test_generators_of_the_cpu_are_as_before(llama: torch.nn.Module) -> None:
+    before = torch.get_rng_state()
+    with sampling(llama, 5):  # type: ignore[arg-type]
+        torch.rand(3)
+    assert torch.equal(before, torch.get_rng_state())
