@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from peftkit.errors import ConfigError
+from peftkit.kernels.device import gpu_here, gpu_of
 from peftkit.kernels.host_memory import free_bytes
 
 GPU_SHARE, GPU_CONTEXT = 0.95, 450_000_000
@@ -105,8 +106,9 @@ def this_machine() -> Machine:
     Raises:
         ConfigError: The system does not say.
     """
-    if torch.cuda.is_available():
-        return Machine(torch.cuda.get_device_properties(0).total_memory, True)
+    if (here := gpu_here()) is not None:
+        device, gpu = here
+        return Machine(gpu.total(device), True)
     free = free_bytes()
     if free is None:
         raise ConfigError(
@@ -122,9 +124,9 @@ def free_now(device: torch.device, num_processes: int = 1) -> Machine | None:
     Args:
         num_processes: That share a machine's main memory.
     """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return Machine(max(free - int((1 - GPU_SHARE) * total), 0), True, is_free=True)
+    if (gpu := gpu_of(device)) is not None:
+        left = int(GPU_SHARE * gpu.total(device)) - gpu.used(device)
+        return Machine(max(left, 0), True, is_free=True)
     there = free_bytes()
     return None if there is None else Machine(there // num_processes, False, is_free=True)
 
@@ -136,16 +138,15 @@ def card_of(memory: int) -> Card:
 
 def measured_rate(dtype: torch.dtype) -> float:
     """Return the FLOP/s of a product of matrices on this machine, measured for a moment."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    size = 4096 if device.type == "cuda" else 1024
+    here = gpu_here()
+    device, size = (here[0], 4096) if here else (torch.device("cpu"), 1024)
+    wait = torch.get_device_module(device).synchronize if here else lambda: None
     a = torch.ones(size, size, dtype=dtype, device=device)
     best = float("inf")
     for _ in range(4):  # the first one makes its kernel
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        wait()
         began = time.perf_counter()
         a @ a
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        wait()
         best = min(best, time.perf_counter() - began)
     return 2 * size**3 / best

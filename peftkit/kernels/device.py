@@ -59,7 +59,7 @@ GPUS = {
     "cuda": Gpu(
         is_there=lambda: torch.cuda.is_available(),
         fast_dtype=lambda: torch.bfloat16 if torch.cuda.is_bf16_supported(False) else torch.float16,
-        total=lambda device: torch.cuda.mem_get_info(device)[1],
+        total=lambda device: torch.cuda.get_device_properties(device).total_memory,
         used=_cuda_used,
         peak=lambda device: torch.cuda.max_memory_allocated(device),
         restart=lambda device: torch.cuda.reset_peak_memory_stats(device),
