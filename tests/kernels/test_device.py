@@ -5,8 +5,6 @@ No Apple hardware was at hand: these tests show what is asked of torch there, no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -35,7 +33,7 @@ class Played:
 
 
 @pytest.fixture
-def apple(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
+def apple(monkeypatch: pytest.MonkeyPatch) -> Played:
     """Let torch say that this is a Mac of 16 GB, on macOS 14."""
     played = Played()
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
@@ -49,7 +47,7 @@ def apple(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
         "set_rng_state": lambda state, device="mps": setattr(played, "state", state.clone()),
     }.items():
         monkeypatch.setattr(torch.mps, name, value)
-    yield played
+    return played
 
 
 def test_without_a_gpu_all_is_the_cpu_s() -> None:
