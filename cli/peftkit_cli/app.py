@@ -7,6 +7,7 @@ so that `--help` and a misspelt path are answered at once.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -138,6 +139,9 @@ def quiet_libraries() -> None:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    for stream in (sys.stdout, sys.stderr):  # a pipe on Windows may know 250 characters only
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     code = run(argv)
     try:
         sys.stdout.flush()

@@ -5,7 +5,6 @@ Weights that are missing, which transformers would fill with random numbers, are
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -42,7 +41,7 @@ from peftkit.base.spill import Spill
 from peftkit.base.stream import Broken, Stream, StreamConfig, kept_in_float32
 from peftkit.errors import BaseError, OutputError, first_few
 from peftkit.events import Listener, Notice, Progress, Stage, ignore
-from peftkit.files.disk import fsync_dir
+from peftkit.files.disk import fsync_dir, fsync_file
 from peftkit.kernels.packing import Packing
 from peftkit.quant.quantize import adopt_bitsandbytes, quantize_model, tower_paths
 
@@ -260,8 +259,7 @@ def convert(location: Location, on_event: Listener) -> Location:
         mode = (temporary / "config.json").stat().st_mode  # safetensors writes for its owner alone
         for path in temporary.iterdir():
             path.chmod(mode)
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            fsync_file(path)
         if not target.exists():  # another process may have been faster
             temporary.rename(target)
             fsync_dir(target.parent)

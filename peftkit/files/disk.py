@@ -144,6 +144,12 @@ def is_finite(tensor: Tensor) -> bool:
     return True
 
 
+def fsync_file(path: Path) -> None:
+    """Flush a file that somebody else has written, so that it survives a crash."""
+    with open(path, "rb+") as file:  # Windows flushes only what is open for writing
+        os.fsync(file.fileno())
+
+
 def fsync_dir(folder: Path) -> None:
     """Flush a folder, so that renames in it survive a crash."""
     if os.name == "nt":  # folders cannot be opened there

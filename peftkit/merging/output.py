@@ -47,8 +47,7 @@ def _publish(folder: Path, out: Path) -> None:
     """Move the files up; weights of an earlier model go, and config.json comes last."""
     for path in folder.rglob("*"):  # those that transformers wrote are not on the disk yet
         if path.is_file():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            disk.fsync_file(path)
     config = out / "config.json"
     config.unlink(missing_ok=True)
     for path in out.iterdir():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import errno
+import fcntl
 import os
+import stat
 import sys
 from io import StringIO
 from pathlib import Path
@@ -15,7 +18,7 @@ import pytest
 from peftkit.kernels.host_memory import free_bytes
 from peftkit.train.checkpoints import checkpoint
 from peftkit.train.metrics import peak_bytes
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, start
 
 MODULES = ("fcntl", "resource", "readline", "termios", "pwd", "grp")
 
@@ -24,6 +27,7 @@ MODULES = ("fcntl", "resource", "readline", "termios", "pwd", "grp")
 def without_posix(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take from peftkit, not from the libraries below it, what Windows does not have."""
     imports, loads, exists, opens = builtins.__import__, ctypes.CDLL, Path.exists, Path.open
+    flushes = os.fsync
 
     def imported(name: str, globals: Any = None, *more: Any, **named: Any) -> Any:
         if name in MODULES and str((globals or {}).get("__name__", "")).startswith("peftkit"):
@@ -40,11 +44,18 @@ def without_posix(monkeypatch: pytest.MonkeyPatch) -> None:
             raise FileNotFoundError(path)
         return opens(path, *args, **options)
 
+    def flushed(descriptor: int) -> None:
+        reads = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        if reads and not stat.S_ISDIR(os.fstat(descriptor).st_mode):  # folders: see fsync_dir
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flushes(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flushed)
     monkeypatch.setattr(builtins, "__import__", imported)
     monkeypatch.setattr(ctypes, "CDLL", loaded)
     monkeypatch.setattr(Path, "open", opened)
     monkeypatch.setattr(Path, "exists", lambda p: not str(p).startswith("/proc") and exists(p))
-    for name in ("sysconf", "sched_getaffinity"):
+    for name in ("sysconf", "sched_getaffinity", "pwrite", "fork"):
         monkeypatch.delattr(os, name)
 
 
@@ -92,6 +103,19 @@ def test_what_the_system_does_not_tell_is_zero() -> None:
     import torch
 
     assert peak_bytes(torch.device("cpu")) == 0
+
+
+def test_what_a_pipe_cannot_hold_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Windows a pipe has the code page of the machine: no lines of tables, no smileys."""
+    monkeypatch.setenv("PYTHONIOENCODING", "cp1252")
+    row = '{"instruction": "\u2603", "output": "caf\u00e9"}\n'
+    (tmp_path / "rows.jsonl").write_text(row, encoding="utf-8")
+    process = start("data", "rows.jsonl", cwd=tmp_path)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "rows         1" in out
 
 
 def test_on_windows_no_other_process_is_signalled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.errors import CheckpointError
-from peftkit.files.disk import fsync_dir, read_json, sha256_of, write_json
+from peftkit.files.disk import fsync_dir, fsync_file, read_json, sha256_of, write_json
 
 SCHEMA = 1
 MANIFEST = "MANIFEST.json"
@@ -47,7 +46,7 @@ def write_folder(folder: Path, writers: Mapping[str, Writer], facts: Mapping[str
         failpoint(name)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in paths:
-        _fsync(path)  # whoever wrote it
+        fsync_file(path)  # whoever wrote it
     files = {
         path.relative_to(folder).as_posix(): {
             "bytes": path.stat().st_size,
@@ -60,11 +59,6 @@ def write_folder(folder: Path, writers: Mapping[str, Writer], facts: Mapping[str
     failpoint(MANIFEST)
     for inner in {path.parent for path in paths} | {folder}:
         fsync_dir(inner)
-
-
-def _fsync(path: Path) -> None:
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
 
 
 def verified(folder: Path) -> dict[str, Any]:
