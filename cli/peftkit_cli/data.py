@@ -75,7 +75,8 @@ def _show(found: Survey) -> None:
     console = Console(highlight=False)
     lines = [
         ("rows", f"{found.num_rows:,}"),
-        ("format", found.format or "none that is known"),
+        ("format", found.format or "none of causal_lm's"),
+        ("for the task", ", ".join(found.tasks) or "none by these names; see docs/data.md"),
         ("duplicates", f"{found.num_duplicates:,}"),
     ]
     if (tokens := found.tokens) is not None:

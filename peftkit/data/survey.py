@@ -7,7 +7,7 @@ import json
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,25 @@ LOOKED_AT = 2_000
 """Rows whose texts are looked at for their script."""
 SCRIPTS = ("LATIN", "CYRILLIC", "GREEK", "ARABIC", "HEBREW", "DEVANAGARI", "CJK", "HIRAGANA",
            "KATAKANA", "HANGUL", "THAI", "BENGALI", "TAMIL", "GEORGIAN", "ARMENIAN")  # fmt: skip
+
+
+TASKS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (("chosen", "rejected"), ("preference", "reward")),
+    (("prompt", "completion", "label"), ("preference (loss: kto)",)),
+    (("anchor", "positive"), ("embedding",)),
+    (("words", "tags"), ("token_classification",)),
+    (("image", "label"), ("image_classification",)),
+    (("text", "label"), ("sequence_classification", "masked_lm", "causal_lm")),
+    (("images",), ("image_text",)),
+    (("image",), ("image_text",)),
+)
+"""What rows with these fields are for, the first that fits; see docs/data.md."""
+OF_FORMATS: dict[FormatName | None, tuple[str, ...]] = {
+    None: (),
+    "text": ("causal_lm", "masked_lm"),
+    "messages": ("causal_lm",),
+    "sharegpt": ("causal_lm",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +77,18 @@ class TokenFacts:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What is in a file of rows; `num_duplicates` counts rows that are equal to one before."""
+    """What is in a file of rows.
+
+    Attributes:
+        format: As causal_lm reads them, by the first row; None where it does not.
+        tasks: That the first row's fields are for.
+        num_duplicates: Rows that are equal to one before.
+    """
 
     where: str
     num_rows: int
     format: FormatName | None
+    tasks: tuple[str, ...]
     fields: list[FieldFacts]
     num_duplicates: int
     tokens: TokenFacts | None
@@ -85,11 +111,13 @@ def survey(
         DataError: Rows cannot be read; or, with a tokenizer, cannot be learnt from.
     """
     seen = array("q")  # a number for each row, equal for equal ones
-    number, found = 0, None
+    number, found, tasks = 0, None, tuple[str, ...]()
     counts: dict[str, list[int]] = {}  # of each field: rows, empty ones, characters
     letters: dict[str, Counter[str]] = {}
     for record in iterate_records(where):
-        found = detect(record.fields) if number == 0 else found
+        if number == 0:
+            found = detect(record.fields)
+            tasks = _tasks_of(record.fields, found)
         whole = json.dumps(record.fields, sort_keys=True, default=str)
         digest = hashlib.blake2b(whole.encode("utf-8", "replace"), digest_size=8).digest()
         seen.append(int.from_bytes(digest, "little", signed=True))
@@ -109,8 +137,11 @@ def survey(
     tokens = None
     if tokenizer is not None:
         if found is None:
+            told = f" Such rows are for: {', '.join(tasks)}." if tasks else ""
             raise DataError(
-                f"Cannot tell the format of {where}.", found=f"Its fields: {', '.join(counts)}."
+                f"Cannot count the tokens of {where}.",
+                found=f"Its fields are none that causal_lm reads: {', '.join(counts)}.{told}",
+                fix="Leave --model out; peftkit check RECIPE counts the tokens of any task's rows.",
             )
         encoder = DocumentEncoder(tokenizer, template, "auto", max_length)
         rows = encoded(where, encoder, on_event=on_event)
@@ -121,7 +152,14 @@ def survey(
             num_duplicates=rows.num_duplicates,
             dropped=[*rows.dropped(NOTHING), *rows.dropped(BEYOND)],
         )
-    return Survey(where, number, found, fields, number - len(torch.tensor(seen).unique()), tokens)
+    duplicates = number - len(torch.tensor(seen).unique())
+    return Survey(where, number, found, tasks, fields, duplicates, tokens)
+
+
+def _tasks_of(fields: Mapping[str, Any], name: FormatName | None) -> tuple[str, ...]:
+    """Return the tasks that rows with these fields are for."""
+    named = (tasks for names, tasks in TASKS if fields.keys() >= set(names))
+    return next(named, OF_FORMATS.get(name, ("causal_lm", "seq2seq")))
 
 
 def _scripts(text: str) -> Counter[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from peftkit_cli.app import app
@@ -44,6 +45,30 @@ def test_tokens_are_counted_as_a_model_has_them(tmp_path: Path, model_folder: Pa
     shown = CliRunner().invoke(app, asked).stdout
     assert "tokens of an epoch" in shown
     assert "█" in shown
+
+
+@pytest.mark.parametrize(
+    ("row", "tasks"),
+    [
+        ({"text": "a"}, ["causal_lm", "masked_lm"]),
+        ({"prompt": "a", "completion": "b"}, ["causal_lm", "seq2seq"]),
+        ({"prompt": "a", "completion": "b", "label": True}, ["preference (loss: kto)"]),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["preference", "reward"]),
+        ({"anchor": "a", "positive": "b"}, ["embedding"]),
+        ({"image": "a.png", "label": "b"}, ["image_classification"]),
+        ({"foo": 1}, []),
+    ],
+)
+def test_rows_are_told_what_they_are_for(
+    row: dict[str, object], tasks: list[str], tmp_path: Path, model_folder: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    done = CliRunner().invoke(app, ["data", str(path), "--json"])
+    assert json.loads(done.stdout)["tasks"] == tasks
+    if "preference" in tasks:
+        done = CliRunner().invoke(app, ["data", str(path), "--model", str(model_folder)])
+        assert "Such rows are for: preference, reward." in str(done.exception)
 
 
 def test_wrong_rows_are_one_message(tmp_path: Path) -> None:
