@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import groupby
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -151,6 +151,16 @@ def collate(rows: Sequence[Row], pad_id: int, limit: int | None = None) -> dict[
         "target_index": torch.nn.functional.pad(learnt, (0, 1)).flatten().nonzero().flatten(),
         "targets": labels[:, 1:][learnt],
     }
+
+
+def last_answer(tokenizer: Any, row: Row) -> tuple[list[int], str]:
+    """Return what comes before a document's last learnt answer, and the answer's text."""
+    stop = max(n for n, label in enumerate(row.labels) if label != IGNORE) + 1
+    start = stop
+    while start > 0 and row.labels[start - 1] != IGNORE:
+        start -= 1
+    answer = tokenizer.decode(row.input_ids[start:stop], skip_special_tokens=True)
+    return list(row.input_ids[:start]), str(answer)
 
 
 def joined(rows: Sequence[Row]) -> Row:

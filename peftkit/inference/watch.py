@@ -14,13 +14,15 @@ from typing import Any
 
 from peftkit.base.load import Base
 from peftkit.data.encode import prompt_ids, stop_ids
-from peftkit.data.pack import IGNORE, Row
+from peftkit.data.pack import IGNORE, Row, last_answer
 from peftkit.data.pairs import Pair, PairRow
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Listener, Notice, Sample, ignore
 from peftkit.inference.generate import generate_ids, room_left
 from peftkit.model.modes import evaluating
 from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.preference.rows import Compared
+from peftkit.tasks.preference.task import Preference
 from peftkit.tasks.protocol import Task
 from peftkit.tasks.rouge import rouge_l
 from peftkit.tasks.seq2seq import Seq2Seq
@@ -56,11 +58,11 @@ class TextWatch:
         metrics: Mapping[str, Metric] | None = None,
         on_event: Listener = ignore,
     ) -> None:
-        if not isinstance(task, CausalLM | Seq2Seq):
+        if not isinstance(task, CausalLM | Preference | Seq2Seq):
             raise ConfigError(
                 f"{type(task).__name__} writes no text to look at.",
                 found="train.sample_every or train.eval_generate is set.",
-                fix="Leave it out, or train for the task causal_lm or seq2seq.",
+                fix="Leave it out, or train for the task causal_lm, seq2seq or preference.",
             )
         self._base, self._task, self._config, self._on_event = base, task, config, on_event
         self._metrics: dict[str, Metric] = {"rouge_l": rouge_l, **(metrics or {})}
@@ -82,20 +84,18 @@ class TextWatch:
         """Return exact_match, rouge_l and the metrics asked for, means over train.eval_generate."""
         if not self._measured:
             return {}
-        if isinstance(self._task, CausalLM):
-            task = self._task
-            learnt = [len(row.input_ids) - len(task.last_answer(row)[0]) for row in self._measured]
-            most = math.ceil(MARGIN * max(learnt))
-        else:
+        if isinstance(self._task, Seq2Seq):
             most = self._task.max_target
-        pairs = [
-            (sample.completion, sample.reference or "")
-            for sample in self._answers(self._measured, most)
-        ]
-        found = {"exact_match": sum(a.strip() == b.strip() for a, b in pairs) / len(pairs)}
+        else:
+            asked = [last_answer(self._task.tokenizer, row)[0] for row in self._measured]
+            pairs = zip(self._measured, asked, strict=True)
+            most = math.ceil(MARGIN * max(len(row.input_ids) - len(ids) for row, ids in pairs))
+        answers = self._answers(self._measured, most)
+        said = [(answer.completion, answer.reference or "") for answer in answers]
+        found = {"exact_match": sum(a.strip() == b.strip() for a, b in said) / len(said)}
         for name, metric in list(self._metrics.items()):
             try:
-                found[name] = sum(float(metric(*pair)) for pair in pairs) / len(pairs)
+                found[name] = sum(float(metric(*pair)) for pair in said) / len(said)
             except Exception as error:  # a metric of one's own costs itself, not the run
                 del self._metrics[name]
                 text = f"The metric {name} failed and is left out from here on: {error!r}"
@@ -127,7 +127,7 @@ class TextWatch:
         if isinstance(self._task, Seq2Seq):
             return self._translated(self._task, rows, max_new_tokens)
         task, tokenizer, answers = self._task, self._base.tokenizer, []
-        asked = [_asked(task, row) for row in rows]
+        asked = [_asked(tokenizer, row) for row in rows]
         for start in range(0, len(rows), BATCH_SIZE):
             part = asked[start : start + BATCH_SIZE]
             answers += generate_ids(
@@ -164,20 +164,26 @@ class TextWatch:
         ]
 
 
-def _asked(task: CausalLM, row: Row) -> tuple[list[int], str | None]:
+def _asked(tokenizer: Any, row: Row) -> tuple[list[int], str | None]:
     """Return a row's prompt and its reference; a prompt of the recipe has none."""
     if row.num_targets == 0:
         return list(row.input_ids), None
-    return task.last_answer(row)
+    return last_answer(tokenizer, row)
 
 
 def _documents(rows: Sequence[Any], number: int) -> list[Any]:
-    """Return the first documents with something before their answer, packed rows taken apart."""
+    """Return the first documents with something before their answer, packed rows taken apart.
+
+    Of a comparison it is the chosen answer; one that is not wanted is no reference.
+    """
     found: list[Any] = []
     for row in rows:
         if len(found) >= number:
             break
-        found += _apart(row) if isinstance(row, Row) else [row]
+        if isinstance(row, Compared):
+            found += [] if row.wanted is False else _apart(row.documents[0])
+        else:
+            found += _apart(row) if isinstance(row, Row) else [row]
     return found[:number]
 
 

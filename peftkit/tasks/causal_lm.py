@@ -16,7 +16,7 @@ from peftkit.data.documents import BEYOND, NOTHING, DocumentEncoder, style_of
 from peftkit.data.encode import Style
 from peftkit.data.lazy_rows import LazyRows, PackedRows
 from peftkit.data.load import DataConfig
-from peftkit.data.pack import IGNORE, Row, collate
+from peftkit.data.pack import IGNORE, Row, collate, last_answer
 from peftkit.data.stored import StoredRows
 from peftkit.errors import PeftkitError
 from peftkit.events import Listener, Notice, ignore
@@ -170,12 +170,7 @@ class CausalLM(TokenTask):
 
     def last_answer(self, row: Row) -> tuple[list[int], str]:
         """Return what comes before a document's last learnt answer, and the answer's text."""
-        stop = max(n for n, label in enumerate(row.labels) if label != IGNORE) + 1
-        start = stop
-        while start > 0 and row.labels[start - 1] != IGNORE:
-            start -= 1
-        answer = self.tokenizer.decode(row.input_ids[start:stop], skip_special_tokens=True)
-        return list(row.input_ids[:start]), str(answer)
+        return last_answer(self.tokenizer, row)
 
     def _text(self, ids: list[int]) -> str:
         return str(

@@ -20,7 +20,7 @@ from peftkit.data.image_row import ImageRow
 from peftkit.data.image_text import ImageEncoder
 from peftkit.data.images import require_pillow
 from peftkit.data.load import DataConfig
-from peftkit.data.pack import IGNORE, collate
+from peftkit.data.pack import IGNORE, collate, last_answer
 from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError
 from peftkit.events import Listener, Notice, ignore
@@ -185,12 +185,9 @@ class ImageText(TokenTask):
 
     def last_answer(self, row: ImageRow) -> tuple[int, str]:
         """Return how many tokens a row's last learnt answer has, and its text."""
+        prompt, answer = last_answer(self.tokenizer, row)
         stop = max(n for n, label in enumerate(row.labels) if label != IGNORE) + 1
-        start = stop
-        while start > 0 and row.labels[start - 1] != IGNORE:
-            start -= 1
-        ids = list(row.input_ids[start:stop])
-        return len(ids), str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        return stop - len(prompt), answer
 
     def _text(self, ids: list[int]) -> str:
         return str(

@@ -114,6 +114,31 @@ def test_a_prompt_that_cannot_be_read_is_refused_before_training(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize("loss", ["orpo", "kto"])
+def test_preferences_are_watched_by_their_wanted_answers(
+    settings: dict[str, Any], tmp_path: Path, loss: str
+) -> None:
+    pairs = [(f"say {n} ", f"yes {n}", "no") for n in range(4)]
+    rows = [{"prompt": p, "chosen": good, "rejected": bad} for p, good, bad in pairs]
+    if loss == "kto":
+        rows = [
+            {"prompt": p, "completion": a, "label": a != "no"} for p, *both in pairs for a in both
+        ]
+    for name in ("train", "eval"):
+        Path(settings["data"][name]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings["task"] = {"type": "preference", "loss": loss}
+    more = {"sample_every": 2, "sample_tokens": 3, "sample_prompts": ("say 9 ",)}
+    events = run(settings, tmp_path / "run", max_steps=2, eval_generate=3, **more)
+    (first, *_) = [event for event in events if isinstance(event, Sampled)]
+    assert [sample.prompt for sample in first.samples] == ["say 9"]
+    assert any("eval_exact_match" in e.metrics or "exact_match" in e.metrics
+               for e in events if isinstance(e, EvalDone))  # fmt: skip
+    without = {"sample_every": 2, "sample_tokens": 3}
+    events = run(settings, tmp_path / "again", max_steps=2, **without)
+    (first, *_) = [event for event in events if isinstance(event, Sampled)]
+    assert [sample.reference for sample in first.samples] == ["yes 0", "yes 1", "yes 2"]
+
+
 def test_the_best_weights_are_the_adapter_if_asked(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ class PreferenceConfig(TaskConfig):
     command: ClassVar[str] = "peftkit chat {folder}"
     generates: ClassVar[bool] = True
     num_texts: ClassVar[int] = 2
+    writes_text: ClassVar[bool] = True
     data_fields: ClassVar[frozenset[str]] = frozenset(
         {"max_length", "chat_template", "max_dropped"}
     )
