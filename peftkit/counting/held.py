@@ -1,6 +1,6 @@
 """What one device has of a base's weights while it trains, where it does not have all of them.
 
-All figures are of a packed model on the meta device, adapter and all; frozen tensors alone count.
+All figures are of a packed model without data; frozen tensors alone count.
 """
 
 from __future__ import annotations

@@ -14,8 +14,10 @@ from functools import cached_property
 from typing import Any
 
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftkit.base.shapes import with_depth
+from peftkit.counting.counter import Counter
 from peftkit.counting.held import Held, whole
 from peftkit.counting.step import (
     DatalessStep,
@@ -25,6 +27,7 @@ from peftkit.counting.step import (
     skeleton_of,
     with_method,
 )
+from peftkit.errors import PeftkitError
 from peftkit.kernels.packing import COPY_SHARE, packed_tensors
 from peftkit.train.memory.blocks import Activations, Blocks
 
@@ -35,12 +38,16 @@ ON_DEVICE = 4
 """Inputs of blocks that are on a GPU where they are offloaded: the first, two more, the output."""
 
 
+class CountError(PeftkitError):
+    """A model's step cannot be run on tensors without data."""
+
+
 class Reckoner:
     """Counts steps of one setup; models are built once.
 
     Attributes:
         num_parameters, num_blocks: Of the base.
-        whole: The whole model on the meta device, packed, with the adapter on.
+        whole: The whole model without data, packed.
         ways: What may be kept of activations, the fastest first.
         trained: The adapter's tensors.
 
@@ -58,9 +65,10 @@ class Reckoner:
         self.num_blocks = len(blocks.blocks)
         self.ways: tuple[Activations, ...] = blocks.ways("auto", setup.on_gpu)
         self._depth = _depth_with_all_kinds(blocks.blocks)
-        self.whole = packed_model(setup)
-        with_method(self.whole, setup)
-        self.trained = [p for p in self.whole.parameters() if p.requires_grad]
+        with FakeTensorMode(allow_non_fake_inputs=True), Counter():
+            self.whole = packed_model(setup)
+        with_method(bare, setup)  # not on the packed one: some methods read a weight
+        self.trained = [p for p in bare.parameters() if p.requires_grad]
         self.setup = replace(setup, kept=self._keeps_copies(free))
 
     @property
@@ -105,16 +113,27 @@ class Reckoner:
         """
         key = rows, length, way
         if key not in self._known:
-            small = self._step(self._depth)
-            first = small.count(*key)
-            second, more = first, 0.0
-            if small.num_blocks < self.num_blocks:
-                large = self._step(self._depth + 1)
-                second = large.count(*key)
-                more = self.num_blocks - small.num_blocks
-                more /= large.num_blocks - small.num_blocks
-            self._known[key] = first, second, more
+            try:
+                self._known[key] = self._counted(*key)
+            except PeftkitError:
+                raise
+            except Exception as error:  # of any model's code, on tensors that it was not made for
+                raise CountError(
+                    f"a step of {type(self.whole).__name__} cannot be counted without data.",
+                    found=f"{type(error).__name__}: {error}",
+                ) from error
         return self._known[key]
+
+    def _counted(
+        self, rows: int, length: int, way: Activations
+    ) -> tuple[StepCount, StepCount, float]:
+        small = self._step(self._depth)
+        first = small.count(rows, length, way)
+        if small.num_blocks == self.num_blocks:
+            return first, first, 0.0
+        large = self._step(self._depth + 1)
+        more = (self.num_blocks - small.num_blocks) / (large.num_blocks - small.num_blocks)
+        return first, large.count(rows, length, way), more
 
     def _away(self, count: StepCount, way: Activations) -> int:
         """Return the bytes of blocks' inputs that wait in main memory."""

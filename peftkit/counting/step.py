@@ -91,9 +91,8 @@ class DatalessStep:
         self.setup = setup
         self.counter = Counter(GPU_ROUNDING if setup.on_gpu else 1)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        bare = packed_model(setup)
         with self._counting():
-            self.model = _materialised(bare)
+            self.model = _materialised(packed_model(setup))
             if setup.kept:
                 keep_copies(self.model, sys.maxsize)
             with self.counter.during("adapters"):
@@ -235,7 +234,10 @@ def packed_shapes(model: Any, setup: Setup) -> list[tuple[Job, torch.Size]]:
 
 
 def packed_model(setup: Setup) -> Any:
-    """Build the model on the meta device, its weights packed as they will be."""
+    """Build the model on the meta device, its weights packed as they will be, without data.
+
+    To be called within FakeTensorMode and under a Counter: a packed layer is called once.
+    """
     model = skeleton_of(setup)
     jobs, packings = [], {}
     made: dict[tuple[int, str], nn.Parameter] = {}
@@ -243,30 +245,26 @@ def packed_model(setup: Setup) -> Any:
         jobs.append(job)
         key = (id(job[1]), job[2])
         if key not in made:
-            with torch.device("meta"):
-                packed, packing = empty_packed(
-                    shape, setup.quantize, setup.dtype, double_quant=setup.double_quant
-                )
+            packed, packing = empty_packed(
+                shape, setup.quantize, setup.dtype, double_quant=setup.double_quant
+            )
             made[key] = nn.Parameter(packed, requires_grad=False)
             packings[id(made[key])] = packing
     for _, module, name in jobs:
         module._parameters[name] = made[id(module), name]
-    install_packed(model, jobs, packings, torch.device("meta"))
+    install_packed(model, jobs, packings, torch.device("cpu"))
     return model
 
 
 def _materialised(model: Any) -> Any:
     """Give a model on the meta device tensors without data."""
-    made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, tensor in module._parameters.items():
-            if tensor is not None:
-                if id(tensor) not in made:
-                    new = torch.empty_like(tensor, device="cpu")
-                    made[id(tensor)] = nn.Parameter(new, requires_grad=False)
-                module._parameters[name] = made[id(tensor)]
+            if tensor is not None and tensor.device.type == "meta":
+                new = torch.empty_like(tensor, device="cpu")
+                module._parameters[name] = nn.Parameter(new, requires_grad=False)
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and buffer.device.type == "meta":
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
     model.tie_weights()
     return model

@@ -10,6 +10,7 @@ from typing import Any
 from peftkit.base.load import default_device
 from peftkit.base.shapes import read_config
 from peftkit.counting.machines import Machine, free_now
+from peftkit.counting.reckon import CountError
 from peftkit.counting.step import plain_purpose
 from peftkit.events import Listener, Notice
 from peftkit.run.config import Recipe
@@ -28,7 +29,11 @@ def rounds(recipes: Sequence[Recipe], on_event: Listener) -> list[range]:
     if machine is None:
         return [range(len(recipes))]
     config: Any = read_config(first.base.model, first.base.revision, plain_purpose(first.task))
-    found = split(recipes, config, machine)
+    try:
+        found = split(recipes, config, machine)
+    except CountError as error:
+        on_event(Notice(f"{error} So all members are trained at once."))
+        return [range(len(recipes))]
     if len(found) > 1:
         on_event(
             Notice(

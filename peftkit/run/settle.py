@@ -14,6 +14,7 @@ from typing import Any
 from peftkit.base.load import default_device
 from peftkit.base.shapes import read_config
 from peftkit.counting.machines import Machine, free_now
+from peftkit.counting.reckon import CountError
 from peftkit.counting.step import plain_purpose
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, Notice
@@ -43,7 +44,11 @@ def settled(recipe: Recipe, on_event: Listener) -> Recipe:
         machine = replace(machine, memory=max(min(machine.memory, given), 0))
     if machine is None or not (may_shard or (may_stream and machine.on_gpu)):
         return _with(recipe, recipe.base.placement, "none")
-    costs, needed = _needed(recipe, machine)
+    try:
+        costs, needed = _needed(recipe, machine)
+    except CountError as error:  # on all processes alike
+        on_event(Notice(f"{error} So the weights alone tell whether the base fits the device."))
+        return _with(recipe, recipe.base.placement, "none")
     lacks = needed is not None and not needed.fits
     if processes > 1:  # all do the same
         lacks = bool(Ranks(device).max(int(lacks)))
