@@ -21,7 +21,7 @@ from peftkit.train.context import check_context
 from peftkit.train.loop import check_output, train_prepared
 from peftkit.train.metrics import require_trackers
 from peftkit.train.run import Result
-from peftkit.train.sharding import check_sharding
+from peftkit.train.sharding import check_sharding, is_sharded
 from peftkit.train.signals import Interrupted, stop_requests, stopping_at_once
 
 
@@ -81,7 +81,7 @@ def run(
             on_event=report.on_event,
             watch=watch,
         )
-        if result.is_main or recipe.train.shard in SHARDED:  # then all processes run the model
+        if result.is_main or is_sharded(ready.base.model):  # then all processes run the model
             with stop_requests() as stop:
                 result = save_result(recipe, ready, result, on_event=on_event)
                 if result.is_main:

@@ -76,6 +76,7 @@ def prepare(
         PeftkitError: The base, a target or the data is not as the recipe says.
     """
     settings = recipe.task.resolve(recipe.data)
+    kept = recipe  # as it was asked for: another machine may place it anew
     if base is None:
         kept = settled(recipe, on_event)
         if company is not None:
@@ -83,9 +84,6 @@ def prepare(
         base = open_base(kept, settings.purpose, company=company, on_event=on_event)
         if company is not None:
             company.agree(base={"fingerprint": base.fingerprint})
-        recipe = recipe.model_copy(
-            update={"train": kept.train}
-        )  # another machine may place it anew
     continued = None
     if recipe.method.start_from:
         continued = continue_adapter(
@@ -102,8 +100,8 @@ def prepare(
         seed = recipe.train.seed
         adapter = attach(base.model, method, starts=starts, fresh=not resume, seed=seed)
     on_event(adapter_table(adapter))
-    if recipe.train.shard in SHARDED:
-        base = _sharded(recipe, base, on_event)
+    if kept.train.shard in SHARDED:
+        base = _sharded(kept, base, on_event)
     if told := small_reach(adapter, base.audit):
         on_event(Notice(told))
     data = recipe.data

@@ -115,7 +115,9 @@ class Run:
         in_step = InStep(ranks, task.kind, train_rows, eval_rows, needed=needed)
         self.learner = Learner(model, task, parameters, config, self.ranks, stop, in_step)
         self.evaluator = Evaluator(model, task, eval_rows, config, self.ranks, stop, in_step)
-        known = identity_of(config, train_rows, eval_rows, ranks.world_size, identity)
+        known = identity_of(
+            config, train_rows, eval_rows, ranks.world_size, identity, sharded=is_sharded(model)
+        )
         self.saver = Saver(self.learner, self.order, config, weights, known, self.say)
         self.has_eval = bool(eval_rows)
         self._agreed_stop = 0

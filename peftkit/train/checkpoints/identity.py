@@ -39,14 +39,17 @@ def identity_of(
     eval_rows: Sequence[Any],
     world_size: int,
     given: Identity,
+    *,
+    sharded: bool = False,
 ) -> dict[str, Any]:
     """Return everything that the numbers of a run depend on, as plain JSON.
 
     Args:
         given: What the caller knows besides: base, method, data.
+        sharded: Whether the base is spread over the processes, as other sums round otherwise.
     """
     train = {name: value for name, value in config.model_dump().items() if name not in FREE}
-    train["shard"] = "none" if train["shard"] == "auto" else train["shard"]  # it was settled so
+    train["shard"] = "base" if sharded else "none"  # as it was settled; where parts lie is free
     rows = {"train": fingerprint(train_rows), "eval": fingerprint(eval_rows)}
     whole = {**given, "train": train, "rows": rows, "num_processes": world_size}
     plain: dict[str, Any] = json.loads(json.dumps(whole, default=str))
