@@ -142,14 +142,14 @@ def _facts(plan: Plan) -> Mapping[str, str]:
     }
     work = "the run" if plan.run_tokens else "a batch"
     if plan.run_tokens:
-        found["data"] = (
-            f"about {plan.num_tokens:,} tokens in {plan.num_rows:,} rows "
-            f"({(plan.num_tokens or 0) / max(plan.num_trained, 1):.2g} for each trained parameter)"
-        )
+        found["data"] = f"about {plan.num_tokens:,} tokens in {plan.num_rows:,} rows"
+        each = plan.num_trained / max(plan.num_tokens or 1, 1)
+        found["trained values for a token"] = f"{each:,.0f}" if each >= 10 else f"{each:.2g}"
     if plan.seconds_here is not None:
         found[f"{work} here"] = f"about {duration(plan.seconds_here)}, by a measured product"
     for name, seconds in plan.seconds_on.items():
-        shown = duration(seconds) if seconds >= 10 else f"{seconds:.2g} s"
+        shown = duration(seconds) if seconds >= 10 else f"{max(seconds, 0.1):.2g} s"
+        shown = f"under {shown}" if seconds < 0.1 else shown
         found[f"{work} on {name}"] = f"{shown} (at 40 % of its bf16 peak)"
     return found
 
