@@ -15,6 +15,7 @@ from transformers import masking_utils
 from peftkit.base import pretrained
 from peftkit.base.locate import locate
 from peftkit.base.purpose import Purpose
+from peftkit.base.quantized import check_readable
 
 DEPTHS = (
     *("num_hidden_layers", "num_layers", "num_decoder_layers"),
@@ -27,10 +28,13 @@ def read_config(model: str, revision: str | None, purpose: Purpose) -> Any:
     """Read a model's config; nothing else of it is downloaded.
 
     Raises:
-        BaseError: There is no such model, or its config is of no use.
+        BaseError: There is no such model, its config is of no use, or its weights are quantised in
+            a way that is not read here.
     """
     location, revision = pretrained.reachable(locate(model, revision), revision)
-    return pretrained.check_config(location, revision, purpose)
+    config = pretrained.check_config(location, revision, purpose)
+    check_readable(location.name, config)
+    return config
 
 
 def on_meta(config: Any, purpose: Purpose, dtype: torch.dtype) -> nn.Module:

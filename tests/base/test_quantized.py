@@ -18,6 +18,7 @@ from peftkit.base.load import load_base
 from peftkit.base.locate import Location
 from peftkit.base.pretrained import check_config, quiet
 from peftkit.base.purpose import CAUSAL_LM
+from peftkit.base.shapes import read_config
 from peftkit.errors import BaseError
 from peftkit.quant.quantize import quantize_model
 from tests.base.test_stream import peak_of, state_of
@@ -135,6 +136,8 @@ def test_what_is_quantised_otherwise_is_refused_by_name(method, tmp_path) -> Non
         load_base(str(tmp_path))
     assert f"quantised by {method}" in str(error.value)
     assert "bitsandbytes, fp8, mxfp4" in str(error.value)
+    with pytest.raises(BaseError, match=f"quantised by {method}"):
+        read_config(str(tmp_path), None, CAUSAL_LM)  # so does a plan
 
 
 @pytest.mark.slow
