@@ -6,7 +6,8 @@ A Llama with random weights in fp32 over gloo, two rows for each of two processe
 process with four rows; each side from the same adapter, on the same rows. accelerate shards on GPUs
 alone, and takes no notice of its FSDP settings where there is none: `fsdp2` is its own path with
 that check lifted (`benchmarks/workers/trl.py`), `as told` without. nf4 is bitsandbytes' in TRL,
-whose bytes accelerate shards where they are kept as floats (bnb_4bit_quant_storage).
+whose bytes accelerate shards where they are kept as floats (bnb_4bit_quant_storage); TRL trains
+the adapter of such a base in bf16.
 Exits 1 where peftkit's losses on two processes differ from those on one by more than 1e-5.
 """
 
@@ -46,7 +47,7 @@ FSDP2 = {
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
 }
-"""What `accelerate launch` sets of its config file: distributed_type FSDP, fsdp_version 2."""
+"""What `accelerate launch` sets of a file that says distributed_type: FSDP, fsdp_version: 2."""
 
 
 def make_job(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
