@@ -225,7 +225,7 @@ def _tell(merged: MergedGGUF, on_event: Listener) -> None:
         "tensors changed": ", ".join(f"{n:,} in {kind}" for kind, n in merged.types.items()),
         "size of the update": f"{tally.relative_update:.3g} of these weights' own",
         "left of the update": f"{tally.kept:.1%}",
-        "lost in rounding": f"{tally.relative_rounding:.3g} of the update",
+        "noise of rounding": f"{tally.relative_rounding:.3g} of the update",
         "copied unchanged": "all else, compared byte by byte",
     }
     on_event(Table("The merged model", ("", ""), tuple(facts.items())))

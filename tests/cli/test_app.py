@@ -25,7 +25,7 @@ COMMANDS: dict[str, list[str]] = {
         "RECIPE.yaml...", "--over", "--pick", "--each", "--set", "--out", "--resume", "--halve",
         "--json",
     ],
-    "plan": ["RECIPE|MODEL", "--memory", "--set", "--json"],
+    "plan": ["RECIPE|MODEL", "--memory", "--ranks", "--link", "--set", "--json"],
     "generate": [
         "ADAPTER", "--prompt", "--image", "--base", "--max-new-tokens", "--temperature", "--seed",
         "--force",
