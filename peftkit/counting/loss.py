@@ -36,8 +36,9 @@ def loss_of(model: Any, task: TaskConfig, dtype: torch.dtype, rows: int, length:
     rows *= task.num_texts
     inputs = accepted(model, _inputs(model.config, task, dtype, rows, length))
     if is_of_classes(task):
-        text = model.config.get_text_config()  # a tokenizer would say which token pads
-        text.pad_token_id = 0 if text.pad_token_id is None else text.pad_token_id
+        text = model.config.get_text_config()
+        if getattr(text, "pad_token_id", 0) is None:  # a tokenizer would say it
+            text.pad_token_id = 0
         loss: Tensor = model(**inputs).logits.float().logsumexp(-1).sum()
         return loss
     if task.auto_class == "AutoModel":

@@ -17,8 +17,9 @@ from peftkit.tasks.masked_lm import MaskedLMConfig
 from peftkit.tasks.preference.config import PreferenceConfig
 from peftkit.tasks.reward import RewardConfig
 from peftkit.tasks.seq2seq import Seq2SeqConfig
+from peftkit.tasks.table import TASKS
 from peftkit.train.memory.blocks import Activations
-from tests.families import ARCHITECTURES
+from tests.families import ARCHITECTURES, FAMILIES
 
 GB = 10**9
 
@@ -64,6 +65,26 @@ def test_rows_of_two_texts_take_twice_as_much(task) -> None:
     assert pairs.block_input == alone.block_input
     head = found.num_trained - one.num_trained  # trained whole; its model has no other head
     assert head == (2 * config.hidden_size if task.type == "reward" else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "task"),
+    [
+        ("vit", "image_classification"),
+        ("llava", "image_text"),
+        ("bert", "token_classification"),
+        ("llama", "sequence_classification"),
+        ("bert", "embedding"),
+        ("t5", "seq2seq"),
+    ],
+)
+def test_steps_of_every_kind_of_task_are_counted(family, task) -> None:
+    config = (FAMILIES | ARCHITECTURES)[family]().config
+    reckoner = reckoner_of(config, "none", TASKS[task]())
+    small, large = (reckoner.count(rows, 32, reckoner.ways[-1]) for rows in (1, 3))
+    assert large.flops == pytest.approx(3 * small.flops, rel=0.1)
+    assert large.peak["activations"] > small.peak["activations"] > 0
 
 
 @pytest.mark.parametrize("family", ["falcon_mq", "deberta_v1"])
