@@ -83,8 +83,8 @@ def test_base_that_does_not_fit_is_planned_streamed(folder) -> None:
     assert plan.chosen == streamed
     assert not device.fits
     assert streamed.host_bytes > device.peak_bytes - streamed.peak_bytes > 0
-    blocks = streamed.host_bytes / 16  # each comes twice; one at each end stays in between
-    assert streamed.moved_bytes == pytest.approx(30 * blocks, rel=1e-3)
+    blocks = streamed.host_bytes / 16  # each comes twice; two at each end stay in between
+    assert streamed.moved_bytes == pytest.approx(28 * blocks, rel=1e-3)
     assert 0 < streamed.hidden_from < 100_000
     kept = a_plan(folder, "1.2GB", *asked, "base.placement=device")
     assert not kept.fits

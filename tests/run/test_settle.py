@@ -9,20 +9,23 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import _disable_current_modes
 
 from peftkit import recipe as story
 from peftkit.base.load import BaseConfig
 from peftkit.base.shapes import read_config
 from peftkit.config.schema import from_dict
-from peftkit.counting.machines import Machine
+from peftkit.counting.machines import GPU_SHARE, Machine
 from peftkit.counting.step import plain_purpose
-from peftkit.events import Event
+from peftkit.events import Event, Notice
 from peftkit.run import settle
 from peftkit.run.config import Recipe
 from peftkit.run.costs import Costs
 from peftkit.run.settle import settled
 from tests.counting.test_counting import llama
 from tests.families import tiny_tokenizer
+from tests.simulated_gpu.simulation import simulated
+from tests.simulated_gpu.tensors import Card
 from tests.train.children import exit_code, free_port, start
 
 GB = 10**9
@@ -89,6 +92,32 @@ def test_what_may_not_be_streamed_stays_and_is_told(folder, tmp_path, monkeypatc
         assert settled(recipe, told.append).base.placement == placement
     assert len(told) == 1
     assert BaseConfig(model="x").placement == "auto"
+
+
+def test_run_on_a_card_that_is_too_small_streams_and_trains(folder, tmp_path, monkeypatch) -> None:
+    recipe = asked(folder, tmp_path)
+    costs = costs_of(recipe)
+    needed, less = costs.smallest().peak_bytes, costs.smallest("stream").peak_bytes
+    assert less < 0.7 * needed
+    memory = int(0.9 * needed / GPU_SHARE)
+    told: list[str] = []
+
+    def heard(event: Event) -> None:
+        if isinstance(event, Notice):
+            told.append(event.text)
+
+    needed_with = settle._needed
+
+    def counted(*given: Any) -> Any:
+        with _disable_current_modes():  # the card's kernels want values
+            return needed_with(*given)
+
+    monkeypatch.setattr(settle, "_needed", counted)
+    card = Card(memory=memory)
+    with simulated(card):
+        story.run(recipe, on_event=heard)
+        assert less / 2 < card.peak < memory
+    assert any("streamed" in text and "are free" in text for text in told), told
 
 
 def work(recipe: dict[str, Any], memory: int) -> None:
