@@ -149,8 +149,8 @@ class Stream:
         self.taken.clear()
 
     def _advance(self, value: Tensor) -> None:
-        before, num_bytes = self._done, value.numel() * value.element_size()
-        self._done = min(before + num_bytes, self._total)
+        before = self._done
+        self._done = min(before + value.nbytes, self._total)
         if before // TRIM_BYTES != self._done // TRIM_BYTES:
             trim_malloc()
         self.on_event(Progress("Loading the base", self._done, self._total, "B"))
@@ -209,8 +209,7 @@ class StreamQuantizer(HfQuantizer):
         transformers asks this, and not `param_needs_quantization`, of files that are quantised.
         """
         converter.quantization_operation = self.get_quantize_ops()
-        inner = self.quantization_config.inner
-        assert inner is not None
+        inner: Any = self.quantization_config.inner
         return inner.get_new_dtype(converter, param, dtype)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -270,8 +269,7 @@ class _Take(ConversionOps):
             value = input_dict.pop(name)
             value = value.pop() if isinstance(value, list) else value
             try:
-                wanted = self.stream.wants(name)
-                taken[name] = self.stream.take(name, value) if wanted else value
+                taken[name] = self.stream.take(name, value) if self.stream.wants(name) else value
             except Exception as error:
                 raise Broken(error) from None
         return taken
