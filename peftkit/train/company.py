@@ -60,6 +60,7 @@ def in_company(device: Callable[[], torch.device]) -> Iterator[Company | None]:
     finally:
         stop.set()
         thread.join()
+        company.leave()
 
 
 class Company:
@@ -75,6 +76,7 @@ class Company:
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._prefix, self._asked = f"peftkit/{again}/{next(_runs)}", count()
         self._store = _connected(self._prefix)
+        self._has_heard = False
 
     def say(self, own: Any) -> list[Any]:
         """Return what each process says, as plain JSON, in their order; waits for all."""
@@ -142,8 +144,21 @@ class Company:
             silence(error)
         return error
 
+    def leave(self) -> None:
+        """Go; the first process, which may have the store, waits for who has yet to hear of it."""
+        until = time.monotonic() + GRACE
+        try:
+            self._store.set(f"heard/{self.rank}", "")
+            keys = [f"heard/{rank}" for rank in range(self.world_size)]
+            while self.rank == 0 and time.monotonic() < until and not self._store.check(keys):
+                time.sleep(BEAT / 10)
+        except RuntimeError:
+            return  # the store is gone
+
     def _is_first_to_end(self) -> bool:
         own = str(self.rank)
+        if self._has_heard:
+            return False
         try:
             return self._store.compare_set("ended", "", own).decode() == own
         except RuntimeError:  # the store went with the process that had it, which was the first
@@ -165,7 +180,8 @@ class Company:
                     if sign != before or sign == "done":
                         seen[rank] = sign, now
                 if store.check(["ended"]):
-                    ended = min(ended, now)
+                    store.set(f"heard/{self.rank}", "")
+                    ended, self._has_heard = min(ended, now), True
             except RuntimeError:
                 ended = min(ended, now)
             gone = [str(rank) for rank, (_, at) in seen.items() if now - at > SILENT]

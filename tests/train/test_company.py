@@ -31,7 +31,7 @@ def work(recipe: str, said: str, what: str, more: list[str]) -> None:
     """Run the command line on a process, the second of which does as it is told."""
     sys.stderr = open(said, "w", buffering=1)  # noqa: SIM115
     own = os.environ["RANK"] == "1"
-    company.SILENT, company.GRACE = 4.0, 2.0
+    company.SILENT, company.GRACE = 12.0, 5.0
     if own and what == "other learning rate":
         more = [*more, "--set", "train.learning_rate=0.01"]
     if own and what == "other folder":
