@@ -24,6 +24,7 @@ from peftkit.base.mapped import packed_skeleton
 from peftkit.base.purpose import Purpose
 from peftkit.base.transfer import Shelf, Unit, Way, pinned
 from peftkit.errors import BaseError
+from peftkit.kernels.host_memory import LARGE, trim_malloc
 from peftkit.kernels.packed_stack import Group, PackedExperts, PackedStack, has_apart
 from peftkit.kernels.packing import Packing
 from peftkit.model.blocks import blocks
@@ -235,8 +236,11 @@ class BlockStream:
         if index is None or index not in self._inside:
             return
         self._inside.remove(index)
-        if index not in self._inside:
-            self._blocks[index].leave()
+        if index in self._inside:
+            return
+        self._blocks[index].leave()
+        if self.device.type == "cpu" and self._blocks[index].unit.num_bytes >= LARGE:
+            trim_malloc()  # what it needed beside its weights leaves holes too
 
     def _direction(self, index: int) -> int:
         """Return where the pass goes on from here: up, or down where blocks are computed again."""

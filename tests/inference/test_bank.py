@@ -194,9 +194,13 @@ def test_without_a_name_the_base_is_bare_to_the_bit(
         assert torch.equal(found, bare)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_over_a_quantised_base_too(kind: str, model_folder: Path, way: str, tmp_path: Path) -> None:
-    base = load_base(str(model_folder), quantize=kind, dtype="fp32")
+@pytest.mark.parametrize(
+    ("kind", "placement"), [("nf4", "device"), ("int8", "device"), ("nf4", "stream")]
+)
+def test_over_a_quantised_base_too(
+    kind: str, placement: str, model_folder: Path, way: str, tmp_path: Path
+) -> None:
+    base = load_base(str(model_folder), quantize=kind, dtype="fp32", placement=placement)
     paths = write_all(base.model, tmp_path)
     ids = some_ids(len(BATCHES["all"]))
     expected = rows_alone(base.model, paths, BATCHES["all"], ids)

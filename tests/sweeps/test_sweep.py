@@ -82,6 +82,7 @@ SLOW: list[tuple[str, list[str], dict[str, dict[str, Any]]]] = [
     *((family, ["method.rank=2,5"], {}) for family in ("qwen2", "qwen3", "phi3", "gpt_neox")),
     ("gemma2", ["train.batch_size=1,4", "train.seed=1,2"], {}),
     ("mixtral", ["method.rank=2,5"], {}),
+    ("llama", ["method.rank=2,3"], {"base": {"quantize": "nf4", "placement": "stream"}}),
     ("t5", ["method.rank=2,5"], {"task": {"type": "seq2seq"}, "data": {"packing": None}}),
     ("llama", ["method.init=gaussian,eva"], {}),
     ("llama", ["method.rslora=true,false", "method.init=pissa,default"], {}),
