@@ -201,16 +201,23 @@ class Costs:
     def pass_bytes(self, rows: int) -> int:
         """Return what the members of a sweep share: weights, and the activations of a joint pass.
 
+        On a GPU of one member's rows alone: passes become smaller when its memory runs out.
+
         Args:
             rows: Of all members together; a pass has no more tokens than the recipe allows.
         """
-        tokens = self.recipe.train.tokens_at_once("cuda" if self.machine.on_gpu else "cpu")
-        most = rows if tokens is None else max(self.rows, tokens // self.length)
-        more = max(min(rows, most) - self.rows, 0) * self.length
-        way = self.activations()[0]
-        count = self.reckoner.count(self.rows, self.length, way)
-        slope = self.reckoner.bytes_per_token(self.rows, self.length, way)
-        return count.peak["weights"] + count.peak["activations"] + round(slope * more)
+        tokens, most = self.recipe.train.tokens_at_once("cpu"), rows
+        if tokens is not None:
+            most = min(rows, tokens // self.length)
+        more = 0 if self.machine.on_gpu else max(most - self.rows, 0) * self.length
+        found = 0
+        for way in self.activations():
+            count = self.reckoner.count(self.rows, self.length, way)
+            slope = self.reckoner.bytes_per_token(self.rows, self.length, way) if more else 0.0
+            found = count.peak["weights"] + count.peak["activations"] + round(slope * more)
+            if found <= self.machine.usable:
+                break
+        return found
 
     def _count(
         self, held: Held | None, activations: Activations, rows: int

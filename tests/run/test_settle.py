@@ -124,7 +124,11 @@ def work(recipe: dict[str, Any], memory: int) -> None:
     """Train where the second process alone sees too little memory."""
     own = memory if os.environ["RANK"] == "1" else GB
     settle.free_now = lambda *_: Machine(own, False, is_free=True)  # type: ignore[assignment]
-    story.run(from_dict(Recipe, recipe, "test"))
+    told: list[Event] = []
+    story.run(from_dict(Recipe, recipe, "test"), on_event=told.append)
+    if os.environ["RANK"] == "1":
+        folder = Path(recipe["train"]["output_dir"]).parent
+        (folder / "told.txt").write_text("\n".join(map(str, told)), encoding="utf-8")
     os._exit(0)
 
 
@@ -147,5 +151,6 @@ def test_processes_share_a_base_that_one_of_them_cannot_hold(fits, folder, tmp_p
         for rank in range(2)
     ]  # fmt: skip
     assert [exit_code(child) for child in children] == [0, 0]
-    saved = (tmp_path / "run" / "recipe.yaml").read_text(encoding="utf-8")
-    assert ("shard: base" in saved) == (not fits)
+    told = (tmp_path / "told.txt").read_text(encoding="utf-8")
+    assert ("spread over the processes (train.shard: auto)" in told) == (not fits)
+    assert ("The base is spread over processes:" in told) == (not fits)
