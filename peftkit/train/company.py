@@ -76,7 +76,7 @@ class Company:
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._prefix, self._asked = f"peftkit/{again}/{next(_runs)}", count()
         self._store = _connected(self._prefix)
-        self._has_heard = False
+        self._has_heard = self._has_lost = False
 
     def say(self, own: Any) -> list[Any]:
         """Return what each process says, as plain JSON, in their order; waits for all."""
@@ -139,14 +139,14 @@ class Company:
     def last_words(self, error: Exception) -> Exception:
         """Return what this process ends with: its error, silent if another process has spoken."""
         if not isinstance(error, PeftkitError | Interrupted) and _is_lost(error):
-            error = _gone("another process", str(error))
+            error, self._has_lost = _gone("another process", str(error)), True
         if not self._is_first_to_end():
             silence(error)
         return error
 
     def leave(self) -> None:
         """Go; the first process, which may have the store, waits for who has yet to hear of it."""
-        until = time.monotonic() + GRACE
+        until = time.monotonic() + (0 if self._has_lost else 3 * BEAT)
         try:
             self._store.set(f"heard/{self.rank}", "")
             keys = [f"heard/{rank}" for rank in range(self.world_size)]
