@@ -123,7 +123,7 @@ class Way:
                 self._worker = ThreadPoolExecutor(
                     1, "transfer", initializer=torch.cuda.set_device, initargs=(self.device,)
                 )
-            return flat, self._worker.submit(self._through_ring, unit, flat, free)
+            return flat, self._worker.submit(self._through_ring, unit, [flat], free)
         self._stream.wait_event(free)
         with torch.cuda.stream(self._stream):
             unit.store(0, unit.num_bytes, flat, non_blocking=True)
@@ -136,8 +136,9 @@ class Way:
         if arrival is not None:
             torch.cuda.current_stream(self.device).wait_event(arrival)
 
-    def _through_ring(self, unit: Unit, flat: Tensor, free: Any) -> Any:
+    def _through_ring(self, unit: Unit, target: list[Tensor], free: Any) -> Any:
         assert self._stream is not None
+        flat = target.pop()  # which the thread would hold on to when this is over
         self._stream.wait_event(free)
         sent = None
         for start in range(0, unit.num_bytes, SLOT):

@@ -43,9 +43,8 @@ class Stream:
     def drain(self) -> None:
         """Make all copies that were launched."""
         with ONE_AT_A_TIME:  # who waits meanwhile waits for these too
-            tasks, self._tasks = self._tasks, []
-            for task in tasks:
-                task()
+            while self._tasks:
+                self._tasks.pop(0)()
 
     def drain_all(self) -> None:
         """Make all copies of all streams."""
