@@ -181,6 +181,7 @@ def test_every_architecture_loads_as_by_transformers(architecture, tmp_path) -> 
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's figures")
+@pytest.mark.slow
 def test_peak_is_what_is_kept_and_the_tensor_in_hand(tmp_path) -> None:
     config = transformers.LlamaConfig(
         hidden_size=512,

@@ -23,6 +23,7 @@ from peftkit.recipe import run
 from peftkit.run.config import Recipe
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.in_parts import own_part, unsuited
+from peftkit.train.context import check_context
 from tests.families import ARCHITECTURES, tiny_tokenizer
 from tests.further import FURTHER
 from tests.tasks.test_unpadding import a_row
@@ -166,8 +167,15 @@ def test_what_cannot_be_in_parts_is_refused_before_anything_is_loaded(
         settings["data"] = {"train": "pairs.jsonl"}
     if sections:
         monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def begin() -> None:
+        recipe = from_dict(Recipe, settings, "test")
+        if "train" in sections:  # processes that were never started cannot be joined
+            check_context(recipe.train)
+        run(recipe)
+
     with pytest.raises(ConfigError) as error:
-        run(from_dict(Recipe, settings, "test"))
+        begin()
     assert told in str(error.value)
     assert not (tmp_path / "two").exists()
 
