@@ -51,10 +51,10 @@ def run(keys: Sequence[Key], skipped: Sequence[str], jobs: int) -> dict[Key, law
     for key in keys:
         rows.setdefault((key.architecture, key.quantize), []).append(key)
     found: dict[Key, laws.Outcome] = {}
-    begun = time.monotonic()
+    with_bos = time.monotonic()
     for number, cells in enumerate(_rows(list(rows.values()), skipped, jobs), start=1):
         found |= cells
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - with_bos
         print(f"{number}/{len(rows)} rows, {len(found)} cells, {seconds:.0f} s", file=sys.stderr)
         print(*_failures(cells), sep="", end="", file=sys.stderr)
     return found
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [law.__name__ for law in laws.LAWS]
     skipped = chosen(args.skip, names, "law") if args.skip else []
     keys = [Key(a, m, q) for q in bases for a in architectures for m in methods]
-    begun = time.monotonic()
+    with_bos = time.monotonic()
     found = run(keys, skipped, args.jobs)
     for quantize in bases:
         print(*table(found, quantize), "", sep="\n")
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     refused = sum(bool(outcome.refusal) for outcome in found.values())
     print(
         f"{len(found)} cells: {len(found) - failed - refused} pass, {refused} n/a, {failed} FAIL; "
-        f"{time.monotonic() - begun:.0f} s; torch {torch.__version__}, "
+        f"{time.monotonic() - with_bos:.0f} s; torch {torch.__version__}, "
         f"transformers {transformers.__version__}"
     )
     if args.json:

@@ -30,7 +30,7 @@ from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 from peftkit.train.optim import learning_rate
-from peftkit.train.order import Order
+from peftkit.train.sampler import StatelessSampler
 
 TOLERANCES = {"none": 1e-4, "nf4": 2e-2}
 """float32: sums in another order. NF4: the same 4-bit weights, dequantised by other kernels."""
@@ -52,7 +52,7 @@ def theirs(model: torch.nn.Module, rows: list[Row], pad: int, config: TrainConfi
     """Train with PEFT in a plain loop; return the loss of every step."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.0)
-    order = Order(len(rows), config.batch_size, config.seed)
+    order = StatelessSampler(len(rows), config.batch_size, config.seed)
     num_steps = config.num_steps(len(rows))
     losses = []
     model.train()

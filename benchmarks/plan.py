@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan
 
-The measured step is `Learner.step` on a model with random weights: the forward and backward passes
+The measured step is `Trainer.step` on a model with random weights: the forward and backward passes
 and the optimizer. Weights, adapters and optimizer state are those of the live tensors.
 """
 
@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import shapes
 from benchmarks.report import heading, table, versions
 from peftkit.adapter import attach
-from peftkit.counting.reckon import Reckoner
+from peftkit.counting.reckon import StepEstimator
 from peftkit.counting.step import Setup
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
@@ -33,12 +33,12 @@ from peftkit.quant.quantize import quantize_model
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.protocol import TaskConfig
 from peftkit.train.config import TrainConfig
-from peftkit.train.learner import Learner
 from peftkit.train.memory.blocks import Activations
 from peftkit.train.model import trainable_parameters
 from peftkit.train.optim import STATE_BYTES
-from peftkit.train.ranks import Ranks
 from peftkit.train.signals import StopRequest
+from peftkit.train.trainer import Trainer
+from peftkit.train.world import World
 
 FAMILIES = ("smollm2-135m", "gpt2", "gpt_neox", "gemma2", "qwen3_moe")
 LAYERS = 6
@@ -61,7 +61,7 @@ def reckoner_of(
     *,
     on_gpu: bool = False,
     free: int | None = None,
-) -> Reckoner:
+) -> StepEstimator:
     """Return what a model's plans are reckoned with: LoRA of rank 16, in bf16.
 
     Args:
@@ -69,10 +69,10 @@ def reckoner_of(
     """
     method, dtype = LoRA(rank=16), torch.bfloat16
     setup = Setup(config, task or CausalLMConfig(), method, quantize, True, dtype, on_gpu)
-    return Reckoner(setup, free)
+    return StepEstimator(setup, free)
 
 
-def planned(reckoner: Reckoner, way: Activations, length: int) -> int:
+def planned(reckoner: StepEstimator, way: Activations, length: int) -> int:
     """Return the peak that the plan tells of a step of one row."""
     state = STATE_BYTES["adamw"] * reckoner.num_trained
     return sum(reckoner.count(1, length, way).peak.values()) + state
@@ -107,8 +107,8 @@ class Measured:
         config = TrainConfig(
             gradient_checkpointing=way != "keep", compile=False, tokens_per_batch=None
         )
-        learner = Learner(
-            self.model, self.task, self.parameters, config, Ranks(self.device), StopRequest()
+        learner = Trainer(
+            self.model, self.task, self.parameters, config, World(self.device), StopRequest()
         )
         ids = tuple(n % 1000 + 5 for n in range(length))
         row = Row(ids, (-100, *ids[1:]), (length,), "row 1")

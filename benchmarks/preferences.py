@@ -30,7 +30,7 @@ from peftkit.base.pretrained import load_tokenizer
 from peftkit.events import ignore
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.methods.lora import LoRA
-from peftkit.train.order import Order
+from peftkit.train.sampler import StatelessSampler
 
 NAME = "smollm2-135m"
 TOLERANCE = 1e-4
@@ -72,7 +72,7 @@ def write(rows: Sequence[dict[str, Any]], file: Path) -> str:
 def job_of(args: argparse.Namespace, rows: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
     """Return what both sides are told."""
     steps = len(rows) // BATCH_SIZE
-    order = Order(len(rows), BATCH_SIZE, 0)
+    order = StatelessSampler(len(rows), BATCH_SIZE, 0)
     ordered = [rows[index] for step in range(steps) for index in order.group(step)]
     return {
         "source": locate(args.model).source,

@@ -38,12 +38,12 @@ from peftkit.model.training import prepared_for_training
 from peftkit.quant.quantize import quantize_model
 from peftkit.tasks.head import Head, token_loss
 from peftkit.train.config import TrainConfig
-from peftkit.train.learner import Learner
 from peftkit.train.memory import blocks
 from peftkit.train.model import trainable_parameters
-from peftkit.train.ranks import Ranks
 from peftkit.train.signals import StopRequest
 from peftkit.train.task import Task
+from peftkit.train.trainer import Trainer
+from peftkit.train.world import World
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card, CudaTensor, Kernels
 
@@ -204,8 +204,8 @@ def step(layers: int, args: argparse.Namespace) -> tuple[Counting, Card]:
         parameters = trainable_parameters(model)
         assert all(isinstance(parameter, CudaTensor) for parameter in parameters.values())
         task = Tokens(model)
-        learner = Learner(
-            model, task, parameters, TrainConfig(batch_size=1), Ranks(device), StopRequest()
+        learner = Trainer(
+            model, task, parameters, TrainConfig(batch_size=1), World(device), StopRequest()
         )
         learner.set_activations(args.activations)
         model.train()

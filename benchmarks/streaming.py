@@ -20,7 +20,7 @@ from benchmarks.report import table
 from peftkit.config.schema import from_dict
 from peftkit.counting.machines import CARDS, Machine
 from peftkit.run.config import Recipe
-from peftkit.run.costs import Costs
+from peftkit.run.costs import MemoryEstimator
 
 LINKS = (8.0, 16.0, 25.0)
 """GB/s from main memory to a card: PCIe 3.0 x16 unpinned, 4.0 x16, 5.0 x16, about."""
@@ -54,7 +54,7 @@ def config_of(name: str) -> Any:
     )
 
 
-def costs_of(name: str, gigabytes: int, length: int, **train: str) -> Costs:
+def costs_of(name: str, gigabytes: int, length: int, **train: str) -> MemoryEstimator:
     """Return the costs of training a base on a card; of a mixture attention alone is adapted."""
     mixture = name not in shapes.SHAPES
     recipe = {
@@ -64,7 +64,7 @@ def costs_of(name: str, gigabytes: int, length: int, **train: str) -> Costs:
         "train": {"batch_size": 1, "gradient_checkpointing": True, **train},
     }
     machine = Machine(gigabytes * 10**9, on_gpu=True)
-    return Costs(from_dict(Recipe, recipe, name), config_of(name), machine)
+    return MemoryEstimator(from_dict(Recipe, recipe, name), config_of(name), machine)
 
 
 def streamed() -> str:
@@ -78,7 +78,7 @@ def streamed() -> str:
         for link in LINKS:
             costs.link = link
             seconds, hidden = way.moved_bytes / (link * 1e9), costs.way("stream", "offload")
-            cells.append(f"{seconds:.1f} s; {hidden.hidden_from:,}")
+            cells.append(f"{seconds:.1f} s; {hidden.compute_bound_tokens:,}")
         rows.append([*cells, costs.card.name])
     links = [f"at {link:g} GB/s; hidden from" for link in LINKS]
     columns = ["base", "card", "tokens", "peak GB", "longest row", "moved GB", *links, "as"]
@@ -99,7 +99,9 @@ def spread() -> str:
                 cells += [f"{kept['weights'] / 1e9:.2f}", f"{share.peak_bytes / 1e9:.2f}"]
                 cells += ["yes" if share.fits else "no", f"{share.longest_row:,}"]
                 cells += [f"{share.wire_bytes / 1e9:.1f}"]
-                rows.append([*cells, *(f"{tokens:,}" for tokens in share.hidden_from.values())])
+                rows.append(
+                    [*cells, *(f"{tokens:,}" for tokens in share.compute_bound_tokens.values())]
+                )
     columns = ["base", "cards", "tokens", "shard", "optimizer", "weights GB", "peak GB", "fits"]
     return table([*columns, "longest row", "wire GB", "hidden from at 25 GB/s", "at 3 GB/s"], rows)
 

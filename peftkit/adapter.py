@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from peftkit.errors import AdapterError, TargetError
 from peftkit.methods.modules_to_save import named_modules, whole
-from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, Start
+from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, InitValues, Method
 from peftkit.methods.token_rows import token_modules
 from peftkit.model.places import unwrap_adapter
 from peftkit.model.targets import Site
@@ -150,7 +150,7 @@ def attach(
     method: Method,
     *,
     sites: list[Site] | None = None,
-    starts: Mapping[str, Start] | None = None,
+    starts: Mapping[str, InitValues] | None = None,
     fresh: bool = True,
     seed: int = 0,
 ) -> Adapter:
@@ -222,10 +222,10 @@ def _check_apart(method: Method, sites: Collection[str], rows: Collection[str]) 
 
 
 def _check_starts(
-    method: Method, modules: Collection[str], starts: Mapping[str, Start] | None
+    method: Method, modules: Collection[str], starts: Mapping[str, InitValues] | None
 ) -> None:
     """Make sure that modules which begin with something that is made before have it."""
-    maker = method.started_by
+    maker = method.initializer
     if maker and starts is None:
         raise AdapterError(
             f"attach(...) does not make what this {method.type} adapter begins with",

@@ -15,11 +15,11 @@ from peftkit.run.prepare import Prepared, prepare
 from peftkit.run.results import adapter_folder, identity, save_result, write_facts
 from peftkit.train.checkpoints.identity import flat
 from peftkit.train.checkpoints.manifest import versions
-from peftkit.train.company import in_company
 from peftkit.train.config import SHARDED
 from peftkit.train.context import check_context
 from peftkit.train.loop import check_output, train_prepared
 from peftkit.train.metrics import require_trackers
+from peftkit.train.rank_monitor import monitored_ranks
 from peftkit.train.run import Result
 from peftkit.train.sharding import check_sharding, is_sharded
 from peftkit.train.signals import Interrupted, stop_requests, stopping_at_once
@@ -48,7 +48,7 @@ def run(
         PeftkitError: What was asked, what was found, what to do.
         Interrupted: SIGINT or SIGTERM came; what was reached is saved.
     """
-    with in_company(default_device) as company:
+    with monitored_ranks(default_device) as company:
         folder = recipe.train.output_dir
         if recipe.train.shard in SHARDED:
             check_sharding(recipe.train, recipe.method.type)

@@ -57,7 +57,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "tasks/",
         "base/",
         "run/",
-        "serve/asked",
+        "serve/requests",
     ),
     "yaml": ("config/",),
     "PIL": ("data/images", "report/png"),  # the optional extra `images`; imported when called

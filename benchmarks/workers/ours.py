@@ -27,7 +27,7 @@ from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig
 from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
 from peftkit.train.config import SHARDED, TrainConfig
 from peftkit.train.loop import fit
-from peftkit.train.order import Order
+from peftkit.train.sampler import StatelessSampler
 from peftkit.train.sharding import shard_base
 
 
@@ -141,7 +141,7 @@ def _row(task: str, number: int, row: dict[str, list[int]]) -> Any:
 def _in_order(rows: list[Any], config: TrainConfig) -> list[Any]:
     """Return the rows such that fit's shuffle puts them back into the order they had."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    order = Order(len(rows), config.rows_per_step(world), config.seed)
+    order = StatelessSampler(len(rows), config.rows_per_step(world), config.seed)
     shuffled = list(rows)
     place = 0
     for step in range(order.steps_per_epoch):

@@ -14,7 +14,7 @@ from peftkit_cli.arguments import Json, Overrides, note
 if TYPE_CHECKING:
     from peftkit.events import Table
     from peftkit.planning.plan import Plan
-    from peftkit.run.costs import Way
+    from peftkit.run.costs import Strategy
 
 WAYS = ("base", "activations", "peak GB", "weights", "adapter", "step", "fits", "longest")
 """adapter: with its gradients and the optimizer's state. longest: row that fits, in tokens."""
@@ -96,7 +96,7 @@ def _show(plan: Plan, ranks: bool) -> None:
     typer.echo(_verdict(plan))
 
 
-def _way(way: Way) -> tuple[str, ...]:
+def _way(way: Strategy) -> tuple[str, ...]:
     sizes = way.by_category
     adapter = sum(sizes[name] for name in ("adapters", "gradients", "optimizer"))
     return (
@@ -120,11 +120,14 @@ def _cards(plan: Plan) -> Table:
             "yes" if share.fits else "no",
             f"{share.longest_row:,}",
             f"{share.wire_bytes / 1e9:.2f}" if share.cards > 1 else "",
-            *(f"{number:,}" if share.cards > 1 else "" for number in share.hidden_from.values()),
+            *(
+                f"{number:,}" if share.cards > 1 else ""
+                for number in share.compute_bound_tokens.values()
+            ),
         )
         for share in plan.cards
     )
-    rates = tuple(f"at {rate} GB/s" for rate in plan.cards[0].hidden_from)
+    rates = tuple(f"at {rate} GB/s" for rate in plan.cards[0].compute_bound_tokens)
     title = "Each of several such cards (train.shard: base); tokens that hide the wire"
     return Table(title, (*CARDS, *rates), rows)
 
@@ -159,7 +162,7 @@ def _streamed(plan: Plan) -> Mapping[str, str]:
     if chosen.placement != "stream":
         return {}
     seconds = chosen.moved_bytes / (plan.link * 1e9)
-    hidden = f"; {chosen.hidden_from:,} tokens hide it" if plan.on_gpu else ""
+    hidden = f"; {chosen.compute_bound_tokens:,} tokens hide it" if plan.on_gpu else ""
     return {
         "in main memory": f"{_gb(chosen.host_bytes)} of blocks, two on the device",
         "moved in a batch": f"{_gb(chosen.moved_bytes)}, {seconds:.2g} s at {plan.link:g} GB/s"

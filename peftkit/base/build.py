@@ -17,9 +17,9 @@ import transformers
 from peftkit.base.class_head import head_of_classes, owners, renew
 from peftkit.base.download import told
 from peftkit.base.fingerprint import fingerprint
-from peftkit.base.form import Built, Form
 from peftkit.base.gguf import open_gguf, parsed_once
 from peftkit.base.locate import Location
+from peftkit.base.packing_loader import Broken, PackingLoader, StreamConfig, kept_in_float32
 from peftkit.base.pretrained import (
     check_config,
     check_weights,
@@ -38,7 +38,7 @@ from peftkit.base.quantized import (
 )
 from peftkit.base.shapes import on_meta
 from peftkit.base.spill import Spill
-from peftkit.base.stream import Broken, Stream, StreamConfig, kept_in_float32
+from peftkit.base.storage_format import LoadedModel, StorageFormat
 from peftkit.errors import BaseError, OutputError, first_few
 from peftkit.events import Listener, Notice, Progress, Stage, ignore
 from peftkit.files.disk import fsync_dir, fsync_file
@@ -51,12 +51,12 @@ def build(
     revision: str | None,
     purpose: Purpose,
     config: Any,
-    form: Form,
+    form: StorageFormat,
     *,
     pad_token_id: int | None = None,
     spill: Spill | None = None,
     on_event: Listener = ignore,
-) -> Built:
+) -> LoadedModel:
     """Build a base out of its files.
 
     Safetensors and GGUF files are packed weight by weight, on their device: main memory holds what
@@ -74,7 +74,7 @@ def build(
     check_readable(location.name, config)
     stream = None
     if quantized_by(config) != TAKEN_OVER:
-        stream = Stream(
+        stream = PackingLoader(
             form.quantize,
             form.dtype,
             form.device,
@@ -106,7 +106,7 @@ def build(
             keep=head if form.quantize_towers else (*head, *tower_paths(model)),
             on_event=ignore if stream else on_event,
         )
-    return Built(model.to(form.device), identity, head)
+    return LoadedModel(model.to(form.device), identity, head)
 
 
 def pad_with(config: Any, pad_token_id: int | None) -> None:
@@ -126,7 +126,7 @@ def load_model(
     revision: str | None,
     purpose: Purpose,
     dtype: torch.dtype,
-    stream: Stream | None = None,
+    stream: PackingLoader | None = None,
     on_event: Listener = ignore,
     device: torch.device | None = None,
 ) -> tuple[Any, tuple[str, ...]]:
@@ -175,7 +175,7 @@ def _arguments(
     revision: str | None,
     purpose: Purpose,
     dtype: torch.dtype,
-    stream: Stream | None,
+    stream: PackingLoader | None,
 ) -> tuple[Any, str | None, dict[str, Any]]:
     """Return the class, the place and the arguments with which transformers loads a folder."""
     where = loader_arguments(location, revision)
@@ -194,7 +194,7 @@ def _arguments(
 
 
 def _gguf_arguments(
-    location: Location, purpose: Purpose, stream: Stream | None
+    location: Location, purpose: Purpose, stream: PackingLoader | None
 ) -> tuple[Any, str | None, dict[str, Any]]:
     """Return the class and the arguments with which transformers loads a GGUF file's tensors."""
     assert stream is not None, "a GGUF file is read through a stream"
@@ -243,7 +243,7 @@ def convert(location: Location, on_event: Listener) -> Location:
         return location
     on_event(Stage(f"Converting {location.gguf} into {target} (once)"))
     doing = f"Converting {location.gguf}"
-    stream = Stream("none", torch.float32, torch.device("cpu"), on_event=ignore)
+    stream = PackingLoader("none", torch.float32, torch.device("cpu"), on_event=ignore)
     with parsed_once(location):
         tokenizer = load_tokenizer(location, None, on_event)
         on_event(Progress(doing, 2, 4))

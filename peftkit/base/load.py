@@ -12,15 +12,15 @@ from torch import nn
 
 from peftkit.base import pretrained
 from peftkit.base.build import build, convert, pad_with
-from peftkit.base.form import Built, Form
 from peftkit.base.gguf import parsed_once
+from peftkit.base.load_shared import Sharing, load_shared
 from peftkit.base.locate import Location, locate
 from peftkit.base.multimodal import load_multimodal
 from peftkit.base.placement import BlockStream, must_stream
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.spill import Spill
-from peftkit.base.store import Wanted, opened_or_kept, storable
-from peftkit.base.together import Sharing, opened_together
+from peftkit.base.storage_format import LoadedModel, StorageFormat
+from peftkit.base.store import StoreKey, opened_or_kept, storable
 from peftkit.config.schema import Config, from_dict
 from peftkit.events import Listener, Stage, ignore
 from peftkit.kernels.device import gpu_here, gpu_of
@@ -139,7 +139,7 @@ def load_base(
     place = default_device() if device is None else torch.device(device)
     computes = place if sharing is None else default_device()
     computed = DTYPES.get(dtype) or fast_dtype(computes)
-    form = Form(quantize, double_quant, computed, place, quantize_towers)
+    form = StorageFormat(quantize, double_quant, computed, place, quantize_towers)
     location = convert(locate(model, revision), on_event)
     location, revision = pretrained.reachable(location, revision)
     on_event(Stage(f"Loading the base {location.name}"))
@@ -153,7 +153,7 @@ def load_base(
         if streams:
             form = replace(form, device=torch.device("cpu"))
 
-        def anew(spill: Spill | None = None) -> Built:
+        def anew(spill: Spill | None = None) -> LoadedModel:
             return build(
                 location,
                 revision,
@@ -172,9 +172,9 @@ def load_base(
         if source is None:
             built = anew()
         else:
-            wanted = Wanted(location.name, source, purpose, config, form)
+            wanted = StoreKey(location.name, source, purpose, config, form)
             built = (
-                opened_together(wanted, anew, sharing, on_event)
+                load_shared(wanted, anew, sharing, on_event)
                 if sharing is not None
                 else opened_or_kept(wanted, anew, on_event)
             )

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.base.class_head import head_of_classes
-from peftkit.base.form import Form
 from peftkit.base.purpose import Purpose
 from peftkit.base.shapes import on_meta
+from peftkit.base.storage_format import StorageFormat
 from peftkit.errors import BaseError
 from peftkit.files import disk
 from peftkit.files.safetensors_header import DTYPES
@@ -21,7 +21,7 @@ from peftkit.quant.layers import empty_packed
 from peftkit.quant.quantize import has_plain_forward, install_packed, quantizable, tower_paths
 
 
-def packed_skeleton(config: Any, purpose: Purpose, form: Form) -> Any:
+def packed_skeleton(config: Any, purpose: Purpose, form: StorageFormat) -> Any:
     """Build the packed model on the meta device."""
     model: Any = on_meta(config, purpose, form.dtype)
     model.tie_weights()

@@ -7,12 +7,20 @@ from pathlib import Path
 
 from peftkit.base import pretrained
 from peftkit.base.build import build, convert
-from peftkit.base.form import Form
 from peftkit.base.load import DTYPES, BaseConfig, default_device, fast_dtype
 from peftkit.base.locate import locate
 from peftkit.base.mapped import packed_skeleton
 from peftkit.base.purpose import CAUSAL_LM
-from peftkit.base.store import Wanted, being_packed, folder_of, keep, num_bytes, room_for, storable
+from peftkit.base.storage_format import StorageFormat
+from peftkit.base.store import (
+    StoreKey,
+    being_packed,
+    folder_of,
+    keep,
+    num_bytes,
+    room_for,
+    storable,
+)
 from peftkit.config.schema import from_dict
 from peftkit.errors import BaseError, RunError
 from peftkit.events import Listener, Notice, Stage, ignore
@@ -41,7 +49,7 @@ def pack_base(
         BaseConfig, {"model": model, "quantize": quantize, "dtype": dtype}, "peftkit base pack"
     )
     place = default_device()
-    form = Form(quantize, True, DTYPES.get(dtype) or fast_dtype(place), place, False)
+    form = StorageFormat(quantize, True, DTYPES.get(dtype) or fast_dtype(place), place, False)
     location = convert(locate(model, revision), on_event)
     location, revision = pretrained.reachable(location, revision)
     config = pretrained.check_config(location, revision, CAUSAL_LM)
@@ -63,7 +71,7 @@ def pack_base(
     on_event(Notice(sizes))
     on_event(Stage(f"Packing the base {location.name}"))
     folder = folder_of(source, form, CAUSAL_LM)
-    wanted = Wanted(location.name, source, CAUSAL_LM, config, form)
+    wanted = StoreKey(location.name, source, CAUSAL_LM, config, form)
     with being_packed(folder, on_event) as is_there:
         if not is_there:
             with pretrained.fitting(location.name):

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftkit.base.form import Form
 from peftkit.base.mapped import packed_skeleton
 from peftkit.base.purpose import Purpose
-from peftkit.base.transfer import Shelf, Unit, Way, pinned
+from peftkit.base.storage_format import StorageFormat
+from peftkit.base.transfer import CopyStream, DeviceBuffer, Unit, pinned
 from peftkit.errors import BaseError
 from peftkit.kernels.host_memory import LARGE, trim_malloc
 from peftkit.kernels.packed_stack import Group, PackedExperts, PackedStack, has_apart
@@ -42,7 +42,7 @@ EXPERT_BYTES = 1 << 26
 Place = tuple[nn.Module, str]
 
 
-def must_stream(placement: str, config: Any, purpose: Purpose, form: Form) -> bool:
+def must_stream(placement: str, config: Any, purpose: Purpose, form: StorageFormat) -> bool:
     """Tell whether a base is streamed, as it was asked for or as a GPU's memory says.
 
     Raises:
@@ -77,7 +77,7 @@ class _Stack:
             multiplied with one after the other, after the same routing.
     """
 
-    def __init__(self, owner: Any, packing: Packing, shelf: Shelf, *, pins: bool) -> None:
+    def __init__(self, owner: Any, packing: Packing, shelf: DeviceBuffer, *, pins: bool) -> None:
         self.packing, self.shelf = packing, shelf
         self.beside: list[_Stack] = []
         packed = owner._parameters["original"]
@@ -128,7 +128,13 @@ class _Block:
     """One block's packed tensors in main memory, and where they belong."""
 
     def __init__(
-        self, number: int, module: nn.Module, places: list[Place], experts: Shelf, *, pins: bool
+        self,
+        number: int,
+        module: nn.Module,
+        places: list[Place],
+        experts: DeviceBuffer,
+        *,
+        pins: bool,
     ) -> None:
         self.module = module
         self.stacks = _stacks(module, experts, pins=pins)
@@ -163,8 +169,8 @@ class BlockStream:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
-        way, pins = Way(device), device.type == "cuda"
-        self.shelf, self.experts = Shelf(way), Shelf(way)
+        way, pins = CopyStream(device), device.type == "cuda"
+        self.shelf, self.experts = DeviceBuffer(way), DeviceBuffer(way)
         found = [
             _Block(number, module, places, self.experts, pins=pins)
             for number, (module, places) in enumerate(streamed_places(model))
@@ -251,7 +257,7 @@ class BlockStream:
         return index - self._last
 
 
-def _stacks(block: nn.Module, shelf: Shelf, *, pins: bool) -> list[_Stack]:
+def _stacks(block: nn.Module, shelf: DeviceBuffer, *, pins: bool) -> list[_Stack]:
     """Return the stacked experts of a block that are fetched one by one, module by module."""
     found = []
     for stacks in expert_places(block):

@@ -25,13 +25,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from peftkit.base.form import Built, Form
 from peftkit.base.locate import Location, cache_folder
 from peftkit.base.mapped import fill, mapped, packed_skeleton
 from peftkit.base.pretrained import snapshot
 from peftkit.base.purpose import Purpose
 from peftkit.base.quantized import DEQUANTISED, quantized_by
 from peftkit.base.shapes import on_meta
+from peftkit.base.storage_format import LoadedModel, StorageFormat
 from peftkit.errors import BaseError, OutputError, PeftkitError
 from peftkit.events import Listener, Notice
 from peftkit.files import disk
@@ -49,7 +49,7 @@ WORTH_KEEPING = 500_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class StoreKey:
     """A base that the cache may keep packed.
 
     Attributes:
@@ -61,7 +61,7 @@ class Wanted:
     source: Path
     purpose: Purpose
     config: Any
-    form: Form
+    form: StorageFormat
 
 
 def storable(
@@ -69,7 +69,7 @@ def storable(
     revision: str | None,
     purpose: Purpose,
     config: Any,
-    form: Form,
+    form: StorageFormat,
     *,
     shared: bool = False,
 ) -> Path | None:
@@ -87,7 +87,9 @@ def storable(
     return Path(location.source) if location.is_local else snapshot(location, revision)
 
 
-def opened_or_kept(wanted: Wanted, anew: Callable[[], Built], on_event: Listener) -> Built:
+def opened_or_kept(
+    wanted: StoreKey, anew: Callable[[], LoadedModel], on_event: Listener
+) -> LoadedModel:
     """Open a base that is kept packed; else make it anew, and keep it if it is large."""
     folder = folder_of(wanted.source, wanted.form, wanted.purpose)
     was_kept = (folder / MANIFEST).is_file()
@@ -161,7 +163,7 @@ def store_folder() -> Path:
     return cache_folder() / FOLDER
 
 
-def folder_of(source: Path, form: Form, purpose: Purpose) -> Path:
+def folder_of(source: Path, form: StorageFormat, purpose: Purpose) -> Path:
     """Return where a base is kept in this form.
 
     Args:
@@ -173,7 +175,7 @@ def folder_of(source: Path, form: Form, purpose: Purpose) -> Path:
     return store_folder() / f"{name}-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
 
 
-def keep(folder: Path, built: Built, wanted: Wanted) -> None:
+def keep(folder: Path, built: LoadedModel, wanted: StoreKey) -> None:
     """Write a packed base into the cache.
 
     Raises:
@@ -214,7 +216,7 @@ def keep(folder: Path, built: Built, wanted: Wanted) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def open_stored(folder: Path, wanted: Wanted, *, is_known: bool = False) -> Built:
+def open_stored(folder: Path, wanted: StoreKey, *, is_known: bool = False) -> LoadedModel:
     """Open a packed base by mapping its file; on a GPU its tensors are copied there.
 
     Args:
@@ -237,7 +239,7 @@ def open_stored(folder: Path, wanted: Wanted, *, is_known: bool = False) -> Buil
         raise _useless(folder, problem)
     model.config.dtype = form.dtype
     model.is_quantized = False
-    return Built(
+    return LoadedModel(
         model.requires_grad_(False).eval(), manifest["fingerprint"], tuple(manifest.get("head", ()))
     )
 
@@ -257,7 +259,7 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
     disk.write_tensor_stream(path, specs, values, {"format": "pt"})
 
 
-def _form(form: Form) -> dict[str, Any]:
+def _form(form: StorageFormat) -> dict[str, Any]:
     return {
         "quantize": form.quantize,
         "double_quant": form.double_quant,

@@ -59,7 +59,7 @@ class Unit:
         ]
 
 
-class Shelf:
+class DeviceBuffer:
     """Units on a device.
 
     Attributes:
@@ -67,7 +67,7 @@ class Shelf:
         bytes_moved: To the device, so far.
     """
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: CopyStream) -> None:
         self.resident = self.most_resident = self.bytes_moved = 0
         self._way = way
         self._there: dict[Any, tuple[Tensor, Any]] = {}
@@ -102,7 +102,7 @@ class Shelf:
         self.resident -= 1
 
 
-class Way:
+class CopyStream:
     """The way to a device: on a GPU a stream of its own, and the ring for what is not pinned."""
 
     def __init__(self, device: torch.device) -> None:

@@ -20,7 +20,7 @@ AT_ONCE = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class WeightFootprint:
     """A base as one device has it.
 
     Attributes:
@@ -41,12 +41,12 @@ class Held:
         return self.resident + self.passing
 
 
-def whole(model: nn.Module) -> Held:
+def whole(model: nn.Module) -> WeightFootprint:
     """Return what a device has that has all of a base."""
-    return Held(_sum(_frozen(model)))
+    return WeightFootprint(_sum(_frozen(model)))
 
 
-def streamed(model: nn.Module) -> Held:
+def streamed(model: nn.Module) -> WeightFootprint:
     """Return what a device has of a base whose blocks are streamed (base/placement.py).
 
     Each block comes for the forward pass and for the backward pass, less the two that are there
@@ -64,7 +64,7 @@ def streamed(model: nn.Module) -> Held:
     moved += sum(3 * sum(each) - sum(each[-AT_ONCE:]) for each in groups)
     moved -= sum(size for each in groups[:1] for size in each[:AT_ONCE])
     total = sum(blocks) + sum(map(sum, groups))
-    return Held(whole(model).resident - total, two, max(moved, 0), total)
+    return WeightFootprint(whole(model).resident - total, two, max(moved, 0), total)
 
 
 def _groups(owner: Any, packing: Packing) -> list[int]:
@@ -75,7 +75,7 @@ def _groups(owner: Any, packing: Packing) -> list[int]:
     return [each * min(size, number - begin) for begin in range(0, number, size)]
 
 
-def spread(model: nn.Module, num_devices: int, *, offload: bool = False) -> Held:
+def spread(model: nn.Module, num_devices: int, *, offload: bool = False) -> WeightFootprint:
     """Return what each of several devices has of a base that is sharded (train/sharding.py).
 
     A tensor is cut along its first dimension, into parts of one size. What is in no block, such as
@@ -98,8 +98,8 @@ def spread(model: nn.Module, num_devices: int, *, offload: bool = False) -> Held
     passing = outside + AT_ONCE * max(sizes, default=0)
     always = _sum(scalars)
     if offload:
-        return Held(always, passing, moved + parts, parts)
-    return Held(always + parts, passing, moved)
+        return WeightFootprint(always, passing, moved + parts, parts)
+    return WeightFootprint(always + parts, passing, moved)
 
 
 def _frozen(model: nn.Module) -> list[Tensor]:

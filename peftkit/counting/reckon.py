@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftkit.base.shapes import with_depth
 from peftkit.counting.counter import Counter
-from peftkit.counting.held import Held, whole
+from peftkit.counting.held import WeightFootprint, whole
 from peftkit.counting.step import (
     DatalessStep,
     Setup,
@@ -42,7 +42,7 @@ class CountError(PeftkitError):
     """A model's step cannot be run on tensors without data."""
 
 
-class Reckoner:
+class StepEstimator:
     """Counts steps of one setup; models are built once.
 
     Attributes:
@@ -77,7 +77,7 @@ class Reckoner:
         return sum(p.numel() for p in self.trained)
 
     @cached_property
-    def base(self) -> Held:
+    def base(self) -> WeightFootprint:
         """What a device has that has all of the base."""
         return whole(self.whole)
 

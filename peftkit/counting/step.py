@@ -28,8 +28,8 @@ from peftkit.counting.loss import is_of_classes, loss_of
 from peftkit.kernels import cross_entropy, stacked
 from peftkit.kernels.packing import keep_copies
 from peftkit.methods import grouping
-from peftkit.methods.beside_groups import BesideGroup
 from peftkit.methods.protocol import Method
+from peftkit.methods.separate_groups import SeparateWeightGroup
 from peftkit.model.norms import fused_norms
 from peftkit.model.places import is_conv1d
 from peftkit.model.training import prepared_for_training
@@ -153,7 +153,7 @@ class DatalessStep:
 PATHS_OF_A_GPU: tuple[tuple[Any, str, Any], ...] = (
     (cross_entropy, "CHUNK_BYTES", {}),  # the loss is cut into larger chunks
     (cross_entropy, "WIDE_BYTES", {}),
-    (grouping, "_kind_for", lambda device: BesideGroup),  # LoRA stands beside its base
+    (grouping, "_kind_for", lambda device: SeparateWeightGroup),  # LoRA stands beside its base
     (blocks, "_on_gpu", lambda args: True),  # a recomputed block keeps no unpacked weights
     (stacked, "DENSE_COLUMNS", 0),  # experts' updates are grouped products
 )

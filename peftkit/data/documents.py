@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from peftkit.data.cache import tokenizer_key
 from peftkit.data.columns import Dropped
 from peftkit.data.encode import STYLES, Encoder, Style
-from peftkit.data.encoding import Made, RowEncoder
+from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import ParsedRow, parse
 from peftkit.data.load import FormatName, Record
 from peftkit.data.pack import IGNORE, Row, cut_document
@@ -45,7 +45,7 @@ class DocumentEncoder(RowEncoder):
     def read(self, records: Sequence[Record], where: str) -> ParsedRow:
         return parse(records, self._format, where=where)
 
-    def rows(self, read: ParsedRow) -> Made:
+    def rows(self, read: ParsedRow) -> EncodedRows:
         encoder, counts = self._encoder, Counter[str]()
         before = encoder.num_off_prompt
         rows: list[Row | Dropped] = []
@@ -61,7 +61,7 @@ class DocumentEncoder(RowEncoder):
             rows.append(cut)
         counts["off_prompt"] = encoder.num_off_prompt - before
         style: str = encoder.style(read.examples[0]).kind
-        return Made(rows, {"format": str(read.format), "style": style}, counts, read.unused)
+        return EncodedRows(rows, {"format": str(read.format), "style": style}, counts, read.unused)
 
 
 def style_of(agreed: Mapping[str, str], template: str | None) -> Style:

@@ -77,7 +77,7 @@ def prompt_ids(
             found=f"Its adapter learnt from single prompts (style '{style.kind}').",
             fix="Give one prompt as text.",
         )
-    return begun(tokenizer, ALPACA.format(prompt) if style.kind == "alpaca" else prompt)
+    return with_bos(tokenizer, ALPACA.format(prompt) if style.kind == "alpaca" else prompt)
 
 
 def stop_ids(tokenizer: Any, style: Style) -> list[int]:
@@ -146,14 +146,14 @@ class Encoder:
         return self._text(example)
 
     def _text(self, example: Text) -> Row:
-        ids = begun(self._tokenizer, example.text)
+        ids = with_bos(self._tokenizer, example.text)
         if not example.text.strip():
             return row_of(ids, [False] * len(ids), example.source)
         ids = self._with_eos(ids, example.source)
         return row_of(ids, [True] * len(ids), example.source)
 
     def _completion(self, example: Completion) -> Row:
-        prompt = begun(self._tokenizer, example.prompt)
+        prompt = with_bos(self._tokenizer, example.prompt)
         if not example.completion.strip():
             return row_of(prompt, [False] * len(prompt), example.source)
         if not prompt:
@@ -299,7 +299,7 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def begun(tokenizer: Any, text: str) -> list[int]:
+def with_bos(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a text that begins a document: with bos where the tokenizer adds it."""
     ids = _tokens(tokenizer, text)
     bare, full = _tokens(tokenizer, "a"), list(tokenizer("a")["input_ids"])

@@ -31,7 +31,7 @@ MAX_PROCESSES = 16
 
 
 @dataclass(slots=True)
-class Made:
+class EncodedRows:
     """What records became.
 
     Attributes:
@@ -73,7 +73,7 @@ class RowEncoder(ABC):
         """
 
     @abstractmethod
-    def rows(self, read: Any) -> Made:
+    def rows(self, read: Any) -> EncodedRows:
         """Encode what `read` returned."""
 
     def parts(self, where: str) -> Iterator[Part]:
@@ -84,7 +84,7 @@ class RowEncoder(ABC):
         """Return what changes when rows that are no file do; None where nothing says it."""
         return load.stamp_of(where)
 
-    def made(self, records: Sequence[Record], where: str) -> Made:
+    def made(self, records: Sequence[Record], where: str) -> EncodedRows:
         """Return the rows of some records."""
         return self.rows(self.read(records, where))
 
@@ -95,7 +95,7 @@ class Block:
 
     Attributes:
         batch: Arrow's. num_read: Records. first, last: Sources of the first and the last of them.
-        names: Fields that the records have. agreed, counts, unused: See `Made`.
+        names: Fields that the records have. agreed, counts, unused: See `EncodedRows`.
     """
 
     batch: Any

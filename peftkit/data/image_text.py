@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from peftkit.data.chat import Chat, Rendered, Span
-from peftkit.data.encode import Encoder, Style, begun, require_template, row_of
+from peftkit.data.encode import Encoder, Style, require_template, row_of, with_bos
 from peftkit.data.format import Completion, Conversation, Example, Instruction
 from peftkit.data.image_processor import Asked
 from peftkit.data.image_row import ImageRow
@@ -201,7 +201,7 @@ class ImageEncoder:
         if self._asked.takes_suffix:
             return prompt.replace(MARK, self._template.mark)
         bare = self._tokenizer("a", add_special_tokens=False)["input_ids"]
-        lead = begun(self._tokenizer, "a")[: -len(bare)]
+        lead = with_bos(self._tokenizer, "a")[: -len(bare)]
         text = "".join(self._tokenizer.convert_ids_to_tokens(lead))
         return text + prompt.replace(MARK, self._template.mark)
 

@@ -48,7 +48,7 @@ class LazyRows(Sequence[Any]):
     def __getitem__(self, index: slice) -> Sequence[Any]: ...
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return Chosen(self, range(len(self))[index])
+            return RowView(self, range(len(self))[index])
         place = range(len(self))[index]
         found = self._in_hand.get(place)
         if found is None:
@@ -75,7 +75,7 @@ class LazyRows(Sequence[Any]):
         raise NotImplementedError
 
 
-class Chosen(Sequence[Any]):
+class RowView(Sequence[Any]):
     """Some rows of others, made when they are asked for."""
 
     def __init__(self, rows: Sequence[Any], places: Sequence[int]) -> None:
@@ -90,7 +90,7 @@ class Chosen(Sequence[Any]):
     def __getitem__(self, index: slice) -> Sequence[Any]: ...
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return Chosen(self._rows, self._places[index])
+            return RowView(self._rows, self._places[index])
         return self._rows[self._places[index]]
 
     @property
@@ -99,7 +99,7 @@ class Chosen(Sequence[Any]):
         return tokens_of_each(self._rows)[torch.tensor(self._places, dtype=torch.int64)]
 
 
-class Joined(Chosen):
+class Joined(RowView):
     """Rows of several sequences, one after the other."""
 
     def __init__(self, *parts: Sequence[Any]) -> None:
@@ -112,7 +112,7 @@ class Joined(Chosen):
     def __getitem__(self, index: slice) -> Sequence[Any]: ...
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return Chosen(self, self._places[index])
+            return RowView(self, self._places[index])
         place = self._places[index]
         for part in self._parts:
             if place < len(part):

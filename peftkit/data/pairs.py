@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from peftkit.data.cache import tokenizer_key
 from peftkit.data.columns import Dropped
-from peftkit.data.encoding import Made, RowEncoder
+from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import Completion, Example, Instruction, parse
-from peftkit.data.frame import Frame
 from peftkit.data.load import FormatName, Record
+from peftkit.data.special_tokens import SpecialTokens
 from peftkit.errors import DataError
 
 
@@ -102,7 +102,11 @@ class PairEncoder(RowEncoder):
         max_target: int,
     ) -> None:
         self._tokenizer, self._name, self._fields = tokenizer, name, fields
-        self._end, self._prefix, self._frame = tokenizer.eos_token_id, prefix, Frame(tokenizer)
+        self._end, self._prefix, self._frame = (
+            tokenizer.eos_token_id,
+            prefix,
+            SpecialTokens(tokenizer),
+        )
         self._room, self._max_target = max_source - self._frame.size, max_target
         if self._room < 1:
             raise DataError(
@@ -120,11 +124,11 @@ class PairEncoder(RowEncoder):
     ) -> tuple[list[Pair], FormatName, tuple[str, ...]]:
         return read_pairs(records, self._name, self._fields, where)
 
-    def rows(self, read: tuple[list[Pair], FormatName, tuple[str, ...]]) -> Made:
+    def rows(self, read: tuple[list[Pair], FormatName, tuple[str, ...]]) -> EncodedRows:
         pairs, name, unused = read
         counts = Counter[str]()
         rows = [self.encode(pair, counts) or Dropped(pair.source, 0) for pair in pairs]
-        return Made(rows, {"format": name}, counts, unused)
+        return EncodedRows(rows, {"format": name}, counts, unused)
 
     def encode(self, pair: Pair, counts: Counter[str]) -> PairRow | None:
         """Return a row, cut where it is too long; None where one of the two texts is empty."""

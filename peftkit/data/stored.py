@@ -26,7 +26,7 @@ class StoredRows(LazyRows):
     Attributes:
         digests: A number for each row (rows,), equal where rows teach the same.
         num_read: Records of the file, which is rows and dropped ones where each makes one row.
-        counts, agreed, unused: See `encoding.Made`.
+        counts, agreed, unused: See `encoding.EncodedRows`.
     """
 
     def __init__(self, where: str, columns: Columns, table: Any, facts: dict[str, Any]) -> None:

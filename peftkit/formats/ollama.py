@@ -26,7 +26,7 @@ _TRIALS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class TemplateParts:
     """The fixed text around messages.
 
     Args:
@@ -100,7 +100,7 @@ def _template(tokenizer: Any, style: Style) -> tuple[str | None, str | None]:
     return frame.go(), frame.default_system
 
 
-def read_frame(tokenizer: Any, template: str | None) -> Frame | None:
+def read_frame(tokenizer: Any, template: str | None) -> TemplateParts | None:
     """Return the fixed text of a chat template; None if it has more than that.
 
     The token that begins a document is left out: Ollama puts it before the text itself.
@@ -111,7 +111,7 @@ def read_frame(tokenizer: Any, template: str | None) -> Frame | None:
         text = Chat(tokenizer, template).render(messages, (), "a trial", generation=opened)
         return text.removeprefix(tokenizer.bos_token or "")
 
-    def agrees(frame: Frame, turns: Sequence[tuple[str, str]]) -> bool:
+    def agrees(frame: TemplateParts, turns: Sequence[tuple[str, str]]) -> bool:
         return frame.render(turns) == render(turns)
 
     try:
@@ -128,7 +128,7 @@ def read_frame(tokenizer: Any, template: str | None) -> Frame | None:
     return None
 
 
-def _without_system(render: Any) -> Frame | None:
+def _without_system(render: Any) -> TemplateParts | None:
     """Read what stands around a user's and an assistant's message."""
     _, one, two, three, *_ = _MARKS
     turns = [("user", one), ("assistant", two), ("user", three)]
@@ -145,10 +145,10 @@ def _without_system(render: Any) -> Frame | None:
         "assistant": (between[len(after_user) :], after_answer),
     }
     default = first[: len(first) - len(before_user)]
-    return Frame(around, end[len(after_user) :], default or None)
+    return TemplateParts(around, end[len(after_user) :], default or None)
 
 
-def _with_system(render: Any, bare: Frame) -> Frame | None:
+def _with_system(render: Any, bare: TemplateParts) -> TemplateParts | None:
     """Add what stands around a system message; None if the template has no such message."""
     mark, one, *_ = _MARKS
     try:
@@ -164,7 +164,7 @@ def _with_system(render: Any, bare: Frame) -> Frame | None:
         if not (default.startswith(before) and default.endswith(after)):
             return None
         default = default[len(before) : len(default) - len(after)]
-    return Frame({"system": (before, after), **bare.around}, bare.opening, default)
+    return TemplateParts({"system": (before, after), **bare.around}, bare.opening, default)
 
 
 def _split(text: str, marks: Sequence[str]) -> list[str]:

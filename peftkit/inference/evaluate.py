@@ -72,7 +72,7 @@ def evaluate(
     """
     measured, rows = _rows(base, data, task or CausalLMConfig(), style, on_event)
     if before is not None:
-        measured.refer_to(before, "")
+        measured.set_reference(before, "")
     metrics = measured.metrics(base.model, rows, on_event=on_event)
     if isinstance(measured, CausalLM | ImageText):
         seen = isinstance(measured, ImageText)

@@ -28,8 +28,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
 from peftkit.errors import DataError
-from peftkit.inference.beginnings import padded_between, shared_cache
 from peftkit.inference.ready import ready_for_tokens
+from peftkit.inference.shared_prefix import padded_between, shared_cache
 from peftkit.kernels.device import forked_generators
 from peftkit.model.modes import evaluating
 from peftkit.tasks.length import num_virtual

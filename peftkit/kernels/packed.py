@@ -25,7 +25,7 @@ NESTED_BLOCK = 256
 _CHUNK = 1 << 24  # values quantised at a time: bitsandbytes takes 12 bytes of scratch for each
 
 
-class Form(NamedTuple):
+class PackedFormat(NamedTuple):
     """How packed data is read: "nf4", "fp4" or "int8"; the tensor's shape; values per absmax."""
 
     kind: str
@@ -66,7 +66,9 @@ def pack_absmax(absmax: Tensor, code: Tensor) -> tuple[Tensor, Tensor, Tensor, T
     return packed, nested, code, offset
 
 
-def unpack(packed: Tensor, scales: tuple[Tensor, ...], form: Form, dtype: torch.dtype) -> Tensor:
+def unpack(
+    packed: Tensor, scales: tuple[Tensor, ...], form: PackedFormat, dtype: torch.dtype
+) -> Tensor:
     """Return the tensor that was packed, as new memory."""
     if form.kind == "int8":
         if torch.compiler.is_compiling():
@@ -109,7 +111,7 @@ def times_packed(
     An operator, so that torch.compile does not see W: it would make one of this W and that of the
     forward pass, and hold it in between.
     """
-    weight = unpack(packed, tuple(scales), Form(kind, torch.Size(shape), block), x.dtype)
+    weight = unpack(packed, tuple(scales), PackedFormat(kind, torch.Size(shape), block), x.dtype)
     return x @ weight if total is None else torch.addmm(total, x, weight)
 
 
@@ -149,7 +151,7 @@ def packed_linear(
     bias: Tensor | None,
     packed: Tensor,
     scales: tuple[Tensor, ...],
-    form: Form,
+    form: PackedFormat,
     dtype: torch.dtype,
 ) -> Tensor:
     """Return x W^T + b, (..., out), of a packed W (out, in) that is unpacked to `dtype`."""
@@ -164,7 +166,7 @@ GEMM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Of bitsandbytes' product with a packed weight; the weight comes out in the input's."""
 
 
-def _has_gemm(x: Tensor, form: Form, dtype: torch.dtype) -> bool:
+def _has_gemm(x: Tensor, form: PackedFormat, dtype: torch.dtype) -> bool:
     """Tell whether there is a product that reads the packed weight as it lies.
 
     It is a GPU's, and pays where no gradient is wanted: a token's product reads half a byte of each
@@ -182,7 +184,7 @@ def _has_gemm(x: Tensor, form: Form, dtype: torch.dtype) -> bool:
 
 
 def _gemm_4bit(
-    x: Tensor, packed: Tensor, scales: tuple[Tensor, ...], form: Form, bias: Tensor | None
+    x: Tensor, packed: Tensor, scales: tuple[Tensor, ...], form: PackedFormat, bias: Tensor | None
 ) -> Tensor:
     """Return x W^T + b, by bitsandbytes' operator."""
     absmax, nested = scales[0], scales[1:]
@@ -203,7 +205,7 @@ class PackedLinear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         bias: Tensor | None,
-        form: Form,
+        form: PackedFormat,
         dtype: torch.dtype,
         packed: Tensor,
         *scales: Tensor,

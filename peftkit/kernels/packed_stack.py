@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from peftkit.kernels.packed import BLOCK, Form, absmax_of, unpack
+from peftkit.kernels.packed import BLOCK, PackedFormat, absmax_of, unpack
 from peftkit.kernels.stacked import GROUPED_MM
 
 Group = tuple[int, ...]
@@ -34,7 +34,7 @@ class Elsewhere(Protocol):
         """Return what a tensor (E,) of the device says: where each expert's rows end."""
 
 
-def has_apart(form: Form) -> bool:
+def has_apart(form: PackedFormat) -> bool:
     """Tell whether each expert's packed matrix, and its scales, lie by themselves."""
     return len(form.shape) == 3 and math.prod(form.shape[1:]) % BLOCK == 0 and form.block == BLOCK
 
@@ -48,7 +48,7 @@ class PackedExperts:
     """
 
     def __init__(
-        self, form: Form, dtype: torch.dtype, source: Elsewhere, scales: tuple[Tensor, ...]
+        self, form: PackedFormat, dtype: torch.dtype, source: Elsewhere, scales: tuple[Tensor, ...]
     ) -> None:
         self.form, self.dtype, self.source, self.scales = form, dtype, source, scales
         self._absmax: Tensor | None = None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from peftkit.kernels.host_memory import free_bytes
-from peftkit.kernels.packed import Form, unpack
+from peftkit.kernels.packed import PackedFormat, unpack
 
 COPY_SHARE = 0.25
 """`keep_copies` takes at most this share of the memory that is free."""
@@ -31,7 +31,7 @@ class Packing(nn.Module):
             are streamed (`PackedStack`), or None.
     """
 
-    def __init__(self, form: Form, dtype: torch.dtype, scales: tuple[Tensor, ...]) -> None:
+    def __init__(self, form: PackedFormat, dtype: torch.dtype, scales: tuple[Tensor, ...]) -> None:
         super().__init__()
         self.form, self.dtype = form, dtype
         self.kept: Any = None

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from peftkit.methods.eva import eva_starts, with_ranks
 from peftkit.methods.lora import LoRA
-from peftkit.methods.protocol import Method, Start
-from peftkit.train.ranks import Ranks
+from peftkit.methods.protocol import InitValues, Method
 from peftkit.train.task import Task
+from peftkit.train.world import World
 
 
 def init_from_rows(
     model: nn.Module, method: LoRA, task: Task, rows: Sequence[Any], *, seed: int = 0
-) -> tuple[LoRA, dict[str, Start]]:
+) -> tuple[LoRA, dict[str, InitValues]]:
     """Return the method with EVA's ranks, and the initial values for `attach(starts=...)`.
 
     Args:
@@ -36,8 +36,8 @@ def init_from_rows(
 
 
 def as_on_main(
-    model: nn.Module, asked: LoRA, method: LoRA, starts: dict[str, Start], ranks: Ranks
-) -> tuple[LoRA, dict[str, Start]]:
+    model: nn.Module, asked: LoRA, method: LoRA, starts: dict[str, InitValues], ranks: World
+) -> tuple[LoRA, dict[str, InitValues]]:
     """Return the ranks and initial values of the main process, whatever this one found.
 
     The processes read the same rows, but sums on different GPUs need not be the same to the bit,
@@ -51,7 +51,7 @@ def as_on_main(
     sites = asked.linear_sites(model)
     own = torch.tensor([method.scale_of(site)[0] for site in sites])
     given = dict(zip((site.path for site in sites), ranks.from_main(own).tolist(), strict=True))
-    agreed: dict[str, Start] = {}
+    agreed: dict[str, InitValues] = {}
     for site in sites:
         a, rest = starts[site.path]
         shape = (given[site.path] * (len(site.rows) if site.rows else 1), a.shape[1])

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from peftkit.errors import DataError
 from peftkit.kernels import svd
 from peftkit.methods.lora import LoRA
-from peftkit.methods.protocol import Start
+from peftkit.methods.protocol import InitValues
 from peftkit.model.modes import evaluating
 from peftkit.model.places import linear_shape
 from peftkit.model.targets import Site
@@ -109,7 +109,7 @@ def eva_starts(
     batches: Iterable[Mapping[str, Any]],
     *,
     forward: Forward = _call,
-) -> tuple[LoRA, dict[str, Start]]:
+) -> tuple[LoRA, dict[str, InitValues]]:
     """Return initial values for a LoRA with init "eva" from its layers' inputs on training data.
 
     Args:
@@ -143,7 +143,7 @@ def eva_starts(
             fix="Give more data, a lower rank, or another init.",
         )
     given = _share_out({path: read[path].shares() for path in ranks}, ranks, most)
-    starts: dict[str, Start] = {}
+    starts: dict[str, InitValues] = {}
     for site in sites:
         a = read[site.path].basis(given[site.path])
         starts[site.path] = (a.repeat(len(site.rows) if site.rows else 1, 1), None)

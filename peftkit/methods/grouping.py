@@ -21,10 +21,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from peftkit.methods.beside_groups import BesideGroup, ServingGroup
-from peftkit.methods.groups import Group, JoinedGroup, copy_masters
+from peftkit.methods.groups import FusedWeightGroup, Group, copy_masters
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.protocol import AdapterModule
+from peftkit.methods.separate_groups import SeparateWeightGroup, ServingGroup
 from peftkit.model.places import find_places
 
 SHARING = ({"q", "k", "v"}, {"gate", "up"})
@@ -57,11 +57,11 @@ class Grouping:
             self._groups += [kind(members) for members in kind.fitting(found)]
         this = weakref.ref(self)
 
-        def stepped(*_: Any) -> None:  # fused optimizers leave no trace in a tensor's version
+        def record_step(*_: Any) -> None:  # fused optimizers leave no trace in a tensor's version
             if (grouping := this()) is not None:
                 grouping.refresh()
 
-        self._hook = register_optimizer_step_post_hook(stepped)
+        self._hook = register_optimizer_step_post_hook(record_step)
         self.refresh()
 
     def refresh(self) -> None:
@@ -100,9 +100,9 @@ class Grouping:
             layer.training_layout = None
 
 
-def _kind_for(device: torch.device) -> type[JoinedGroup] | type[BesideGroup]:
+def _kind_for(device: torch.device) -> type[FusedWeightGroup] | type[SeparateWeightGroup]:
     plain = device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-    return JoinedGroup if plain else BesideGroup
+    return FusedWeightGroup if plain else SeparateWeightGroup
 
 
 def sharing(model: nn.Module, paths: Iterable[str]) -> list[list[str]]:

@@ -17,7 +17,7 @@ MISSES = 2
 """So often in turn another input than that of the last layer: they do not read one."""
 
 
-class OneInput(ABC):
+class SharedInputGroup(ABC):
     """Layers of one input: the first that is called computes all, the others find their part."""
 
     def __init__(self, members: Sequence[nn.Module]) -> None:
@@ -52,7 +52,7 @@ class OneInput(ABC):
         self._input, self._parts = None, {}
 
 
-class Group(OneInput):
+class Group(SharedInputGroup):
     """LoRA layers of one input.
 
     Attributes:
@@ -141,7 +141,7 @@ def copy_masters(groups: Sequence[Group]) -> None:
         group.mark_fresh()
 
 
-class JoinedGroup(Group):
+class FusedWeightGroup(Group):
     """Base and scaled B in one block of memory, so that one product computes both.
 
     The layers' own weights become views of it: this costs no second copy.

@@ -18,12 +18,12 @@ from torch import nn
 from peftkit.errors import TargetError
 from peftkit.kernels import svd
 from peftkit.methods.lora import LoRA
-from peftkit.methods.protocol import Start
+from peftkit.methods.protocol import InitValues
 from peftkit.quant.layers import weight_of
 
 
 @torch.no_grad()
-def loftq_starts(model: nn.Module, method: LoRA, original: nn.Module) -> dict[str, Start]:
+def loftq_starts(model: nn.Module, method: LoRA, original: nn.Module) -> dict[str, InitValues]:
     """Return initial values for a LoRA with init "loftq", from the unquantised model.
 
     Args:
@@ -37,7 +37,7 @@ def loftq_starts(model: nn.Module, method: LoRA, original: nn.Module) -> dict[st
     Raises:
         TargetError: A target is no linear layer, is not in this model, or is not quantised.
     """
-    starts: dict[str, Start] = {}
+    starts: dict[str, InitValues] = {}
     for site in method.linear_sites(model):
         quantized = weight_of(model.get_submodule(site.path)).float()
         weight = weight_of(original.get_submodule(site.path))

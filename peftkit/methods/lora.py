@@ -63,7 +63,7 @@ class LoRA(Method):
     """Alphas of some layers, likewise."""
 
     @property
-    def started_by(self) -> str:
+    def initializer(self) -> str:
         return DATA_INITS.get(self.init, "")
 
     def check_quantize(self, quantize: str) -> None:

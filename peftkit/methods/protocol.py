@@ -23,7 +23,7 @@ from peftkit.quant.layers import weight_of
 
 ADAPTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-Start = tuple[Tensor, Tensor | None]
+InitValues = tuple[Tensor, Tensor | None]
 """Initial values of an `AdapterModule`: A and B of LoRA, where None is zero."""
 
 
@@ -190,7 +190,7 @@ class Method(Config, ABC):
         return ""
 
     @property
-    def started_by(self) -> str:
+    def initializer(self) -> str:
         """The function that makes the initial values for `attach`; "" where it needs none."""
         return ""
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from peftkit.run.config import Recipe
-from peftkit.run.costs import STEP, Costs, Way
+from peftkit.run.costs import STEP, MemoryEstimator, Strategy
 
 Changes = tuple[str, ...]
 
 
-def cheapest_change(costs: Costs, chosen: Way) -> str:
+def cheapest_change(costs: MemoryEstimator, chosen: Strategy) -> str:
     """Return the cheapest change that lets one row through, as arguments; "" if none does.
 
     Of those that leave rows as they are the one with which a token takes the least time, where two
@@ -23,7 +23,7 @@ def cheapest_change(costs: Costs, chosen: Way) -> str:
     best, with_it = chosen.longest_row, Changes()
     for changes in _tried(costs.recipe):
         changed = _changed(costs.recipe, changes)
-        trial = Costs(changed, costs.config, costs.machine, link=costs.link)
+        trial = MemoryEstimator(changed, costs.config, costs.machine, link=costs.link)
         ways = list(trial.ways())
         through = [trial.seconds(way) for way in ways if way.longest_row >= trial.length]
         if through:

@@ -24,7 +24,7 @@ from peftkit.counting.machines import (
 from peftkit.counting.step import plain_purpose
 from peftkit.planning.change import cheapest_change
 from peftkit.run.config import Recipe, load
-from peftkit.run.costs import Costs, Share, Way
+from peftkit.run.costs import DeviceEstimate, MemoryEstimator, Strategy
 from peftkit.train.optim import STATE_BYTES
 
 BYTES_PER_TOKEN = 4
@@ -60,9 +60,9 @@ class Plan:
     length: int
     memory_bytes: int
     usable_bytes: int
-    ways: tuple[Way, ...]
-    chosen: Way
-    cards: tuple[Share, ...]
+    ways: tuple[Strategy, ...]
+    chosen: Strategy
+    cards: tuple[DeviceEstimate, ...]
     link: float
     members: int
     fits: bool
@@ -106,7 +106,7 @@ def plan_run(
     if memory is not None:
         machine = Machine(parse_size(memory) if isinstance(memory, str) else memory, True)
     config = read_config(recipe.base.model, recipe.base.revision, plain_purpose(recipe.task))
-    costs = Costs(recipe, config, machine, link=link)
+    costs = MemoryEstimator(recipe, config, machine, link=link)
     rows, length, reckoner = costs.rows, costs.length, costs.reckoner
     ways = tuple(costs.ways())
     chosen = next((w for w in ways if w.fits), None)
@@ -163,7 +163,7 @@ def _recipe(target: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
     return from_dict(Recipe, bare, "peftkit plan", overrides)
 
 
-def _members(costs: Costs) -> int:
+def _members(costs: MemoryEstimator) -> int:
     """Return how many members of a sweep fit, where their rows fill a pass."""
     left = costs.machine.usable - costs.pass_bytes(MANY)
     return max(left // max(costs.member_bytes(costs.recipe.train.optimizer), 1), 0)

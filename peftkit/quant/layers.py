@@ -26,7 +26,7 @@ from peftkit.errors import BaseError
 from peftkit.kernels.packed import (
     BLOCK,
     NESTED_BLOCK,
-    Form,
+    PackedFormat,
     pack_4bit,
     pack_absmax,
     pack_int8,
@@ -81,7 +81,7 @@ def pack(
         code = _bitsandbytes().functional.create_dynamic_map()
         packed, absmax = pack_4bit(source, kind)
         scales = pack_absmax(absmax, code.to(absmax.device)) if double_quant else (absmax,)
-    return packed, Packing(Form(kind, tensor.shape), dtype or tensor.dtype, scales)
+    return packed, Packing(PackedFormat(kind, tensor.shape), dtype or tensor.dtype, scales)
 
 
 def code_of(kind: str) -> Tensor:
@@ -101,7 +101,9 @@ def empty_packed(
     scales: tuple[Tensor, ...]
     if kind == "int8":
         scales = (torch.empty(*shape[:-1], 1, dtype=torch.float32),)
-        return torch.empty(shape, dtype=torch.int8), Packing(Form(kind, shape), dtype, scales)
+        return torch.empty(shape, dtype=torch.int8), Packing(
+            PackedFormat(kind, shape), dtype, scales
+        )
     _bitsandbytes()  # its operators, which read it
     blocks = -(-number // BLOCK)
     packed = torch.empty(blocks * BLOCK // 2, 1, dtype=torch.uint8)
@@ -111,7 +113,7 @@ def empty_packed(
         nested = torch.empty(-(-blocks // NESTED_BLOCK), dtype=torch.float32)
         code, offset = torch.empty(256, dtype=torch.float32), torch.empty((), dtype=torch.float32)
         scales = (torch.empty(blocks, dtype=torch.uint8), nested, code, offset)
-    return packed, Packing(Form(kind, shape), dtype, scales)
+    return packed, Packing(PackedFormat(kind, shape), dtype, scales)
 
 
 class QuantizedLinear(nn.Module):
@@ -214,7 +216,7 @@ def adopted(path: str, module: nn.Module, dtype: torch.dtype | None) -> Quantize
         later: Any = module.state
         scale = weight.SCB if weight.SCB is not None else later.SCB
         values = weight.data if weight.CB is None else weight.CB
-        form = Form("int8", values.shape)
+        form = PackedFormat("int8", values.shape)
         packing = Packing(form, dtype or torch.float16, (scale.float()[:, None] / 127,))
         return QuantizedLinear(values, packing, bias)
     nested = (state.state2.absmax, state.state2.code, state.offset) if state.nested else ()
@@ -226,6 +228,6 @@ def adopted(path: str, module: nn.Module, dtype: torch.dtype | None) -> Quantize
             found="bitsandbytes has repacked it in place for its CPU kernel.",
             fix="Load the model again, and quantise it before it is used.",
         )
-    form = Form(state.quant_type, torch.Size(state.shape), state.blocksize)
+    form = PackedFormat(state.quant_type, torch.Size(state.shape), state.blocksize)
     packing = Packing(form, dtype or state.dtype, (state.absmax, *nested))
     return QuantizedLinear(weight.data.reshape(-1).view(torch.uint8)[:, None], packing, bias)

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 
 from peftkit.base.load import DTYPES, fast_dtype
-from peftkit.counting.held import Held, spread, streamed
+from peftkit.counting.held import WeightFootprint, spread, streamed
 from peftkit.counting.machines import LINK, WIRES, Machine, card_of
-from peftkit.counting.reckon import Reckoner
+from peftkit.counting.reckon import StepEstimator
 from peftkit.counting.step import Setup
 from peftkit.run.config import Recipe
 from peftkit.train.memory.blocks import Activations
@@ -25,7 +25,7 @@ Placement = Literal["device", "stream"]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Strategy:
     """One way of keeping the base and its activations.
 
     Attributes:
@@ -37,7 +37,7 @@ class Way:
         most_rows: Rows of the asked length that fit at once.
         step_flops: Of forward and backward pass of one batch.
         moved_bytes: That reach the device meanwhile: weights of streamed blocks.
-        hidden_from: Tokens at once from which on computing takes longer than that; 0: nothing
+        compute_bound_tokens: Tokens at once from which computing takes longer than that; 0: none
             moves, or it is not a GPU's.
         host_bytes: That wait in main memory.
     """
@@ -51,17 +51,18 @@ class Way:
     most_rows: int
     step_flops: int
     moved_bytes: int = 0
-    hidden_from: int = 0
+    compute_bound_tokens: int = 0
     host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class DeviceEstimate:
     """What each of several cards has where the base is spread over them (train.shard: base).
 
     Attributes:
         wire_bytes: That each card gets in a step of one batch: blocks, and the adapter's gradients.
-        hidden_from: GB/s between cards to the tokens at once from which on computing takes longer.
+        compute_bound_tokens: GB/s between cards to the tokens at once from which computing takes
+            longer.
     """
 
     cards: int
@@ -71,10 +72,10 @@ class Share:
     fits: bool
     longest_row: int
     wire_bytes: int
-    hidden_from: Mapping[str, int]
+    compute_bound_tokens: Mapping[str, int]
 
 
-class Costs:
+class MemoryEstimator:
     """Counts the steps of one recipe.
 
     Args:
@@ -100,17 +101,17 @@ class Costs:
             rows = max(1, min(rows, tokens // (num_texts * self.length)))
         self.rows = rows
         setup = setup_of(recipe, config, machine.on_gpu)
-        self.reckoner = Reckoner(setup, None if machine.on_gpu else machine.memory)
+        self.reckoner = StepEstimator(setup, None if machine.on_gpu else machine.memory)
 
     @cached_property
-    def _bare(self) -> Reckoner:
+    def _bare(self) -> StepEstimator:
         """Of a base that is not all on the device, so that no unpacked weights are kept."""
         if not self.reckoner.setup.kept:
             return self.reckoner
-        return Reckoner(setup_of(self.recipe, self.config, self.machine.on_gpu))
+        return StepEstimator(setup_of(self.recipe, self.config, self.machine.on_gpu))
 
     @cached_property
-    def streams(self) -> Held:
+    def streams(self) -> WeightFootprint:
         """What the device has where blocks are streamed."""
         return streamed(self.reckoner.whole)
 
@@ -128,7 +129,7 @@ class Costs:
             return less or ways
         return ways if wish == "auto" else ("keep",)
 
-    def ways(self) -> Iterator[Way]:
+    def ways(self) -> Iterator[Strategy]:
         """Yield the ways that base.placement allows, the fastest first.
 
         Of `auto` streamed ones come where no other lets a row of the asked length through.
@@ -144,17 +145,19 @@ class Costs:
             for activations in self.activations("stream"):
                 yield self.way("stream", activations)
 
-    def smallest(self, placement: Placement = "device") -> Way:
+    def smallest(self, placement: Placement = "device") -> Strategy:
         """Return the way of one row that takes least."""
         return self.way(placement, self.activations(placement)[-1], rows=1)
 
-    def way(self, placement: Placement, activations: Activations, rows: int | None = None) -> Way:
+    def way(
+        self, placement: Placement, activations: Activations, rows: int | None = None
+    ) -> Strategy:
         """Count one way, of the recipe's rows at once or of so many."""
         held = self.streams if placement == "stream" else None
         rows = rows or self.rows
         peak, longest, flops = self._count(held, activations, rows)
         taken = sum(peak.values())
-        return Way(
+        return Strategy(
             placement,
             activations,
             taken,
@@ -168,13 +171,13 @@ class Costs:
             0 if held is None else held.elsewhere,
         )
 
-    def seconds(self, way: Way) -> float:
+    def seconds(self, way: Strategy) -> float:
         """Return the time of a token, at least: of its computing, or of the blocks that come."""
         computing = way.step_flops / self.card.rate
         moving = way.moved_bytes / (self.link * 1e9)
         return max(computing, moving) / (self.rows * self.length)
 
-    def share(self, cards: int) -> Share:
+    def share(self, cards: int) -> DeviceEstimate:
         """Count one card of several, with the first way of keeping activations that fits."""
         offload = self.recipe.train.shard == "offload"
         held = spread(self.reckoner.whole, cards, offload=offload) if cards > 1 else None
@@ -186,7 +189,7 @@ class Costs:
         taken, wire = sum(peak.values()), summed + (0 if held is None else held.moved)
         fits, longest = taken <= self.machine.usable, min(longest // STEP * STEP, self.limit)
         hidden = {f"{w:g}": self._hidden_from(wire, flops / self.rows, w) for w in WIRES}
-        return Share(cards, activations, taken, peak, fits, longest, wire, hidden)
+        return DeviceEstimate(cards, activations, taken, peak, fits, longest, wire, hidden)
 
     def _hidden_from(self, moved: int, flops_of_row: float, link: float) -> int:
         """Return the tokens whose computing takes as long as bytes take to come at GB/s."""
@@ -220,7 +223,7 @@ class Costs:
         return found
 
     def _count(
-        self, held: Held | None, activations: Activations, rows: int
+        self, held: WeightFootprint | None, activations: Activations, rows: int
     ) -> tuple[dict[str, int], int, int]:
         """Return bytes by category, the tokens of a row that would fit, and FLOPs."""
         reckoner = self.reckoner if held is None else self._bare

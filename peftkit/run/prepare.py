@@ -22,7 +22,7 @@ from peftkit.formats.peft.folder import read_adapter
 from peftkit.methods.data_init import as_on_main, init_from_rows, with_saved_ranks
 from peftkit.methods.loftq import loftq_starts
 from peftkit.methods.lora import LoRA
-from peftkit.methods.protocol import Method, Start
+from peftkit.methods.protocol import InitValues, Method
 from peftkit.model.roles import ALL_LINEAR
 from peftkit.quant.quantize import tower_paths
 from peftkit.run.config import Recipe
@@ -31,10 +31,10 @@ from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.splits import load_splits
 from peftkit.train.checkpoints.checkpoint import Checkpoints
 from peftkit.train.checkpoints.identity import fingerprint
-from peftkit.train.company import Company
 from peftkit.train.config import SHARDED
-from peftkit.train.ranks import Ranks
+from peftkit.train.rank_monitor import RankMonitor
 from peftkit.train.sharding import local_bytes, shard_base
+from peftkit.train.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def prepare(
     *,
     base: Base | None = None,
     resume: bool = False,
-    company: Company | None = None,
+    company: RankMonitor | None = None,
     on_event: Listener = ignore,
 ) -> Prepared:
     """Do everything that comes before the first step.
@@ -116,7 +116,7 @@ def prepare(
         data = data.without_packing()
         on_event(Notice("Rows are not packed: each lies on several processes, for itself."))
     task = settings.on(base.model, base.processor, data, on_event=on_event)
-    task.refer_to(*_reference(recipe, base, adapter, continued))
+    task.set_reference(*_reference(recipe, base, adapter, continued))
     recipe = recipe.model_copy(update={"data": task.data_used(data)})
     train, evaluation = load_splits(task, recipe.data)
     if company is not None:
@@ -133,7 +133,7 @@ def open_base(
     recipe: Recipe,
     purpose: Purpose,
     *,
-    company: Company | None = None,
+    company: RankMonitor | None = None,
     on_event: Listener = ignore,
 ) -> Base:
     """Load the base that a recipe names, for what its task needs it for; tells how it is stored."""
@@ -179,14 +179,14 @@ def _initial_values(
     base: Base,
     resume: bool,
     on_event: Listener,
-) -> tuple[Method, dict[str, Start] | None]:
+) -> tuple[Method, dict[str, InitValues] | None]:
     """Return the method, its ranks known, and initial values that need more than a layer, if any.
 
     This stage lies between loading the base and attaching the adapter: EVA reads training rows,
     LoftQ the weights before they were quantised. A resumed run loads its values, and has the ranks
     of its checkpoint.
     """
-    if not isinstance(method, LoRA) or not method.started_by:
+    if not isinstance(method, LoRA) or not method.initializer:
         return method, None
     if resume:
         newest = Checkpoints(recipe.train.output_dir, keep=1).newest_valid(ignore)
@@ -198,7 +198,7 @@ def _initial_values(
     task = settings.on(base.model, base.processor, recipe.data)
     rows, _ = load_splits(task, recipe.data.model_copy(update={"eval": None}))
     found, starts = init_from_rows(base.model, method, task, rows, seed=recipe.train.seed)
-    return as_on_main(base.model, method, found, starts, Ranks(base.device))
+    return as_on_main(base.model, method, found, starts, World(base.device))
 
 
 def _sharded(recipe: Recipe, base: Base, on_event: Listener) -> Base:

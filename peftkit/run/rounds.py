@@ -14,7 +14,7 @@ from peftkit.counting.reckon import CountError
 from peftkit.counting.step import plain_purpose
 from peftkit.events import Listener, Notice
 from peftkit.run.config import Recipe
-from peftkit.run.costs import Costs
+from peftkit.run.costs import MemoryEstimator
 from peftkit.run.settle import SMALL
 
 
@@ -50,12 +50,12 @@ def split(recipes: Sequence[Recipe], config: Any, machine: Machine) -> list[rang
     Args:
         config: The model's.
     """
-    known: dict[str, Costs] = {}
+    known: dict[str, MemoryEstimator] = {}
     own = []
     for recipe in recipes:
         method = recipe.method.model_dump_json()
         if method not in known:
-            known[method] = Costs(_without_groups(recipe), config, machine)
+            known[method] = MemoryEstimator(_without_groups(recipe), config, machine)
         own.append(known[method].member_bytes(recipe.train.optimizer))
     largest = max(known.values(), key=lambda costs: costs.reckoner.num_trained)
     if largest.reckoner.base.resident + sum(own) <= SMALL * machine.usable:

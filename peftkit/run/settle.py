@@ -19,10 +19,10 @@ from peftkit.counting.step import plain_purpose
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, Notice
 from peftkit.run.config import Recipe
-from peftkit.run.costs import Costs, Way
+from peftkit.run.costs import MemoryEstimator, Strategy
 from peftkit.train.memory.plan import used_bytes
-from peftkit.train.ranks import Ranks
 from peftkit.train.sharding import check_sharding
+from peftkit.train.world import World
 
 SMALL = 0.25
 """Of the free memory: what a base takes for whose sake nothing is counted."""
@@ -51,7 +51,7 @@ def settled(recipe: Recipe, on_event: Listener) -> Recipe:
         return _with(recipe, recipe.base.placement, "none")
     lacks = needed is not None and not needed.fits
     if processes > 1:  # all do the same
-        lacks = bool(Ranks(device).max(int(lacks)))
+        lacks = bool(World(device).max(int(lacks)))
     if not lacks:
         return _with(recipe, "device", "none")
     needed = needed or costs.smallest()  # another process has less memory
@@ -76,10 +76,10 @@ def settled(recipe: Recipe, on_event: Listener) -> Recipe:
     return _with(recipe, "stream", "none")
 
 
-def _needed(recipe: Recipe, machine: Machine) -> tuple[Costs, Way | None]:
+def _needed(recipe: Recipe, machine: Machine) -> tuple[MemoryEstimator, Strategy | None]:
     """Return the smallest working step with the whole base; None where that is not in question."""
     config: Any = read_config(recipe.base.model, recipe.base.revision, plain_purpose(recipe.task))
-    costs = Costs(recipe, config, machine)
+    costs = MemoryEstimator(recipe, config, machine)
     if costs.reckoner.base.resident <= SMALL * machine.usable:
         return costs, None
     return costs, costs.smallest()

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 
 from peftkit.errors import PeftkitError
 from peftkit.inference.rows import Whole
-from peftkit.serve.asked import RequestError
+from peftkit.serve.requests import RequestError
 
 
 def status_of(error: PeftkitError) -> int:
@@ -46,7 +46,7 @@ def refusal(error: PeftkitError) -> JSONResponse:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ReplyFormat:
     """How the answers to one request are written: as a chat, or as plain text."""
 
     is_chat: bool

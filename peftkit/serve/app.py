@@ -22,11 +22,11 @@ from peftkit.data.encode import Style, prompt_ids, stop_ids
 from peftkit.errors import PeftkitError, did_you_mean
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.generate import room_left
-from peftkit.serve.answers import Form, refusal, status_of
-from peftkit.serve.asked import Body, ChatBody, RequestError, TextBody, read_body
+from peftkit.serve.answers import ReplyFormat, refusal, status_of
 from peftkit.serve.engine import Engine, Job, Told
 from peftkit.serve.gate import Gate
 from peftkit.serve.replies import streamed, whole_answers
+from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
 
 BARE = "base"
 """Name of the base without an adapter."""
@@ -138,7 +138,7 @@ class _Service:
     ) -> Response:
         told: asyncio.Queue[tuple[int, Told]] = asyncio.Queue()
         jobs = self._jobs(body, adapter, prompts, told)
-        form = Form(isinstance(body, ChatBody), body.model)
+        form = ReplyFormat(isinstance(body, ChatBody), body.model)
         num_prompt = sum(map(len, prompts))
         self._engine.submit(jobs)
         if body.stream:

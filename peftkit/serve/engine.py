@@ -12,7 +12,7 @@ from peftkit.errors import RunError
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.generate import room_left
 from peftkit.inference.rows import Row, Whole, run_rows
-from peftkit.serve.asked import RequestError
+from peftkit.serve.requests import RequestError
 
 _LOG = logging.getLogger(__name__)
 Told = str | Whole | Exception

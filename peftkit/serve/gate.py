@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from peftkit.serve.answers import refusal
-from peftkit.serve.asked import RequestError
+from peftkit.serve.requests import RequestError
 
 OPEN = ("/health",)
 """Paths that need no key."""

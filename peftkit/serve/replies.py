@@ -9,9 +9,9 @@ from starlette.requests import Request
 
 from peftkit.errors import PeftkitError, RunError
 from peftkit.inference.rows import Whole
-from peftkit.serve.answers import Form, error_fields, event
-from peftkit.serve.asked import RequestError
+from peftkit.serve.answers import ReplyFormat, error_fields, event
 from peftkit.serve.engine import Job, Told
+from peftkit.serve.requests import RequestError
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """How often a request that is not streamed looks whether its client has gone."""
@@ -41,7 +41,7 @@ async def whole_answers(
 
 
 async def streamed(
-    form: Form,
+    form: ReplyFormat,
     jobs: Sequence[Job],
     told: asyncio.Queue[tuple[int, Told]],
     num_prompt: int,

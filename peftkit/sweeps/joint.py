@@ -16,9 +16,9 @@ from torch import Tensor
 from peftkit.sweeps.layers import Mounted, Part
 from peftkit.tasks.head import TokenTask
 from peftkit.train import rng
-from peftkit.train.learner import NonFinite, StepFacts
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory
 from peftkit.train.run import Run
+from peftkit.train.trainer import NonFiniteError, StepFacts
 
 Rows = tuple[str, Sequence[Any]]
 """A run, and rows of its that go through the model at once."""
@@ -51,14 +51,14 @@ class JointLearner:
         with self.ranks.autocast():
             mounted.lay_out()
 
-    def step(self, asked: Asked) -> dict[str, StepFacts | NonFinite]:
+    def step(self, asked: Asked) -> dict[str, StepFacts | NonFiniteError]:
         """Let each run learn from its rows; a run whose numbers are not finite is told as such."""
-        done: dict[str, StepFacts | NonFinite] = {}
+        done: dict[str, StepFacts | NonFiniteError] = {}
         for team in self._teams(asked):
             done |= self._step(team)
         return done
 
-    def _step(self, asked: Asked) -> dict[str, StepFacts | NonFinite]:
+    def _step(self, asked: Asked) -> dict[str, StepFacts | NonFiniteError]:
         self.mounted.refresh(asked)
         while True:
             try:
@@ -147,21 +147,21 @@ class JointLearner:
 
     def _finished(
         self, name: str, sums: Tensor, total: Tensor, rows: list[Any], rate: float
-    ) -> StepFacts | NonFinite:
+    ) -> StepFacts | NonFiniteError:
         with self.routing.alone(name):
             try:
                 facts = self.runs[name].learner.finish(sums, total, rows, rate)
-            except NonFinite as error:
+            except NonFiniteError as error:
                 return error
             return self._alone(name, rows, rate) if facts is None else facts
 
-    def _alone(self, name: str, rows: list[Any], rate: float) -> StepFacts | NonFinite:
+    def _alone(self, name: str, rows: list[Any], rate: float) -> StepFacts | NonFiniteError:
         """Let one run take its step by itself, as it would outside of a sweep."""
         before = rng.capture(self.ranks.device)
         with self.routing.alone(name):
             try:
                 return self.runs[name].learner.step(rows, rate)
-            except NonFinite as error:
+            except NonFiniteError as error:
                 rng.restore(before, self.ranks.device)
                 return error
 

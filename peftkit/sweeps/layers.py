@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from peftkit.kernels.beside import Piece
-from peftkit.methods.beside_groups import BesideGroup, is_known, products_beside
+from peftkit.kernels.lora_update import Piece
 from peftkit.methods.grouping import sharing
-from peftkit.methods.groups import OneInput, copy_masters
+from peftkit.methods.groups import SharedInputGroup, copy_masters
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.protocol import AdapterModule
+from peftkit.methods.separate_groups import SeparateWeightGroup, is_known, products_beside
 
 
 class Part(NamedTuple):
@@ -92,7 +92,7 @@ class _Product:
         return self.pieces[number]
 
 
-class JointGroup(OneInput):
+class JointGroup(SharedInputGroup):
     """Layers of one input with LoRA of several runs: all their products and updates at once.
 
     Attributes:
@@ -102,13 +102,13 @@ class JointGroup(OneInput):
     def __init__(self, layers: Sequence[SweepLinear], routing: Routing) -> None:
         super().__init__(layers)
         self.layers, self.routing = layers, routing
-        self.groups: dict[str, tuple[tuple[int, ...], BesideGroup]] = {}
+        self.groups: dict[str, tuple[tuple[int, ...], SeparateWeightGroup]] = {}
         for name in dict.fromkeys(name for layer in layers for name in layer.members):
             found = {place: layer.members.get(name) for place, layer in enumerate(layers)}
             places = {n: m for n, m in found.items() if type(m) is LoRALinear}
-            fitting = BesideGroup.fitting(list(places.values()))
+            fitting = SeparateWeightGroup.fitting(list(places.values()))
             if len(fitting) == 1 and len(fitting[0]) == len(places):
-                self.groups[name] = tuple(places), BesideGroup(fitting[0])
+                self.groups[name] = tuple(places), SeparateWeightGroup(fitting[0])
         for layer in layers:
             layer.group = self
 
@@ -127,7 +127,7 @@ class JointGroup(OneInput):
         sizes, dim = self.routing.split(x)
         flat = x.reshape(-1, x.shape[-1])
         rows = [size * (len(flat) // x.shape[dim]) for size in sizes]
-        pieces: list[tuple[Piece, BesideGroup | None]] = []
+        pieces: list[tuple[Piece, SeparateWeightGroup | None]] = []
         for part, count in zip(self.routing.pieces, rows, strict=False):
             places, group = self.groups.get(part.name, ((), None))
             ranks = () if group is None else tuple(size.num_hidden for size in group.sizes)
@@ -137,7 +137,10 @@ class JointGroup(OneInput):
         return [out.view(*x.shape[:-1], out.shape[-1]) for out in outputs]
 
     def _dropped(
-        self, flat: Tensor, rows: Sequence[int], pieces: Sequence[tuple[Piece, BesideGroup | None]]
+        self,
+        flat: Tensor,
+        rows: Sequence[int],
+        pieces: Sequence[tuple[Piece, SeparateWeightGroup | None]],
     ) -> Tensor | None:
         """Return each run's rows after its own dropout; None where no run has any."""
         drops = [nn.Identity() if group is None else group.dropout for _, group in pieces]

@@ -19,9 +19,9 @@ from peftkit.sweeps.members import Member
 from peftkit.sweeps.outcomes import Outcome, write_outcomes
 from peftkit.tasks.head import TokenTask
 from peftkit.train.checkpoints.checkpoint import Checkpoints
-from peftkit.train.learner import NonFinite, StepFacts
 from peftkit.train.run import Result, Run
 from peftkit.train.signals import Interrupted, StopRequest
+from peftkit.train.trainer import NonFiniteError, StepFacts
 
 THIRDS = 3
 """Successive halving looks at the members after each third of their steps."""
@@ -80,7 +80,7 @@ class Loop:
         self._end_those_done()
         while self.live:
             began = time.perf_counter()
-            asked = {name: one.run.next_rows() for name, one in self.live.items()}
+            asked = {name: one.run.next_step() for name, one in self.live.items()}
             done = self.learner.step(asked)
             seconds = (time.perf_counter() - began) / len(asked)
             for name, facts in done.items():
@@ -99,14 +99,14 @@ class Loop:
                 self.on_event(Progress(f"Training {len(self.live)} adapters", step, self.num_steps))
 
     def _stepped(
-        self, one: Live, facts: StepFacts | NonFinite, rate: float, seconds: float
+        self, one: Live, facts: StepFacts | NonFiniteError, rate: float, seconds: float
     ) -> None:
         """Let a member count its step, evaluate and save; what breaks ends this member alone."""
         try:
             with self.routing.alone(one.member.name):
-                if isinstance(facts, NonFinite):
+                if isinstance(facts, NonFiniteError):
                     raise one.run.broken(facts)
-                one.run.stepped(facts, rate, seconds)
+                one.run.record_step(facts, rate, seconds)
                 one.run.after_step()
         except Interrupted:
             pass  # it is saved; the others are to be, too

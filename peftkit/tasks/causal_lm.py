@@ -21,8 +21,8 @@ from peftkit.data.stored import StoredRows
 from peftkit.errors import PeftkitError
 from peftkit.events import Listener, Notice, ignore
 from peftkit.kernels.context import Context
+from peftkit.tasks.context_parallel import ContextParallelTask
 from peftkit.tasks.head import TokenTask, head_of
-from peftkit.tasks.in_parts import InParts
 from peftkit.tasks.isolation import Isolation, check_causal, check_packing, isolating_mask
 from peftkit.tasks.length import exact_length
 from peftkit.tasks.measure import mean_loss
@@ -132,8 +132,8 @@ class CausalLM(TokenTask):
         if number := rows.counts["off_prompt"]:
             self._on_event(Notice(off_prompt(rows.where, number)))
 
-    def in_parts(self, context: Context) -> InParts:
-        return InParts(self, context)
+    def in_parts(self, context: Context) -> ContextParallelTask:
+        return ContextParallelTask(self, context)
 
     def padded(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return a batch, padded on the right (see `peftkit.data.pack.collate`)."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from peftkit.data.encoding import Made, RowEncoder
+from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.load import Record
 from peftkit.errors import DataError
 from peftkit.tasks.texts import Encoded, Texts
@@ -73,7 +73,7 @@ class EmbeddingEncoder(RowEncoder):
                 )
         return found
 
-    def rows(self, read: list[tuple[list[str], str]]) -> Made:
+    def rows(self, read: list[tuple[list[str], str]]) -> EncodedRows:
         counts, rows = Counter[str](), list[Any]()
         for texts, source in read:
             encoded = [self._encode(text) for text in texts]
@@ -87,7 +87,7 @@ class EmbeddingEncoder(RowEncoder):
                     source=source,
                 )
             )
-        return Made(rows, {"number of negatives": str(len(read[0][0]) - 2)}, counts)
+        return EncodedRows(rows, {"number of negatives": str(len(read[0][0]) - 2)}, counts)
 
     def _texts(self, record: Record) -> list[str]:
         """Return anchor, positive and negatives of a row."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from peftkit.base.purpose import ClassHead, Processor, Purpose, labels_of
 from peftkit.data.class_folders import class_folders, iterate_images
 from peftkit.data.encode import Style
-from peftkit.data.encoding import Made, RowEncoder
+from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.images import Picture, picture, require_pillow
 from peftkit.data.load import DataConfig, Part, Record
 from peftkit.data.stored import StoredRows
@@ -78,10 +78,10 @@ class ClassifiedEncoder(RowEncoder):
             rows.append(ImageRow(self._picture(record, where), label, record.source))
         return rows
 
-    def rows(self, read: list[ImageRow]) -> Made:
+    def rows(self, read: list[ImageRow]) -> EncodedRows:
         for row in read:
             row.image.decode(self._mode)
-        return Made(read)
+        return EncodedRows(read)
 
     def _picture(self, record: Record, where: str) -> Picture:
         value = field_of(record, self._config.image, "task.image")

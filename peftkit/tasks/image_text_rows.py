@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from peftkit.data.cache import tokenizer_key
 from peftkit.data.columns import Dropped
-from peftkit.data.encoding import Made, RowEncoder
+from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import ParsedRow
 from peftkit.data.image_row import ImageRow
 from peftkit.data.image_rows import parse_with_images
@@ -61,7 +61,7 @@ class ImageTextEncoder(RowEncoder):
     def read(self, records: Sequence[Record], where: str) -> Read:
         return parse_with_images(records, self._form, where=where)
 
-    def rows(self, read: Read) -> Made:
+    def rows(self, read: Read) -> EncodedRows:
         parsed, pictures = read
         encoder, counts = self._encoder, Counter[str]()
         before, style = encoder.num_off_prompt, encoder.style(parsed.examples[0])
@@ -81,7 +81,7 @@ class ImageTextEncoder(RowEncoder):
                 )
         counts["off_prompt"] = encoder.num_off_prompt - before
         agreed = {"format": str(parsed.format), "style": str(style.kind)}
-        return Made(rows, agreed, counts, parsed.unused)
+        return EncodedRows(rows, agreed, counts, parsed.unused)
 
     def _cut(self, row: ImageRow, counts: Counter[str]) -> ImageRow | Dropped:
         """Return a row of at most max_length tokens; none where it would be cut in an image."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from peftkit.data.encoding import Made, RowEncoder
+from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.load import Record
 from peftkit.tasks.labels import (
     Problem,
@@ -64,7 +64,7 @@ class LabelledEncoder(RowEncoder):
     def read(self, records: Sequence[Record], where: str) -> Sequence[Record]:
         return records
 
-    def rows(self, read: Sequence[Record]) -> Made:
+    def rows(self, read: Sequence[Record]) -> EncodedRows:
         counts, rows = Counter[str](), list[Any]()
         for record in read:
             second = None if self._pair is None else text_of(record, self._pair, "task.pair")
@@ -72,7 +72,7 @@ class LabelledEncoder(RowEncoder):
             counts["cut"] += text.is_cut
             target = self._target(record)
             rows.append(LabelledRow(text.input_ids, text.types, target, record.source))
-        return Made(rows, counts=counts)
+        return EncodedRows(rows, counts=counts)
 
     def _target(self, record: Record) -> tuple[float, ...]:
         name, source = self._label, record.source

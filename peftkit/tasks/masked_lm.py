@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from peftkit.data.cache import tokenizer_key
 from peftkit.data.columns import Dropped
-from peftkit.data.encoding import Made, RowEncoder
+from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import ParsedRow, Text, parse
-from peftkit.data.frame import Frame
 from peftkit.data.load import DataConfig, Record
+from peftkit.data.special_tokens import SpecialTokens
 from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore
@@ -68,7 +68,7 @@ class MaskedEncoder(RowEncoder):
         self, tokenizer: Any, name: Any, max_length: int, *, splits: bool, share: float
     ) -> None:
         self._tokenizer, self._name, self._splits, self._share = tokenizer, name, splits, share
-        self._frame = Frame(tokenizer)
+        self._frame = SpecialTokens(tokenizer)
         self._special = set(tokenizer.all_special_ids)
         self._room = max_length - self._frame.size
         if self._room < 1:
@@ -92,7 +92,7 @@ class MaskedEncoder(RowEncoder):
             )
         return parsed
 
-    def rows(self, read: ParsedRow) -> Made:
+    def rows(self, read: ParsedRow) -> EncodedRows:
         rows: list[MaskedRow | Dropped] = []
         counts = Counter[str]()
         for example in read.examples:
@@ -102,7 +102,7 @@ class MaskedEncoder(RowEncoder):
             found = self._rows(ids, example.source)
             counts["targets"] += sum(num_chosen(row, self._share) for row in found)
             rows += found or [Dropped(example.source, 0)]
-        return Made(rows, {"format": read.format}, counts, read.unused)
+        return EncodedRows(rows, {"format": read.format}, counts, read.unused)
 
     def _rows(self, ids: Sequence[int], source: str) -> list[MaskedRow]:
         """Return the rows of a text; one without any token that may be hidden is left out."""

@@ -120,7 +120,7 @@ class Task(loop.Task, ABC):
     def training(self, model: nn.Module) -> AbstractContextManager[object]:
         return training_attention(unwrapped(model))
 
-    def refer_to(self, state: Callable[[], AbstractContextManager[None]], key: str) -> None:
+    def set_reference(self, state: Callable[[], AbstractContextManager[None]], key: str) -> None:
         """Say what the model was before it learnt, for a task that compares it with that.
 
         Args:

@@ -23,7 +23,7 @@ from peftkit.data.chat import Chat, choose_template
 from peftkit.data.columns import Dropped
 from peftkit.data.documents import style_of
 from peftkit.data.encode import Encoder, Style
-from peftkit.data.encoding import Made, RowEncoder
+from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import Completion, Conversation, Example, Instruction, Text, parse
 from peftkit.data.lengths import MULTIPLE
 from peftkit.data.load import DataConfig, Record
@@ -78,10 +78,12 @@ class RewardEncoder(RowEncoder):
     def read(self, records: Sequence[Record], where: str) -> tuple[list[Pair], tuple[str, ...]]:
         return read_pairs_of(records, where, margin=self._margin)
 
-    def rows(self, read: tuple[list[Pair], tuple[str, ...]]) -> Made:
+    def rows(self, read: tuple[list[Pair], tuple[str, ...]]) -> EncodedRows:
         pairs, unused = read
         rows = [self._row(pair) or Dropped(pair.source, 0) for pair in pairs]
-        return Made(rows, {"style": self._encoder.style(pairs[0].chosen).kind}, unused=unused)
+        return EncodedRows(
+            rows, {"style": self._encoder.style(pairs[0].chosen).kind}, unused=unused
+        )
 
     def _row(self, pair: Pair) -> RewardRow | None:
         """Return a pair as tokens; None where one does not fit."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, Purpose, labels_of
-from peftkit.data.encoding import Made, RowEncoder
+from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.load import DataConfig, Record
 from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError, DataError
@@ -76,7 +76,7 @@ class TaggedEncoder(RowEncoder):
     def read(self, records: Sequence[Record], where: str) -> Sequence[Record]:
         return records
 
-    def rows(self, read: Sequence[Record]) -> Made:
+    def rows(self, read: Sequence[Record]) -> EncodedRows:
         counts, rows = Counter[str](), list[Any]()
         for record in read:
             words, tags = self._words(record), self._tags(record)
@@ -89,7 +89,7 @@ class TaggedEncoder(RowEncoder):
             row, is_cut = self._encode(words, tags, record.source)
             counts.update(words=len(words), tagged=len(row.places), cut=is_cut)
             rows.append(row)
-        return Made(rows, counts=counts)
+        return EncodedRows(rows, counts=counts)
 
     def _encode(self, words: list[str], tags: list[str], source: str) -> tuple[TaggedRow, bool]:
         """Tokenise the words as one text; a token belongs to the word that its last letter is in.

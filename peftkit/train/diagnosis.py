@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.files.disk import non_finite
-from peftkit.train.in_step import Pass
+from peftkit.train.lockstep import Pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,10 @@ def diagnose(
     """
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     module, guilty = None, list[Any]()
-    for rows, is_own in passes:
+    for rows, is_real in passes:
         with _first_non_finite(model) as seen, torch.no_grad():
             total = run_batch(rows)
-        if is_own and module is None and (seen or not torch.isfinite(total)):
+        if is_real and module is None and (seen or not torch.isfinite(total)):
             module = seen[0] if seen else ("the loss", "of the task")
             guilty = list(rows)
             if not to_the_end:
@@ -90,7 +90,7 @@ def diagnose(
         step=step,
         loss=repr(loss),
         grad_norm=repr(grad_norm),
-        rows=sources([row for rows, is_own in passes if is_own for row in rows]),
+        rows=sources([row for rows, is_real in passes if is_real for row in rows]),
         module=module[0] if module else None,
         module_type=module[1] if module else None,
         module_rows=sources(guilty),

@@ -12,15 +12,15 @@ from peftkit.errors import DataError
 from peftkit.train import rng
 from peftkit.train.batches import cut
 from peftkit.train.config import TrainConfig
-from peftkit.train.feed import Feed, on_device
-from peftkit.train.in_step import InStep, Part
-from peftkit.train.learner import TOO_LARGE
+from peftkit.train.lockstep import LockstepForward, Part
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
 from peftkit.train.metrics import perplexity
-from peftkit.train.ranks import Ranks
+from peftkit.train.prefetch import BatchPrefetcher, on_device
 from peftkit.train.signals import StopRequest
 from peftkit.train.task import Task
-from peftkit.train.whole_step import StepValues, step_values
+from peftkit.train.trainer import TOO_LARGE
+from peftkit.train.whole_step import GlobalBatchValues, step_values
+from peftkit.train.world import World
 
 
 class Evaluator:
@@ -36,9 +36,9 @@ class Evaluator:
         task: Task,
         rows: Sequence[Any],
         config: TrainConfig,
-        ranks: Ranks,
+        ranks: World,
         stop: StopRequest,
-        in_step: InStep,
+        in_step: LockstepForward,
     ) -> None:
         self.in_step = in_step
         self.model, self.task = model, task
@@ -46,9 +46,9 @@ class Evaluator:
             config.batch_size,
             config.tokens_at_once(ranks.device.type),
         )
-        self.rows = rows[ranks.share :: ranks.num_shares]
+        self.rows = rows[ranks.share :: ranks.dp_size]
         self.ranks, self.stop = ranks, stop
-        self.feed = Feed(task, ranks.device)
+        self.feed = BatchPrefetcher(task, ranks.device)
 
     def run(self) -> dict[str, float] | None:
         """Return what `figures` does, or None if some process was asked to stop meanwhile."""
@@ -76,7 +76,7 @@ class Evaluator:
             return {"loss": loss}
         return {"loss": loss, "perplexity": perplexity(loss)}
 
-    def _known(self) -> StepValues | None:
+    def _known(self) -> GlobalBatchValues | None:
         """Look at all rows first, where their losses depend on each other."""
         while self.task.needs_whole_step:
             try:
@@ -101,10 +101,10 @@ class Evaluator:
         targets, known = 0, self._known()
         pending = self.in_step.passes(self._cut(self.rows))
         while pending and (self.in_step.needed or not self.stop.signum):
-            rows, is_own = pending.pop(0)
+            rows, is_real = pending.pop(0)
             coming = [part for part, _ in pending[:1]]
             result = self._try(rows, coming, known)
-            if not is_own:
+            if not is_real:
                 continue
             if result is None:
                 release_memory()
@@ -129,7 +129,7 @@ class Evaluator:
         self,
         rows: Sequence[Any],
         coming: Sequence[Sequence[Any]] = (),
-        known: StepValues | None = None,
+        known: GlobalBatchValues | None = None,
     ) -> tuple[Tensor, int] | None:
         """Return what is summed of rows, and their targets; None if memory ran out.
 

@@ -20,7 +20,7 @@ from peftkit.train.metrics import require_trackers
 from peftkit.train.model import trainable_parameters
 from peftkit.train.run import Result, Run
 from peftkit.train.signals import stop_requests
-from peftkit.train.task import Task, Watch
+from peftkit.train.task import GenerationEvaluator, Task
 
 
 def fit(
@@ -99,7 +99,7 @@ def train_prepared(
     overwrite: bool,
     allow_changes: Sequence[str],
     on_event: Listener,
-    watch: Watch | None = None,
+    watch: GenerationEvaluator | None = None,
 ) -> Result:
     """Do what `fit` does after `check_output`; the arguments are those of `fit`.
 

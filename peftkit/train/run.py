@@ -36,8 +36,7 @@ from peftkit.train.checkpoints.weights import Weights
 from peftkit.train.config import TrainConfig
 from peftkit.train.context import check_context
 from peftkit.train.evaluate import Evaluator
-from peftkit.train.in_step import InStep
-from peftkit.train.learner import Learner, NonFinite, StepFacts
+from peftkit.train.lockstep import LockstepForward
 from peftkit.train.memory.prepare import plan_memory_and_compile
 from peftkit.train.metrics import (
     MetricsFile,
@@ -48,13 +47,14 @@ from peftkit.train.metrics import (
 )
 from peftkit.train.model import device_name, same_everywhere
 from peftkit.train.optim import learning_rate
-from peftkit.train.order import Order
 from peftkit.train.paths import paths
-from peftkit.train.ranks import Ranks
+from peftkit.train.sampler import StatelessSampler
 from peftkit.train.saving import Saver
 from peftkit.train.sharding import gathered, is_sharded
 from peftkit.train.signals import Interrupted, StopRequest
-from peftkit.train.task import Beginning, Task, Watch
+from peftkit.train.task import GenerationEvaluator, SetupContext, Task
+from peftkit.train.trainer import NonFiniteError, StepFacts, Trainer
+from peftkit.train.world import World
 
 DIAGNOSIS = "diagnosis.json"
 GIVE_BACK_EVERY = 16
@@ -101,19 +101,21 @@ class Run:
         identity: Mapping[str, Any],
         stop: StopRequest,
         on_event: Listener,
-        watch: Watch | None = None,
+        watch: GenerationEvaluator | None = None,
     ) -> None:
         self.model, self.config, self.stop, self.watch = model, config, stop, watch
         self.rows, self.eval_rows = train_rows, eval_rows
         check_context(config)
-        self.ranks = ranks = Ranks(next(iter(parameters.values())).device, config.context_parallel)
-        self.order = Order(len(train_rows), config.rows_per_step(ranks.num_shares), config.seed)
-        self.num_steps = config.num_steps(len(train_rows), ranks.num_shares)
+        self.ranks = ranks = World(next(iter(parameters.values())).device, config.context_parallel)
+        self.order = StatelessSampler(
+            len(train_rows), config.rows_per_step(ranks.dp_size), config.seed
+        )
+        self.num_steps = config.num_steps(len(train_rows), ranks.dp_size)
         if ranks.context is not None:
             task = task.in_parts(ranks.context)
         needed = is_sharded(model) or ranks.context is not None
-        in_step = InStep(ranks, task.kind, train_rows, eval_rows, needed=needed)
-        self.learner = Learner(model, task, parameters, config, self.ranks, stop, in_step)
+        in_step = LockstepForward(ranks, task.kind, train_rows, eval_rows, needed=needed)
+        self.learner = Trainer(model, task, parameters, config, self.ranks, stop, in_step)
         self.evaluator = Evaluator(model, task, eval_rows, config, self.ranks, stop, in_step)
         known = identity_of(
             config, train_rows, eval_rows, ranks.world_size, identity, sharded=is_sharded(model)
@@ -235,7 +237,7 @@ class Run:
     def _begin(self) -> None:
         """Let the task compute what it needs once; that leaves the generators as they are."""
         before = rng.capture(self.ranks.device)
-        beginning = Beginning(
+        beginning = SetupContext(
             rows=Joined(self.rows, self.eval_rows),
             ranks=self.ranks,
             in_step=self.learner.in_step,
@@ -251,15 +253,15 @@ class Run:
             trim_malloc()
 
     def _step(self) -> None:
-        rows, rate = self.next_rows()
+        rows, rate = self.next_step()
         began = time.perf_counter()
         try:
             facts = self.learner.step(rows, rate, self._rows_of(self.learner.state.step + 1))
-        except NonFinite as error:
+        except NonFiniteError as error:
             raise self.broken(error) from None
-        self.stepped(facts, rate, time.perf_counter() - began)
+        self.record_step(facts, rate, time.perf_counter() - began)
 
-    def next_rows(self) -> tuple[list[Any], float]:
+    def next_step(self) -> tuple[list[Any], float]:
         """Return this process's rows of the next step, and its learning rate."""
         step = self.learner.state.step
         return self._rows_of(step), learning_rate(step, self.num_steps, self.config)
@@ -268,10 +270,10 @@ class Run:
         """Return this process's rows of a step; none after the last."""
         if step >= self.num_steps:
             return []
-        group = self.order.group(step, self.ranks.share, self.ranks.num_shares)
+        group = self.order.group(step, self.ranks.share, self.ranks.dp_size)
         return [self.rows[index] for index in group]
 
-    def stepped(self, facts: StepFacts, rate: float, seconds: float) -> None:
+    def record_step(self, facts: StepFacts, rate: float, seconds: float) -> None:
         """Count a step that was done, and tell of it."""
         state = self.learner.state
         state.step += 1
@@ -378,7 +380,7 @@ class Run:
         step = self.learner.state.step
         return self.is_done or (every is not None and step % every == 0)
 
-    def broken(self, error: NonFinite) -> RunError:
+    def broken(self, error: NonFiniteError) -> RunError:
         """Write diagnosis.json and return the error that ends the run."""
         diagnosis, last = error.diagnosis, self.saver.last
         name = DIAGNOSIS if self.ranks.is_main else f"rank{self.ranks.rank}-{DIAGNOSIS}"

@@ -17,10 +17,10 @@ from peftkit.train.checkpoints.identity import check_same_run
 from peftkit.train.checkpoints.manifest import versions
 from peftkit.train.checkpoints.weights import Weights
 from peftkit.train.config import TrainConfig
-from peftkit.train.learner import Learner
 from peftkit.train.optim import STATE_BYTES, load_optimizer_state, optimizer_state
-from peftkit.train.order import Order
+from peftkit.train.sampler import StatelessSampler
 from peftkit.train.state import state_from_json
+from peftkit.train.trainer import Trainer
 
 OPTIMIZER, RANDOM, STATE = "optimizer.safetensors", "rng.safetensors", "state.json"
 MAX_STATE_BYTES = 1 << 24
@@ -42,8 +42,8 @@ class Saver:
 
     def __init__(
         self,
-        learner: Learner,
-        order: Order,
+        learner: Trainer,
+        order: StatelessSampler,
         config: TrainConfig,
         weights: Weights,
         identity: Mapping[str, Any],

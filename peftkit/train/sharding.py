@@ -30,7 +30,7 @@ from peftkit.errors import ConfigError
 from peftkit.kernels.packing import packed_tensors
 from peftkit.train.config import TrainConfig
 from peftkit.train.memory.blocks import Blocks
-from peftkit.train.ranks import Ranks
+from peftkit.train.world import World
 
 METHODS = ("lora", "dora", "ia3", "vera")
 """Methods whose modules read the base's weights within its blocks alone."""
@@ -83,7 +83,7 @@ def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False)
         )
     for _, _, packing in packed_tensors(model):
         packing.kept = None
-    ranks = Ranks(device)
+    ranks = World(device)
     whole = {p for p in model.parameters() if p.requires_grad or p.dim() == 0}
     for tensor in (*whole, *model.buffers()):
         tensor.data = tensor.data.to(device)

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, Sample
 from peftkit.kernels.context import Context
-from peftkit.train.in_step import InStep
-from peftkit.train.ranks import Ranks
+from peftkit.train.lockstep import LockstepForward
 from peftkit.train.signals import StopRequest
+from peftkit.train.world import World
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class SetupContext:
     """What a task may use before the first step.
 
     Attributes:
@@ -31,8 +31,8 @@ class Beginning:
     """
 
     rows: Sequence[Any]
-    ranks: Ranks
-    in_step: InStep
+    ranks: World
+    in_step: LockstepForward
     folder: Path
     stop: StopRequest
     say: Listener
@@ -76,7 +76,7 @@ class Task(Protocol):
     def training(self, model: nn.Module) -> AbstractContextManager[object]:
         """Return a context in which the model is trained, with its fastest attention."""
 
-    def begin(self, model: nn.Module, beginning: Beginning) -> None:
+    def begin(self, model: nn.Module, beginning: SetupContext) -> None:
         """Compute what is computed once, before the first step or after a resume."""
         return None
 
@@ -117,7 +117,7 @@ class Task(Protocol):
         raise TypeError(f"{type(self).__name__} takes each row alone")
 
 
-class Watch(Protocol):
+class GenerationEvaluator(Protocol):
     """What the model generates during training: samples, and measured answers."""
 
     def samples(self) -> tuple[Sample, ...]:

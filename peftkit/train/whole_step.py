@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from peftkit.train import rng
-from peftkit.train.in_step import Pass
-from peftkit.train.ranks import Ranks
+from peftkit.train.lockstep import Pass
+from peftkit.train.world import World
 
 
 @dataclass(frozen=True, slots=True)
-class StepValues:
+class GlobalBatchValues:
     """The row values of a step.
 
     Attributes:
@@ -56,19 +56,19 @@ def step_values(
     look: Callable[[Sequence[Any]], Tensor],
     rows: Sequence[Any],
     passes: Sequence[Pass],
-    ranks: Ranks,
-) -> StepValues:
+    ranks: World,
+) -> GlobalBatchValues:
     """Compute this process's row values, part by part, and gather those of all others.
 
     Args:
         look: Returns (rows, K) of a part.
     """
     order = {id(row): n for n, row in enumerate(rows)}
-    parts = [part for part, is_own in passes if is_own]
+    parts = [part for part, is_real in passes if is_real]
     states, seen = [], []
-    for part, is_own in passes:
+    for part, is_real in passes:
         state, values = rng.capture(ranks.device), look(part).float()
-        if is_own:
+        if is_real:
             states.append(state)
             seen.append(values)
     values, first = torch.zeros(0, device=ranks.device), 0
@@ -83,10 +83,10 @@ def step_values(
         tuple(places[id(row)] for row in part): state
         for part, state in zip(parts, states, strict=True)
     }
-    return StepValues(values, places, by_rows)
+    return GlobalBatchValues(values, places, by_rows)
 
 
-def _of_all(values: Tensor, ranks: Ranks) -> tuple[Tensor, int]:
+def _of_all(values: Tensor, ranks: World) -> tuple[Tensor, int]:
     """Return the values of all processes, one after the other, and where this one's begin."""
     shape = torch.tensor([*values.shape, 0][:2], device=ranks.device)
     shapes = ranks.gather(shape)  # (world_size, 2): a small last step may leave some without rows

@@ -36,7 +36,7 @@ from peftkit.model.targets import Site, resolve
 
 
 @dataclass(slots=True)
-class Share:
+class Explained:
     """Part of an update, and how much of it is kept.
 
     Attributes:
@@ -76,22 +76,22 @@ class Extracted:
 
     folder: Path
     updates: dict[str, LowRank] = field(default_factory=dict)
-    roles: dict[str, Share] = field(default_factory=dict)
-    left: dict[str, Share] = field(default_factory=dict)
+    roles: dict[str, Explained] = field(default_factory=dict)
+    left: dict[str, Explained] = field(default_factory=dict)
 
     @property
-    def adapted(self) -> Share:
+    def adapted(self) -> Explained:
         """All layers that have an adapter now."""
         return _total(self.roles.values())
 
     @property
-    def whole(self) -> Share:
+    def whole(self) -> Explained:
         """All differences of the two models."""
         return _total([*self.roles.values(), *self.left.values()])
 
 
-def _total(parts: Iterable[Share]) -> Share:
-    total = Share()
+def _total(parts: Iterable[Explained]) -> Explained:
+    total = Explained()
     for part in parts:
         total.add(part.squared, part.kept, part.count)
     return total
@@ -219,7 +219,7 @@ def _take(
     """Reduce one difference to the rank, or count it as not kept."""
     squared = float(delta.double().square().sum())
     if site is None:
-        done.left.setdefault(_starred(name), Share()).add(squared)
+        done.left.setdefault(_starred(name), Explained()).add(squared)
         return
     if is_conv1d(model.get_submodule(site.path)):
         delta = delta.t()
@@ -230,13 +230,13 @@ def _take(
         asked[rows] = delta[rows]
         rest = squared - float(asked.double().square().sum())
         if not torch.equal(asked, delta):
-            done.left.setdefault(f"{_starred(name)}, rows of other roles", Share()).add(rest)
+            done.left.setdefault(f"{_starred(name)}, rows of other roles", Explained()).add(rest)
         if not asked.any():
             return
         delta, squared = asked, squared - rest
     best = svd.of_matrix(delta.contiguous(), rank, seed=seed)
     done.updates[site.path] = LowRank(best.a, best.b, 1.0)
-    done.roles.setdefault(role, Share()).add(squared, best.kept)
+    done.roles.setdefault(role, Explained()).add(squared, best.kept)
 
 
 def _starred(name: str) -> str:

@@ -14,11 +14,11 @@ import transformers
 
 from peftkit.base import locate
 from peftkit.base.build import build
-from peftkit.base.form import Form
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location
 from peftkit.base.pretrained import check_config
 from peftkit.base.purpose import CAUSAL_LM
+from peftkit.base.storage_format import StorageFormat
 from peftkit.errors import BaseError
 from peftkit.events import Event, Progress
 from tests.formats.hub_server import Hub, Repo, running_hub
@@ -83,7 +83,7 @@ def test_shards_that_came_whole_are_not_fetched_again(hub, model_folder, tmp_pat
     publish(hub, tmp_path / "shards")
     where, seen = Location(NAME, NAME, hub_id=NAME), list[Event]()
     config = check_config(where, None, CAUSAL_LM)
-    form = Form("none", False, torch.float32, torch.device("cpu"))
+    form = StorageFormat("none", False, torch.float32, torch.device("cpu"))
     hub.failing[f"GET /{NAME}/resolve/{hub.repos[NAME].main}/{shards[-1]}"] = 403
     with pytest.raises(BaseError):
         build(where, None, CAUSAL_LM, config, form)

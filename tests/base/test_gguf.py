@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests.base.test_stream import peak_of, state_of
 from torch import Tensor, nn
 from transformers.modeling_gguf_pytorch_utils import (
     GGUF_TO_TRANSFORMERS_MAPPING,
@@ -18,13 +19,12 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from peftkit.base.build import build, cast
 from peftkit.base.fingerprint import fingerprint
-from peftkit.base.form import Form
 from peftkit.base.gguf import parsed_once
 from peftkit.base.locate import Location
 from peftkit.base.pretrained import check_config, quiet
 from peftkit.base.purpose import CAUSAL_LM, Purpose
+from peftkit.base.storage_format import StorageFormat
 from peftkit.quant.quantize import quantize_model
-from tests.base.test_stream import peak_of, state_of
 from tests.families import ARCHITECTURES, VOCAB
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need: pip install gguf")
@@ -169,8 +169,8 @@ def test_every_architecture_loads_as_by_transformers(architecture, tmp_path) -> 
         expected = by_transformers(where, purpose.auto_class)
         identity = fingerprint(expected)
         for form in (
-            Form("none", False, torch.float32, CPU),
-            Form("nf4", True, torch.bfloat16, CPU),
+            StorageFormat("none", False, torch.float32, CPU),
+            StorageFormat("nf4", True, torch.bfloat16, CPU),
         ):
             built = build(where, None, purpose, config, form)
             cast(expected, form.dtype)

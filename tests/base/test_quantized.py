@@ -10,18 +10,18 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from tests.base.test_stream import peak_of, state_of
 from torch import Tensor
 
 from peftkit.base.build import build
-from peftkit.base.form import Form
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location
 from peftkit.base.pretrained import check_config, quiet
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.shapes import read_config
+from peftkit.base.storage_format import StorageFormat
 from peftkit.errors import BaseError
 from peftkit.quant.quantize import quantize_model
-from tests.base.test_stream import peak_of, state_of
 from tests.families import ARCHITECTURES, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ def test_dequantised_tensor_by_tensor_it_is_what_transformers_makes_of_it(
 ) -> None:
     write(tmp_path)
     where = Location(str(tmp_path), str(tmp_path))
-    form = Form(kind, True, torch.bfloat16, CPU)
+    form = StorageFormat(kind, True, torch.bfloat16, CPU)
     built = build(where, None, CAUSAL_LM, check_config(where, None, CAUSAL_LM), form)
     with quiet():
         expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=form.dtype)

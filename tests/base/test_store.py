@@ -15,15 +15,16 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from tests.base.test_stream import purpose_of, state_of
 
 from peftkit.base import store
 from peftkit.base.build import build
-from peftkit.base.form import Form
 from peftkit.base.listed import stored_bases
 from peftkit.base.load import Base, fast_dtype, load_base
 from peftkit.base.pack import pack_base
 from peftkit.base.pretrained import check_config
 from peftkit.base.purpose import CAUSAL_LM, ClassHead, Purpose
+from peftkit.base.storage_format import StorageFormat
 from peftkit.errors import BaseError, OutputError, PeftkitError, RunError
 from peftkit.events import Event, Notice
 from peftkit.files import disk
@@ -31,7 +32,6 @@ from peftkit.kernels.packing import packed_tensors
 from peftkit.quant.audit import audit
 from peftkit_cli.app import run
 from tests.base.test_quantized import in_fp8
-from tests.base.test_stream import purpose_of, state_of
 from tests.families import ARCHITECTURES
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def test_opened_base_is_the_packed_one_to_the_bit(family, kind, tmp_path) -> Non
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     purpose: Purpose | None = purpose_of(config)
     assert purpose is not None
-    form = Form(kind, True, torch.bfloat16, CPU, False)
+    form = StorageFormat(kind, True, torch.bfloat16, CPU, False)
     where = store.Location(str(tmp_path), str(tmp_path))
     wanted = store.Wanted(family, tmp_path, purpose, config, form)
     built = build(where, None, purpose, config, form)
@@ -99,7 +99,7 @@ def test_transformers_opens_the_folder_as_a_checkpoint_of_bitsandbytes(
         setattr(wide, name, value)
     transformers.AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
-    form = Form(kind, double_quant, torch.float32, CPU, False)
+    form = StorageFormat(kind, double_quant, torch.float32, CPU, False)
     where = store.Location(str(tmp_path), str(tmp_path))
     built = build(where, None, CAUSAL_LM, config, form)
     store.keep(tmp_path / "kept", built, store.Wanted(family, tmp_path, CAUSAL_LM, config, form))
@@ -306,7 +306,7 @@ def test_gguf_file_and_dequantised_checkpoint_are_kept_packed_too(cache, tmp_pat
             source, str(tmp_path), gguf=where.gguf if ".g" in source else None
         )
         config = check_config(location, None, CAUSAL_LM)
-        form = Form("nf4", True, fast_dtype(CPU), CPU, False)
+        form = StorageFormat("nf4", True, fast_dtype(CPU), CPU, False)
         built = build(location, None, CAUSAL_LM, config, form)
         wanted = store.Wanted("x", Path(source), CAUSAL_LM, config, form)
         again = store.open_stored(kept, wanted)
@@ -355,7 +355,9 @@ def test_causal_lm_is_what_a_base_is_packed_for(folder) -> None:
     kept = pack_base(str(folder))
     form = json.loads((kept / store.MANIFEST).read_text())["form"]
     assert form["quantize"] == "nf4"
-    other = store.folder_of(folder, Form("nf4", False, torch.bfloat16, CPU, False), CAUSAL_LM)
+    other = store.folder_of(
+        folder, StorageFormat("nf4", False, torch.bfloat16, CPU, False), CAUSAL_LM
+    )
     assert other != kept
 
 

@@ -17,7 +17,7 @@ from peftkit.adapter import attach
 from peftkit.base import placement
 from peftkit.base.placement import BlockStream
 from peftkit.counting.held import AT_ONCE, spread, streamed, whole
-from peftkit.counting.reckon import Reckoner
+from peftkit.counting.reckon import StepEstimator
 from peftkit.counting.step import Setup
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 def reckoned(config: Any, quantize: str = "nf4") -> Any:
     method = LoRA(rank=2, targets=("q", "v"))
     setup = Setup(config, CausalLMConfig(), method, quantize, True, torch.bfloat16, True)
-    return Reckoner(setup).whole
+    return StepEstimator(setup).whole
 
 
 def real(config: Any, quantize: str = "nf4") -> Any:

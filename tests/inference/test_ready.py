@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from peftkit.adapter import Adapter, attach
-from peftkit.inference import beginnings, ready
-from peftkit.inference.beginnings import num_common, padded_between, shared_cache
+from peftkit.inference import ready, shared_prefix
 from peftkit.inference.generate import generate_ids
-from peftkit.methods.beside_groups import BesideGroup, ServingGroup
-from peftkit.methods.groups import JoinedGroup
+from peftkit.inference.shared_prefix import num_common, padded_between, shared_cache
+from peftkit.methods.groups import FusedWeightGroup
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.prefix import PrefixTuning
+from peftkit.methods.separate_groups import SeparateWeightGroup, ServingGroup
 from peftkit.quant.quantize import quantize_model
 from tests.families import ARCHITECTURES, FAMILIES
 from tests.further import FURTHER
@@ -35,9 +35,9 @@ NOT = ["gemma2", "mistral_swa", "jamba"]
 @pytest.fixture
 def sharing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Share what is in common however short; tell when that was done."""
-    monkeypatch.setattr(beginnings, "MIN_SAVED", 1)
+    monkeypatch.setattr(shared_prefix, "MIN_SAVED", 1)
     done: list[bool] = []
-    whole = beginnings.shared_cache
+    whole = shared_prefix.shared_cache
 
     def counted(*args: Any) -> Any:
         cache = whole(*args)
@@ -121,7 +121,7 @@ def test_generating_within_training_leaves_its_groups(tokenizer: Tokenizer) -> N
     before = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
     adapter.prepare_training()
     assert generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7) == before
-    assert groups_of(model) == {JoinedGroup}
+    assert groups_of(model) == {FusedWeightGroup}
     with torch.no_grad():  # what is ready for tokens follows the adapter too
         for parameter in adapter.parameters():
             parameter.add_(0.3)
@@ -154,7 +154,7 @@ def test_a_serving_group_is_for_generation_alone() -> None:
     with layout.serving():
         group = model.model.layers[0].self_attn.q_proj.group
         assert isinstance(group, ServingGroup)
-        assert not isinstance(group, BesideGroup)
+        assert not isinstance(group, SeparateWeightGroup)
         assert not group.takes(x)
         model.eval()
         assert not group.takes(x)

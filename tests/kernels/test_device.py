@@ -12,11 +12,11 @@ from peftkit.base.load import default_device, fast_dtype
 from peftkit.inference.generate import sampling
 from peftkit.kernels.device import GPUS, forked_generators, gpu_here, gpu_of
 from peftkit.train import rng
-from peftkit.train.feed import on_device
 from peftkit.train.memory.out_of_memory import release_memory
 from peftkit.train.memory.plan import used_bytes
 from peftkit.train.metrics import peak_bytes
 from peftkit.train.model import device_name
+from peftkit.train.prefetch import on_device
 
 MPS = torch.device("mps", 0)
 

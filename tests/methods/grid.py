@@ -139,7 +139,7 @@ def without_experts(method: Method, model: nn.Module) -> Method:
 
 def refusal(column: str, architecture: str, quantize: str) -> str:
     """Return the code of why a method must refuse an architecture, "" where it must not."""
-    if COLUMNS[column].started_by == "loftq_starts" and quantize == "none":
+    if COLUMNS[column].initializer == "loftq_starts" and quantize == "none":
         return "q"
     known = REFUSALS.get(column, {})
     return next((code for code, names in known.items() if architecture in names.split()), "")

@@ -193,11 +193,11 @@ class Outcome:
 
 def start(method: Method, model: nn.Module, architecture: str) -> Adapter:
     """Attach a method, made beforehand what it begins with."""
-    if method.started_by == "eva_starts":
+    if method.initializer == "eva_starts":
         batches = [inputs(model, seed) for seed in range(8)]
         method, starts = eva_starts(model, method, batches, forward=outputs)
         return attach(model, method, starts=starts)
-    if method.started_by == "loftq_starts":
+    if method.initializer == "loftq_starts":
         starts = loftq_starts(model, method, bare_model(architecture, "none"))
         return attach(model, method, starts=starts)
     return attach(model, method)

@@ -43,7 +43,7 @@ def logits(model: nn.Module) -> Tensor:
         return model(input_ids=torch.arange(20).view(2, 10) + 5, use_cache=False).logits
 
 
-def begun(model: nn.Module, method: LoRA = EVA) -> Adapter:
+def with_bos(model: nn.Module, method: LoRA = EVA) -> Adapter:
     method, starts = eva_starts(model, method, rows())
     return attach(model, method, starts=starts)
 
@@ -170,7 +170,7 @@ def test_a_fresh_adapter_leaves_the_base_unchanged(
     if kind != "none":
         quantize_model(model, kind, compute_dtype=torch.float32)
     before = logits(model)
-    adapter = begun(model, method)
+    adapter = with_bos(model, method)
     assert not adapter.method.fresh_changes
     assert torch.equal(logits(model), before)
     with torch.no_grad():
@@ -189,7 +189,7 @@ def test_a_fresh_adapter_leaves_the_base_unchanged(
 def test_peft_loads_the_file_with_its_many_ranks(family: str, tmp_path: Path) -> None:
     model = FAMILIES[family]().eval()
     theirs = copy.deepcopy(model)
-    adapter = begun(model, EVA.model_copy(update={"targets": ("q", "v", "o", "down")}))
+    adapter = with_bos(model, EVA.model_copy(update={"targets": ("q", "v", "o", "down")}))
     assert len({module.rank for module in adapter.modules.values()}) > 1
     with torch.no_grad():
         for parameter in adapter.parameters():

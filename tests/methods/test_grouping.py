@@ -13,14 +13,14 @@ from torch.optim import optimizer
 from torch.utils.checkpoint import checkpoint
 
 from peftkit.adapter import Adapter, attach
-from peftkit.kernels.beside import Layer, Piece, beside
 from peftkit.kernels.grouped import GroupedLinear, Member, grouped_linear_reference
+from peftkit.kernels.lora_update import Layer, Piece, beside
 from peftkit.kernels.packing import keep_copies
 from peftkit.methods import grouping
-from peftkit.methods.beside_groups import BesideGroup
-from peftkit.methods.groups import Group, JoinedGroup
+from peftkit.methods.groups import FusedWeightGroup, Group
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRALinear
+from peftkit.methods.separate_groups import SeparateWeightGroup
 from peftkit.model.training import refresh_layouts
 from peftkit.quant.quantize import quantize_model
 from peftkit.train.memory.blocks import Blocks
@@ -40,7 +40,7 @@ def built(family: str, dtype: torch.dtype, kind: str = "none", kept: bool = True
     return model.train()
 
 
-@pytest.fixture(params=[JoinedGroup, BesideGroup])
+@pytest.fixture(params=[FusedWeightGroup, SeparateWeightGroup])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Group]:
     """Have groups computed like this."""
     monkeypatch.setattr(grouping, "_kind_for", lambda device: request.param)
@@ -73,7 +73,7 @@ def groups_of(adapter: Adapter) -> list[Group]:
 
 def plain(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, list]:
     with monkeypatch.context() as patch:
-        for kind in (JoinedGroup, BesideGroup):
+        for kind in (FusedWeightGroup, SeparateWeightGroup):
             patch.setattr(kind, "takes", lambda self, x: False)
         return gradients(adapter)
 
@@ -90,10 +90,10 @@ def test_together_is_the_same_as_each_alone(
     way: type[Group],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if way is BesideGroup and targets != "all-linear":
+    if way is SeparateWeightGroup and targets != "all-linear":
         pytest.skip("which layers are adapted is nothing to a base that is not touched")
     method = LoRA(rank=3, alpha=6, targets=targets)
-    adapter = filled(built(family, dtype, kind, kept=way is JoinedGroup), method)
+    adapter = filled(built(family, dtype, kind, kept=way is FusedWeightGroup), method)
     loss, grads = gradients(adapter)
     assert {type(group) for group in groups_of(adapter)} == {way}
     want, wanted = plain(adapter, monkeypatch)
@@ -205,7 +205,7 @@ def test_the_last_product_with_a_base_is_not_made_again_when_a_block_is_recomput
     block(x).sum().backward()
     expected = [x.grad, *(m.grad for m in masters)]
     x.grad = masters[0].grad = masters[1].grad = None
-    monkeypatch.setattr("peftkit.kernels.beside.functional.linear", counted)
+    monkeypatch.setattr("peftkit.kernels.lora_update.functional.linear", counted)
     checkpoint(block, x, use_reentrant=False).sum().backward()
     assert [weight is weights[0] for weight in made] == [True, False, True]
     for found, grad in zip([x.grad, *(m.grad for m in masters)], expected, strict=True):
@@ -273,7 +273,7 @@ def test_autocast_has_its_groups_beside_a_wide_base(monkeypatch: pytest.MonkeyPa
     with torch.autocast("cpu", dtype=torch.bfloat16):
         adapter.prepare_training()
         loss, grads = gradients(adapter)
-        assert {type(group) for group in groups_of(adapter)} == {BesideGroup}
+        assert {type(group) for group in groups_of(adapter)} == {SeparateWeightGroup}
         assert all(group.lora_a.dtype == torch.bfloat16 for group in groups_of(adapter))
         want, wanted = plain(adapter, monkeypatch)
     torch.testing.assert_close(loss, want, rtol=0.05, atol=0.05)
@@ -288,7 +288,7 @@ def test_the_base_beside_its_updates_stays_where_it_is(way: type[Group]) -> None
     adapter = filled(model, LoRA(rank=3, alpha=6))
     gradients(adapter)
     same = [p.data_ptr() == before[id(p)] for p in model.parameters() if id(p) in before]
-    assert all(same) == (way is BesideGroup)
+    assert all(same) == (way is SeparateWeightGroup)
 
 
 def test_the_header_of_a_run_says_what_is_computed_together(way: type[Group]) -> None:

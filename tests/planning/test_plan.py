@@ -90,7 +90,7 @@ def test_base_that_does_not_fit_is_planned_streamed(folder) -> None:
     assert streamed.host_bytes > device.peak_bytes - streamed.peak_bytes > 0
     blocks = streamed.host_bytes / 16  # each comes twice; two at each end stay in between
     assert streamed.moved_bytes == pytest.approx(28 * blocks, rel=1e-3)
-    assert 0 < streamed.hidden_from < 100_000
+    assert 0 < streamed.compute_bound_tokens < 100_000
     kept = a_plan(folder, "1.2GB", *asked, "base.placement=device")
     assert not kept.fits
     assert kept.change == "--set base.placement=stream"
@@ -147,8 +147,8 @@ def test_command_prints_a_verdict_or_json(folder, capsys) -> None:
     assert run([*asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"]
-    assert {"placement", "moved_bytes", "hidden_from", "members"} <= found.keys()
-    assert {"wire_bytes", "hidden_from", "peak_bytes"} <= found["cards"][1].keys()
+    assert {"placement", "moved_bytes", "compute_bound_tokens", "members"} <= found.keys()
+    assert {"wire_bytes", "compute_bound_tokens", "peak_bytes"} <= found["cards"][1].keys()
     assert run([*asked, "--ranks", "--link", "25"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from peftkit.errors import BaseError
 from peftkit.kernels import packed as packed_module
 from peftkit.kernels import packing as packing_module
-from peftkit.kernels.packed import Form
+from peftkit.kernels.packed import PackedFormat
 from peftkit.kernels.packing import copies_kept, keep_copies
 from peftkit.model.places import linear_shape
 from peftkit.quant.layers import QuantizedLinear, pack, weight_of
@@ -126,14 +126,14 @@ def test_without_a_gradient_a_gpu_reads_the_packed_weight(
 
 def test_the_packed_product_is_for_gpus_and_whole_blocks() -> None:
     x = torch.zeros(1, 128, dtype=torch.bfloat16, device="meta")
-    whole, parted = (Form("nf4", torch.Size((8, n))) for n in (128, 96))
+    whole, parted = (PackedFormat("nf4", torch.Size((8, n))) for n in (128, 96))
     has = packed_module._has_gemm
     assert not has(torch.zeros(1, 128), whole, torch.float32)
     on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=x.dtype)
     assert has(on_gpu, whole, x.dtype)
     assert not has(on_gpu, parted, x.dtype)
     assert not has(on_gpu, whole, torch.float32)  # under autocast
-    assert not has(on_gpu, Form("int8", torch.Size((8, 128))), x.dtype)
+    assert not has(on_gpu, PackedFormat("int8", torch.Size((8, 128))), x.dtype)
 
 
 def test_for_a_while_weights_are_kept_as_far_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def stop_after(step: int) -> Callable[[Event], None]:
 
 
 @pytest.fixture
-def begun(asked: Recipe) -> Recipe:
+def with_bos(asked: Recipe) -> Recipe:
     """A recipe whose run broke off after its third checkpoint."""
     with pytest.raises(Stopped):
         recipe.run(asked, on_event=stop_after(3))
@@ -54,7 +54,7 @@ def changed(asked: Recipe, **sections: dict[str, object]) -> Recipe:
 
 
 def test_other_base_weights_of_the_same_shapes_are_refused(
-    begun: Recipe, tmp_path: Path, model_folder: Path
+    with_bos: Recipe, tmp_path: Path, model_folder: Path
 ) -> None:
     other = tmp_path / "other"
     shutil.copytree(model_folder, other)
@@ -62,19 +62,19 @@ def test_other_base_weights_of_the_same_shapes_are_refused(
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight += 0.01
     model.save_pretrained(other)
-    (path, fingerprint) = refusal(changed(begun, base={"model": str(other)}))[::-1]
+    (path, fingerprint) = refusal(changed(with_bos, base={"model": str(other)}))[::-1]
     assert path.startswith("base.model: ")
     assert fingerprint.startswith('base.fingerprint: "sha256:')
 
 
-def test_the_same_base_in_another_precision_is_refused(begun: Recipe) -> None:
-    lines = refusal(changed(begun, base={"quantize": "nf4"}))
+def test_the_same_base_in_another_precision_is_refused(with_bos: Recipe) -> None:
+    lines = refusal(changed(with_bos, base={"quantize": "nf4"}))
     assert lines == ['base.quantize: "none" -> "nf4"']
 
 
 @pytest.mark.parametrize("edit", ["a row edited", "a row more", "two rows exchanged"])
-def test_other_rows_are_refused(begun: Recipe, edit: str) -> None:
-    path = Path(begun.data.train)
+def test_other_rows_are_refused(with_bos: Recipe, edit: str) -> None:
+    path = Path(with_bos.data.train)
     lines = path.read_text().splitlines()
     if edit == "a row edited":
         lines[4] = lines[4].replace("fox", "cat")
@@ -83,17 +83,17 @@ def test_other_rows_are_refused(begun: Recipe, edit: str) -> None:
     else:
         lines[0], lines[1] = lines[1], lines[0]
     path.write_text("\n".join(lines) + "\n")
-    (line,) = refusal(begun)
+    (line,) = refusal(with_bos)
     assert line.startswith('rows.train: "sha256:')
     events: list[Event] = []
-    recipe.run(begun, resume=True, allow_changes=["rows"], on_event=events.append)
+    recipe.run(with_bos, resume=True, allow_changes=["rows"], on_event=events.append)
     notices = [event.text for event in events if isinstance(event, Notice)]
     assert any("No exact continuation" in text and "rows.train" in text for text in notices)
 
 
-def test_every_changed_setting_is_listed_at_once(begun: Recipe) -> None:
+def test_every_changed_setting_is_listed_at_once(with_bos: Recipe) -> None:
     other = changed(
-        begun,
+        with_bos,
         method={"rank": 4, "targets": ["q"]},
         data={"max_length": 63},
         train={"batch_size": 2, "gradient_accumulation": 1, "learning_rate": 0.1, "seed": 7},
@@ -112,9 +112,9 @@ def test_every_changed_setting_is_listed_at_once(begun: Recipe) -> None:
     assert "method.rank: 2 -> 4" in lines
 
 
-def test_a_refused_resume_changes_nothing(begun: Recipe, tmp_path: Path) -> None:
+def test_a_refused_resume_changes_nothing(with_bos: Recipe, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    refusal(changed(begun, train={"seed": 7}))
+    refusal(changed(with_bos, train={"seed": 7}))
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     log = tmp_path / "run" / "metrics.jsonl"
     assert after.pop(log).startswith(before.pop(log))
@@ -122,7 +122,7 @@ def test_a_refused_resume_changes_nothing(begun: Recipe, tmp_path: Path) -> None
 
 
 def test_the_command_line_names_what_was_skipped_and_ends_where_the_whole_run_does(
-    begun: Recipe, recipe_file: Path, tmp_path: Path, peftkit: Run
+    with_bos: Recipe, recipe_file: Path, tmp_path: Path, peftkit: Run
 ) -> None:
     whole = tmp_path / "whole"
     assert peftkit("train", recipe_file, "--out", whole).code == 0
@@ -139,7 +139,7 @@ def test_the_command_line_names_what_was_skipped_and_ends_where_the_whole_run_do
 
 @pytest.mark.parametrize("name", ["optimizer.safetensors", "rng.safetensors", "state.json"])
 def test_without_a_part_of_the_state_there_is_no_exact_resume(
-    name: str, begun: Recipe, recipe_file: Path, tmp_path: Path, peftkit: Run
+    name: str, with_bos: Recipe, recipe_file: Path, tmp_path: Path, peftkit: Run
 ) -> None:
     """The scheduler is a function of the step, which is in state.json."""
     for checkpoint in (tmp_path / "run" / "checkpoints").glob("step-*"):
@@ -149,7 +149,9 @@ def test_without_a_part_of_the_state_there_is_no_exact_resume(
     assert f"step-3: {name} is missing" in done.err
 
 
-def test_what_a_refusal_advises_is_accepted(begun: Recipe, recipe_file: Path, peftkit: Run) -> None:
+def test_what_a_refusal_advises_is_accepted(
+    with_bos: Recipe, recipe_file: Path, peftkit: Run
+) -> None:
     train = ("train", recipe_file, "--resume", "--set", "train.learning_rate=0.1")
     train = (*train, "--set", "train.seed=3")
     refused = peftkit(*train)
@@ -168,10 +170,10 @@ def test_what_a_refusal_advises_is_accepted(begun: Recipe, recipe_file: Path, pe
     ],
 )
 def test_wishes_that_would_be_ignored_are_refused(
-    kwargs: dict[str, object], message: str, begun: Recipe
+    kwargs: dict[str, object], message: str, with_bos: Recipe
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
-        recipe.run(begun, **kwargs)  # type: ignore[arg-type]
+        recipe.run(with_bos, **kwargs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -184,13 +186,13 @@ def test_wishes_that_would_be_ignored_are_refused(
 def test_overwriting_deletes_nothing_before_the_new_run_can_begin(
     change: dict[str, dict[str, object]],
     error: type[PeftkitError],
-    begun: Recipe,
+    with_bos: Recipe,
     tmp_path: Path,
 ) -> None:
     with pytest.raises(error):
-        recipe.run(changed(begun, **change), overwrite=True)
+        recipe.run(changed(with_bos, **change), overwrite=True)
     assert (tmp_path / "run" / "checkpoints" / "step-3" / "MANIFEST.json").exists()
-    recipe.run(begun, resume=True)
+    recipe.run(with_bos, resume=True)
 
 
 def test_a_tracker_that_is_not_installed_is_told_before_the_base_is_loaded(
@@ -203,12 +205,12 @@ def test_a_tracker_that_is_not_installed_is_told_before_the_base_is_loaded(
     assert not [event for event in events if isinstance(event, Stage)]
 
 
-def test_the_manifest_proves_recipe_data_base_and_place(begun: Recipe, tmp_path: Path) -> None:
+def test_the_manifest_proves_recipe_data_base_and_place(with_bos: Recipe, tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints" / "step-3"
     manifest = json.loads((folder / "MANIFEST.json").read_text())
     assert manifest["step"] == 3
     assert manifest["epoch"] == 1
-    assert manifest["sampler"] == {"seed": begun.train.seed, "epoch": 1, "position": 0}
+    assert manifest["sampler"] == {"seed": with_bos.train.seed, "epoch": 1, "position": 0}
     assert manifest["num_processes"] == 1
     identity = manifest["identity"]
     assert identity["base"]["fingerprint"].startswith("sha256:")

@@ -10,7 +10,7 @@ import pytest
 from peftkit.config.schema import from_dict
 from peftkit.counting.machines import Machine
 from peftkit.run.config import Recipe
-from peftkit.run.costs import Costs
+from peftkit.run.costs import MemoryEstimator
 from peftkit.run.rounds import split
 from tests.counting.test_counting import llama
 
@@ -32,11 +32,11 @@ def machine(memory: int) -> Machine:
 
 
 @pytest.fixture(scope="module")
-def costs() -> Costs:
-    return Costs(member(8, group_layers=False), llama(), machine(GB))
+def costs() -> MemoryEstimator:
+    return MemoryEstimator(member(8, group_layers=False), llama(), machine(GB))
 
 
-def test_members_are_split_where_memory_ends(costs: Costs) -> None:
+def test_members_are_split_where_memory_ends(costs: MemoryEstimator) -> None:
     recipes, own = [member(8)] * 5, costs.member_bytes("adamw")
     shared = costs.pass_bytes(10)
     assert split(recipes, llama(), machine(100 * (shared + own))) == [range(5)]
@@ -46,10 +46,10 @@ def test_members_are_split_where_memory_ends(costs: Costs) -> None:
 
 
 @pytest.mark.slow
-def test_larger_members_take_more_room(costs: Costs) -> None:
+def test_larger_members_take_more_room(costs: MemoryEstimator) -> None:
     own = costs.member_bytes("adamw")
     assert costs.member_bytes("adamw_8bit") < own
-    large = Costs(member(16, group_layers=False), llama(), machine(GB))
+    large = MemoryEstimator(member(16, group_layers=False), llama(), machine(GB))
     assert large.member_bytes("adamw") == 2 * own
     shared = large.pass_bytes(6)
     recipes = [member(8), member(16), member(8)]

@@ -20,7 +20,7 @@ from peftkit.counting.step import plain_purpose
 from peftkit.events import Event, Notice
 from peftkit.run import settle
 from peftkit.run.config import Recipe
-from peftkit.run.costs import Costs
+from peftkit.run.costs import MemoryEstimator
 from peftkit.run.settle import settled
 from tests.counting.test_counting import llama
 from tests.families import tiny_tokenizer
@@ -56,9 +56,9 @@ def asked(folder: Path, out: Path, **sections: dict[str, Any]) -> Recipe:
     return from_dict(Recipe, whole, "test")
 
 
-def costs_of(recipe: Recipe, *, on_gpu: bool = True) -> Costs:
+def costs_of(recipe: Recipe, *, on_gpu: bool = True) -> MemoryEstimator:
     config = read_config(recipe.base.model, None, plain_purpose(recipe.task))
-    return Costs(recipe, config, Machine(GB, on_gpu, is_free=True))
+    return MemoryEstimator(recipe, config, Machine(GB, on_gpu, is_free=True))
 
 
 def on_a_card(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:

@@ -11,8 +11,8 @@ from peftkit.errors import RunError
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.rows import Row, Whole
 from peftkit.serve import engine as engine_module
-from peftkit.serve.asked import RequestError
 from peftkit.serve.engine import Engine, Job
+from peftkit.serve.requests import RequestError
 
 
 class Asked:

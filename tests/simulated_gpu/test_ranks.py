@@ -16,7 +16,7 @@ from peftkit.base.load import default_device
 from peftkit.methods.data_init import as_on_main
 from peftkit.methods.lora import LoRA
 from peftkit.train.checkpoints.checkpoint import Checkpoints
-from peftkit.train.ranks import Ranks
+from peftkit.train.world import World
 from tests.families import FAMILIES
 from tests.simulated_gpu.same import train
 from tests.simulated_gpu.simulation import on_cpu, simulated
@@ -73,7 +73,7 @@ def agreed_ranks(device: torch.device, rank: int) -> list[Any]:
     own = {path: 2 + (number == rank) - (number == rank + 1) for number, path in enumerate(paths)}
     method = asked.model_copy(update={"rank_pattern": own, "alpha_pattern": dict.fromkeys(own, 4)})
     starts = {path: (torch.full((own[path], 32), float(rank)), None) for path in paths}
-    found, given = as_on_main(model, asked, method, starts, Ranks(device))
+    found, given = as_on_main(model, asked, method, starts, World(device))
     shapes = [list(given[path][0].shape) for path in paths]
     return [dict(found.rank_pattern), shapes, sum(float(a.sum()) for a, _ in given.values())]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from peftkit.events import Event, StepDone
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
-from peftkit.train.feed import Feed, OnDevice
+from peftkit.train.prefetch import BatchPrefetcher, OnDevice
 from tests.simulated_gpu import same
 from tests.simulated_gpu.same import train
 from tests.simulated_gpu.simulation import simulated
@@ -59,7 +59,7 @@ def test_a_step_waits_once(
     for waits in steps.waits[1:]:  # before the first the model is looked at
         ours = [wait for wait in waits if IN_TRANSFORMERS not in wait.where]
         assert len(ours) == 1, "\n".join(map(str, ours))
-        assert ours[0].where.startswith("peftkit/train/learner.py:")
+        assert ours[0].where.startswith("peftkit/train/trainer.py:")
         assert len(waits) - len(ours) <= 2  # of two micro-batches
 
 
@@ -83,7 +83,7 @@ class Collating(ToyTask):
 
 def test_the_rows_of_the_next_step_are_collated_ahead_and_once(card: Card) -> None:
     task, rows = Collating(), make_rows(6)
-    feed = Feed(task, torch.device("cuda", 0))
+    feed = BatchPrefetcher(task, torch.device("cuda", 0))
     now, coming = [rows[:2], rows[2:4]], [rows[4:]]
     feed.expect(coming)
     first = feed.batches(coming)
@@ -104,7 +104,7 @@ def test_the_thread_pins_memory_for_the_card_of_its_process() -> None:
             return super().collate(rows)
 
     with simulated(Card(count=2)):
-        feed, parts = Feed(Looking(), torch.device("cuda", 1)), [make_rows(2)]
+        feed, parts = BatchPrefetcher(Looking(), torch.device("cuda", 1)), [make_rows(2)]
         feed.expect(parts)
         feed.batches(parts)
         feed.close()
@@ -114,13 +114,13 @@ def test_the_thread_pins_memory_for_the_card_of_its_process() -> None:
 def test_what_draws_random_numbers_is_collated_when_it_is_its_turn(card: Card) -> None:
     task = Collating()
     task.draws_in_collate = True
-    Feed(task, torch.device("cuda", 0)).expect([make_rows(2)])
+    BatchPrefetcher(task, torch.device("cuda", 0)).expect([make_rows(2)])
     assert task.seen == []
-    Feed(Collating(), torch.device("cpu")).expect([make_rows(2)])
+    BatchPrefetcher(Collating(), torch.device("cpu")).expect([make_rows(2)])
 
 
 def test_an_error_of_the_thread_is_raised_where_the_rows_are_needed(card: Card) -> None:
-    feed = Feed(Collating(), torch.device("cuda", 0))
+    feed = BatchPrefetcher(Collating(), torch.device("cuda", 0))
     feed.expect([[object()]])
     with pytest.raises(AttributeError):
         feed.batches([[object()]])

@@ -80,13 +80,13 @@ def learnt(task: TokenTask, model: nn.Module, batch: Any) -> tuple[Tensor, list[
 
 def num_distinct(rows: Sequence[Row]) -> int:
     """Return how many beginnings the rows' documents have."""
-    begun = set()
+    with_bos = set()
     for row in rows:
         start = 0
         for length in row.lengths:
-            begun |= {row.input_ids[start : start + n + 1] for n in range(length)}
+            with_bos |= {row.input_ids[start : start + n + 1] for n in range(length)}
             start += length
-    return len(begun)
+    return len(with_bos)
 
 
 def assert_same(task: TokenTask, model: nn.Module, rows: Sequence[Row]) -> None:

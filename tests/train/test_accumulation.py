@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from peftkit.train.order import Order
+from peftkit.train.sampler import StatelessSampler
 from tests.train.toy import Row, Toy, ToyTask, learner_of, make_rows, play
 
 # Sums of the same few hundred fp32 terms in another order.
@@ -87,7 +87,7 @@ def test_a_run_is_a_plain_loop_over_its_groups(tmp_path: Path) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     plain = torch.optim.AdamW(trained, lr=0.02, weight_decay=0.0)
     losses = []
-    order = Order(14, 4, seed=0)
+    order = StatelessSampler(14, 4, seed=0)
     for step in range(12):
         batch = task.collate([rows[index] for index in order.group(step)])
         loss = task.loss_sum(model, batch) / task.num_targets(batch)
@@ -128,7 +128,7 @@ def test_a_parameter_without_a_gradient_gets_zeros() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 4, 13, 14])
 def test_every_epoch_has_every_row_once_and_in_its_own_order(num_rows: int) -> None:
-    order = Order(num_rows, 4, seed=3)
+    order = StatelessSampler(num_rows, 4, seed=3)
     epochs = [
         [
             i
@@ -142,16 +142,18 @@ def test_every_epoch_has_every_row_once_and_in_its_own_order(num_rows: int) -> N
 
 
 def test_the_order_of_a_step_depends_on_nothing_but_seed_and_step() -> None:
-    forward, backward = Order(14, 4, seed=3), Order(14, 4, seed=3)
+    forward, backward = StatelessSampler(14, 4, seed=3), StatelessSampler(14, 4, seed=3)
     steps = list(range(12))
     asked = {step: backward.group(step) for step in reversed(steps)}
     assert [forward.group(step) for step in steps] == [asked[step] for step in steps]
-    assert [Order(14, 4, seed=4).group(step) for step in steps] != [asked[s] for s in steps]
+    assert [StatelessSampler(14, 4, seed=4).group(step) for step in steps] != [
+        asked[s] for s in steps
+    ]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_processes_share_a_group_evenly_and_without_overlap(world_size: int) -> None:
-    order = Order(14, 4, seed=3)
+    order = StatelessSampler(14, 4, seed=3)
     for step in range(4):
         shares = [order.group(step, rank, world_size) for rank in range(world_size)]
         assert sorted(i for share in shares for i in share) == sorted(order.group(step))

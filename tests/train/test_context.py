@@ -22,7 +22,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.recipe import run
 from peftkit.run.config import Recipe
 from peftkit.tasks.causal_lm import CausalLM
-from peftkit.tasks.in_parts import own_part, unsuited
+from peftkit.tasks.context_parallel import own_part, unsuited
 from peftkit.train.context import check_context
 from tests.families import ARCHITECTURES, tiny_tokenizer
 from tests.further import FURTHER

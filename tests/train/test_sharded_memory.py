@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from peftkit.base.load import load_base
 from peftkit.kernels.host_memory import trim_malloc
 from peftkit.quant.layers import QuantizedLinear
-from peftkit.train.company import Company
-from peftkit.train.ranks import Ranks
+from peftkit.train.rank_monitor import RankMonitor
 from peftkit.train.sharding import local_bytes, shard_base
+from peftkit.train.world import World
 from tests.families import VOCAB, tiny_tokenizer
 from tests.train.children import exit_code, free_port, start
 
@@ -51,8 +51,8 @@ def anonymous() -> int:
 
 def open_and_shard(folder: str, bases: list[str]) -> None:
     """Report, for each base, what this process's own memory grew by, and what it keeps."""
-    ranks = Ranks(torch.device("cpu"))
-    company = Company(ranks)
+    ranks = World(torch.device("cpu"))
+    company = RankMonitor(ranks)
     # what is imported and set up at the first time
     load_base(f"{folder}/warm", quantize="nf4", sharing=company)
     told = {}

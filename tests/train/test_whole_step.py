@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.events import EvalDone, StepDone
-from peftkit.train.task import Beginning
+from peftkit.train.task import SetupContext
 from tests.train.toy import Row, Toy, ToyTask, learner_of, make_rows, play
 
 ROWS = make_rows(8)
@@ -77,16 +77,16 @@ def test_figures_are_told_at_each_step_and_evaluation(tmp_path: Path) -> None:
 
 
 def test_a_task_begins_once_with_all_rows(tmp_path: Path) -> None:
-    begun: list[Beginning] = []
+    with_bos: list[SetupContext] = []
 
     class Beginner(ToyTask):
-        def begin(self, model: nn.Module, beginning: Beginning) -> None:
+        def begin(self, model: nn.Module, beginning: SetupContext) -> None:
             torch.rand(3)  # draws: the run is the same
-            begun.append(beginning)
+            with_bos.append(beginning)
 
     rows: list[Row] = ROWS[:6]
     run = play(tmp_path / "a", task=Beginner(), rows=rows, eval_rows=ROWS[6:], eval_every=None)
-    (beginning,) = begun
+    (beginning,) = with_bos
     assert list(beginning.rows) == ROWS
     assert beginning.folder == tmp_path / "a"
     plain = play(tmp_path / "b", task=ToyTask(), rows=rows, eval_rows=ROWS[6:], eval_every=None)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from peftkit.data.lengths import padded
 from peftkit.events import Event, Notice, Saved, StepDone
 from peftkit.train.config import TrainConfig
-from peftkit.train.learner import Learner
 from peftkit.train.loop import fit
-from peftkit.train.ranks import Ranks
 from peftkit.train.run import Result
 from peftkit.train.signals import StopRequest
 from peftkit.train.task import Task
+from peftkit.train.trainer import Trainer
+from peftkit.train.world import World
 
 VOCABULARY = 31
 COUNTED = 2
@@ -105,11 +105,11 @@ class ToyTask(Task):
         return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
 
 
-def learner_of(model: nn.Module, task: Any, **changes: Any) -> Learner:
+def learner_of(model: nn.Module, task: Any, **changes: Any) -> Trainer:
     """Return a Learner alone, without a run around it."""
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     config = config_of(Path("unused"), **{"batch_size": 8, **changes})
-    return Learner(model, task, parameters, config, Ranks(torch.device("cpu")), StopRequest())
+    return Trainer(model, task, parameters, config, World(torch.device("cpu")), StopRequest())
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.data.columns import Dropped
-from peftkit.data.encoding import Made
+from peftkit.data.encoding import EncodedRows
 from peftkit.data.lazy_rows import LazyRows
 from peftkit.data.lengths import MULTIPLE
 from peftkit.data.load import Record
@@ -37,7 +37,7 @@ class JudgedEncoder(AnswerEncoder):
     def read(self, records: Sequence[Record], where: str) -> Read:
         return read_verdicts(records, where)
 
-    def rows(self, read: Read) -> Made:
+    def rows(self, read: Read) -> EncodedRows:
         verdicts, unused, name = read
         rows, counts = list[Any](), Counter[str]()
         for verdict in verdicts:
@@ -53,7 +53,9 @@ class JudgedEncoder(AnswerEncoder):
             rows.append(
                 Judged(row.input_ids, row.labels, start, is_cut, verdict.wanted, verdict.source)
             )
-        return Made(rows, {**self.agreed(verdicts[0].example), "format": name}, counts, unused)
+        return EncodedRows(
+            rows, {**self.agreed(verdicts[0].example), "format": name}, counts, unused
+        )
 
 
 class WithOtherAnswers(LazyRows):

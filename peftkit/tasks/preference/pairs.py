@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.data.columns import Dropped
-from peftkit.data.encoding import Made
+from peftkit.data.encoding import EncodedRows
 from peftkit.data.load import Record
 from peftkit.data.pack import IGNORE
 from peftkit.data.preferences import Pair, read_pairs_of
@@ -30,7 +30,7 @@ class ComparedEncoder(AnswerEncoder):
     def read(self, records: Sequence[Record], where: str) -> Read:
         return read_pairs_of(records, where)
 
-    def rows(self, read: Read) -> Made:
+    def rows(self, read: Read) -> EncodedRows:
         pairs, unused = read
         rows, counts = list[Any](), Counter[str]()
         for pair in pairs:
@@ -40,7 +40,7 @@ class ComparedEncoder(AnswerEncoder):
             rows.append(row or Dropped(pair.source, 0))
             if row is not None:
                 counts.update(cut=row.is_cut, targets=row.num_targets, common=row.common)
-        return Made(rows, self.agreed(pairs[0].chosen), counts, unused)
+        return EncodedRows(rows, self.agreed(pairs[0].chosen), counts, unused)
 
 
 class PreferencePairs(Preference):

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.data.columns import columns_of
-from peftkit.data.lazy_rows import Chosen
+from peftkit.data.lazy_rows import RowView
 from peftkit.data.lengths import tokens_of_each
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice, Progress, Stage
 from peftkit.files.disk import read_tensors, write_tensors
 from peftkit.model.modes import evaluating
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
-from peftkit.train.ranks import Ranks
 from peftkit.train.signals import Interrupted
-from peftkit.train.task import Beginning
+from peftkit.train.task import SetupContext
+from peftkit.train.world import World
 
 FILE = "reference_log_probs.safetensors"
 KEYS, VALUES = "keys", "values"
@@ -81,7 +81,7 @@ class ReferenceValues:
         with evaluating(model), reference.state():
             return self._values(model, batch)
 
-    def find(self, model: nn.Module, reference: Reference, beginning: Beginning) -> None:
+    def find(self, model: nn.Module, reference: Reference, beginning: SetupContext) -> None:
         """Know all rows of a run: as the run's file says, computed where that does not.
 
         Raises:
@@ -101,7 +101,9 @@ class ReferenceValues:
         missing = (~known).nonzero().flatten()
         if len(missing):
             beginning.say(Stage(f"Asking the reference about {len(missing):,} rows"))
-            made = self._missing(model, reference, Chosen(rows, first[missing].tolist()), beginning)
+            made = self._missing(
+                model, reference, RowView(rows, first[missing].tolist()), beginning
+            )
             values[missing], known[missing] = made[:, :2], made[:, 2] > 0
             if reference.key and ranks.is_main:
                 _keep(path, keys[known], values[known], beginning)
@@ -113,20 +115,20 @@ class ReferenceValues:
         self._reference, self._keys, self._known = reference.key, keys, values
 
     def _missing(
-        self, model: nn.Module, reference: Reference, rows: Chosen, beginning: Beginning
+        self, model: nn.Module, reference: Reference, rows: RowView, beginning: SetupContext
     ) -> Tensor:
         """Return (rows, 3): values, and 1 where there are any, computed by all processes."""
         ranks, in_step = beginning.ranks, beginning.in_step
         order = tokens_of_each(rows).sort(descending=True, stable=True).indices
         places = order[ranks.rank :: ranks.world_size]
-        own = Chosen(rows, places.tolist())
+        own = RowView(rows, places.tolist())
         made = torch.zeros(len(rows), 3, device=ranks.device)
         done, pending = 0, in_step.passes(_parts(own, BATCH_SIZE))
         with evaluating(model), reference.state():
             while pending:
                 if beginning.stop.signum and ranks.world_size == 1:
                     break
-                part, is_own = pending.pop(0)
+                part, is_real = pending.pop(0)
                 found = self._try(model, part, ranks)
                 if found is None and in_step.needed:
                     raise in_step.out_of_memory()
@@ -140,14 +142,14 @@ class ReferenceValues:
                             fix="Lower data.max_length, or quantise the base.",
                         )
                     pending = in_step.passes(_parts(own[done:], len(part) // 2))
-                elif is_own:
+                elif is_real:
                     index = places[done : done + len(part)].to(ranks.device)
                     made[index, :2], made[index, 2] = found.float(), 1.0
                     done += len(part)
                     beginning.say(Progress("Asking the reference", done, len(own)))
         return ranks.sum(made).cpu()  # the only wait for the device
 
-    def _try(self, model: nn.Module, rows: Sequence[Any], ranks: Ranks) -> Tensor | None:
+    def _try(self, model: nn.Module, rows: Sequence[Any], ranks: World) -> Tensor | None:
         batch = {name: tensor.to(ranks.device) for name, tensor in self._collate(rows).items()}
         try:
             with ranks.autocast():
@@ -193,7 +195,7 @@ def _kept(path: Path, keys: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(known[:, None], kept[order][places].float(), 0.0), known
 
 
-def _keep(path: Path, keys: Tensor, values: Tensor, beginning: Beginning) -> None:
+def _keep(path: Path, keys: Tensor, values: Tensor, beginning: SetupContext) -> None:
     """Write what is known; a disk that refuses costs the file, not the run."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ from peftkit.tasks.preference.reference import Reference, ReferenceValues
 from peftkit.tasks.preference.rows import AnswerEncoder, Compared, pieces
 from peftkit.tasks.rows import agreed_style, check_dropped, named
 from peftkit.tasks.unpadding import num_positions
-from peftkit.train.task import Beginning
+from peftkit.train.task import SetupContext
 
 
 class Settings(Protocol):
@@ -111,11 +111,11 @@ class Preference(TokenTask):
         loss = f"{self.settings.loss}, {chunks}"
         return {**known, "loss": loss, "pairs": rows, "reference": reference}
 
-    def refer_to(self, state: Any, key: str) -> None:
+    def set_reference(self, state: Any, key: str) -> None:
         """Compare with the model in this state; see `Reference`."""
         self._reference = Reference(state, key)
 
-    def begin(self, model: nn.Module, beginning: Beginning) -> None:
+    def begin(self, model: nn.Module, beginning: SetupContext) -> None:
         """Ask the reference about all rows, where the loss has one."""
         if self.settings.needs_reference:
             self._values.find(model, self._reference, beginning)

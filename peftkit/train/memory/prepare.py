@@ -21,7 +21,6 @@ from peftkit.kernels.device import gpu_of
 from peftkit.kernels.host_memory import free_bytes
 from peftkit.quant.audit import audit
 from peftkit.train import rng
-from peftkit.train.learner import Learner
 from peftkit.train.memory.blocks import Activations
 from peftkit.train.memory.compiled import cpp_compiler, is_compile_error, is_worth_it, told
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory
@@ -34,6 +33,7 @@ from peftkit.train.memory.plan import (
     used_bytes,
 )
 from peftkit.train.optim import STATE_BYTES
+from peftkit.train.trainer import Trainer
 
 AUTO_SHARE = 0.8
 """Of the main memory that is free, train.memory: auto takes at most this much on a CPU."""
@@ -54,7 +54,7 @@ LOOKED_AT = 2_000
 
 
 def plan_memory_and_compile(
-    learner: Learner, rows: Sequence[Any], num_steps: int, say: Say
+    learner: Trainer, rows: Sequence[Any], num_steps: int, say: Say
 ) -> None:
     """Make the plan and compile the blocks, each as far as a resumed run has not done so.
 
@@ -85,7 +85,7 @@ def _of_all_lengths(rows: Sequence[Any]) -> Sequence[Any]:
     return [rows[n] for n in order[places].tolist()]
 
 
-def _is_planned(learner: Learner) -> bool:
+def _is_planned(learner: Trainer) -> bool:
     """Tell whether memory is planned rather than tried: not of a GPU that says when it is full.
 
     On Windows it does not: the driver then goes on in main memory, ten times slower. How much main
@@ -99,7 +99,7 @@ def _is_planned(learner: Learner) -> bool:
 
 
 def _plan(
-    learner: Learner, by_length: Sequence[Any], short: ActivationBytes | None, say: Say
+    learner: Trainer, by_length: Sequence[Any], short: ActivationBytes | None, say: Say
 ) -> None:
     state, config, device = learner.state, learner.config, learner.ranks.device
     given, longest = config.memory != "auto", by_length[-1]
@@ -125,7 +125,7 @@ def _plan(
         say(Notice(_sentence(learner, plan, asked, costs, available, longest)))
 
 
-def _saved(learner: Learner, row: Any) -> ActivationBytes | None:
+def _saved(learner: Trainer, row: Any) -> ActivationBytes | None:
     """Count what one row saves where all is kept; None if not even that fits into memory."""
     try:
         with untouched(learner.model, learner.ranks.device), learner.blocks.keeping_all():
@@ -137,7 +137,7 @@ def _saved(learner: Learner, row: Any) -> ActivationBytes | None:
     return None
 
 
-def _available(learner: Learner) -> float:
+def _available(learner: Trainer) -> float:
     """Return the bytes for activations, the least that any process has."""
     config, device = learner.config, learner.ranks.device
     trained = learner.parameters.values()
@@ -153,7 +153,7 @@ def _available(learner: Learner) -> float:
 
 
 def _sentence(
-    learner: Learner,
+    learner: Trainer,
     plan: MemoryPlan,
     asked: MemoryPlan,
     costs: Sequence[tuple[Activations, float]],
@@ -168,7 +168,7 @@ def _sentence(
     )
 
 
-def _left(learner: Learner, available: float) -> str:
+def _left(learner: Trainer, available: float) -> str:
     memory = learner.config.memory
     whole = "what is free" if memory == "auto" else f"train.memory's {memory:g} GB"
     left = f"{available / 1e9:.3g} GB" if available > 0 else "nothing"
@@ -181,7 +181,7 @@ def _each(costs: Sequence[tuple[Activations, float]], longest: Any) -> str:
 
 
 def _too_little(
-    learner: Learner, longest: Any, costs: Sequence[tuple[Activations, float]], available: float
+    learner: Trainer, longest: Any, costs: Sequence[tuple[Activations, float]], available: float
 ) -> RunError:
     way, each = min(costs, key=lambda cost: cost[1])
     fit = int(available / each)
@@ -202,7 +202,7 @@ def _too_little(
     )
 
 
-def _compile(learner: Learner, rows: Sequence[Any], num_steps: int, say: Say) -> None:
+def _compile(learner: Trainer, rows: Sequence[Any], num_steps: int, say: Say) -> None:
     state, config, device = learner.state, learner.config, learner.ranks.device
     if state.compiled is None:
         work = work_of(learner, rows, num_steps) / learner.blocks.num_kinds
@@ -224,7 +224,7 @@ def _compile(learner: Learner, rows: Sequence[Any], num_steps: int, say: Say) ->
     say(Notice(f"Blocks are not compiled, which only takes longer. {problem}"))
 
 
-def _try_to_compile(learner: Learner, rows: Sequence[Any]) -> str:
+def _try_to_compile(learner: Trainer, rows: Sequence[Any]) -> str:
     """Run a forward and a backward pass with compiled blocks; return why that does not work."""
     blocks, device = learner.blocks, learner.ranks.device
     if blocks.are_streamed:
@@ -248,7 +248,7 @@ def _try_to_compile(learner: Learner, rows: Sequence[Any]) -> str:
     return ""
 
 
-def work_of(learner: Learner, rows: Sequence[Any], num_steps: int) -> float:
+def work_of(learner: Trainer, rows: Sequence[Any], num_steps: int) -> float:
     """Return the tokens of the whole run times the parameters of the model."""
     per_step = learner.config.rows_per_step(learner.ranks.world_size)
     tokens = int(tokens_of_each(rows).sum()) * num_steps * min(per_step / len(rows), 1.0)

@@ -28,7 +28,7 @@ def learn(folder: str, accumulation: int) -> list[tuple[float, dict[str, float]]
     adapter = attach(model, LoRA(rank=2, targets=("q", "v")))
     file = str(Path(folder).parent / "rows.jsonl")
     task, rows = task_on(model, tiny_tokenizer(), settings("kto", beta=0.5), file)
-    task.refer_to(adapter.disabled, "the tiny base")
+    task.set_reference(adapter.disabled, "the tiny base")
     told: list[tuple[float, dict[str, float]]] = []
 
     def listen(event: Event) -> None:

@@ -15,10 +15,10 @@ from torch import nn
 
 from peftkit.base.build import build, cast, load_model
 from peftkit.base.fingerprint import fingerprint
-from peftkit.base.form import Form
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location
 from peftkit.base.purpose import Purpose
+from peftkit.base.storage_format import StorageFormat
 from peftkit.errors import BaseError
 from peftkit.quant.audit import audit
 from peftkit.quant.quantize import quantize_model, tower_paths
@@ -45,7 +45,9 @@ def purpose_of(config: Any) -> Purpose | None:
     return None
 
 
-def whole_then_quantised(where: Location, purpose: Purpose, form: Form) -> tuple[nn.Module, str]:
+def whole_then_quantised(
+    where: Location, purpose: Purpose, form: StorageFormat
+) -> tuple[nn.Module, str]:
     """Load all in 16 bits first, then quantise in place."""
     model, _ = load_model(where, None, purpose, form.dtype)
     model.requires_grad_(False).eval()
@@ -74,9 +76,9 @@ def test_streamed_base_equals_one_that_was_loaded_whole(family, tmp_path) -> Non
     if purpose is None:
         pytest.skip("no task loads a model of this class")
     for form in (
-        Form("nf4", True, torch.bfloat16, CPU),
-        Form("int8", False, torch.float16, CPU),
-        Form("none", False, torch.bfloat16, CPU),
+        StorageFormat("nf4", True, torch.bfloat16, CPU),
+        StorageFormat("int8", False, torch.float16, CPU),
+        StorageFormat("none", False, torch.bfloat16, CPU),
     ):
         expected, identity = whole_then_quantised(where, purpose, form)
         built = build(where, None, purpose, config, form)
@@ -108,7 +110,7 @@ import sys, threading, time
 import torch
 import transformers
 from peftkit.base.build import build
-from peftkit.base.form import Form
+from peftkit.base.storage_format import Form
 from peftkit.base.locate import Location
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.pretrained import check_config

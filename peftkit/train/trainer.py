@@ -17,18 +17,18 @@ from peftkit.train import rng
 from peftkit.train.batches import cut
 from peftkit.train.config import TrainConfig
 from peftkit.train.diagnosis import Diagnosis, diagnose, sources
-from peftkit.train.feed import Feed, on_device
-from peftkit.train.in_step import InStep, Part
+from peftkit.train.lockstep import LockstepForward, Part
 from peftkit.train.memory.blocks import Activations, Blocks
 from peftkit.train.memory.compiled import is_compile_error, told
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
 from peftkit.train.memory.plan import BUSY
 from peftkit.train.optim import LossScale, build_optimizer, complete_gradients, set_learning_rate
-from peftkit.train.ranks import Ranks
+from peftkit.train.prefetch import BatchPrefetcher, on_device
 from peftkit.train.signals import StopRequest
 from peftkit.train.state import State
 from peftkit.train.task import Task
-from peftkit.train.whole_step import StepValues, step_values
+from peftkit.train.whole_step import GlobalBatchValues, step_values
+from peftkit.train.world import World
 
 TOO_LARGE = (
     "Lower data.max_length, set train.gradient_checkpointing: auto, or quantise the base "
@@ -41,7 +41,7 @@ Batch = tuple[Mapping[str, Tensor], bool]
 """And whether it is this process's own, or run for the others."""
 
 
-class NonFinite(Exception):
+class NonFiniteError(Exception):
     """A step's loss or gradient is not finite; the weights are as before it."""
 
     def __init__(self, diagnosis: Diagnosis) -> None:
@@ -69,7 +69,7 @@ class StepFacts:
     notice: str
 
 
-class Learner:
+class Trainer:
     """Computes gradients, checks them, and lets the optimizer step.
 
     Args:
@@ -87,18 +87,18 @@ class Learner:
         task: Task,
         parameters: Mapping[str, nn.Parameter],
         config: TrainConfig,
-        ranks: Ranks,
+        ranks: World,
         stop: StopRequest,
-        in_step: InStep | None = None,
+        in_step: LockstepForward | None = None,
     ) -> None:
         self.model, self.task, self.parameters = model, task, parameters
-        self.in_step = in_step or InStep(ranks, task.kind, needed=False)
+        self.in_step = in_step or LockstepForward(ranks, task.kind, needed=False)
         self.config, self.ranks, self.stop = config, ranks, stop
         on_gpu = ranks.device.type == "cuda"
         self.optimizer = build_optimizer(parameters, config)
         in_fp16 = on_gpu and any(p.dtype == torch.float16 for p in model.parameters())
         self.scale = LossScale(needed=in_fp16 or ranks.precision == "fp16")
-        self.feed = Feed(task, ranks.device)
+        self.feed = BatchPrefetcher(task, ranks.device)
         self.blocks = Blocks(model)
         self.ways = self.blocks.ways(config.gradient_checkpointing, on_gpu)
         self._asked = config.batch_size, config.tokens_at_once(ranks.device.type)
@@ -180,7 +180,7 @@ class Learner:
             if math.isfinite(facts.loss) and self.scale.overflowed():
                 return None
             start = rng.capture(self.ranks.device) if start is None else start
-            raise NonFinite(self._diagnosis(rows, start, facts))
+            raise NonFiniteError(self._diagnosis(rows, start, facts))
         self._update(grad_norm, rate)
         return facts
 
@@ -190,7 +190,7 @@ class Learner:
         batches: Sequence[Batch],
         total: Tensor,
         start: rng.State,
-        known: StepValues | None,
+        known: GlobalBatchValues | None,
     ) -> tuple[Tensor, str]:
         """Return the sums, with gradients in place; retries with less memory until it fits."""
         before, said = replace(self.state), ""
@@ -205,7 +205,7 @@ class Learner:
             batches = self._collated(rows, known)
         return sums, " ".join(filter(None, (said, self._less_than(before))))
 
-    def _looked_at(self, rows: Sequence[Any], start: rng.State) -> StepValues | None:
+    def _looked_at(self, rows: Sequence[Any], start: rng.State) -> GlobalBatchValues | None:
         """Look at the rows of a step first, where their losses depend on each other."""
         if not self.task.needs_whole_step:
             return None
@@ -250,18 +250,18 @@ class Learner:
         self,
         batches: Iterable[Batch],
         total: Tensor,
-        known: StepValues | None = None,
+        known: GlobalBatchValues | None = None,
     ) -> Tensor | str:
         """Run forward and backward passes; returns OUT_OF_MEMORY, or why compiling failed."""
         self.optimizer.zero_grad(set_to_none=True)
         summed = torch.zeros(1 + self.task.num_figures, device=self.ranks.device)
         try:
-            for batch, is_own in batches:
-                if known is not None and is_own:
+            for batch, is_real in batches:
+                if known is not None and is_real:
                     known.restore(batch, self.ranks.device)
                 sums = self._sums(batch)
-                (sums[0] * (self.scale.factor / total if is_own else 0.0)).backward()
-                if is_own:
+                (sums[0] * (self.scale.factor / total if is_real else 0.0)).backward()
+                if is_real:
                     summed += sums.detach()  # stays on the device: .item() would wait for it
         except Exception as error:
             if self.blocks.compiled and is_compile_error(error):
@@ -282,17 +282,17 @@ class Learner:
         with self.ranks.autocast():
             return self.task.sums(self.model, self.feed.moved(batch))
 
-    def _collated(self, rows: Sequence[Any], known: StepValues | None) -> list[Batch]:
+    def _collated(self, rows: Sequence[Any], known: GlobalBatchValues | None) -> list[Batch]:
         passes = self.in_step.passes(self.micro_batches(rows))
-        own = [part for part, is_own in passes if is_own]
-        idle = [part for part, is_own in passes if not is_own]
+        own = [part for part, is_real in passes if is_real]
+        idle = [part for part, is_real in passes if not is_real]
         made = iter(self.feed.batches(own))
         others = iter(self.feed.batches(idle) if idle else [])
-        batches = [(next(made if is_own else others), is_own) for _, is_own in passes]
+        batches = [(next(made if is_real else others), is_real) for _, is_real in passes]
         if known is None:
             return batches
         pairs = zip(batches, passes, strict=True)
-        return [(known.given_to(batch, part), is_own) for (batch, is_own), (part, _) in pairs]
+        return [(known.given_to(batch, part), is_real) for (batch, is_real), (part, _) in pairs]
 
     def micro_batches(self, rows: Sequence[Any]) -> list[Part]:
         """Return rows in parts that go through the model at once."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from peftkit.kernels.packed import Form, times_packed, unpack
+from peftkit.kernels.packed import PackedFormat, times_packed, unpack
 
 
 class Layer(NamedTuple):
@@ -36,7 +36,7 @@ class Layer(NamedTuple):
         has_bias: Whether a bias follows them.
     """
 
-    form: Form | None
+    form: PackedFormat | None
     num_tensors: int
     has_bias: bool
 

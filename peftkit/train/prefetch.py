@@ -21,7 +21,7 @@ Parts = Sequence[Sequence[Any]]
 _Key = tuple[tuple[int, ...], ...]
 
 
-class Feed:
+class BatchPrefetcher:
     """Makes batches of rows, ahead where it is told what comes next.
 
     Args:

@@ -10,7 +10,7 @@ import math
 import torch
 
 
-class Order:
+class StatelessSampler:
     """A shuffled pass over the rows per epoch, cut into groups of one optimizer step each.
 
     Args:

@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from peftkit.errors import ConfigError, OutputError, PeftkitError, RunError, silence
 from peftkit.files.disk import writable_folder
-from peftkit.train.ranks import Ranks
 from peftkit.train.signals import Interrupted
+from peftkit.train.world import World
 
-BEAT, SILENT, GRACE = 1.0, 40.0, 10.0
+HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, GRACE = 1.0, 40.0, 10.0
 """Seconds: between signs of life; without one until a process counts as gone; in which a process is
 to end by itself once another has ended."""
 LONG = timedelta(days=2)
@@ -37,7 +37,7 @@ _runs = count()
 
 
 @contextmanager
-def in_company(device: Callable[[], torch.device]) -> Iterator[Company | None]:
+def monitored_ranks(device: Callable[[], torch.device]) -> Iterator[RankMonitor | None]:
     """Join the other processes that were launched, and end when one of them ends; None: none were.
 
     Args:
@@ -49,28 +49,28 @@ def in_company(device: Callable[[], torch.device]) -> Iterator[Company | None]:
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield None
         return
-    company = Company(Ranks(device()))
+    company = RankMonitor(World(device()))
     stop = threading.Event()
     thread = threading.Thread(target=company.watch, args=(stop,), daemon=True)
     thread.start()
     try:
         yield company
     except Exception as error:
-        raise company.last_words(error) from None
+        raise company.final_error(error) from None
     finally:
         stop.set()
         thread.join()
         company.leave()
 
 
-class Company:
+class RankMonitor:
     """This process among those of a run.
 
     Attributes:
         is_first_here: Whether it is the first of its machine.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: World) -> None:
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.is_first_here = int(os.environ.get("LOCAL_RANK", "0")) <= 0
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -136,7 +136,7 @@ class Company:
                 fix="Give --out a folder that all machines share, by its whole path.",
             )
 
-    def last_words(self, error: Exception) -> Exception:
+    def final_error(self, error: Exception) -> Exception:
         """Return what this process ends with: its error, silent if another process has spoken."""
         if not isinstance(error, PeftkitError | Interrupted) and _is_lost(error):
             error, self._has_lost = _gone("another process", str(error)), True
@@ -146,12 +146,12 @@ class Company:
 
     def leave(self) -> None:
         """Go; the first process, which may have the store, waits for who has yet to hear of it."""
-        until = time.monotonic() + (0 if self._has_lost else 3 * BEAT)
+        until = time.monotonic() + (0 if self._has_lost else 3 * HEARTBEAT_INTERVAL)
         try:
             self._store.set(f"heard/{self.rank}", "")
             keys = [f"heard/{rank}" for rank in range(self.world_size)]
             while self.rank == 0 and time.monotonic() < until and not self._store.check(keys):
-                time.sleep(BEAT / 10)
+                time.sleep(HEARTBEAT_INTERVAL / 10)
         except RuntimeError:
             return  # the store is gone
 
@@ -170,7 +170,7 @@ class Company:
         began = time.monotonic()
         seen = {rank: ("", began) for rank in range(self.world_size) if rank != self.rank}
         ended, beats = float("inf"), 0
-        while not stop.wait(BEAT):
+        while not stop.wait(HEARTBEAT_INTERVAL):
             beats, now = beats + 1, time.monotonic()
             try:
                 store.set(f"alive/{self.rank}", str(beats))
@@ -184,7 +184,7 @@ class Company:
                     ended, self._has_heard = min(ended, now), True
             except RuntimeError:
                 ended = min(ended, now)
-            gone = [str(rank) for rank, (_, at) in seen.items() if now - at > SILENT]
+            gone = [str(rank) for rank, (_, at) in seen.items() if now - at > HEARTBEAT_TIMEOUT]
             if gone and now < ended and self._is_first_to_end():
                 error = _gone(f"process {', '.join(gone)} of {self.world_size}", "")
                 print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)

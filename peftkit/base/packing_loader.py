@@ -41,7 +41,7 @@ TRIM_BYTES = 1 << 26
 """After so much was loaded, the holes that it left between packed weights are given back."""
 
 
-class Stream:
+class PackingLoader:
     """What happens to each parameter of one model as it is loaded.
 
     Args:
@@ -158,7 +158,7 @@ class Stream:
 
 @register_quantization_config(METHOD)
 class StreamConfig(QuantizationConfigMixin):
-    """Carries a `Stream` through transformers' loader.
+    """Carries a `PackingLoader` through transformers' loader.
 
     Args:
         conversions: What is made of the files' tensors, if not what the model's class says.
@@ -167,7 +167,7 @@ class StreamConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        stream: Stream,
+        stream: PackingLoader,
         conversions: list[Any] | None = None,
         inner: HfQuantizer | None = None,
     ) -> None:
@@ -253,7 +253,7 @@ class Broken(BaseException):
 
 
 class _Take(ConversionOps):
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: PackingLoader) -> None:
         self.stream = stream
 
     def convert(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftkit.train.in_step import InStep, Part
+from peftkit.train.lockstep import LockstepForward, Part
 
 
 class Two:
@@ -25,23 +25,23 @@ class Two:
 ROWS = [("text", 5), ("image", 9), ("text", 2), ("image", 4)]
 
 
-def in_step(other: list[int], *, needed: bool = True) -> InStep:
+def in_step(other: list[int], *, needed: bool = True) -> LockstepForward:
     ranks: Any = Two(other)
-    return InStep(ranks, lambda row: row[0], ROWS, needed=needed)
+    return LockstepForward(ranks, lambda row: row[0], ROWS, needed=needed)
 
 
 def test_kinds_come_in_one_order_and_are_filled_up() -> None:
     parts: list[Part] = [ROWS[2:3], ROWS[:1], ROWS[1:2]]
     company = in_step([3, 1])  # batches of images and of text that the other process has
     passes = company.passes(company.ordered(parts))
-    assert [(rows[0][0], is_own) for rows, is_own in passes] == [
+    assert [(rows[0][0], is_real) for rows, is_real in passes] == [
         ("image", True),
         ("image", False),
         ("image", False),
         ("text", True),
         ("text", True),
     ]
-    assert [rows for rows, is_own in passes if is_own] == company.ordered(parts)
+    assert [rows for rows, is_real in passes if is_real] == company.ordered(parts)
 
 
 def test_a_process_without_rows_runs_as_many_as_the_other() -> None:

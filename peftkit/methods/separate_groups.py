@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.kernels.beside import Layer, Piece, beside
+from peftkit.kernels.lora_update import Layer, Piece, beside
 from peftkit.methods.groups import Group
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.quant.layers import QuantizedLinear, frozen_weight
 
 
-class BesideGroup(Group):
+class SeparateWeightGroup(Group):
     """The base untouched, packed or not; updates of all layers by one product with A."""
 
     how = "beside the base"
@@ -69,7 +69,7 @@ def products_beside(
     x: Tensor,
     dropped: Tensor | None,
     bases: Sequence[nn.Module],
-    pieces: Sequence[tuple[Piece, BesideGroup | None]],
+    pieces: Sequence[tuple[Piece, SeparateWeightGroup | None]],
 ) -> tuple[Tensor, ...]:
     """Return what each base gives for x (M, in), with the updates of each piece's group.
 
@@ -114,7 +114,7 @@ class ServingGroup(Group):
 
     @classmethod
     def fitting(cls, layers: Sequence[LoRALinear]) -> list[list[LoRALinear]]:
-        return BesideGroup.fitting(layers)
+        return SeparateWeightGroup.fitting(layers)
 
     def takes(self, x: Tensor) -> bool:
         return (

@@ -34,7 +34,7 @@ CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}
 """How far logits may be from those of a row in one piece, as a part of them; 0.05 in 16 bits."""
 
 
-class InParts(loop.Task):
+class ContextParallelTask(loop.Task):
     """A task on rows of which this process has a part of the tokens."""
 
     predicts_tokens = True

@@ -16,7 +16,7 @@ import torch
 
 from peftkit.data.lengths import num_tokens
 from peftkit.errors import RunError
-from peftkit.train.ranks import Ranks
+from peftkit.train.world import World
 
 LOOKED_AT = 1000
 """Rows of which the shortest is taken, where all are of one kind."""
@@ -26,7 +26,7 @@ Pass = tuple[Part, bool]
 """Rows that go through the model at once, and whether they are this process's own."""
 
 
-class InStep:
+class LockstepForward:
     """Keeps the processes of a run in step.
 
     Args:
@@ -38,7 +38,7 @@ class InStep:
     """
 
     def __init__(
-        self, ranks: Ranks, kind: Callable[[Any], Any], *rows: Sequence[Any], needed: bool
+        self, ranks: World, kind: Callable[[Any], Any], *rows: Sequence[Any], needed: bool
     ) -> None:
         self._ranks, self._kind, self.needed = ranks, kind, needed
         self._idle: dict[Any, Part] = {}

@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class StorageFormat:
     """How a base is held in memory.
 
     Attributes:
@@ -28,7 +28,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class LoadedModel:
     """A frozen model in eval mode.
 
     Attributes:

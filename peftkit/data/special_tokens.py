@@ -8,7 +8,7 @@ from typing import Any
 from peftkit.errors import BaseError
 
 
-class Frame:
+class SpecialTokens:
     """A tokenizer's own beginning and end of a text, apart from the text.
 
     Attributes:

@@ -19,7 +19,7 @@ from peftkit.config.schema import from_dict
 from peftkit.run import prepare
 from peftkit.run.config import Recipe
 from peftkit.tasks.causal_lm import CausalLM
-from peftkit.train import company
+from peftkit.train import rank_monitor
 from peftkit_cli.app import run
 from tests.train.children import exit_code, free_port, start
 from tests.train.sharded import Settings, settings_of
@@ -31,7 +31,7 @@ def work(recipe: str, said: str, what: str, more: list[str]) -> None:
     """Run the command line on a process, the second of which does as it is told."""
     sys.stderr = open(said, "w", buffering=1)  # noqa: SIM115
     own = os.environ["RANK"] == "1"
-    company.SILENT, company.GRACE = 12.0, 5.0
+    rank_monitor.HEARTBEAT_TIMEOUT, rank_monitor.GRACE = 12.0, 5.0
     if own and what == "other learning rate":
         more = [*more, "--set", "train.learning_rate=0.01"]
     if own and what == "other folder":

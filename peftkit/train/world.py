@@ -21,7 +21,7 @@ from peftkit.errors import RunError
 from peftkit.kernels.context import Context
 
 
-class Ranks:
+class World:
     """This process among all.
 
     Args:
@@ -46,7 +46,7 @@ class Ranks:
         self.world_size = self._accelerator.num_processes
         self.device = device
         self._check(launched)
-        self.together, self.num_shares = together, self.world_size // together
+        self.together, self.dp_size = together, self.world_size // together
         self.share, place = divmod(self.rank, together)
         self.context: Context | None = None
         if together > 1:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from peftkit.errors import RunError
 from peftkit.events import Event, Saved
-from peftkit.train.ranks import Ranks
 from peftkit.train.signals import Interrupted
+from peftkit.train.world import World
 from tests.train.children import exit_code, free_port, start
 from tests.train.toy import COUNTED, Played, Toy, ToyTask, crash_after, make_rows, play, same
 
@@ -257,9 +257,9 @@ def test_processes_that_do_not_find_each_other_are_refused(
     """Without its address, accelerate would let each of them train alone."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "-1")
-    monkeypatch.setattr("peftkit.train.ranks.Accelerator", Alone)
+    monkeypatch.setattr("peftkit.train.world.Accelerator", Alone)
     with pytest.raises(RunError, match="2 processes were launched, and accelerate has joined 1"):
-        Ranks(torch.device("cpu"))
+        World(torch.device("cpu"))
 
 
 class Alone:
@@ -271,7 +271,7 @@ class Alone:
 
 
 def test_a_lone_process_sums_and_gathers_nothing() -> None:
-    ranks = Ranks(torch.device("cpu"))
+    ranks = World(torch.device("cpu"))
     assert (ranks.rank, ranks.world_size, ranks.is_main) == (0, 1, True)
     assert ranks.sum(torch.tensor(3.0)) == 3.0
     assert ranks.gather(torch.tensor([1, 2])).tolist() == [[1, 2]]

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from peftkit.base.class_head import head_of_classes
-from peftkit.base.form import Built
 from peftkit.base.mapped import packed_skeleton
 from peftkit.base.spill import Spill
-from peftkit.base.store import Wanted, folder_of, keep, open_stored
+from peftkit.base.storage_format import LoadedModel
+from peftkit.base.store import StoreKey, folder_of, keep, open_stored
 from peftkit.errors import BaseError
 from peftkit.events import Listener, Notice
 from peftkit.files import disk
@@ -28,9 +28,12 @@ class Sharing(Protocol):
         """Wait until every process has come here."""
 
 
-def opened_together(
-    wanted: Wanted, anew: Callable[[Spill | None], Built], sharing: Sharing, on_event: Listener
-) -> Built:
+def load_shared(
+    wanted: StoreKey,
+    anew: Callable[[Spill | None], LoadedModel],
+    sharing: Sharing,
+    on_event: Listener,
+) -> LoadedModel:
     """Open a base on several processes; what each holds of it are pages of the same files.
 
     What the base's own files hold as it is computed with is mapped from them. Else the first
@@ -54,7 +57,7 @@ def opened_together(
     return open_stored(folder, wanted, is_known=True)
 
 
-def _is_in_files(wanted: Wanted) -> bool:
+def _is_in_files(wanted: StoreKey) -> bool:
     """Tell whether the files hold all but a head in the shapes and dtypes that they are to have.
 
     So that transformers has nothing to make of them: what it loads are pages of these files.
