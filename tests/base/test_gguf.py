@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.base.test_stream import peak_of, state_of
 from torch import Tensor, nn
 from transformers.modeling_gguf_pytorch_utils import (
     GGUF_TO_TRANSFORMERS_MAPPING,
@@ -25,6 +24,7 @@ from peftkit.base.pretrained import check_config, quiet
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.storage_format import StorageFormat
 from peftkit.quant.quantize import quantize_model
+from tests.base.test_packing_loader import peak_of, state_of
 from tests.families import ARCHITECTURES, VOCAB
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need: pip install gguf")

@@ -10,7 +10,6 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from tests.base.test_stream import peak_of, state_of
 from torch import Tensor
 
 from peftkit.base.build import build
@@ -22,6 +21,7 @@ from peftkit.base.shapes import read_config
 from peftkit.base.storage_format import StorageFormat
 from peftkit.errors import BaseError
 from peftkit.quant.quantize import quantize_model
+from tests.base.test_packing_loader import peak_of, state_of
 from tests.families import ARCHITECTURES, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -53,6 +53,37 @@ def in_fp8(folder: Path) -> None:
 
     change(folder, "llama", replace)
     mark(folder, quant_method="fp8", weight_block_size=[16, 16], activation_scheme="dynamic")
+
+
+def test_fp8_whose_last_block_is_partial_is_codes_times_the_scale_of_their_block(tmp_path) -> None:
+    """192 and 200 rows were read with other blocks in silence, 576 rows not at all."""
+    block, heads = 128, {"hidden_size": 96, "num_attention_heads": 6, "head_dim": 96}
+    sizes = heads | {"num_key_value_heads": 2, "intermediate_size": 200, "vocab_size": 64}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, tie_word_embeddings=False)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    path, expected = tmp_path / "model.safetensors", {}
+    tensors = safetensors.torch.load_file(path)
+    for name in [name for name in tensors if "_proj" in name]:
+        codes = tensors[name].to(torch.float8_e4m3fn)
+        rows, columns = (-(-side // block) for side in codes.shape)
+        scales = torch.rand(rows, columns) + 0.5
+        row, column = (torch.arange(side) // block for side in codes.shape)
+        expected[name] = (codes.float() * scales[row][:, column]).bfloat16()
+        tensors |= {name: codes, f"{name}_scale_inv": scales}
+    assert {weight.shape[0] for weight in expected.values()} == {96, 192, 200, 576}
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    mark(tmp_path, quant_method="fp8", weight_block_size=[block, block])
+    where = Location(str(tmp_path), str(tmp_path))
+    form = StorageFormat("none", True, torch.bfloat16, CPU)
+    config = check_config(where, None, CAUSAL_LM)
+    found = state_of(build(where, None, CAUSAL_LM, config, form).model)
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+    mark(tmp_path, quant_method="fp8", weight_block_size=[64, 64])
+    config = check_config(where, None, CAUSAL_LM)
+    with pytest.raises(BaseError, match="weight_block_size is \\[64, 64\\]"):
+        build(where, None, CAUSAL_LM, config, form)
 
 
 def in_mxfp4(folder: Path) -> None:

@@ -15,7 +15,6 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from tests.base.test_stream import purpose_of, state_of
 
 from peftkit.base import store
 from peftkit.base.build import build
@@ -31,6 +30,7 @@ from peftkit.files import disk
 from peftkit.kernels.packing import packed_tensors
 from peftkit.quant.audit import audit
 from peftkit_cli.app import run
+from tests.base.test_packing_loader import purpose_of, state_of
 from tests.base.test_quantized import in_fp8
 from tests.families import ARCHITECTURES
 
