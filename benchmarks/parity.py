@@ -57,7 +57,7 @@ def theirs(model: torch.nn.Module, rows: list[Row], pad: int, config: TrainConfi
     losses = []
     model.train()
     for step in range(num_steps):
-        group = [rows[index] for index in order.group(step)]
+        group = [rows[index] for index in order.step_indices(step)]
         length = max(len(row.input_ids) for row in group)
         ids = torch.full((len(group), length), pad)
         mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)

@@ -73,7 +73,7 @@ def job_of(args: argparse.Namespace, rows: list[dict[str, Any]], folder: Path) -
     """Return what both sides are told."""
     steps = len(rows) // BATCH_SIZE
     order = StatelessSampler(len(rows), BATCH_SIZE, 0)
-    ordered = [rows[index] for step in range(steps) for index in order.group(step)]
+    ordered = [rows[index] for step in range(steps) for index in order.step_indices(step)]
     return {
         "source": locate(args.model).source,
         "file": write(rows, folder / "rows.jsonl"),

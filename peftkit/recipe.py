@@ -56,7 +56,7 @@ def run(
         check_output(recipe.train, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
         if company is not None:
             changes = {"resume": resume, "overwrite": overwrite, "allowed": [*allow_changes]}
-            company.agree(
+            company.check_equal_across_ranks(
                 recipe=flat(recipe.model_dump(mode="json")), version=versions(), command=changes
             )
             company.check_shared(folder)

@@ -145,7 +145,7 @@ def _in_order(rows: list[Any], config: TrainConfig) -> list[Any]:
     shuffled = list(rows)
     place = 0
     for step in range(order.steps_per_epoch):
-        for index in order.group(step):
+        for index in order.step_indices(step):
             shuffled[index] = rows[place]
             place += 1
     return shuffled

@@ -25,17 +25,17 @@ class Context(NamedTuple):
     Attributes:
         group: Of torch.distributed.
         size: n.
-        place: i, of this process.
+        cp_rank: i, of this process.
     """
 
     group: Any
     size: int
-    place: int
+    cp_rank: int
 
     @property
     def pieces(self) -> tuple[int, int]:
         """Which of the 2 n pieces of a row are here."""
-        return self.place, 2 * self.size - 1 - self.place
+        return self.cp_rank, 2 * self.size - 1 - self.cp_rank
 
     def places(self, length: int) -> Tensor:
         """Return which tokens of a row are here (L,).

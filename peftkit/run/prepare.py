@@ -80,10 +80,12 @@ def prepare(
     if base is None:
         kept = settled(recipe, on_event)
         if company is not None:
-            company.agree(settled={"shard": kept.train.shard, "placement": kept.base.placement})
+            company.check_equal_across_ranks(
+                settled={"shard": kept.train.shard, "placement": kept.base.placement}
+            )
         base = open_base(kept, settings.purpose, company=company, on_event=on_event)
         if company is not None:
-            company.agree(base={"fingerprint": base.fingerprint})
+            company.check_equal_across_ranks(base={"fingerprint": base.fingerprint})
     continued = None
     if recipe.method.start_from:
         continued = continue_adapter(
@@ -120,7 +122,9 @@ def prepare(
     recipe = recipe.model_copy(update={"data": task.data_used(data)})
     train, evaluation = load_splits(task, recipe.data)
     if company is not None:
-        company.agree(rows={"train": _known_by(train), "eval": _known_by(evaluation)})
+        company.check_equal_across_ranks(
+            rows={"train": _known_by(train), "eval": _known_by(evaluation)}
+        )
     return Prepared(recipe, base, adapter, task, settings, train, evaluation, continued)
 
 

@@ -105,7 +105,7 @@ class Loop:
         try:
             with self.routing.alone(one.member.name):
                 if isinstance(facts, NonFiniteError):
-                    raise one.run.broken(facts)
+                    raise one.run.non_finite_error(facts)
                 one.run.record_step(facts, rate, seconds)
                 one.run.after_step()
         except Interrupted:

@@ -43,7 +43,7 @@ class Embedding(Task):
         model: A bare encoder or decoder.
     """
 
-    num_figures: ClassVar[int] = 2
+    num_metrics: ClassVar[int] = 2
     needs_whole_step: ClassVar[bool] = True
 
     def __init__(
@@ -102,9 +102,9 @@ class Embedding(Task):
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss summed over the batch's anchors, in fp32."""
-        return self.sums(model, batch)[0]
+        return self.loss_and_metric_sums(model, batch)[0]
 
-    def sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the summed loss, right anchors, and texts left out; see `figures`.
 
         The loss is that of the batch's own anchors; its gradient is that of the whole step's with
@@ -155,7 +155,7 @@ class Embedding(Task):
         right = (scores.argmax(1) == own).to(losses)
         return losses, right, same.sum(1).to(losses)
 
-    def figures(self, means: Sequence[float]) -> dict[str, float]:
+    def metric_means(self, means: Sequence[float]) -> dict[str, float]:
         """Return accuracy: share of anchors whose own positive is nearest; masked: texts left out,
         because they are no false answers, on average."""
         accuracy, masked = means

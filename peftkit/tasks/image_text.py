@@ -140,7 +140,7 @@ class ImageText(TokenTask):
         if number := rows.counts["off_prompt"]:
             self._on_event(Notice(off_prompt(rows.where, number)))
 
-    def kind(self, row: ImageRow) -> int:
+    def bucket_key(self, row: ImageRow) -> int:
         """Return how many images a row has, as far as rows with others cannot share a batch.
 
         Where images lie in rows, rows have as many each; a processor takes images for all of its

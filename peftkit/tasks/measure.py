@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from peftkit.data.lengths import tokens_of_each
 from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.protocol import Task
-from peftkit.train.batches import cut
+from peftkit.train.batches import split_micro_batches
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
 
 BATCH_SIZE = 8
@@ -56,9 +56,10 @@ def over_batches(
     """
     device = next(model.parameters()).device
     order = tokens_of_each(rows).sort(stable=True).indices.tolist()  # little padding
-    order = [
-        n for part in cut(order, len, len(order), kind=lambda n: task.kind(rows[n])) for n in part
-    ]
+    parts = split_micro_batches(
+        order, len, len(order), bucket_key=lambda n: task.bucket_key(rows[n])
+    )
+    order = [n for part in parts for n in part]
 
     def attempt(some: Sequence[Any]) -> tuple[Mapping[str, Tensor], Tensor] | None:
         batch = {name: tensor.to(device) for name, tensor in task.collate(some).items()}
@@ -73,8 +74,8 @@ def over_batches(
     while start < len(order):
         on_event(Progress(text, start, len(order)))
         some = [rows[n] for n in order[start : start + size]]
-        kind = task.kind(some[0])
-        some = list(takewhile(lambda row: task.kind(row) == kind, some))  # noqa: B023
+        kind = task.bucket_key(some[0])
+        some = list(takewhile(lambda row: task.bucket_key(row) == kind, some))  # noqa: B023
         done = attempt(some)
         if done is not None:
             yield done

@@ -123,7 +123,7 @@ class Reward(Task):
         style: How the adapter in hand was trained to be prompted; None: the rows decide.
     """
 
-    num_figures: ClassVar[int] = 3
+    num_metrics: ClassVar[int] = 3
     row_encoder: RewardEncoder
 
     def __init__(
@@ -187,9 +187,9 @@ class Reward(Task):
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss summed over pairs, in fp32."""
-        return self.sums(model, batch)[0]
+        return self.loss_and_metric_sums(model, batch)[0]
 
-    def sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the summed loss, rewards and right pairs; see `figures`."""
         chosen, rejected = self.values(model, batch).chunk(2)
         losses = -functional.logsigmoid(chosen - rejected - batch["margins"])
@@ -204,7 +204,7 @@ class Reward(Task):
         logits: Tensor = model(**accepted(model, {**inputs, "use_cache": False})).logits
         return logits[:, 0].float()
 
-    def figures(self, means: Sequence[float]) -> dict[str, float]:
+    def metric_means(self, means: Sequence[float]) -> dict[str, float]:
         """Return means over pairs; accuracy: share of pairs whose chosen answer has more."""
         accuracy, chosen, rejected = means
         return {
@@ -225,11 +225,12 @@ class Reward(Task):
         self, model: nn.Module, rows: Sequence[RewardRow], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return the loss, and what is told at each step of training."""
-        total, compute = torch.zeros(1 + self.num_figures), partial(self.sums, model)
+        total = torch.zeros(1 + self.num_metrics)
+        compute = partial(self.loss_and_metric_sums, model)
         for _, sums in over_batches(self, model, rows, "Comparing", on_event, compute):
             total += sums.cpu()
         loss, *means = (total / len(rows)).tolist()
-        return {"loss": loss, **self.figures(means)}
+        return {"loss": loss, **self.metric_means(means)}
 
     @torch.no_grad()
     def scores(

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def cut(
+def split_micro_batches(
     rows: Sequence[Any],
     num_positions: Callable[[Sequence[Any]], int],
     max_rows: int,
     max_tokens: int | None = None,
-    kind: Callable[[Any], Any] | None = None,
+    bucket_key: Callable[[Any], Any] | None = None,
 ) -> list[Sequence[Any]]:
     """Return rows in micro-batches of at most so many rows and tokens, padding included.
 
@@ -21,16 +21,16 @@ def cut(
 
     Args:
         num_positions: Tokens of rows that go through the model at once, padding included.
-        kind: Rows of different kinds share no micro-batch.
+        bucket_key: Rows of different kinds share no micro-batch.
     """
-    if kind is not None:
+    if bucket_key is not None:
         groups: dict[Any, list[Any]] = {}
         for row in rows:
-            groups.setdefault(kind(row), []).append(row)
+            groups.setdefault(bucket_key(row), []).append(row)
         return [
             part
             for group in groups.values()
-            for part in cut(group, num_positions, max_rows, max_tokens)
+            for part in split_micro_batches(group, num_positions, max_rows, max_tokens)
         ]
     parts = [rows[start : start + max_rows] for start in range(0, len(rows), max_rows)]
     if max_tokens is None or all(num_positions(part) <= max_tokens for part in parts):

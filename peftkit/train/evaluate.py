@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from peftkit.errors import DataError
 from peftkit.train import rng
-from peftkit.train.batches import cut
+from peftkit.train.batches import split_micro_batches
 from peftkit.train.config import TrainConfig
 from peftkit.train.lockstep import LockstepForward, Part
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
@@ -46,7 +46,7 @@ class Evaluator:
             config.batch_size,
             config.tokens_at_once(ranks.device.type),
         )
-        self.rows = rows[ranks.share :: ranks.dp_size]
+        self.rows = rows[ranks.dp_rank :: ranks.dp_size]
         self.ranks, self.stop = ranks, stop
         self.feed = BatchPrefetcher(task, ranks.device)
 
@@ -68,7 +68,7 @@ class Evaluator:
         if targets == 0:
             raise DataError("the eval rows have nothing to measure: all their labels are masked")
         loss, *means = (each / targets for each in summed)
-        return self.figures(loss) | self.task.figures(means)
+        return self.figures(loss) | self.task.metric_means(means)
 
     def figures(self, loss: float) -> dict[str, float]:
         """Return a mean loss, and its perplexity where the task has one."""
@@ -80,7 +80,7 @@ class Evaluator:
         """Look at all rows first, where their losses depend on each other."""
         while self.task.needs_whole_step:
             try:
-                passes = self.in_step.passes(self._cut(self.rows))
+                passes = self.in_step.padded_passes(self._cut(self.rows))
                 return step_values(self._seen, self.rows, passes, self.ranks)
             except Exception as error:
                 if not is_out_of_memory(error) or self.batch_size == 1:
@@ -94,12 +94,12 @@ class Evaluator:
     def _seen(self, rows: Sequence[Any]) -> Tensor:
         (batch,) = self.feed.batches([rows])
         with self.ranks.autocast():
-            return self.task.row_values(self.model, self.feed.moved(batch))
+            return self.task.row_values(self.model, self.feed.to_device(batch))
 
     def _sums(self) -> tuple[Tensor, int]:
-        sums = torch.zeros(1 + self.task.num_figures, device=self.ranks.device)
+        sums = torch.zeros(1 + self.task.num_metrics, device=self.ranks.device)
         targets, known = 0, self._known()
-        pending = self.in_step.passes(self._cut(self.rows))
+        pending = self.in_step.padded_passes(self._cut(self.rows))
         while pending and (self.in_step.needed or not self.stop.signum):
             rows, is_real = pending.pop(0)
             coming = [part for part, _ in pending[:1]]
@@ -114,7 +114,7 @@ class Evaluator:
                     )
                 self.batch_size = len(rows) // 2
                 left = [row for part in (rows, *(part for part, _ in pending)) for row in part]
-                pending = self.in_step.passes(self._cut(left))
+                pending = self.in_step.padded_passes(self._cut(left))
                 continue
             sums += result[0]
             targets += result[1]
@@ -122,7 +122,9 @@ class Evaluator:
 
     def _cut(self, rows: Sequence[Any]) -> list[Part]:
         task = self.task
-        parts = cut(rows, task.num_positions, self.batch_size, self._max_tokens, task.kind)
+        parts = split_micro_batches(
+            rows, task.num_positions, self.batch_size, self._max_tokens, task.bucket_key
+        )
         return self.in_step.ordered(parts)
 
     def _try(
@@ -139,13 +141,14 @@ class Evaluator:
         """
         (batch,) = self.feed.batches([rows])
         if coming:
-            self.feed.expect(coming)
+            self.feed.prefetch(coming)
         if known is not None:
             batch = known.given_to(batch, rows)
         try:
-            moved = self.feed.moved(batch)
+            moved = self.feed.to_device(batch)
             with self.ranks.autocast():
-                return self.task.sums(self.model, moved), self.task.num_targets(batch)
+                sums = self.task.loss_and_metric_sums(self.model, moved)
+            return sums, self.task.num_targets(batch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

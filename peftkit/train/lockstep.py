@@ -30,7 +30,7 @@ class LockstepForward:
     """Keeps the processes of a run in step.
 
     Args:
-        kind: As `Task.kind`.
+        bucket_key: As `Task.bucket_key`.
         rows: Those of the run, the same on every process; one of each kind at least.
 
     Attributes:
@@ -38,23 +38,25 @@ class LockstepForward:
     """
 
     def __init__(
-        self, ranks: World, kind: Callable[[Any], Any], *rows: Sequence[Any], needed: bool
+        self, ranks: World, bucket_key: Callable[[Any], Any], *rows: Sequence[Any], needed: bool
     ) -> None:
-        self._ranks, self._kind, self.needed = ranks, kind, needed
+        self._ranks, self._bucket_key, self.needed = ranks, bucket_key, needed
         self._idle: dict[Any, Part] = {}
         if not needed:
             return
-        is_one = kind(rows[0][0]) is None
+        is_one = bucket_key(rows[0][0]) is None
         for row in islice(rows[0], LOOKED_AT) if is_one else chain(*rows):
-            known = self._idle.get(kind(row))
+            known = self._idle.get(bucket_key(row))
             if known is None or num_tokens(row) < num_tokens(known[0]):
-                self._idle[kind(row)] = [row]
+                self._idle[bucket_key(row)] = [row]
 
     def ordered(self, parts: Sequence[Part]) -> list[Part]:
         """Return parts in the order of their kinds, which is the same on all processes."""
-        return sorted(parts, key=lambda part: str(self._kind(part[0]))) if self.needed else [*parts]
+        if not self.needed:
+            return [*parts]
+        return sorted(parts, key=lambda part: str(self._bucket_key(part[0])))
 
-    def passes(self, parts: Sequence[Part]) -> list[Pass]:
+    def padded_passes(self, parts: Sequence[Part]) -> list[Pass]:
         """Return this process's ordered parts, and between them what it runs for the others.
 
         All processes have to ask.
@@ -62,7 +64,7 @@ class LockstepForward:
         if not self.needed:
             return [(part, True) for part in parts]
         kinds = sorted(self._idle, key=str)
-        own = {kind: [(p, True) for p in parts if self._kind(p[0]) == kind] for kind in kinds}
+        own = {kind: [(p, True) for p in parts if self._bucket_key(p[0]) == kind] for kind in kinds}
         counts = torch.tensor([len(own[kind]) for kind in kinds], device=self._ranks.device)
         most = self._ranks.gather(counts).amax(0).tolist()
         found: list[Pass] = []

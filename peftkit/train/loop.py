@@ -126,4 +126,4 @@ def train_prepared(
             watch=watch,
         )
         with run.prepared():
-            return run.go(allow_changes if resume else None)
+            return run.train(allow_changes if resume else None)

@@ -39,7 +39,7 @@ class BatchPrefetcher:
         """Whether rows are collated before they are needed."""
         return self._device.type == "cuda" and not self._task.draws_in_collate
 
-    def expect(self, parts: Parts) -> None:
+    def prefetch(self, parts: Parts) -> None:
         """Begin to make the batches that will be asked for next."""
         if not self.is_ahead or _key(parts) in self._coming:
             return
@@ -58,7 +58,7 @@ class BatchPrefetcher:
         self._coming.clear()
         return self._made(parts)
 
-    def moved(self, batch: Batch) -> Batch:
+    def to_device(self, batch: Batch) -> Batch:
         """Return a batch whose tensors come to the device when they are read."""
         return OnDevice(batch, self._device)
 

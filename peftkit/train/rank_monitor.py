@@ -49,18 +49,18 @@ def monitored_ranks(device: Callable[[], torch.device]) -> Iterator[RankMonitor 
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield None
         return
-    company = RankMonitor(World(device()))
+    monitor = RankMonitor(World(device()))
     stop = threading.Event()
-    thread = threading.Thread(target=company.watch, args=(stop,), daemon=True)
+    thread = threading.Thread(target=monitor.watch, args=(stop,), daemon=True)
     thread.start()
     try:
-        yield company
+        yield monitor
     except Exception as error:
-        raise company.final_error(error) from None
+        raise monitor.final_error(error) from None
     finally:
         stop.set()
         thread.join()
-        company.leave()
+        monitor.leave()
 
 
 class RankMonitor:
@@ -78,7 +78,7 @@ class RankMonitor:
         self._store = _connected(self._prefix)
         self._has_heard = self._has_lost = False
 
-    def say(self, own: Any) -> list[Any]:
+    def all_gather(self, own: Any) -> list[Any]:
         """Return what each process says, as plain JSON, in their order; waits for all."""
         name = f"said/{next(self._asked)}"
         self._store.set(f"{name}/{self.rank}", json.dumps(own))
@@ -88,15 +88,15 @@ class RankMonitor:
 
     def wait(self) -> None:
         """Wait until every process has come here, however long that takes."""
-        self.say(None)
+        self.all_gather(None)
 
-    def agree(self, **own: Mapping[str, Any]) -> None:
+    def check_equal_across_ranks(self, **own: Mapping[str, Any]) -> None:
         """Make sure that all processes say the same under all names.
 
         Raises:
             ConfigError: They do not; lists what differs.
         """
-        first, *others = self.say(own)
+        first, *others = self.all_gather(own)
         differing = [
             f"{kind}: {name} is {_short(first[kind].get(name))} in process 0 and "
             f"{_short(other[kind].get(name))} in process {rank}"
@@ -118,13 +118,13 @@ class RankMonitor:
         Raises:
             OutputError: They do not, or it is not writable.
         """
-        mark = folder / f".{self.say(secrets.token_hex(8))[0]}"
+        mark = folder / f".{self.all_gather(secrets.token_hex(8))[0]}"
         if self.rank == 0:
             writable_folder(folder)
             mark.touch()
         try:
             self.wait()
-            seen = self.say(mark.exists())
+            seen = self.all_gather(mark.exists())
         finally:
             if self.rank == 0:
                 mark.unlink()

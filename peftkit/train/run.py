@@ -114,7 +114,7 @@ class Run:
         if ranks.context is not None:
             task = task.in_parts(ranks.context)
         needed = is_sharded(model) or ranks.context is not None
-        in_step = LockstepForward(ranks, task.kind, train_rows, eval_rows, needed=needed)
+        in_step = LockstepForward(ranks, task.bucket_key, train_rows, eval_rows, needed=needed)
         self.learner = Trainer(model, task, parameters, config, self.ranks, stop, in_step)
         self.evaluator = Evaluator(model, task, eval_rows, config, self.ranks, stop, in_step)
         known = identity_of(
@@ -183,7 +183,7 @@ class Run:
         self._listeners += [*(file.on_event for file in files), trackers.on_event]
         return trackers
 
-    def go(self, resume: Sequence[str] | None) -> Result:
+    def train(self, resume: Sequence[str] | None) -> Result:
         """Train to the end.
 
         Args:
@@ -213,7 +213,7 @@ class Run:
         return enough or state.step >= self.num_steps
 
     def start(self, resume: Sequence[str] | None) -> None:
-        """Seed the generators, or take up the newest checkpoint; see `go`."""
+        """Seed the generators, or take up the newest checkpoint; see `train`."""
         device = self.ranks.device
         if (gpu := gpu_of(device)) is not None:
             gpu.restart(device)
@@ -237,7 +237,7 @@ class Run:
     def _begin(self) -> None:
         """Let the task compute what it needs once; that leaves the generators as they are."""
         before = rng.capture(self.ranks.device)
-        beginning = SetupContext(
+        context = SetupContext(
             rows=Joined(self.rows, self.eval_rows),
             ranks=self.ranks,
             in_step=self.learner.in_step,
@@ -245,7 +245,7 @@ class Run:
             stop=self.stop,
             say=self.say,
         )
-        self.learner.task.begin(self.model, beginning)
+        self.learner.task.setup(self.model, context)
         rng.restore(before, self.ranks.device)
 
     def _give_back(self) -> None:
@@ -258,7 +258,7 @@ class Run:
         try:
             facts = self.learner.step(rows, rate, self._rows_of(self.learner.state.step + 1))
         except NonFiniteError as error:
-            raise self.broken(error) from None
+            raise self.non_finite_error(error) from None
         self.record_step(facts, rate, time.perf_counter() - began)
 
     def next_step(self) -> tuple[list[Any], float]:
@@ -270,7 +270,7 @@ class Run:
         """Return this process's rows of a step; none after the last."""
         if step >= self.num_steps:
             return []
-        group = self.order.group(step, self.ranks.share, self.ranks.dp_size)
+        group = self.order.step_indices(step, self.ranks.dp_rank, self.ranks.dp_size)
         return [self.rows[index] for index in group]
 
     def record_step(self, facts: StepFacts, rate: float, seconds: float) -> None:
@@ -380,7 +380,7 @@ class Run:
         step = self.learner.state.step
         return self.is_done or (every is not None and step % every == 0)
 
-    def broken(self, error: NonFiniteError) -> RunError:
+    def non_finite_error(self, error: NonFiniteError) -> RunError:
         """Write diagnosis.json and return the error that ends the run."""
         diagnosis, last = error.diagnosis, self.saver.last
         name = DIAGNOSIS if self.ranks.is_main else f"rank{self.ranks.rank}-{DIAGNOSIS}"

@@ -30,7 +30,7 @@ class StatelessSampler:
         epoch, group = divmod(step, self.steps_per_epoch)
         return epoch, group * self.rows_per_step
 
-    def group(self, step: int, rank: int = 0, world_size: int = 1) -> list[int]:
+    def step_indices(self, step: int, rank: int = 0, world_size: int = 1) -> list[int]:
         """Return one process's share of the rows of a step, possibly none of a small last group."""
         epoch, start = self.position(step)
         if epoch != self._epoch:

@@ -141,7 +141,7 @@ class Saver:
         load_optimizer_state(learner.optimizer, learner.parameters, tensors, saved["optimizer"])
         if not exact:
             state = state.unplanned(self.config, learner.ranks.device.type)
-        learner.take(state)
+        learner.load_state(state)
         saved_ranks = 1 + max(int(name.split(".")[0]) for name in generators)
         own = f"{ranks.rank % saved_ranks}."
         device = ranks.device

@@ -46,8 +46,8 @@ class Task(Protocol):
     and a summed loss that is the sum of theirs, given what they need to know of the whole step.
     """
 
-    num_figures: ClassVar[int] = 0
-    """Number of figures that `sums` returns beside the loss."""
+    num_metrics: ClassVar[int] = 0
+    """Number of figures that `loss_and_metric_sums` returns beside the loss."""
     needs_whole_step: ClassVar[bool] = False
     """Whether a row's loss depends on other rows of the step; see `row_values`."""
 
@@ -76,7 +76,7 @@ class Task(Protocol):
     def training(self, model: nn.Module) -> AbstractContextManager[object]:
         """Return a context in which the model is trained, with its fastest attention."""
 
-    def begin(self, model: nn.Module, beginning: SetupContext) -> None:
+    def setup(self, model: nn.Module, context: SetupContext) -> None:
         """Compute what is computed once, before the first step or after a resume."""
         return None
 
@@ -87,7 +87,7 @@ class Task(Protocol):
     def num_positions(self, rows: Sequence[Any]) -> int:
         """Return how many tokens the model reads for these rows collated, padding included."""
 
-    def kind(self, row: Any) -> Any:
+    def bucket_key(self, row: Any) -> Any:
         """Return what all rows that are collated together have in common; None: nothing."""
         return None
 
@@ -99,12 +99,13 @@ class Task(Protocol):
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss summed over the targets of a batch, in fp32."""
 
-    def sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return (1 + num_figures,): the summed loss, and what is told beside it, summed too."""
+    def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return (1 + num_metrics,): the summed loss, and what is told beside it, summed too."""
         return self.loss_sum(model, batch)[None]
 
-    def figures(self, means: Sequence[float]) -> dict[str, float]:
-        """Return what is told of rows, by name, of the means of `sums` without the loss."""
+    def metric_means(self, means: Sequence[float]) -> dict[str, float]:
+        """Return metrics by name, from the means of `loss_and_metric_sums`
+        without the loss."""
         return {}
 
     def row_values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

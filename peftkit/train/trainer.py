@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from peftkit.data.lengths import num_tokens
 from peftkit.errors import DataError, RunError
 from peftkit.train import rng
-from peftkit.train.batches import cut
+from peftkit.train.batches import split_micro_batches
 from peftkit.train.config import TrainConfig
 from peftkit.train.diagnosis import Diagnosis, diagnose, sources
 from peftkit.train.lockstep import LockstepForward, Part
@@ -92,7 +92,7 @@ class Trainer:
         in_step: LockstepForward | None = None,
     ) -> None:
         self.model, self.task, self.parameters = model, task, parameters
-        self.in_step = in_step or LockstepForward(ranks, task.kind, needed=False)
+        self.in_step = in_step or LockstepForward(ranks, task.bucket_key, needed=False)
         self.config, self.ranks, self.stop = config, ranks, stop
         on_gpu = ranks.device.type == "cuda"
         self.optimizer = build_optimizer(parameters, config)
@@ -104,7 +104,7 @@ class Trainer:
         self._asked = config.batch_size, config.tokens_at_once(ranks.device.type)
         self.state = State(*self._asked, self.ways[0])
 
-    def take(self, state: State) -> None:
+    def load_state(self, state: State) -> None:
         """Go on from a saved state."""
         self.state = state
         self.scale.factor, self.scale.good_steps = state.loss_scale, state.good_steps
@@ -139,7 +139,7 @@ class Trainer:
             known = self._looked_at(rows, start)
             batches = self._collated(rows, known)
             if coming is not None and self.feed.is_ahead:
-                self.feed.expect(self.micro_batches(coming))
+                self.feed.prefetch(self.micro_batches(coming))
             targets = float(sum(self.task.num_targets(batch) for batch, own in batches if own))
             # counted over the whole group and all processes before the first backward pass, so that
             # the gradient is that of one mean over targets, not of a mean of means
@@ -164,7 +164,8 @@ class Trainer:
         """Let the optimizer step with gradients that are in place.
 
         Args:
-            sums: As `Task.sums`, of all rows. total: Their targets, on all processes.
+            sums: As `Task.loss_and_metric_sums`, of all rows.
+            total: Their targets, on all processes.
             start: The generators before the step, to diagnose it; by default as they are now.
             notice: What the user should know of the step.
 
@@ -215,7 +216,7 @@ class Trainer:
                 return None  # the one batch is all there is
             try:
                 with torch.no_grad(), self.blocks.eagerly():
-                    passes = self.in_step.passes(parts)
+                    passes = self.in_step.padded_passes(parts)
                     return step_values(self._seen, rows, passes, self.ranks)
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -229,7 +230,7 @@ class Trainer:
     def _seen(self, rows: Sequence[Any]) -> Tensor:
         (batch,) = self.feed.batches([rows])
         with self.ranks.autocast():
-            return self.task.row_values(self.model, self.feed.moved(batch))
+            return self.task.row_values(self.model, self.feed.to_device(batch))
 
     def _less_than(self, before: State) -> str:
         """Say what takes less memory from here on, if anything."""
@@ -254,7 +255,7 @@ class Trainer:
     ) -> Tensor | str:
         """Run forward and backward passes; returns OUT_OF_MEMORY, or why compiling failed."""
         self.optimizer.zero_grad(set_to_none=True)
-        summed = torch.zeros(1 + self.task.num_figures, device=self.ranks.device)
+        summed = torch.zeros(1 + self.task.num_metrics, device=self.ranks.device)
         try:
             for batch, is_real in batches:
                 if known is not None and is_real:
@@ -280,10 +281,10 @@ class Trainer:
 
     def _sums(self, batch: Mapping[str, Tensor]) -> Tensor:
         with self.ranks.autocast():
-            return self.task.sums(self.model, self.feed.moved(batch))
+            return self.task.loss_and_metric_sums(self.model, self.feed.to_device(batch))
 
     def _collated(self, rows: Sequence[Any], known: GlobalBatchValues | None) -> list[Batch]:
-        passes = self.in_step.passes(self.micro_batches(rows))
+        passes = self.in_step.padded_passes(self.micro_batches(rows))
         own = [part for part, is_real in passes if is_real]
         idle = [part for part, is_real in passes if not is_real]
         made = iter(self.feed.batches(own))
@@ -298,7 +299,9 @@ class Trainer:
         """Return rows in parts that go through the model at once."""
         state = self.state
         task = self.task
-        parts = cut(rows, task.num_positions, state.micro_batch, state.micro_tokens, task.kind)
+        parts = split_micro_batches(
+            rows, task.num_positions, state.micro_batch, state.micro_tokens, task.bucket_key
+        )
         return self.in_step.ordered(parts)
 
     def _use_less_memory(self, rows: Sequence[Any]) -> None:
@@ -344,7 +347,7 @@ class Trainer:
         grad_norm = torch.nn.utils.get_total_norm(gradients)
         stop = self.stop.signum
         own = [
-            sum(map(num_tokens, rows)) / self.ranks.together,
+            sum(map(num_tokens, rows)) / self.ranks.cp_size,
             stop == signal.SIGINT,
             stop == signal.SIGTERM,
             notice != "",
@@ -363,7 +366,7 @@ class Trainer:
             notice = "Memory ran out in another process; it goes on with smaller micro-batches."
         asked = signal.SIGINT if interrupts else signal.SIGTERM if terminations else 0
         loss, *means = (figure / targets for figure in summed)
-        told = self.task.figures(means)
+        told = self.task.metric_means(means)
         return StepFacts(loss, told, norm, round(tokens), int(asked), notice), grad_norm
 
     def _update(self, grad_norm: Tensor, rate: float) -> None:
@@ -391,7 +394,7 @@ class Trainer:
             return diagnose(
                 self.model,
                 self.loss,
-                self.in_step.passes(self.micro_batches(rows)),
+                self.in_step.padded_passes(self.micro_batches(rows)),
                 step=self.state.step + 1,
                 loss=facts.loss,
                 grad_norm=facts.grad_norm,

@@ -26,17 +26,17 @@ class World:
 
     Args:
         device: Where the model is.
-        together: How many processes learn from the same rows (`train.context_parallel`).
+        cp_size: How many processes learn from the same rows (`train.context_parallel`).
 
     Attributes:
-        share, num_shares: Which rows of a step are this process's, and how many hold others.
+        dp_rank, dp_size: Which rows of a step are this process's, and how many hold others.
         context: The processes that hold its rows together, where there are several.
 
     Raises:
         RunError: The model is not on the device that the launcher gave this process.
     """
 
-    def __init__(self, device: torch.device, together: int = 1) -> None:
+    def __init__(self, device: torch.device, cp_size: int = 1) -> None:
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         # Without cpu=True, accelerate on a machine without GPU would let each process train alone.
         self._accelerator = Accelerator(
@@ -46,12 +46,12 @@ class World:
         self.world_size = self._accelerator.num_processes
         self.device = device
         self._check(launched)
-        self.together, self.dp_size = together, self.world_size // together
-        self.share, place = divmod(self.rank, together)
+        self.cp_size, self.dp_size = cp_size, self.world_size // cp_size
+        self.dp_rank, cp_rank = divmod(self.rank, cp_size)
         self.context: Context | None = None
-        if together > 1:
-            group, _ = new_subgroups(together)
-            self.context = Context(group, together, place)
+        if cp_size > 1:
+            group, _ = new_subgroups(cp_size)
+            self.context = Context(group, cp_size, cp_rank)
 
     def _check(self, launched: int) -> None:
         own = self._accelerator.device

@@ -85,11 +85,11 @@ def test_the_rows_of_the_next_step_are_collated_ahead_and_once(card: Card) -> No
     task, rows = Collating(), make_rows(6)
     feed = BatchPrefetcher(task, torch.device("cuda", 0))
     now, coming = [rows[:2], rows[2:4]], [rows[4:]]
-    feed.expect(coming)
+    feed.prefetch(coming)
     first = feed.batches(coming)
     assert len(task.seen) == 1
     assert all(tensor.is_pinned() for batch in first for tensor in batch.values())
-    feed.expect(coming)
+    feed.prefetch(coming)
     assert len(feed.batches(now)) == 2  # other rows than expected: memory ran out, perhaps
     feed.close()
     assert task.seen.count(tuple(row.source for row in now[0])) == 1
@@ -105,7 +105,7 @@ def test_the_thread_pins_memory_for_the_card_of_its_process() -> None:
 
     with simulated(Card(count=2)):
         feed, parts = BatchPrefetcher(Looking(), torch.device("cuda", 1)), [make_rows(2)]
-        feed.expect(parts)
+        feed.prefetch(parts)
         feed.batches(parts)
         feed.close()
     assert seen == [1]
@@ -114,14 +114,14 @@ def test_the_thread_pins_memory_for_the_card_of_its_process() -> None:
 def test_what_draws_random_numbers_is_collated_when_it_is_its_turn(card: Card) -> None:
     task = Collating()
     task.draws_in_collate = True
-    BatchPrefetcher(task, torch.device("cuda", 0)).expect([make_rows(2)])
+    BatchPrefetcher(task, torch.device("cuda", 0)).prefetch([make_rows(2)])
     assert task.seen == []
-    BatchPrefetcher(Collating(), torch.device("cpu")).expect([make_rows(2)])
+    BatchPrefetcher(Collating(), torch.device("cpu")).prefetch([make_rows(2)])
 
 
 def test_an_error_of_the_thread_is_raised_where_the_rows_are_needed(card: Card) -> None:
     feed = BatchPrefetcher(Collating(), torch.device("cuda", 0))
-    feed.expect([[object()]])
+    feed.prefetch([[object()]])
     with pytest.raises(AttributeError):
         feed.batches([[object()]])
     feed.close()

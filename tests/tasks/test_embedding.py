@@ -75,10 +75,10 @@ def test_the_loss_is_its_formula(symmetric: bool, folder: Path) -> None:
     if symmetric:
         back = cross_entropy(scores[:, : len(rows)].T, right, reduction="sum")
         expected = (expected + back) / 2
-    found = task.sums(model, task.collate(rows))
+    found = task.loss_and_metric_sums(model, task.collate(rows))
     assert found[0].item() == pytest.approx(expected.item(), rel=1e-4)
     hits = (scores.argmax(1) == right).float().mean().item()
-    assert task.figures((found[1:].detach() / 5).tolist())["accuracy"] == pytest.approx(hits)
+    assert task.metric_means((found[1:].detach() / 5).tolist())["accuracy"] == pytest.approx(hits)
 
 
 @pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
@@ -104,7 +104,7 @@ def test_equal_texts_are_no_wrong_answers(folder: Path) -> None:
     twice = [ROWS[0], {**ROWS[1], "anchor": ROWS[0]["anchor"]}, {**ROWS[2], "positive": "a pizza"}]
     twice.append(ROWS[4])  # its positive is that of the row before
     model, task, rows = embedding(folder, twice)
-    masked = task.sums(model, task.collate(rows))[2]
+    masked = task.loss_and_metric_sums(model, task.collate(rows))[2]
     # of the first two rows each other's positive, for they have one anchor; of the others too
     assert masked.item() == 4
 

@@ -22,7 +22,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model, tower_paths
 from peftkit.tasks.image_text import ImageText, ImageTextConfig
 from peftkit.tasks.isolation import check_causal_answer
-from peftkit.train.batches import cut
+from peftkit.train.batches import split_micro_batches
 from peftkit.train.checkpoints.identity import fingerprint
 from tests import vision
 from tests.vision import ANSWERS, CONVERSATIONS, FAMILIES, QUESTIONS, picture, said, write_rows
@@ -132,7 +132,7 @@ def _compare(name: str, ours: Any, theirs: Any, folder: Path, num_steps: int = 3
         sides.append({n: p for n, p in model.named_parameters() if p.requires_grad})
     task = task_of(name, ours)
     rows = rows_of(task, name, folder)
-    parts = cut(rows, task.num_positions, 8, None, task.kind)
+    parts = split_micro_batches(rows, task.num_positions, 8, None, task.bucket_key)
     num_targets = sum(row.num_targets for row in rows)
     optimizers = [torch.optim.SGD(side.values(), lr=0.01) for side in sides]
     for _ in range(num_steps):
@@ -188,7 +188,7 @@ def test_rows_of_a_batch_lose_what_they_lose_alone(name: str, folder: Path) -> N
     task = task_of(name, model)
     rows = rows_of(task, name, folder)
     with torch.no_grad():
-        parts = cut(rows, task.num_positions, 8, None, task.kind)
+        parts = split_micro_batches(rows, task.num_positions, 8, None, task.bucket_key)
         together = sum(float(task.loss_sum(model, task.collate(part))) for part in parts)
         alone = sum(float(task.loss_sum(model, task.collate([row]))) for row in rows)
     assert together == pytest.approx(alone, rel=1e-5)

@@ -60,7 +60,7 @@ def test_the_loss_is_its_formula(folder: Path, tmp_path: Path) -> None:
             for d in row.documents
         )
         expected.append(-logsigmoid(c - r - row.margin) + 0.3 * (c + r) ** 2)
-    found = task.sums(model, task.collate(rows))
+    found = task.loss_and_metric_sums(model, task.collate(rows))
     assert found[0].item() == pytest.approx(sum(map(float, expected)), rel=1e-4)
     assert task.num_targets(task.collate(rows)) == len(PAIRS)
 

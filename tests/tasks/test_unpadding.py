@@ -27,7 +27,7 @@ from peftkit.tasks.head import TokenTask
 from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
 from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
 from peftkit.tasks.unpadding import can_unpad, num_positions
-from peftkit.train.batches import cut
+from peftkit.train.batches import split_micro_batches
 from peftkit.train.memory.blocks import Blocks
 from tests.families import ARCHITECTURES, VOCAB
 from tests.further import FURTHER
@@ -265,9 +265,9 @@ def test_rows_of_one_length_stay_rows(tokenizer: Tokenizer) -> None:
 def test_micro_batches_count_tokens_and_some_of_the_padding(tokenizer: Tokenizer) -> None:
     model = ARCHITECTURES["llama"]()
     task = task_on(model, tokenizer)
-    padded = cut(ROWS, task.num_positions, 8, 48)
+    padded = split_micro_batches(ROWS, task.num_positions, 8, 48)
     with task.training(model):
-        in_one_row = cut(ROWS, task.num_positions, 8, 48)
+        in_one_row = split_micro_batches(ROWS, task.num_positions, 8, 48)
         assert task.num_positions(ROWS) < 4 * 25
     assert len(in_one_row) < len(padded)
     assert num_positions([7, 7]) == 14

@@ -89,7 +89,7 @@ def test_a_run_is_a_plain_loop_over_its_groups(tmp_path: Path) -> None:
     losses = []
     order = StatelessSampler(14, 4, seed=0)
     for step in range(12):
-        batch = task.collate([rows[index] for index in order.group(step)])
+        batch = task.collate([rows[index] for index in order.step_indices(step)])
         loss = task.loss_sum(model, batch) / task.num_targets(batch)
         plain.zero_grad()
         loss.backward()
@@ -133,7 +133,7 @@ def test_every_epoch_has_every_row_once_and_in_its_own_order(num_rows: int) -> N
         [
             i
             for step in range(order.steps_per_epoch)
-            for i in order.group(e * order.steps_per_epoch + step)
+            for i in order.step_indices(e * order.steps_per_epoch + step)
         ]
         for e in range(3)
     ]
@@ -144,9 +144,9 @@ def test_every_epoch_has_every_row_once_and_in_its_own_order(num_rows: int) -> N
 def test_the_order_of_a_step_depends_on_nothing_but_seed_and_step() -> None:
     forward, backward = StatelessSampler(14, 4, seed=3), StatelessSampler(14, 4, seed=3)
     steps = list(range(12))
-    asked = {step: backward.group(step) for step in reversed(steps)}
-    assert [forward.group(step) for step in steps] == [asked[step] for step in steps]
-    assert [StatelessSampler(14, 4, seed=4).group(step) for step in steps] != [
+    asked = {step: backward.step_indices(step) for step in reversed(steps)}
+    assert [forward.step_indices(step) for step in steps] == [asked[step] for step in steps]
+    assert [StatelessSampler(14, 4, seed=4).step_indices(step) for step in steps] != [
         asked[s] for s in steps
     ]
 
@@ -155,8 +155,8 @@ def test_the_order_of_a_step_depends_on_nothing_but_seed_and_step() -> None:
 def test_processes_share_a_group_evenly_and_without_overlap(world_size: int) -> None:
     order = StatelessSampler(14, 4, seed=3)
     for step in range(4):
-        shares = [order.group(step, rank, world_size) for rank in range(world_size)]
-        assert sorted(i for share in shares for i in share) == sorted(order.group(step))
+        shares = [order.step_indices(step, rank, world_size) for rank in range(world_size)]
+        assert sorted(i for share in shares for i in share) == sorted(order.step_indices(step))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 

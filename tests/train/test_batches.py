@@ -20,7 +20,9 @@ def rows_of(*lengths: int) -> list[Row]:
 
 
 def cut(rows: Sequence[Any], max_rows: int, max_tokens: int | None = None) -> list[Sequence[Any]]:
-    return batches.cut(rows, lambda part: len(part) * padded(*part), max_rows, max_tokens)
+    return batches.split_micro_batches(
+        rows, lambda part: len(part) * padded(*part), max_rows, max_tokens
+    )
 
 
 def lengths(parts: list[Sequence[Row]]) -> list[list[int]]:
@@ -109,5 +111,5 @@ def test_an_evaluation_keeps_to_the_limit_too(tmp_path: Path) -> None:
 
 def test_rows_of_different_kinds_share_no_micro_batch() -> None:
     rows = [3, 4, 5, 6, 7, 9, 11]
-    parts = batches.cut(rows, len, 2, kind=lambda row: row % 2)
+    parts = batches.split_micro_batches(rows, len, 2, bucket_key=lambda row: row % 2)
     assert parts == [[3, 5], [7, 9], [11], [4, 6]]

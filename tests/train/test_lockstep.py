@@ -32,8 +32,8 @@ def in_step(other: list[int], *, needed: bool = True) -> LockstepForward:
 
 def test_kinds_come_in_one_order_and_are_filled_up() -> None:
     parts: list[Part] = [ROWS[2:3], ROWS[:1], ROWS[1:2]]
-    company = in_step([3, 1])  # batches of images and of text that the other process has
-    passes = company.passes(company.ordered(parts))
+    lockstep = in_step([3, 1])  # batches of images and of text that the other process has
+    passes = lockstep.padded_passes(lockstep.ordered(parts))
     assert [(rows[0][0], is_real) for rows, is_real in passes] == [
         ("image", True),
         ("image", False),
@@ -41,13 +41,17 @@ def test_kinds_come_in_one_order_and_are_filled_up() -> None:
         ("text", True),
         ("text", True),
     ]
-    assert [rows for rows, is_real in passes if is_real] == company.ordered(parts)
+    assert [rows for rows, is_real in passes if is_real] == lockstep.ordered(parts)
 
 
 def test_a_process_without_rows_runs_as_many_as_the_other() -> None:
-    assert [rows[0][0] for rows, _ in in_step([1, 2]).passes([])] == ["image", "text", "text"]
+    assert [rows[0][0] for rows, _ in in_step([1, 2]).padded_passes([])] == [
+        "image",
+        "text",
+        "text",
+    ]
 
 
 def test_processes_that_do_not_depend_on_each_other_run_what_they_have() -> None:
     parts: list[Part] = [ROWS[:2]]
-    assert in_step([9, 9], needed=False).passes(parts) == [(ROWS[:2], True)]
+    assert in_step([9, 9], needed=False).padded_passes(parts) == [(ROWS[:2], True)]

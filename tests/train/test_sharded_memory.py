@@ -52,14 +52,14 @@ def anonymous() -> int:
 def open_and_shard(folder: str, bases: list[str]) -> None:
     """Report, for each base, what this process's own memory grew by, and what it keeps."""
     ranks = World(torch.device("cpu"))
-    company = RankMonitor(ranks)
+    monitor = RankMonitor(ranks)
     # what is imported and set up at the first time
-    load_base(f"{folder}/warm", quantize="nf4", sharing=company)
+    load_base(f"{folder}/warm", quantize="nf4", sharing=monitor)
     told = {}
     for name in bases:
         _, _, quantize, dtype = BASES[name]
         before = anonymous()
-        base = load_base(f"{folder}/{name}", quantize=quantize, dtype=dtype, sharing=company)
+        base = load_base(f"{folder}/{name}", quantize=quantize, dtype=dtype, sharing=monitor)
         opened = anonymous() - before
         whole = local_bytes(base.model)["base"]
         shard_base(base.model, ranks.device)

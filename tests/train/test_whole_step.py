@@ -20,7 +20,7 @@ class Centred(ToyTask):
     """Each row's loss is its distance from the mean over the step; tells how often it is above."""
 
     predicts_tokens = False
-    num_figures = 1
+    num_metrics = 1
     needs_whole_step = True
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
@@ -31,16 +31,16 @@ class Centred(ToyTask):
         return (scores * (batch["labels"] != -100)[..., None]).sum((1, 2))[:, None]
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return self.sums(model, batch)[0]
+        return self.loss_and_metric_sums(model, batch)[0]
 
-    def sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         own = self.row_values(model, batch)
         mean = batch.get("step_values", own.detach()).mean()
         if "step_values" in batch:  # what was seen first is what is seen now, dropout and all
             torch.testing.assert_close(batch["step_values"][batch["step_index"]], own.detach())
         return torch.stack([((own - mean) ** 2).sum(), (own > mean).sum().float()])
 
-    def figures(self, means: Sequence[float]) -> dict[str, float]:
+    def metric_means(self, means: Sequence[float]) -> dict[str, float]:
         return {"above": means[0]}
 
 
@@ -80,14 +80,14 @@ def test_a_task_begins_once_with_all_rows(tmp_path: Path) -> None:
     with_bos: list[SetupContext] = []
 
     class Beginner(ToyTask):
-        def begin(self, model: nn.Module, beginning: SetupContext) -> None:
+        def setup(self, model: nn.Module, context: SetupContext) -> None:
             torch.rand(3)  # draws: the run is the same
-            with_bos.append(beginning)
+            with_bos.append(context)
 
     rows: list[Row] = ROWS[:6]
     run = play(tmp_path / "a", task=Beginner(), rows=rows, eval_rows=ROWS[6:], eval_every=None)
-    (beginning,) = with_bos
-    assert list(beginning.rows) == ROWS
-    assert beginning.folder == tmp_path / "a"
+    (context,) = with_bos
+    assert list(context.rows) == ROWS
+    assert context.folder == tmp_path / "a"
     plain = play(tmp_path / "b", task=ToyTask(), rows=rows, eval_rows=ROWS[6:], eval_every=None)
     assert run.losses == plain.losses

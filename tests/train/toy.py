@@ -91,7 +91,7 @@ class ToyTask(Task):
             "labels": torch.tensor([[*r.labels] + [-100] * n for r, n in padded]),
         }
 
-    def kind(self, row: Row) -> None:
+    def bucket_key(self, row: Row) -> None:
         """All rows can share a batch."""
 
     def num_positions(self, rows: Sequence[Row]) -> int:

@@ -83,7 +83,7 @@ class KTO(Preference):
     over all rows of the step, is the point z that answers are measured against.
     """
 
-    num_figures: ClassVar[int] = 8
+    num_metrics: ClassVar[int] = 8
     needs_whole_step: ClassVar[bool] = True
 
     encoder_type: ClassVar[type[AnswerEncoder]] = JudgedEncoder
@@ -143,7 +143,7 @@ class KTO(Preference):
         reference = self.reference_of(model, batch)[:, 1]
         return (self._others(model, batch) - reference)[:, None]
 
-    def sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the summed loss, and what is told; see `figures`."""
         seen = batch.get("step_values")
         gains = self.row_values(model, batch) if seen is None else seen
@@ -166,7 +166,7 @@ class KTO(Preference):
         )
         return torch.stack([losses.sum(), *(each.to(losses).sum() for each in told)])
 
-    def figures(self, means: Sequence[float]) -> dict[str, float]:
+    def metric_means(self, means: Sequence[float]) -> dict[str, float]:
         """Return means over wanted and unwanted answers; accuracy: share on their side of z."""
         wanted, *of_sides, accuracy, z, cut = means
         shares = (wanted, 1 - wanted) * 2

@@ -46,7 +46,7 @@ class ComparedEncoder(AnswerEncoder):
 class PreferencePairs(Preference):
     """A pair is learnt by what its two answers are worth."""
 
-    num_figures: ClassVar[int] = 6
+    num_metrics: ClassVar[int] = 6
 
     encoder_type: ClassVar[type[AnswerEncoder]] = ComparedEncoder
 
@@ -70,7 +70,7 @@ class PreferencePairs(Preference):
         cut = torch.tensor([row.is_cut for row in rows])
         return {**made, "cut": cut, "answers": torch.tensor(answers)}
 
-    def sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the summed loss, the rewards, and the log-probabilities; see `figures`."""
         settings, count = self.settings, len(batch["cut"])
         reference = self.reference_of(model, batch)
@@ -99,7 +99,7 @@ class PreferencePairs(Preference):
         told = (*worth, worth[0] > worth[1], *log_probs.detach().unbind(1), batch["cut"])
         return torch.stack([losses.sum(), *(each.to(losses).sum() for each in told)])
 
-    def figures(self, means: Sequence[float]) -> dict[str, float]:
+    def metric_means(self, means: Sequence[float]) -> dict[str, float]:
         """Return means over pairs; accuracy: share of pairs whose chosen answer is worth more."""
         chosen, rejected, accuracy, log_prob_chosen, log_prob_rejected, cut = means
         return {

@@ -81,52 +81,50 @@ class ReferenceValues:
         with evaluating(model), reference.state():
             return self._values(model, batch)
 
-    def find(self, model: nn.Module, reference: Reference, beginning: SetupContext) -> None:
+    def find(self, model: nn.Module, reference: Reference, context: SetupContext) -> None:
         """Know all rows of a run: as the run's file says, computed where that does not.
 
         Raises:
             Interrupted: A signal came; what was computed is kept.
         """
-        ranks, rows = beginning.ranks, beginning.rows
+        ranks, rows = context.ranks, context.rows
         each = torch.tensor(array("q", (_key(reference.key, row) for row in rows)))
         keys, places = each.unique(return_inverse=True)
         numbers = torch.arange(len(rows))
         first = torch.full_like(keys, len(rows)).scatter_reduce(0, places, numbers, "amin")
         values, known = torch.zeros(len(keys), 2), torch.zeros(len(keys), dtype=torch.bool)
-        path = beginning.folder / FILE
+        path = context.folder / FILE
         if reference.key and ranks.is_main:
             values, known = _kept(path, keys)
         values = ranks.sum(values.to(ranks.device)).cpu()
         known = ranks.sum(known.float().to(ranks.device)).cpu() > 0
         missing = (~known).nonzero().flatten()
         if len(missing):
-            beginning.say(Stage(f"Asking the reference about {len(missing):,} rows"))
-            made = self._missing(
-                model, reference, RowView(rows, first[missing].tolist()), beginning
-            )
+            context.say(Stage(f"Asking the reference about {len(missing):,} rows"))
+            made = self._missing(model, reference, RowView(rows, first[missing].tolist()), context)
             values[missing], known[missing] = made[:, :2], made[:, 2] > 0
             if reference.key and ranks.is_main:
-                _keep(path, keys[known], values[known], beginning)
+                _keep(path, keys[known], values[known], context)
         if not bool(known.all()):
             raise Interrupted(
-                beginning.stop.signum,
+                context.stop.signum,
                 "stopped before the first step; what the reference said so far is kept.",
             )
         self._reference, self._keys, self._known = reference.key, keys, values
 
     def _missing(
-        self, model: nn.Module, reference: Reference, rows: RowView, beginning: SetupContext
+        self, model: nn.Module, reference: Reference, rows: RowView, context: SetupContext
     ) -> Tensor:
         """Return (rows, 3): values, and 1 where there are any, computed by all processes."""
-        ranks, in_step = beginning.ranks, beginning.in_step
+        ranks, in_step = context.ranks, context.in_step
         order = tokens_of_each(rows).sort(descending=True, stable=True).indices
         places = order[ranks.rank :: ranks.world_size]
         own = RowView(rows, places.tolist())
         made = torch.zeros(len(rows), 3, device=ranks.device)
-        done, pending = 0, in_step.passes(_parts(own, BATCH_SIZE))
+        done, pending = 0, in_step.padded_passes(_parts(own, BATCH_SIZE))
         with evaluating(model), reference.state():
             while pending:
-                if beginning.stop.signum and ranks.world_size == 1:
+                if context.stop.signum and ranks.world_size == 1:
                     break
                 part, is_real = pending.pop(0)
                 found = self._try(model, part, ranks)
@@ -141,12 +139,12 @@ class ReferenceValues:
                             lambda row: self._try(model, [row], ranks) is not None,
                             fix="Lower data.max_length, or quantise the base.",
                         )
-                    pending = in_step.passes(_parts(own[done:], len(part) // 2))
+                    pending = in_step.padded_passes(_parts(own[done:], len(part) // 2))
                 elif is_real:
                     index = places[done : done + len(part)].to(ranks.device)
                     made[index, :2], made[index, 2] = found.float(), 1.0
                     done += len(part)
-                    beginning.say(Progress("Asking the reference", done, len(own)))
+                    context.say(Progress("Asking the reference", done, len(own)))
         return ranks.sum(made).cpu()  # the only wait for the device
 
     def _try(self, model: nn.Module, rows: Sequence[Any], ranks: World) -> Tensor | None:
@@ -195,10 +193,10 @@ def _kept(path: Path, keys: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(known[:, None], kept[order][places].float(), 0.0), known
 
 
-def _keep(path: Path, keys: Tensor, values: Tensor, beginning: SetupContext) -> None:
+def _keep(path: Path, keys: Tensor, values: Tensor, context: SetupContext) -> None:
     """Write what is known; a disk that refuses costs the file, not the run."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_tensors({KEYS: keys, VALUES: values}, path)
     except (PeftkitError, OSError) as problem:
-        beginning.say(Notice(f"{path} was not written; a resume asks again. {problem}"))
+        context.say(Notice(f"{path} was not written; a resume asks again. {problem}"))

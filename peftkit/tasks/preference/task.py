@@ -115,10 +115,10 @@ class Preference(TokenTask):
         """Compare with the model in this state; see `Reference`."""
         self._reference = Reference(state, key)
 
-    def begin(self, model: nn.Module, beginning: SetupContext) -> None:
+    def setup(self, model: nn.Module, context: SetupContext) -> None:
         """Ask the reference about all rows, where the loss has one."""
         if self.settings.needs_reference:
-            self._values.find(model, self._reference, beginning)
+            self._values.find(model, self._reference, context)
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
         return [
@@ -201,20 +201,20 @@ class Preference(TokenTask):
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss summed over the rows of a batch, in fp32."""
-        return self.sums(model, batch)[0]
+        return self.loss_and_metric_sums(model, batch)[0]
 
     @torch.no_grad()
     def metrics(
         self, model: nn.Module, rows: Sequence[Compared], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return the loss, and what is told at each step of training."""
-        total, count = torch.zeros(1 + self.num_figures), 0
-        compute = partial(self.sums, model)
+        total, count = torch.zeros(1 + self.num_metrics), 0
+        compute = partial(self.loss_and_metric_sums, model)
         for batch, sums in over_batches(self, model, rows, "Comparing", on_event, compute):
             total += sums.cpu()
             count += self.num_targets(batch)
         loss, *means = (total / count).tolist()
-        return {"loss": loss, **self.figures(means)}
+        return {"loss": loss, **self.metric_means(means)}
 
     def _spans(self, row: Compared, names: Sequence[str]) -> list[tuple[str, str]]:
         named_documents = zip(row.documents, names, strict=False)
