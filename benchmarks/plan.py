@@ -22,18 +22,18 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import shapes
 from benchmarks.report import heading, table, versions
 from peftkit.adapter import attach
-from peftkit.counting.reckon import StepEstimator
-from peftkit.counting.step import Setup
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
+from peftkit.execution.strategies import Activations
 from peftkit.kernels.packing import keep_copies, packed_tensors
 from peftkit.methods.lora import LoRA
 from peftkit.model.training import prepared_for_training
+from peftkit.planning.step import Setup
+from peftkit.planning.step_estimator import StepEstimator
 from peftkit.quant.quantize import quantize_model
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.protocol import TaskConfig
 from peftkit.train.config import TrainConfig
-from peftkit.train.memory.blocks import Activations
 from peftkit.train.model import trainable_parameters
 from peftkit.train.optim import STATE_BYTES
 from peftkit.train.signals import StopRequest

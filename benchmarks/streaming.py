@@ -18,9 +18,10 @@ import transformers
 from benchmarks import shapes
 from benchmarks.report import table
 from peftkit.config.schema import from_dict
-from peftkit.counting.machines import CARDS, Machine
+from peftkit.execution.environment import gpu_of_size
+from peftkit.planning.cards import CARDS
+from peftkit.planning.memory import MemoryEstimator
 from peftkit.run.config import Recipe
-from peftkit.run.costs import MemoryEstimator
 
 LINKS = (8.0, 16.0, 25.0)
 """GB/s from main memory to a card: PCIe 3.0 x16 unpinned, 4.0 x16, 5.0 x16, about."""
@@ -63,7 +64,7 @@ def costs_of(name: str, gigabytes: int, length: int, **train: str) -> MemoryEsti
         "data": {"train": "", "max_length": length},
         "train": {"batch_size": 1, "gradient_checkpointing": True, **train},
     }
-    machine = Machine(gigabytes * 10**9, on_gpu=True)
+    machine = gpu_of_size(gigabytes * 10**9)
     return MemoryEstimator(from_dict(Recipe, recipe, name), config_of(name), machine)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from peftkit.base.load import default_device
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, Notice, Table, ignore
+from peftkit.execution.environment import default_device
 from peftkit.inference.watch import Metric, TextWatch
 from peftkit.report.facts import BeforeRun
 from peftkit.report.live import LiveReport

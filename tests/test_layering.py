@@ -19,17 +19,19 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "events", "kernels/"),
+    ("execution/",),
     ("config/", "files/"),
     ("model/",),
     ("quant/", "data/"),
     ("train/", "base/"),
     ("methods/", "tasks/"),
     ("adapter",),
-    ("formats/", "counting/"),
+    ("formats/", "run/config"),
+    ("planning/",),
     ("inference/", "merging/", "report/"),
     ("transform/", "run/"),
     ("recipe",),
-    ("planning/", "serve/", "sweeps/"),
+    ("serve/", "sweeps/"),
     ("__init__",),
     ("cli/",),
 )

@@ -13,8 +13,8 @@ from peftkit_cli.arguments import Json, Overrides, note
 
 if TYPE_CHECKING:
     from peftkit.events import Table
+    from peftkit.planning.memory import Strategy
     from peftkit.planning.plan import Plan
-    from peftkit.run.costs import Strategy
 
 WAYS = ("base", "activations", "peak GB", "weights", "adapter", "step", "fits", "longest")
 """adapter: with its gradients and the optimizer's state. longest: row that fits, in tokens."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,8 @@ from peftkit.base.storage_format import LoadedModel, StorageFormat
 from peftkit.base.store import StoreKey, opened_or_kept, storable
 from peftkit.config.schema import Config, from_dict
 from peftkit.events import Listener, Stage, ignore
-from peftkit.kernels.device import gpu_here, gpu_of
+from peftkit.execution.environment import default_device
+from peftkit.kernels.device import gpu_of
 from peftkit.kernels.packing import keep_copies
 from peftkit.quant.audit import Audit, audit
 
@@ -239,20 +239,3 @@ def _processors(
         return None, pretrained.load_image_processor(location, revision), None
     both = load_multimodal(location, revision)
     return pretrained.with_padding(both.tokenizer, location, on_event), None, both
-
-
-def default_device() -> torch.device:
-    """Return a GPU, where there is one: of several processes on a machine each has its own.
-
-    As accelerate counts them: where every process sees one GPU alone, all have number 0. It is also
-    made the current one, on which libraries put what they make without being told where.
-    """
-    here = gpu_here()
-    if here is None:
-        return torch.device("cpu")
-    if here[0].type != "cuda":
-        return here[0]
-    number = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", max(number, 0) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device

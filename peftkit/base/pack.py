@@ -7,7 +7,7 @@ from pathlib import Path
 
 from peftkit.base import pretrained
 from peftkit.base.build import build, convert
-from peftkit.base.load import DTYPES, BaseConfig, default_device, fast_dtype
+from peftkit.base.load import DTYPES, BaseConfig, fast_dtype
 from peftkit.base.locate import locate
 from peftkit.base.mapped import packed_skeleton
 from peftkit.base.purpose import CAUSAL_LM
@@ -24,6 +24,7 @@ from peftkit.base.store import (
 from peftkit.config.schema import from_dict
 from peftkit.errors import BaseError, RunError
 from peftkit.events import Listener, Notice, Stage, ignore
+from peftkit.execution.environment import default_device
 
 
 def pack_base(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from peftkit.planning.memory import STEP, MemoryEstimator, Strategy
 from peftkit.run.config import Recipe
-from peftkit.run.costs import STEP, MemoryEstimator, Strategy
 
 Changes = tuple[str, ...]
 
@@ -23,7 +23,7 @@ def cheapest_change(costs: MemoryEstimator, chosen: Strategy) -> str:
     best, with_it = chosen.longest_row, Changes()
     for changes in _tried(costs.recipe):
         changed = _changed(costs.recipe, changes)
-        trial = MemoryEstimator(changed, costs.config, costs.machine, link=costs.link)
+        trial = MemoryEstimator(changed, costs.config, costs.environment, link=costs.link)
         ways = list(trial.ways())
         through = [trial.seconds(way) for way in ways if way.longest_row >= trial.length]
         if through:

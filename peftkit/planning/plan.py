@@ -1,7 +1,7 @@
 """What a run will cost, before it runs: memory, time, disk; and what to change if it does not fit.
 
 Of a model only the config is read. The step that trains is counted on tensors without data
-(`counting/step.py`), so that the plan and the run take the same paths.
+(`planning/step.py`), so that the plan and the run take the same paths.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from typing import Any
 
 from peftkit.base.shapes import read_config
 from peftkit.config.schema import from_dict
-from peftkit.counting.machines import (
+from peftkit.execution.environment import gpu_of_size, this_machine
+from peftkit.planning.cards import (
     CARDS,
     LINK,
-    Machine,
     measured_rate,
     parse_size,
-    this_machine,
 )
-from peftkit.counting.step import plain_purpose
 from peftkit.planning.change import cheapest_change
+from peftkit.planning.memory import DeviceEstimate, MemoryEstimator, Strategy
+from peftkit.planning.step import plain_purpose
 from peftkit.run.config import Recipe, load
-from peftkit.run.costs import DeviceEstimate, MemoryEstimator, Strategy
 from peftkit.train.optim import STATE_BYTES
 
 BYTES_PER_TOKEN = 4
@@ -102,11 +101,11 @@ def plan_run(
         PeftkitError: The recipe, the model's config or the size is of no use.
     """
     recipe = _recipe(target, overrides)
-    machine = this_machine()
+    environment = this_machine()
     if memory is not None:
-        machine = Machine(parse_size(memory) if isinstance(memory, str) else memory, True)
+        environment = gpu_of_size(parse_size(memory) if isinstance(memory, str) else memory)
     config = read_config(recipe.base.model, recipe.base.revision, plain_purpose(recipe.task))
-    costs = MemoryEstimator(recipe, config, machine, link=link)
+    costs = MemoryEstimator(recipe, config, environment, link=link)
     rows, length, reckoner = costs.rows, costs.length, costs.reckoner
     ways = tuple(costs.ways())
     chosen = next((w for w in ways if w.fits), None)
@@ -122,18 +121,18 @@ def plan_run(
     here = 0.7 * measured_rate(reckoner.setup.dtype) if measure else 0.0
     return Plan(
         model=recipe.base.model,
-        on_gpu=machine.on_gpu,
+        on_gpu=environment.on_gpu,
         dtype=str(reckoner.setup.dtype).removeprefix("torch."),
         quantize=recipe.base.quantize,
         num_parameters=reckoner.num_parameters,
         num_trained=reckoner.num_trained,
         rows=rows,
         length=length,
-        memory_bytes=machine.memory,
-        usable_bytes=machine.usable,
+        memory_bytes=environment.memory or 0,
+        usable_bytes=environment.room,
         ways=ways,
         chosen=chosen,
-        cards=tuple(costs.share(number) for number in NUM_CARDS) if machine.on_gpu else (),
+        cards=tuple(costs.share(number) for number in NUM_CARDS) if environment.on_gpu else (),
         link=link,
         members=_members(costs),
         fits=fits,
@@ -165,7 +164,7 @@ def _recipe(target: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
 
 def _members(costs: MemoryEstimator) -> int:
     """Return how many members of a sweep fit, where their rows fill a pass."""
-    left = costs.machine.usable - costs.pass_bytes(MANY)
+    left = costs.environment.usable - costs.pass_bytes(MANY)
     return max(left // max(costs.member_bytes(costs.recipe.train.optimizer), 1), 0)
 
 

@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 from peftkit.adapter import Adapter, attach
-from peftkit.base.load import Base, default_device, load_base
+from peftkit.base.load import Base, load_base
 from peftkit.base.new_tokens import add_tokens, token_rows
 from peftkit.base.purpose import Purpose
 from peftkit.events import Listener, Notice, ignore
+from peftkit.execution.environment import default_device
 from peftkit.formats.card import (
     adapter_table,
     small_reach,
@@ -24,9 +25,9 @@ from peftkit.methods.loftq import loftq_starts
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import InitValues, Method
 from peftkit.model.roles import ALL_LINEAR
+from peftkit.planning.resolve import settled
 from peftkit.quant.quantize import tower_paths
 from peftkit.run.config import Recipe
-from peftkit.run.settle import settled
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.splits import load_splits
 from peftkit.train.checkpoints.checkpoint import Checkpoints

@@ -17,11 +17,11 @@ from peftkit.base.load import Base
 from peftkit.errors import ConfigError
 from peftkit.events import EvalDone, Event, Listener, Notice, Stage, ignore
 from peftkit.model.modes import modes_kept
+from peftkit.planning.rounds import rounds
 from peftkit.report.facts import BeforeRun
 from peftkit.report.live import LiveReport
 from peftkit.run.prepare import Prepared, open_base, prepare
 from peftkit.run.results import adapter_folder, identity, write_facts
-from peftkit.run.rounds import rounds
 from peftkit.sweeps.layers import Mounted
 from peftkit.sweeps.loop import Live, Loop, has_checkpoints
 from peftkit.sweeps.members import Member, check_members

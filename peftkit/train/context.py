@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from peftkit.errors import ConfigError
+from peftkit.execution.environment import world_size
 from peftkit.train.config import TrainConfig
 
 
@@ -14,7 +13,7 @@ def check_context(config: TrainConfig) -> None:
     Raises:
         ConfigError: They cannot, or a setting does not go with it.
     """
-    number, world = config.context_parallel, int(os.environ.get("WORLD_SIZE", "1"))
+    number, world = config.context_parallel, world_size()
     if number == 1:
         return
     asked = f"train.context_parallel: {number}"

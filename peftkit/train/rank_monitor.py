@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from peftkit.errors import ConfigError, OutputError, PeftkitError, RunError, silence
+from peftkit.execution.environment import local_rank, world_size
 from peftkit.files.disk import writable_folder
 from peftkit.train.signals import Interrupted
 from peftkit.train.world import World
@@ -46,7 +47,7 @@ def monitored_ranks(device: Callable[[], torch.device]) -> Iterator[RankMonitor 
     Raises:
         RunError: The processes do not find each other, or one is gone.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    if world_size() < 2:
         yield None
         return
     monitor = RankMonitor(World(device()))
@@ -72,7 +73,7 @@ class RankMonitor:
 
     def __init__(self, ranks: World) -> None:
         self.rank, self.world_size = ranks.rank, ranks.world_size
-        self.is_first_here = int(os.environ.get("LOCAL_RANK", "0")) <= 0
+        self.is_first_here = local_rank() == 0
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._prefix, self._asked = f"peftkit/{again}/{next(_runs)}", count()
         self._store = _connected(self._prefix)

@@ -10,7 +10,6 @@ All processes have to run the model equally often: see in_step.py.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +26,7 @@ from torch.distributed.fsdp import (
 )
 
 from peftkit.errors import ConfigError
+from peftkit.execution.environment import world_size
 from peftkit.kernels.packing import packed_tensors
 from peftkit.train.config import TrainConfig
 from peftkit.train.memory.blocks import Blocks
@@ -48,7 +48,7 @@ def check_sharding(config: TrainConfig, method: str) -> None:
         ConfigError: There is one process, or the method does not go with it.
     """
     asked = f"train.shard: {config.shard}"
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    if world_size() < 2:
         raise ConfigError(
             f"{asked} spreads the base over several processes",
             found="There is one process.",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from peftkit.execution.environment import world_size
 
 # torchrun passes on a signal that its workers, being in its process group, got already.
 RELAY_SECONDS = 2.0
@@ -40,7 +41,7 @@ class StopRequest:
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
         """Take a signal: note the first, raise on the second."""
-        launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        launched = world_size() > 1
         if not self.signum:
             self.signum, self._at = signum, time.monotonic()
             if not self._at_once:

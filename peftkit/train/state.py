@@ -7,8 +7,8 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
 from peftkit.errors import CheckpointError
+from peftkit.execution.strategies import Activations
 from peftkit.train.config import TrainConfig
-from peftkit.train.memory.blocks import Activations
 
 
 @dataclass(slots=True)

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from peftkit.data.lengths import num_tokens
 from peftkit.errors import DataError, RunError
+from peftkit.execution.strategies import Activations
 from peftkit.train import rng
 from peftkit.train.batches import split_micro_batches
 from peftkit.train.config import TrainConfig
 from peftkit.train.diagnosis import Diagnosis, diagnose, sources
 from peftkit.train.lockstep import LockstepForward, Part
-from peftkit.train.memory.blocks import Activations, Blocks
+from peftkit.train.memory.blocks import Blocks
 from peftkit.train.memory.compiled import is_compile_error, told
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
 from peftkit.train.memory.plan import BUSY

@@ -7,7 +7,6 @@ running out of memory, or of rows in a small last group), and a task may call an
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.distributed import new_subgroups
 
 from peftkit.errors import RunError
+from peftkit.execution.environment import world_size
 from peftkit.kernels.context import Context
 
 
@@ -37,7 +37,7 @@ class World:
     """
 
     def __init__(self, device: torch.device, cp_size: int = 1) -> None:
-        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        launched = world_size()
         # Without cpu=True, accelerate on a machine without GPU would let each process train alone.
         self._accelerator = Accelerator(
             cpu=device.type == "cpu" and launched > 1, gradient_accumulation_steps=1

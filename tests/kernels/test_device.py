@@ -8,12 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from peftkit.base.load import default_device, fast_dtype
+from peftkit.base.load import fast_dtype
+from peftkit.execution.environment import default_device, used_bytes
 from peftkit.inference.generate import sampling
 from peftkit.kernels.device import GPUS, forked_generators, gpu_here, gpu_of
 from peftkit.train import rng
 from peftkit.train.memory.out_of_memory import release_memory
-from peftkit.train.memory.plan import used_bytes
 from peftkit.train.metrics import peak_bytes
 from peftkit.train.model import device_name
 from peftkit.train.prefetch import on_device

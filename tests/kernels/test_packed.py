@@ -14,13 +14,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from peftkit.adapter import attach
+from peftkit.execution.strategies import Activations
 from peftkit.kernels import packed
 from peftkit.kernels.packed import recomputing
 from peftkit.kernels.packing import keep_copies, packed_tensors
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
 from peftkit.train.memory import blocks as blocks_module
-from peftkit.train.memory.blocks import Activations, Blocks
+from peftkit.train.memory.blocks import Blocks
 from tests.families import FAMILIES
 from tests.train.toy import same
 

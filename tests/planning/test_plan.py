@@ -14,7 +14,7 @@ from peftkit.config.schema import from_dict
 from peftkit.errors import BaseError
 from peftkit.planning.plan import Plan
 from peftkit_cli.app import run
-from tests.counting.test_counting import llama
+from tests.planning.test_step_estimator import llama
 
 GB = 10**9
 

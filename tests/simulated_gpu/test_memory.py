@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.plan import Measured, planned, reckoner_of
+from peftkit.execution.strategies import Activations
 from peftkit.train.memory import offload, pinned
-from peftkit.train.memory.blocks import Activations, Blocks
+from peftkit.train.memory.blocks import Blocks
 from peftkit.train.memory.offload import Offload
 from peftkit.train.memory.pinned import PinnedSpace
-from tests.counting.test_counting import llama
+from tests.planning.test_step_estimator import llama
 from tests.simulated_gpu.same import make_model, train
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card

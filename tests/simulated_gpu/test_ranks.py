@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from peftkit.base.load import default_device
+from peftkit.execution.environment import default_device
 from peftkit.methods.data_init import as_on_main
 from peftkit.methods.lora import LoRA
 from peftkit.train.checkpoints.checkpoint import Checkpoints

@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from peftkit.errors import PeftkitError
+from peftkit.execution.strategies import Activations, activation_modes
 from peftkit.kernels.packed import recomputing
 from peftkit.train.memory.offload import Offload
-
-Activations = Literal["keep", "recompute", "offload"]
-"""What is kept: all that a block computes; its input; its input, in main memory."""
 
 MARK = "GradientCheckpointingLayer"
 """The class of transformers that blocks are of; known by name, for it is not imported here."""
@@ -81,17 +79,14 @@ class Blocks:
         return max(len(kinds), 1)
 
     def ways(self, wish: bool | Literal["auto"], on_gpu: bool) -> tuple[Activations, ...]:
-        """Return what may be kept, the fastest first.
-
-        Args:
-            wish: train.gradient_checkpointing.
-        """
-        less: tuple[Activations, ...] = ("recompute", "offload") if on_gpu else ("recompute",)
-        if self.are_streamed:
-            return less
-        if wish is True or (wish == "auto" and self.activations != "keep"):
-            return less
-        return ("keep", *less) if wish == "auto" and self._marked else ("keep",)
+        """Return what may be kept, the fastest first; see `activation_modes`."""
+        return activation_modes(
+            wish,
+            on_gpu=on_gpu,
+            has_blocks=bool(self._marked),
+            streamed=self.are_streamed,
+            recomputes=self.activations != "keep",
+        )
 
     def set_activations(self, activations: Activations) -> None:
         """Set what is kept of the activations from now on.

@@ -3,7 +3,7 @@
 What a row's forward pass saves for its backward pass is counted, not estimated: hooks see each
 saved tensor and keep none, so that counting itself takes no more memory than inference does. From
 this follow the bytes for a token under each way of keeping activations, and the cheapest way that
-fits. Nothing is timed. Plans before a run (counting/) know neither its rows nor its model.
+fits. Nothing is timed. Plans before a run (planning/) know neither its rows nor its model.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from peftkit.kernels.device import gpu_of
-from peftkit.kernels.host_memory import resident_bytes
-from peftkit.train.memory.blocks import Activations
+from peftkit.execution.strategies import Activations
 
 BUSY = {"cuda": 4096}
 """Tokens at once that a device needs to be busy. With fewer a GPU waits for Python: activations are
@@ -128,12 +125,6 @@ def choose(
                     else MemoryPlan(activations, fit, None)
                 )
     return None
-
-
-def used_bytes(device: torch.device) -> int:
-    """Return the memory in use: of a GPU by all, but what torch could give back; else by us."""
-    gpu = gpu_of(device)
-    return resident_bytes() if gpu is None else gpu.used(device)
 
 
 def _unneeded(_: None) -> Tensor:

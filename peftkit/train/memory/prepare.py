@@ -17,11 +17,12 @@ from torch import nn
 from peftkit.data.lengths import num_tokens, tokens_of_each
 from peftkit.errors import RunError
 from peftkit.events import Event, Notice, Stage
+from peftkit.execution.environment import used_bytes
+from peftkit.execution.strategies import Activations
 from peftkit.kernels.device import gpu_of
 from peftkit.kernels.host_memory import free_bytes
 from peftkit.quant.audit import audit
 from peftkit.train import rng
-from peftkit.train.memory.blocks import Activations
 from peftkit.train.memory.compiled import cpp_compiler, is_compile_error, is_worth_it, told
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory
 from peftkit.train.memory.plan import (
@@ -30,7 +31,6 @@ from peftkit.train.memory.plan import (
     MemoryPlan,
     choose,
     saved_by,
-    used_bytes,
 )
 from peftkit.train.optim import STATE_BYTES
 from peftkit.train.trainer import Trainer

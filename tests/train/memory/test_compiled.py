@@ -15,6 +15,7 @@ from peftkit.adapter import attach
 from peftkit.data.load import DataConfig
 from peftkit.errors import RunError
 from peftkit.events import RunStarted
+from peftkit.execution.strategies import Activations
 from peftkit.kernels import grouped
 from peftkit.methods.lora import LoRA
 from peftkit.tasks import head
@@ -23,7 +24,7 @@ from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.config import TrainConfig
 from peftkit.train.memory import blocks as blocks_module
 from peftkit.train.memory import compiled, prepare
-from peftkit.train.memory.blocks import Activations, Blocks
+from peftkit.train.memory.blocks import Blocks
 from peftkit.train.memory.compiled import is_worth_it
 from tests.families import ARCHITECTURES, FAMILIES
 from tests.tasks.test_unpadding import a_row, beginning

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import attach
+from peftkit.execution.strategies import Activations
 from peftkit.methods.lora import LoRA
-from peftkit.train.memory.blocks import Activations, Blocks
+from peftkit.train.memory.blocks import Blocks
 from peftkit.train.memory.offload import Offload, OffloadedInput
 from tests.families import FAMILIES
 from tests.train.toy import same

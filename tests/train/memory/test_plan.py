@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import RunError
+from peftkit.execution.environment import used_bytes
+from peftkit.execution.strategies import Activations
 from peftkit.train.memory import prepare
-from peftkit.train.memory.blocks import Activations, Blocks
-from peftkit.train.memory.plan import ActivationBytes, MemoryPlan, choose, saved_by, used_bytes
+from peftkit.train.memory.blocks import Blocks
+from peftkit.train.memory.plan import ActivationBytes, MemoryPlan, choose, saved_by
 from tests.train.toy import (
     Played,
     Row,

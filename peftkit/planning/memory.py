@@ -1,4 +1,4 @@
-"""What a recipe's step takes on a machine, counted from the model's config before it is loaded."""
+"""What a recipe's step takes in an environment, counted from the config of a model."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any, Literal
 import torch
 
 from peftkit.base.load import DTYPES, fast_dtype
-from peftkit.counting.held import WeightFootprint, spread, streamed
-from peftkit.counting.machines import LINK, WIRES, Machine, card_of
-from peftkit.counting.reckon import StepEstimator
-from peftkit.counting.step import Setup
+from peftkit.execution.environment import Environment
+from peftkit.execution.strategies import Activations
+from peftkit.planning.cards import LINK, WIRES, card_of
+from peftkit.planning.footprint import WeightFootprint, spread, streamed
+from peftkit.planning.step import Setup
+from peftkit.planning.step_estimator import StepEstimator
 from peftkit.run.config import Recipe
-from peftkit.train.memory.blocks import Activations
 from peftkit.train.optim import STATE_BYTES
 
 LONGEST = 1 << 20
@@ -88,27 +89,27 @@ class MemoryEstimator:
     """
 
     def __init__(
-        self, recipe: Recipe, config: Any, machine: Machine, *, link: float = LINK
+        self, recipe: Recipe, config: Any, environment: Environment, *, link: float = LINK
     ) -> None:
-        self.recipe, self.config, self.machine, self.link = recipe, config, machine, link
-        self.card = card_of(machine.memory)
+        self.recipe, self.config, self.environment, self.link = recipe, config, environment, link
+        self.card = card_of(environment.memory or 0)
         limit = getattr(config.get_text_config(), "max_position_embeddings", None)
         self.limit: int = limit or LONGEST
         self.length = min(recipe.data.max_length or self.limit, self.limit)
         rows, num_texts = recipe.train.batch_size, recipe.task.num_texts
-        tokens = recipe.train.tokens_at_once("cuda" if machine.on_gpu else "cpu")
+        tokens = recipe.train.tokens_at_once(environment.kind)
         if tokens is not None:
             rows = max(1, min(rows, tokens // (num_texts * self.length)))
         self.rows = rows
-        setup = setup_of(recipe, config, machine.on_gpu)
-        self.reckoner = StepEstimator(setup, None if machine.on_gpu else machine.memory)
+        setup = setup_of(recipe, config, environment.on_gpu)
+        self.reckoner = StepEstimator(setup, None if environment.on_gpu else environment.usable)
 
     @cached_property
     def _bare(self) -> StepEstimator:
         """Of a base that is not all on the device, so that no unpacked weights are kept."""
         if not self.reckoner.setup.kept:
             return self.reckoner
-        return StepEstimator(setup_of(self.recipe, self.config, self.machine.on_gpu))
+        return StepEstimator(setup_of(self.recipe, self.config, self.environment.on_gpu))
 
     @cached_property
     def streams(self) -> WeightFootprint:
@@ -123,11 +124,8 @@ class MemoryEstimator:
 
     def activations(self, placement: Placement = "device") -> tuple[Activations, ...]:
         """Return what may be kept of activations, the fastest first."""
-        wish, ways = self.recipe.train.gradient_checkpointing, self.reckoner.ways
-        less = tuple(way for way in ways if way != "keep")
-        if wish is True or placement == "stream":
-            return less or ways
-        return ways if wish == "auto" else ("keep",)
+        wish, streamed = self.recipe.train.gradient_checkpointing, placement == "stream"
+        return self.reckoner.activation_modes(wish, streamed=streamed)
 
     def ways(self) -> Iterator[Strategy]:
         """Yield the ways that base.placement allows, the fastest first.
@@ -140,7 +138,7 @@ class MemoryEstimator:
                 way = self.way("device", activations)
                 found |= way.longest_row >= self.length
                 yield way
-        may = asked == "stream" or (asked == "auto" and self.machine.on_gpu and not found)
+        may = asked == "stream" or (asked == "auto" and self.environment.on_gpu and not found)
         if may and self.can_stream:
             for activations in self.activations("stream"):
                 yield self.way("stream", activations)
@@ -162,7 +160,7 @@ class MemoryEstimator:
             activations,
             taken,
             peak,
-            taken <= self.machine.usable,
+            taken <= self.environment.room,
             min(longest // STEP * STEP, self.limit),
             longest // self.length,
             flops,
@@ -184,16 +182,16 @@ class MemoryEstimator:
         summed = 2 * (cards - 1) * sum(p.nbytes for p in self.reckoner.trained) // cards
         for activations in self.activations():
             peak, longest, flops = self._count(held, activations, self.rows)
-            if sum(peak.values()) <= self.machine.usable:
+            if sum(peak.values()) <= self.environment.room:
                 break
         taken, wire = sum(peak.values()), summed + (0 if held is None else held.moved)
-        fits, longest = taken <= self.machine.usable, min(longest // STEP * STEP, self.limit)
+        fits, longest = taken <= self.environment.room, min(longest // STEP * STEP, self.limit)
         hidden = {f"{w:g}": self._hidden_from(wire, flops / self.rows, w) for w in WIRES}
         return DeviceEstimate(cards, activations, taken, peak, fits, longest, wire, hidden)
 
     def _hidden_from(self, moved: int, flops_of_row: float, link: float) -> int:
         """Return the tokens whose computing takes as long as bytes take to come at GB/s."""
-        seconds = moved / (link * 1e9) if self.machine.on_gpu else 0.0
+        seconds = moved / (link * 1e9) if self.environment.on_gpu else 0.0
         return round(seconds * self.card.rate / (flops_of_row / self.length))
 
     def member_bytes(self, optimizer: str) -> int:
@@ -212,13 +210,13 @@ class MemoryEstimator:
         tokens, most = self.recipe.train.tokens_at_once("cpu"), rows
         if tokens is not None:
             most = min(rows, tokens // self.length)
-        more = 0 if self.machine.on_gpu else max(most - self.rows, 0) * self.length
+        more = 0 if self.environment.on_gpu else max(most - self.rows, 0) * self.length
         found = 0
         for way in self.activations():
             count = self.reckoner.count(self.rows, self.length, way)
             slope = self.reckoner.bytes_per_token(self.rows, self.length, way) if more else 0.0
             found = count.peak["weights"] + count.peak["activations"] + round(slope * more)
-            if found <= self.machine.usable:
+            if found <= self.environment.usable:
                 break
         return found
 
@@ -229,13 +227,13 @@ class MemoryEstimator:
         reckoner = self.reckoner if held is None else self._bare
         count = reckoner.count(rows, self.length, activations)
         state = STATE_BYTES[self.recipe.train.optimizer] * reckoner.num_trained
-        found = {**count.peak, "optimizer": state}
+        found = {**count.peak, "optimizer": state, "process": self.environment.process}
         if held is not None:
             found["weights"] += held.at_most - reckoner.base.resident
         if self.recipe.train.gradient_accumulation > 1:  # a second batch beside the first's
             found["gradients"] = max(found["gradients"], sum(p.nbytes for p in reckoner.trained))
         slope = max(reckoner.bytes_per_token(rows, self.length, activations), 1.0)
-        left = self.machine.usable - sum(found.values())
+        left = self.environment.room - sum(found.values())
         return found, max(int(rows * self.length + left / slope), 0), count.flops
 
 

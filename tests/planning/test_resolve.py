@@ -15,15 +15,15 @@ from peftkit import recipe as story
 from peftkit.base.load import BaseConfig
 from peftkit.base.shapes import read_config
 from peftkit.config.schema import from_dict
-from peftkit.counting.machines import GPU_SHARE, Machine
-from peftkit.counting.step import plain_purpose
 from peftkit.events import Event, Notice
-from peftkit.run import settle
+from peftkit.execution.environment import GPU_SHARE, Environment
+from peftkit.planning import resolve
+from peftkit.planning.memory import MemoryEstimator
+from peftkit.planning.resolve import settled
+from peftkit.planning.step import plain_purpose
 from peftkit.run.config import Recipe
-from peftkit.run.costs import MemoryEstimator
-from peftkit.run.settle import settled
-from tests.counting.test_counting import llama
 from tests.families import tiny_tokenizer
+from tests.planning.test_step_estimator import llama
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
 from tests.train.children import exit_code, free_port, start
@@ -58,11 +58,11 @@ def asked(folder: Path, out: Path, **sections: dict[str, Any]) -> Recipe:
 
 def costs_of(recipe: Recipe, *, on_gpu: bool = True) -> MemoryEstimator:
     config = read_config(recipe.base.model, None, plain_purpose(recipe.task))
-    return MemoryEstimator(recipe, config, Machine(GB, on_gpu, is_free=True))
+    return MemoryEstimator(recipe, config, Environment("cuda" if on_gpu else "cpu", GB))
 
 
 def on_a_card(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
-    monkeypatch.setattr(settle, "free_now", lambda *_: Machine(memory, True, is_free=True))
+    monkeypatch.setattr(resolve, "free_now", lambda *_: Environment("cuda", memory))
 
 
 def test_base_is_streamed_exactly_where_it_and_one_row_do_not_fit(
@@ -106,13 +106,13 @@ def test_run_on_a_card_that_is_too_small_streams_and_trains(folder, tmp_path, mo
         if isinstance(event, Notice):
             told.append(event.text)
 
-    needed_with = settle._needed
+    needed_with = resolve._needed
 
     def counted(*given: Any) -> Any:
         with _disable_current_modes():  # the card's kernels want values
             return needed_with(*given)
 
-    monkeypatch.setattr(settle, "_needed", counted)
+    monkeypatch.setattr(resolve, "_needed", counted)
     card = Card(memory=memory)
     with simulated(card):
         story.run(recipe, on_event=heard)
@@ -123,7 +123,7 @@ def test_run_on_a_card_that_is_too_small_streams_and_trains(folder, tmp_path, mo
 def work(recipe: dict[str, Any], memory: int) -> None:
     """Train where the second process alone sees too little memory."""
     own = memory if os.environ["RANK"] == "1" else GB
-    settle.free_now = lambda *_: Machine(own, False, is_free=True)  # type: ignore[assignment]
+    resolve.free_now = lambda *_: Environment("cpu", own)  # type: ignore[assignment]
     told: list[Event] = []
     story.run(from_dict(Recipe, recipe, "test"), on_event=told.append)
     if os.environ["RANK"] == "1":

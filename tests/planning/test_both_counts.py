@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from benchmarks.plan import Measured, config_of, reckoner_of
-from peftkit.train.memory.blocks import Activations
+from peftkit.execution.strategies import Activations
 from peftkit.train.memory.plan import ActivationBytes, saved_by
-from tests.counting.test_counting import llama
+from tests.planning.test_step_estimator import llama
 
 SHORT, LONG = 128, 512
 BOUNDS: dict[Activations, tuple[float, float]] = {"keep": (0.75, 1.1), "recompute": (0.75, 1.75)}

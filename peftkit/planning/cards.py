@@ -1,4 +1,4 @@
-"""The memory and the speed of machines: this one, measured, and GPUs by name."""
+"""The speed of GPUs by name, and of this machine, measured."""
 
 from __future__ import annotations
 
@@ -9,13 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from peftkit.errors import ConfigError
-from peftkit.kernels.device import gpu_here, gpu_of
-from peftkit.kernels.host_memory import free_bytes
+from peftkit.kernels.device import gpu_here
 
-GPU_SHARE, GPU_CONTEXT = 0.95, 450_000_000
-"""Of a card's memory so much can be allocated, less what CUDA and its libraries take."""
-CPU_PROCESS = 700_000_000
-"""What a Python process takes with torch and transformers loaded, before any model."""
 PRODUCT_SHARE = 0.4
 """Of the peak rate a step reaches, as the best published LoRA runs do."""
 BANDWIDTH_SHARE = 0.85
@@ -74,61 +69,6 @@ def parse_size(text: str) -> int:
             fix="Write it as 8GB, 24GB or 7.5GiB.",
         )
     return int(value * _UNITS[(match[2] or "G").upper()])
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """A memory that a run has for itself.
-
-    Attributes:
-        memory: Bytes.
-        on_gpu: Whether it is a GPU's.
-        is_free: Whether all of it can be had, what the process and CUDA take being gone already.
-    """
-
-    memory: int
-    on_gpu: bool
-    is_free: bool = False
-
-    @property
-    def usable(self) -> int:
-        """Bytes that are left for tensors."""
-        if self.is_free:
-            return self.memory
-        if self.on_gpu:
-            return int(GPU_SHARE * self.memory) - GPU_CONTEXT
-        return self.memory - CPU_PROCESS
-
-
-def this_machine() -> Machine:
-    """Return the memory that is there for a run, before there is one.
-
-    Raises:
-        ConfigError: The system does not say.
-    """
-    if (here := gpu_here()) is not None:
-        device, gpu = here
-        return Machine(gpu.total(device), True)
-    free = free_bytes()
-    if free is None:
-        raise ConfigError(
-            "this machine does not tell how much memory is free.",
-            fix="Say what to plan for: --memory 8GB (a GPU's).",
-        )
-    return Machine(free, False)
-
-
-def free_now(device: torch.device, num_processes: int = 1) -> Machine | None:
-    """Return what a running process may still take; None where the system does not say.
-
-    Args:
-        num_processes: That share a machine's main memory.
-    """
-    if (gpu := gpu_of(device)) is not None:
-        left = int(GPU_SHARE * gpu.total(device)) - gpu.used(device)
-        return Machine(max(left, 0), True, is_free=True)
-    there = free_bytes()
-    return None if there is None else Machine(there // num_processes, False, is_free=True)
 
 
 def card_of(memory: int) -> Card:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from peftkit.config.schema import from_dict
-from peftkit.counting.machines import Machine
+from peftkit.execution.environment import Environment
+from peftkit.planning.memory import MemoryEstimator
+from peftkit.planning.rounds import split
 from peftkit.run.config import Recipe
-from peftkit.run.costs import MemoryEstimator
-from peftkit.run.rounds import split
-from tests.counting.test_counting import llama
+from tests.planning.test_step_estimator import llama
 
 GB = 10**9
 
@@ -27,8 +27,8 @@ def member(rank: int, **train: Any) -> Recipe:
     return from_dict(Recipe, given, "test")
 
 
-def machine(memory: int) -> Machine:
-    return Machine(memory, on_gpu=True, is_free=True)
+def machine(memory: int) -> Environment:
+    return Environment("cuda", memory)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_larger_members_take_more_room(costs: MemoryEstimator) -> None:
 def test_sweep_in_rounds_trains_every_member(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from peftkit.run import rounds
+    from peftkit.planning import rounds
     from peftkit.sweeps.members import grid
     from peftkit.sweeps.sweep import sweep
 

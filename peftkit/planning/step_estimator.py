@@ -11,15 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftkit.base.shapes import with_depth
-from peftkit.counting.counter import Counter
-from peftkit.counting.held import WeightFootprint, whole
-from peftkit.counting.step import (
+from peftkit.errors import PeftkitError
+from peftkit.execution.strategies import Activations, activation_modes
+from peftkit.kernels.packing import COPY_SHARE, packed_tensors
+from peftkit.planning.counter import Counter
+from peftkit.planning.footprint import WeightFootprint, whole
+from peftkit.planning.step import (
     DatalessStep,
     Setup,
     StepCount,
@@ -27,9 +30,7 @@ from peftkit.counting.step import (
     skeleton_of,
     with_method,
 )
-from peftkit.errors import PeftkitError
-from peftkit.kernels.packing import COPY_SHARE, packed_tensors
-from peftkit.train.memory.blocks import Activations, Blocks
+from peftkit.train.memory.blocks import Blocks
 
 CATEGORIES = ("weights", "adapters", "gradients", "activations")
 FEW, MOST = 2, 8
@@ -48,7 +49,6 @@ class StepEstimator:
     Attributes:
         num_parameters, num_blocks: Of the base.
         whole: The whole model without data, packed.
-        ways: What may be kept of activations, the fastest first.
         trained: The adapter's tensors.
 
     Args:
@@ -63,13 +63,21 @@ class StepEstimator:
         blocks = Blocks(bare)
         self.num_parameters = sum(p.numel() for p in bare.parameters())
         self.num_blocks = len(blocks.blocks)
-        self.ways: tuple[Activations, ...] = blocks.ways("auto", setup.on_gpu)
+        self._can_recompute = blocks.ways("auto", setup.on_gpu) != ("keep",)
         self._depth = _depth_with_all_kinds(blocks.blocks)
         with FakeTensorMode(allow_non_fake_inputs=True), Counter():
             self.whole = packed_model(setup)
         with_method(bare, setup)  # not on the packed one: some methods read a weight
         self.trained = [p for p in bare.parameters() if p.requires_grad]
         self.setup = replace(setup, kept=self._keeps_copies(free))
+
+    def activation_modes(
+        self, wish: bool | Literal["auto"] = "auto", *, streamed: bool = False
+    ) -> tuple[Activations, ...]:
+        """Return what may be kept of activations, the fastest first."""
+        if not self._can_recompute:
+            return ("keep",)
+        return activation_modes(wish, on_gpu=self.setup.on_gpu, streamed=streamed)
 
     @property
     def num_trained(self) -> int:

@@ -7,15 +7,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from peftkit.base.load import default_device
 from peftkit.base.shapes import read_config
-from peftkit.counting.machines import Machine, free_now
-from peftkit.counting.reckon import CountError
-from peftkit.counting.step import plain_purpose
 from peftkit.events import Listener, Notice
+from peftkit.execution.environment import Environment, free_now
+from peftkit.planning.memory import MemoryEstimator
+from peftkit.planning.resolve import SMALL
+from peftkit.planning.step import plain_purpose
+from peftkit.planning.step_estimator import CountError
 from peftkit.run.config import Recipe
-from peftkit.run.costs import MemoryEstimator
-from peftkit.run.settle import SMALL
 
 
 def rounds(recipes: Sequence[Recipe], on_event: Listener) -> list[range]:
@@ -25,26 +24,26 @@ def rounds(recipes: Sequence[Recipe], on_event: Listener) -> list[range]:
         PeftkitError: The base's config is of no use.
     """
     first = recipes[0]
-    machine = free_now(default_device())
-    if machine is None:
+    environment = free_now()
+    if environment.memory is None:
         return [range(len(recipes))]
     config: Any = read_config(first.base.model, first.base.revision, plain_purpose(first.task))
     try:
-        found = split(recipes, config, machine)
+        found = split(recipes, config, environment)
     except CountError as error:
         on_event(Notice(f"{error} So all members are trained at once."))
         return [range(len(recipes))]
     if len(found) > 1:
         on_event(
             Notice(
-                f"Memory ({machine.usable / 1e9:.1f} GB) holds {len(found[0])} of the "
+                f"Memory ({environment.usable / 1e9:.1f} GB) holds {len(found[0])} of the "
                 f"{len(recipes)} members at once: they are trained in {len(found)} rounds."
             )
         )
     return found
 
 
-def split(recipes: Sequence[Recipe], config: Any, machine: Machine) -> list[range]:
+def split(recipes: Sequence[Recipe], config: Any, environment: Environment) -> list[range]:
     """Return the rounds for a machine; one recipe is always taken, for its run says what lacks.
 
     Args:
@@ -55,12 +54,12 @@ def split(recipes: Sequence[Recipe], config: Any, machine: Machine) -> list[rang
     for recipe in recipes:
         method = recipe.method.model_dump_json()
         if method not in known:
-            known[method] = MemoryEstimator(_without_groups(recipe), config, machine)
+            known[method] = MemoryEstimator(_without_groups(recipe), config, environment)
         own.append(known[method].member_bytes(recipe.train.optimizer))
     largest = max(known.values(), key=lambda costs: costs.reckoner.num_trained)
-    if largest.reckoner.base.resident + sum(own) <= SMALL * machine.usable:
+    if largest.reckoner.base.resident + sum(own) <= SMALL * environment.usable:
         return [range(len(recipes))]
-    left = machine.usable - largest.pass_bytes(sum(r.train.batch_size for r in recipes))
+    left = environment.usable - largest.pass_bytes(sum(r.train.batch_size for r in recipes))
     found, start, taken = [], 0, 0
     for number, size in enumerate(own):
         if taken + size > left and number > start:

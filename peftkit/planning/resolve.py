@@ -7,20 +7,22 @@ less than a quarter of that is not counted: it stays.
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
 from typing import Any
 
-from peftkit.base.load import default_device
 from peftkit.base.shapes import read_config
-from peftkit.counting.machines import Machine, free_now
-from peftkit.counting.reckon import CountError
-from peftkit.counting.step import plain_purpose
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, Notice
+from peftkit.execution.environment import (
+    Environment,
+    default_device,
+    free_now,
+    used_bytes,
+    world_size,
+)
+from peftkit.planning.memory import MemoryEstimator, Strategy
+from peftkit.planning.step import plain_purpose
+from peftkit.planning.step_estimator import CountError
 from peftkit.run.config import Recipe
-from peftkit.run.costs import MemoryEstimator, Strategy
-from peftkit.train.memory.plan import used_bytes
 from peftkit.train.sharding import check_sharding
 from peftkit.train.world import World
 
@@ -34,18 +36,17 @@ def settled(recipe: Recipe, on_event: Listener) -> Recipe:
     Raises:
         PeftkitError: The base's config is of no use.
     """
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = world_size()
     may_shard = recipe.train.shard == "auto" and processes > 1
     may_stream = recipe.base.placement == "auto" and recipe.train.shard in ("auto", "none")
     device = default_device()
-    machine = free_now(device, processes)
-    if machine is not None and recipe.train.memory != "auto":
-        given = int(recipe.train.memory * 1e9) - used_bytes(device)
-        machine = replace(machine, memory=max(min(machine.memory, given), 0))
-    if machine is None or not (may_shard or (may_stream and machine.on_gpu)):
+    environment = free_now(device)
+    if environment.memory is not None and recipe.train.memory != "auto":
+        environment = environment.at_most(int(recipe.train.memory * 1e9) - used_bytes(device))
+    if environment.memory is None or not (may_shard or (may_stream and environment.on_gpu)):
         return _with(recipe, recipe.base.placement, "none")
     try:
-        costs, needed = _needed(recipe, machine)
+        costs, needed = _needed(recipe, environment)
     except CountError as error:  # on all processes alike
         on_event(Notice(f"{error} So the weights alone tell whether the base fits the device."))
         return _with(recipe, recipe.base.placement, "none")
@@ -56,14 +57,14 @@ def settled(recipe: Recipe, on_event: Listener) -> Recipe:
         return _with(recipe, "device", "none")
     needed = needed or costs.smallest()  # another process has less memory
     found = f"It and a row of {costs.length:,} tokens take {_gb(needed.peak_bytes)}; "
-    found += f"{_gb(machine.usable)} are free."
+    found += f"{_gb(environment.usable)} are free."
     if may_shard:
         problem = _hinders(recipe)
         if not problem:
             on_event(Notice(f"The base is spread over the processes (train.shard: auto). {found}"))
             return _with(recipe, "device", "base")
         found += f" It is not spread over the processes: {problem}"
-    if not (may_stream and machine.on_gpu and costs.can_stream):
+    if not (may_stream and environment.on_gpu and costs.can_stream):
         on_event(Notice(f"The base leaves too little memory to train. {found}"))
         return _with(recipe, "device", "none")
     less = costs.smallest("stream")
@@ -76,11 +77,11 @@ def settled(recipe: Recipe, on_event: Listener) -> Recipe:
     return _with(recipe, "stream", "none")
 
 
-def _needed(recipe: Recipe, machine: Machine) -> tuple[MemoryEstimator, Strategy | None]:
+def _needed(recipe: Recipe, environment: Environment) -> tuple[MemoryEstimator, Strategy | None]:
     """Return the smallest working step with the whole base; None where that is not in question."""
     config: Any = read_config(recipe.base.model, recipe.base.revision, plain_purpose(recipe.task))
-    costs = MemoryEstimator(recipe, config, machine)
-    if costs.reckoner.base.resident <= SMALL * machine.usable:
+    costs = MemoryEstimator(recipe, config, environment)
+    if costs.reckoner.base.resident <= SMALL * environment.usable:
         return costs, None
     return costs, costs.smallest()
 

@@ -23,8 +23,7 @@ from peftkit.adapter import Adapter, attach
 from peftkit.base.class_head import head_of_classes
 from peftkit.base.purpose import Purpose
 from peftkit.base.shapes import on_meta, untraced
-from peftkit.counting.counter import GPU_ROUNDING, Counter
-from peftkit.counting.loss import is_of_classes, loss_of
+from peftkit.execution.strategies import Activations
 from peftkit.kernels import cross_entropy, stacked
 from peftkit.kernels.packing import keep_copies
 from peftkit.methods import grouping
@@ -33,12 +32,14 @@ from peftkit.methods.separate_groups import SeparateWeightGroup
 from peftkit.model.norms import fused_norms
 from peftkit.model.places import is_conv1d
 from peftkit.model.training import prepared_for_training
+from peftkit.planning.counter import GPU_ROUNDING, Counter
+from peftkit.planning.step_loss import is_of_classes, loss_of
 from peftkit.quant.layers import empty_packed
 from peftkit.quant.quantize import Job, install_packed, quantizable, tower_paths
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.protocol import TaskConfig
 from peftkit.train.memory import blocks
-from peftkit.train.memory.blocks import Activations, Blocks
+from peftkit.train.memory.blocks import Blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ import transformers
 
 from benchmarks.plan import Measured, planned, reckoner_of
 from peftkit.base.shapes import with_depth
-from peftkit.counting.machines import parse_size
-from peftkit.counting.reckon import CountError
 from peftkit.errors import ConfigError
+from peftkit.execution.strategies import Activations
+from peftkit.planning.cards import parse_size
+from peftkit.planning.step_estimator import CountError
 from peftkit.quant.layers import empty_packed, pack
 from peftkit.tasks.embedding import EmbeddingConfig
 from peftkit.tasks.masked_lm import MaskedLMConfig
@@ -18,7 +19,6 @@ from peftkit.tasks.preference.config import PreferenceConfig
 from peftkit.tasks.reward import RewardConfig
 from peftkit.tasks.seq2seq import Seq2SeqConfig
 from peftkit.tasks.table import TASKS
-from peftkit.train.memory.blocks import Activations
 from tests.families import ARCHITECTURES, FAMILIES
 
 GB = 10**9
@@ -82,7 +82,7 @@ def test_rows_of_two_texts_take_twice_as_much(task) -> None:
 def test_steps_of_every_kind_of_task_are_counted(family, task) -> None:
     config = (FAMILIES | ARCHITECTURES)[family]().config
     reckoner = reckoner_of(config, "none", TASKS[task]())
-    small, large = (reckoner.count(rows, 32, reckoner.ways[-1]) for rows in (1, 3))
+    small, large = (reckoner.count(rows, 32, reckoner.activation_modes()[-1]) for rows in (1, 3))
     assert large.flops == pytest.approx(3 * small.flops, rel=0.1)
     assert large.peak["activations"] > small.peak["activations"] > 0
 

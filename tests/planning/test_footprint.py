@@ -16,15 +16,15 @@ import transformers
 from peftkit.adapter import attach
 from peftkit.base import placement
 from peftkit.base.placement import BlockStream
-from peftkit.counting.held import AT_ONCE, spread, streamed, whole
-from peftkit.counting.reckon import StepEstimator
-from peftkit.counting.step import Setup
 from peftkit.methods.lora import LoRA
+from peftkit.planning.footprint import AT_ONCE, spread, streamed, whole
+from peftkit.planning.step import Setup
+from peftkit.planning.step_estimator import StepEstimator
 from peftkit.quant.quantize import quantize_model
 from peftkit.tasks.causal_lm import CausalLMConfig
 from peftkit.train.memory.blocks import Blocks
-from tests.counting.test_counting import llama
 from tests.families import ARCHITECTURES, FAMILIES
+from tests.planning.test_step_estimator import llama
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,7 +97,7 @@ def test_more_devices_have_less_each_and_all_of_it_together() -> None:
 
 WORKER = """
 import json, sys, torch, torch.distributed as dist
-from tests.counting.test_held import at_work
+from tests.planning.test_footprint import at_work
 dist.init_process_group("gloo")
 found = at_work(sys.argv[1])
 if dist.get_rank() == 0:

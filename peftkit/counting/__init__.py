@@ -1,1 +1,0 @@
-"""What a step takes, counted on tensors without data."""

@@ -1,0 +1,1 @@
+"""What a run has to work with, and how it runs: decided once, handed down."""

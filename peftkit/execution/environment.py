@@ -1,0 +1,127 @@
+"""What there is to work with: a device, its memory, and the processes that were launched together.
+
+The only place that asks the machine. An `Environment` can also be made by hand, for a machine that
+is not here. Sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+import torch
+
+from peftkit.errors import ConfigError
+from peftkit.kernels.device import gpu_here, gpu_of
+from peftkit.kernels.host_memory import free_bytes, resident_bytes
+
+GPU_SHARE = 0.95
+"""Of a GPU's memory so much can be allocated."""
+PROCESS_BYTES = {"cpu": 700_000_000, "cuda": 450_000_000}
+"""What a process takes before any model: Python with torch and transformers; CUDA's context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A device, and the processes that each have one like it.
+
+    Attributes:
+        kind: Of the device: cpu, cuda or mps.
+        memory: All of a GPU's, or what is free; None where the system does not say.
+        share: Of it so much can be had.
+        process: What the process itself takes; 0 where that is gone already.
+        world_size: Processes of the run.
+    """
+
+    kind: str
+    memory: int | None
+    share: float = 1.0
+    process: int = 0
+    world_size: int = 1
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.kind != "cpu"
+
+    @property
+    def room(self) -> int:
+        """What the process may take in all."""
+        return int(self.share * (self.memory or 0))
+
+    @property
+    def usable(self) -> int:
+        """What is left of that for tensors."""
+        return max(self.room - self.process, 0)
+
+    def at_most(self, num_bytes: int) -> Environment:
+        """Return it with no more memory than so much."""
+        least = num_bytes if self.memory is None else min(self.memory, num_bytes)
+        return replace(self, memory=max(least, 0))
+
+
+def gpu_of_size(memory: int) -> Environment:
+    """Return a CUDA GPU with so much memory, which need not be here."""
+    return Environment("cuda", memory, GPU_SHARE, PROCESS_BYTES["cuda"])
+
+
+def this_machine() -> Environment:
+    """Return what a run on this machine would have.
+
+    Raises:
+        ConfigError: The system does not say how much memory is free.
+    """
+    if (here := gpu_here()) is not None:
+        device, gpu = here
+        process = PROCESS_BYTES.get(device.type, 0)
+        return Environment(device.type, gpu.total(device), GPU_SHARE, process)
+    free = free_bytes()
+    if free is None:
+        raise ConfigError(
+            "this machine does not tell how much memory is free.",
+            fix="Say what to plan for: --memory 8GB (a GPU's).",
+        )
+    return Environment("cpu", free, process=PROCESS_BYTES["cpu"])
+
+
+def free_now(device: torch.device | None = None) -> Environment:
+    """Return what this process may still take; main memory is shared by all processes of a run."""
+    device = default_device() if device is None else device
+    if (gpu := gpu_of(device)) is not None:
+        left = int(GPU_SHARE * gpu.total(device)) - gpu.used(device)
+        return Environment(device.type, max(left, 0), world_size=world_size())
+    there = free_bytes()
+    share = None if there is None else there // world_size()
+    return Environment("cpu", share, world_size=world_size())
+
+
+def used_bytes(device: torch.device) -> int:
+    """Return the memory in use: of a GPU by all, but what torch could give back; else by us."""
+    gpu = gpu_of(device)
+    return resident_bytes() if gpu is None else gpu.used(device)
+
+
+def world_size() -> int:
+    """Return how many processes the launcher has started for this run."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """Return the number of this process among those on this machine."""
+    return max(int(os.environ.get("LOCAL_RANK", "0")), 0)
+
+
+def default_device() -> torch.device:
+    """Return a GPU, where there is one: of several processes on a machine each has its own.
+
+    As accelerate counts them: where every process sees one GPU alone, all have number 0. It is also
+    made the current one, on which libraries put what they make without being told where.
+    """
+    here = gpu_here()
+    if here is None:
+        return torch.device("cpu")
+    if here[0].type != "cuda":
+        return here[0]
+    device = torch.device("cuda", local_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
