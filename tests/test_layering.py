@@ -46,7 +46,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "datasets": ("data/data_sets",),
     "pyarrow": ("data/columns",),  # datasets brings it; imported when rows are encoded
     "filelock": ("data/cache",),  # likewise
-    "transformers": ("base/", "tasks/", "methods/prefix", "methods/prefix_cache", "inference/"),
+    "transformers": ("base/", "tasks/", "methods/prefix", "inference/"),
     "gguf": ("formats/gguf/", "base/gguf"),  # the optional extra; imported when called
     "huggingface_hub": ("formats/hub",),
     "tqdm": ("base/download",),  # what the hub tells of a download by; transformers brings it

@@ -20,7 +20,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from peftkit.base.load import Base
 from peftkit.base.pretrained import quiet
 from peftkit.errors import AdapterError, DataError, TargetError, first_few
-from peftkit.model.embeddings import input_embedding
+from peftkit.model.places import input_embedding
 
 FILE = "tokenizer.json"
 

@@ -27,12 +27,10 @@ from peftkit.errors import BaseError
 from peftkit.kernels.host_memory import LARGE, trim_malloc
 from peftkit.kernels.packed_stack import Group, PackedExperts, PackedStack, has_apart
 from peftkit.kernels.packing import Packing
-from peftkit.model.blocks import blocks
+from peftkit.model.blocks import recomputable_blocks
 
 ATTRIBUTE = "block_stream"
 """Of a model whose blocks are streamed."""
-MARK = "GradientCheckpointingLayer"
-"""The class of transformers that blocks are of which can be computed again."""
 ROOM = 0.8
 """Of a GPU's free memory a base may take before it is streamed; the rest is for the step."""
 
@@ -270,8 +268,7 @@ def _stacks(block: nn.Module, shelf: DeviceBuffer, *, pins: bool) -> list[_Stack
 
 def streamed_places(model: nn.Module) -> list[tuple[nn.Module, list[Place]]]:
     """Return the blocks of a model that can be streamed, and where their packed tensors belong."""
-    marked = [block for _, block in blocks(model) if _is_marked(block)]
-    found = [(block, list(_packed_places(block))) for block in marked]
+    found = [(block, list(_packed_places(block))) for block in recomputable_blocks(model)]
     return [(block, places) for block, places in found if places]
 
 
@@ -290,11 +287,6 @@ def expert_places(block: nn.Module) -> list[list[tuple[Any, Packing]]]:
 def group_size(packed: Tensor, packing: Packing) -> int:
     """Return how many experts of a stack are fetched together."""
     return int(max(1, EXPERT_BYTES * packing.form.shape[0] // packed.nbytes))
-
-
-def _is_marked(block: nn.Module) -> bool:
-    """Tell whether transformers lets a block be computed again."""
-    return any(kind.__name__ == MARK for kind in type(block).__mro__)
 
 
 def _packed_places(block: nn.Module) -> Iterator[Place]:

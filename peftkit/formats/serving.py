@@ -19,7 +19,7 @@ from peftkit.formats.peft.folder import CONFIG, TENSORS, AdapterFile, where_fiel
 from peftkit.formats.peft.low_rank import A, B, LowRank
 from peftkit.formats.uniform import uniform
 from peftkit.methods.lora import LoRA
-from peftkit.methods.scales import peft_scales
+from peftkit.methods.lora_format import peft_scales
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM's --max-lora-rank takes."""

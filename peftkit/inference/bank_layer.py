@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from peftkit.errors import AdapterError
 from peftkit.kernels.by_row import RowRanks, add_lora_by_row
-from peftkit.kernels.lora import adapted_row_norms
-from peftkit.model.places import linear_shape
+from peftkit.kernels.lora_update import adapted_row_norms
+from peftkit.model.places import FrozenWrapper, linear_shape
 from peftkit.quant.layers import QuantizedLinear, weight_of
 
 
@@ -158,32 +158,19 @@ class _Stack:
     gain: Tensor | None
 
 
-class BankLinear(nn.Module):
+class BankLinear(FrozenWrapper):
     """A frozen linear layer with the updates of several adapters beside it.
 
     Attributes:
-        base: The frozen layer, untouched.
-        enabled: False disables all adapters, whatever the routing says.
         updates: By adapter name. They are not parameters and not in the state dict, but follow the
             model when it is moved or cast.
     """
 
     def __init__(self, base: nn.Module, path: str, switch: Switch) -> None:
-        super().__init__()
-        self.base, self.path, self.switch = base, path, switch
+        super().__init__(base)
+        self.path, self.switch = path, switch
         self.in_features, self.out_features = linear_shape(base)
-        self.enabled = True
         self.updates: dict[str, Update] = {}
-
-    @property
-    def weight(self) -> Tensor:
-        """The base's weight, for models that read the weights of their layers."""
-        return cast(Tensor, self.base.weight)
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The base's bias, likewise."""
-        return cast("Tensor | None", self.base.bias)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = self.base(x, *args, **kwargs)

@@ -108,15 +108,13 @@ class BitFitFormat(PeftFormat[BitFit]):
     """BitFit as a LoRA of zeros on one layer, with `bias: all`."""
 
     peft_type: ClassVar[str] = "LORA"
+    method_class = BitFit
     known_fields: ClassVar[Collection[str]] = (
         *TARGETS, *LAYERS, *SCALES, *IGNORED, "fan_in_fan_out", "bias",
     )  # fmt: skip
 
     def describes(self, fields: Mapping[str, Any]) -> bool:
         return super().describes(fields) and trains_biases(fields)
-
-    def method(self, fields: Mapping[str, Any]) -> BitFit:
-        return BitFit()
 
     def fields(
         self, method: BitFit, model: nn.Module, modules: Mapping[str, AdapterModule]

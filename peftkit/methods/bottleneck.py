@@ -30,7 +30,7 @@ from peftkit.errors import AdapterError, TargetError, did_you_mean
 from peftkit.methods.peft_format import LAYERS, PeftFormat
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method
 from peftkit.model import roles as table
-from peftkit.model.sublayers import Sublayer, find_sublayers, width_of
+from peftkit.model.blocks import Sublayer, find_sublayers, width_of
 from peftkit.model.targets import Site, resolve
 
 ALL = "blocks"
@@ -40,8 +40,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "tanh": torch.tanh,
 }
-_COMPUTING = ("style", "reduction", "size", "activation", "scale", "dropout")
-"""Settings that a config file holds, under the same names."""
 _NAMES = ("adapter_down.weight", "adapter_down.bias", "adapter_up.weight", "adapter_up.bias")
 
 
@@ -50,35 +48,23 @@ class BottleneckModule(AdapterModule):
 
     Args:
         base: Returns (..., features), or a tuple whose first entry is that.
-        parallel: The bottleneck reads the sublayer's input, kept by `read`, not the base's output.
 
     Attributes:
+        parallel: The bottleneck reads the sublayer's input, kept by `read`, not the base's output.
         down_weight, down_bias: (n, features), (n,).
         up_weight, up_bias: (features, n), (features,).
     """
 
-    def __init__(
-        self,
-        base: nn.Module,
-        site: Site,
-        *,
-        size: int,
-        activation: str,
-        scale: float,
-        dropout: float,
-        parallel: bool,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, base: nn.Module, site: Site, size: int, method: Bottleneck) -> None:
         super().__init__(base, site)
-        features = width_of(base)
-        self.activation, self.scale, self.parallel = ACTIVATIONS[activation], scale, parallel
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
-        device = next((t.device for t in (*base.parameters(), *base.buffers())), None)
-        how: Any = {"dtype": dtype, "device": device}
-        self.down_weight = nn.Parameter(torch.zeros(size, features, **how))
-        self.down_bias = nn.Parameter(torch.zeros(size, **how))
-        self.up_weight = nn.Parameter(torch.zeros(features, size, **how))
-        self.up_bias = nn.Parameter(torch.zeros(features, **how))
+        features, dtype = width_of(base), ADAPTER_DTYPES[method.dtype]
+        self.activation, self.scale = ACTIVATIONS[method.activation], method.scale
+        self.parallel = method.style == "parallel"
+        self.dropout = nn.Dropout(method.dropout) if method.dropout else nn.Identity()
+        self.down_weight = self.new_parameter(size, features, dtype=dtype)
+        self.down_bias = self.new_parameter(size, dtype=dtype)
+        self.up_weight = self.new_parameter(features, size, dtype=dtype)
+        self.up_bias = self.new_parameter(features, dtype=dtype)
         self.input: Tensor | None = None  # from the sublayer's start to its end, never longer
 
     def read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -112,19 +98,12 @@ class BottleneckModule(AdapterModule):
         for zero in (self.down_bias, self.up_weight, self.up_bias):
             zero.zero_()
 
-    def _tensors(self) -> dict[str, nn.Parameter]:
-        own = (self.down_weight, self.down_bias, self.up_weight, self.up_bias)
-        return dict(zip(_NAMES, own, strict=True))
-
     def state(self) -> dict[str, Tensor]:
-        return {name: tensor.detach() for name, tensor in self._tensors().items()}
+        own = (self.down_weight, self.down_bias, self.up_weight, self.up_bias)
+        return {name: tensor.detach() for name, tensor in zip(_NAMES, own, strict=True)}
 
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors().items()}
-
-    @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        for name, tensor in self._tensors().items():
+        for name, tensor in self.state().items():
             tensor.copy_(state[name])
 
 
@@ -187,16 +166,7 @@ class Bottleneck(Method):
                 found=f"it has {features} output features",
                 fix=f"Use a size from 1 to {features}.",
             )
-        return BottleneckModule(
-            base,
-            site,
-            size=size,
-            activation=self.activation,
-            scale=self.scale,
-            dropout=self.dropout,
-            parallel=self.style == "parallel",
-            dtype=ADAPTER_DTYPES[self.dtype],
-        )
+        return BottleneckModule(base, site, size, self)
 
     def connect(
         self, model: nn.Module, modules: Mapping[str, AdapterModule]
@@ -213,21 +183,20 @@ class BottleneckFormat(PeftFormat[Bottleneck]):
     """A file format of our own, laid out like PEFT's, which has no such method."""
 
     peft_type: ClassVar[str] = "BOTTLENECK"
-    known_fields: ClassVar[Collection[str]] = ("target_modules", *_COMPUTING)
+    method_class = Bottleneck
+    settings: ClassVar[Mapping[str, str]] = {
+        name: name for name in ("style", "reduction", "size", "activation", "scale", "dropout")
+    }
+    known_fields: ClassVar[Collection[str]] = ("target_modules",)
     absent_fields: ClassVar[Collection[str]] = ("bias", "fan_in_fan_out", *LAYERS)
 
     def method(self, fields: Mapping[str, Any]) -> Bottleneck:
-        missing = [name for name in _COMPUTING if name not in fields]
+        missing = [name for name in self.settings if name not in fields]
         if missing:
             raise AdapterError(
                 "the adapter's config is not valid", found=f"it has no {', '.join(missing)}"
             )
-        return Bottleneck(**{name: fields[name] for name in _COMPUTING})
-
-    def fields(
-        self, method: Bottleneck, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> dict[str, Any]:
-        return {name: getattr(method, name) for name in _COMPUTING}
+        return super().method(fields)
 
 
 def _chosen(model: nn.Module, parts: list[Sublayer], target: str) -> set[str]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from peftkit.kernels.lora import adapted_row_norms, add_lora
+from peftkit.kernels.lora_update import adapted_row_norms, add_lora
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.protocol import AdapterModule, Method

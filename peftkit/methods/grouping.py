@@ -21,10 +21,15 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from peftkit.methods.groups import FusedWeightGroup, Group, copy_masters
+from peftkit.methods.lora_groups import (
+    FusedWeightGroup,
+    Group,
+    SeparateWeightGroup,
+    ServingGroup,
+    copy_masters,
+)
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.protocol import AdapterModule
-from peftkit.methods.separate_groups import SeparateWeightGroup, ServingGroup
 from peftkit.model.places import find_places
 
 SHARING = ({"q", "k", "v"}, {"gate", "up"})

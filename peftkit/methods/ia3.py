@@ -43,10 +43,9 @@ class IA3Linear(AdapterModule):
         super().__init__(base, site)
         self.in_features, self.out_features = linear_shape(base)
         self.scales_input = feedforward
-        device = next((t.device for t in (*base.parameters(), *base.buffers())), None)
         num_features = self.in_features if feedforward else self.out_features
-        self.slice = RowSlice(site, num_features, device)
-        self.ia3_l = nn.Parameter(torch.ones(self.slice.num_rows, dtype=dtype, device=device))
+        self.slice = RowSlice(site, num_features, self.base_device)
+        self.ia3_l = self.new_parameter(self.slice.num_rows, dtype=dtype)
 
     def full_l(self) -> Tensor:
         """Return l of every feature: one where nothing is adapted."""

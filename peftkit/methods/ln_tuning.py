@@ -4,16 +4,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import nn
 
 from peftkit.errors import TargetError, did_you_mean
 from peftkit.methods.modules_to_save import TunedModule
 from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
-from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.methods.protocol import ADAPTER_DTYPES, Method
 from peftkit.model.places import walk
 from peftkit.model.targets import Site
 
@@ -61,16 +61,9 @@ class LNTuningFormat(PeftFormat[LNTuning]):
     """LayerNorm tuning in PEFT's files."""
 
     peft_type: ClassVar[str] = "LN_TUNING"
+    method_class = LNTuning
     known_fields: ClassVar[Collection[str]] = TARGETS
     absent_fields: ClassVar[Collection[str]] = ("bias", "fan_in_fan_out", *LAYERS)
-
-    def method(self, fields: Mapping[str, Any]) -> LNTuning:
-        return LNTuning()
-
-    def fields(
-        self, method: LNTuning, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> dict[str, Any]:
-        return {}
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -1,10 +1,10 @@
 """LoRA: y = W x + (alpha / r) B A x  (Hu et al., 2021, arXiv:2106.09685).
 
 Also rsLoRA (alpha / sqrt(r); Kalajdzievski, 2023, arXiv:2312.03732), and other initial values of A
-and B. PiSSA and OLoRA (lora_init.py) subtract their initial B0 A0 from the weight; here the weight
-stays as it is and B A - B0 A0 is added, which is the same function, is exactly zero at the start,
-works over a 4-bit base, and is an ordinary LoRA of rank 2 r on disk.
-EVA (eva.py) and LoftQ (loftq.py) are computed before attach() and passed to it.
+and B. PiSSA and OLoRA subtract their initial B0 A0 from the weight; here the weight stays as it is
+and B A - B0 A0 is added, which is the same function, is exactly zero at the start, works over a
+4-bit base, and is an ordinary LoRA of rank 2 r on disk. EVA (eva.py) and LoftQ (data_init.py) are
+computed before attach() and passed to it. The layer itself is in lora_linear.py.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from peftkit.files.safe_regex import is_pattern, is_simple
 from peftkit.files.strict_json import shown
 from peftkit.methods.experts import LoRAExperts, LoRAStack
 from peftkit.methods.grouping import Grouping
-from peftkit.methods.lora_init import DATA_INITS, SUBTRACTED, Init
-from peftkit.methods.lora_linear import LoRALinear
+from peftkit.methods.lora_linear import DATA_INITS, SUBTRACTED, Init, LoRALinear
 from peftkit.methods.protocol import (
     ADAPTER_DTYPES,
     AdapterModule,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
@@ -17,7 +19,38 @@ from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
 from peftkit.methods.protocol import AdapterModule
-from peftkit.methods.scales import peft_scales
+
+
+def peft_scales(
+    ranks: Mapping[str, int], scalings: Mapping[str, float], *, rslora: bool
+) -> dict[str, Any]:
+    """Return the config fields that give modules their ranks and scales.
+
+    Args:
+        ranks, scalings: By the path of a module or of a stack of experts.
+        rslora: scaling is alpha / sqrt(rank).
+    """
+    alphas = {
+        path: _integer_if_whole(scaling * (math.sqrt(ranks[path]) if rslora else ranks[path]))
+        for path, scaling in scalings.items()
+    }
+    rank, rank_pattern = _majority(ranks)
+    alpha, alpha_pattern = _majority(alphas)
+    patterns = {"rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern, "use_rslora": rslora}
+    used = {name: value for name, value in patterns.items() if value}
+    return {"r": rank, "lora_alpha": alpha, **used}
+
+
+def _integer_if_whole(value: float) -> int | float:
+    nearest = round(value)
+    return nearest if math.isclose(value, nearest, rel_tol=1e-9) else value
+
+
+def _majority(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the commonest value, and the exceptions by path."""
+    common = Counter(values.values()).most_common(1)[0][0]
+    return common, {path: value for path, value in values.items() if value != common}
+
 
 EXPERTS_SINCE = (0, 19)
 """The version of PEFT whose layout of stacked experts is read and written here."""
@@ -33,6 +66,7 @@ class LoRAFormat(PeftFormat[LoRA]):
     """LoRA on linear layers and on stacked experts."""
 
     peft_type: ClassVar[str] = "LORA"
+    method_class: type[LoRA] = LoRA
     known_fields: ClassVar[Collection[str]] = (
         *TARGETS, *LAYERS, *SCALES, *IGNORED, "fan_in_fan_out", "target_parameters",
     )  # fmt: skip
@@ -41,7 +75,7 @@ class LoRAFormat(PeftFormat[LoRA]):
         return super().describes(fields) and not (fields.get("use_dora") or trains_biases(fields))
 
     def method(self, fields: Mapping[str, Any]) -> LoRA:
-        return LoRA(**_settings(fields))
+        return self.method_class(**_settings(fields))
 
     def fields(
         self, method: LoRA, model: nn.Module, modules: Mapping[str, AdapterModule]
@@ -86,14 +120,12 @@ class LoRAFormat(PeftFormat[LoRA]):
 class DoRAFormat(LoRAFormat):
     """DoRA: a LoRA with `use_dora`."""
 
+    method_class: type[LoRA] = DoRA
     known_fields: ClassVar[Collection[str]] = (*LoRAFormat.known_fields, "use_dora")
 
     def describes(self, fields: Mapping[str, Any]) -> bool:
         ours = fields.get("peft_type") == self.peft_type and not trains_biases(fields)
         return ours and bool(fields.get("use_dora"))
-
-    def method(self, fields: Mapping[str, Any]) -> LoRA:
-        return DoRA(**_settings(fields))
 
     def fields(
         self, method: LoRA, model: nn.Module, modules: Mapping[str, AdapterModule]

@@ -1,25 +1,39 @@
-"""The layer of LoRA: y = W x + s B A x, for the whole of a linear layer or for rows of a fused one.
+"""The layer of LoRA: y = W x + s B A x, of a whole linear layer or of rows of a fused one.
 
-Shapes: r rank, R = columns of the full B: r, times the roles of a fused layer, times two where a
-start is subtracted. `...` is any leading shape.
+Initial values of A and B:
+
+    default, gaussian   A is drawn, B is zero
+    pissa               the largest part of the weight's SVD (Meng et al., 2024, arXiv:2404.02948)
+    olora               the first columns of its QR (Buyukakyuz, 2024, arXiv:2406.01775)
+    eva, loftq          computed before attach() from data or other weights: eva.py, data_init.py
+
+Shapes: r rank, R = columns of the full B: r, times the roles of a fused layer, times two where the
+initial values are subtracted; out, in features of the layer; `...` is any leading shape.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from peftkit.kernels.lora import add_lora, low_rank
-from peftkit.methods.lora_init import SUBTRACTED, Init, drawn, of_weight
+from peftkit.kernels import svd
+from peftkit.kernels.lora_update import add_lora, low_rank
 from peftkit.methods.protocol import AdapterModule
 from peftkit.methods.row_slice import RowSlice
 from peftkit.model.places import linear_shape
 from peftkit.model.targets import Site
 from peftkit.model.training import TrainingLayout
 from peftkit.quant.layers import weight_of
+
+Init = Literal["default", "gaussian", "pissa", "olora", "eva", "loftq"]
+SUBTRACTED = ("pissa", "olora")
+"""Initial values that are subtracted again, so that the update starts at zero."""
+DATA_INITS = {"eva": "eva_starts", "loftq": "loftq_starts"}
+"""Initialisations that are passed to attach(), and the functions that compute them."""
 
 
 class Grouped(Protocol):
@@ -68,19 +82,12 @@ class LoRALinear(AdapterModule):
         self.in_features, self.out_features = linear_shape(base)
         self.rank, self.scaling, self.init = rank, scaling, init
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
-        device = next((t.device for t in (*base.parameters(), *base.buffers())), None)
-        self.slice = RowSlice(site, self.out_features, device, rank)
-        how: Any = {"dtype": dtype, "device": device}
-        self.lora_A = nn.Parameter(
-            torch.zeros(self.slice.num_roles * rank, self.in_features, **how)
-        )
-        self.lora_B = nn.Parameter(torch.zeros(self.slice.num_rows, rank, **how))
+        self.slice = RowSlice(site, self.out_features, self.base_device, rank)
+        self.lora_A = self.new_parameter(self.slice.num_roles * rank, self.in_features, dtype=dtype)
+        self.lora_B = self.new_parameter(self.slice.num_rows, rank, dtype=dtype)
         subtracts = init in SUBTRACTED
-        for name, shape in (
-            ("start_A", (rank, self.in_features)),
-            ("start_B", (self.out_features, rank)),
-        ):
-            start = torch.zeros(shape, dtype=dtype, device=device) if subtracts else None
+        for name, like in (("start_A", self.lora_A), ("start_B", self.lora_B)):
+            start = torch.zeros_like(like.detach()) if subtracts else None
             self.register_buffer(name, start, persistent=False)
 
     def full_a(self) -> Tensor:
@@ -154,3 +161,35 @@ class LoRALinear(AdapterModule):
     def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
         a, b = self.full_a().float(), self.full_b().float()
         return torch.addmm(weight, b.to(weight.device), a.to(weight.device), alpha=self.scaling)
+
+
+def drawn(init: Init, shape: torch.Size, rank: int, generator: torch.Generator) -> Tensor:
+    """Return a random A, drawn on the CPU in float32, so that a seed means the same everywhere."""
+    if init == "gaussian":
+        return torch.empty(shape).normal_(std=1 / rank, generator=generator)
+    bound = 1 / math.sqrt(shape[-1])  # kaiming_uniform_(a=sqrt(5)), as nn.Linear itself
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def of_weight(
+    init: Init, weight: Tensor, rank: int, scaling: float, *, exact: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the initial A (r, in) and B (out, r) of a weight (out, in), float32.
+
+    Args:
+        exact: By a decomposition of the whole weight, as PEFT makes it, where its file leaves the
+            initial values out. Otherwise only what is needed is computed: values that are
+            subtracted again may be any, and those of a randomised SVD are nearly the best.
+    """
+    if init == "pissa" and exact:
+        u, s, vh = torch.linalg.svd(weight, full_matrices=False)
+        root = (s[:rank] / scaling).sqrt()
+        return root[:, None] * vh[:rank], u[:, :rank] * root
+    if init == "pissa":
+        largest = svd.of_matrix(weight, rank)
+        return largest.a / math.sqrt(scaling), largest.b / math.sqrt(scaling)
+    if exact:
+        q, upper = torch.linalg.qr(weight)
+        return upper[:rank], q[:, :rank]
+    q, _ = torch.linalg.qr(weight[:, :rank])  # Q's columns depend on those of the weight before
+    return q.t() @ weight, q

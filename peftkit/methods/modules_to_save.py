@@ -88,9 +88,6 @@ class TunedModule(AdapterModule):
     def state(self) -> dict[str, Tensor]:
         return {self.prefix + name: trained.detach() for name, trained in self._pairs()}
 
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self.state().items()}
-
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         for name, trained in self._pairs():

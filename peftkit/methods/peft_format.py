@@ -6,7 +6,7 @@ where it sits, what it computes and how it merges, and nothing of files.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -33,8 +33,12 @@ class PeftFormat(ABC, Generic[M]):
 
     peft_type: ClassVar[str]
     """PEFT's name of the method."""
+    method_class: type[M]
+    settings: ClassVar[Mapping[str, str]] = {}
+    """Fields of the method that its config holds as they are: our name to PEFT's. Where a config
+    leaves one out it has our default, which is PEFT's too."""
     known_fields: ClassVar[Collection[str]]
-    """Fields of its config that are read, or that do not change what the adapter computes."""
+    """Further fields that are read, or that do not change what the adapter computes."""
     absent_fields: ClassVar[Collection[str]] = ()
     """Fields of PEFT's LoRA config that this method's config does not have."""
     subset_fields: ClassVar[Collection[str]] = ()
@@ -56,7 +60,7 @@ class PeftFormat(ABC, Generic[M]):
         bad = [
             f"{shown(name)}: {shown(value)}"
             for name, value in fields.items()
-            if name not in (*_COMMON, *self.known_fields)
+            if name not in (*_COMMON, *self.known_fields, *self.settings.values())
             and value not in (None, False, [], {})
             and (name, value) != ("bias", "none")
         ]
@@ -69,15 +73,16 @@ class PeftFormat(ABC, Generic[M]):
             )
         return self.method(fields)
 
-    @abstractmethod
     def method(self, fields: Mapping[str, Any]) -> M:
         """Return the method of a config whose fields are all known."""
+        held = {own: fields[theirs] for own, theirs in self.settings.items() if theirs in fields}
+        return self.method_class(**held)
 
-    @abstractmethod
     def fields(
         self, method: M, model: nn.Module, modules: Mapping[str, AdapterModule]
     ) -> dict[str, Any]:
         """Return the method's own fields of adapter_config.json."""
+        return {theirs: getattr(method, own) for own, theirs in self.settings.items()}
 
     def subset_of(self, module: AdapterModule) -> str:
         """Return which of `subset_fields` lists this module, or ""."""

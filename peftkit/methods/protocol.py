@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from peftkit.config.schema import Config
 from peftkit.errors import TargetError
-from peftkit.model.places import find_places, is_linear
+from peftkit.model.places import FrozenWrapper, find_places, is_linear
 from peftkit.model.targets import Site, resolve
 from peftkit.quant.layers import weight_of
 
@@ -34,34 +34,29 @@ class Removable(Protocol):
         """Undo it."""
 
 
-class AdapterModule(nn.Module, ABC):
+class AdapterModule(FrozenWrapper, ABC):
     """A frozen module plus the small trainable tensors that a method puts beside it.
 
     Its own parameters are what is trained and what is saved; nothing else of the model is.
 
     Attributes:
-        base: The frozen module; with the adapter disabled, the output is the base's to the bit.
-        enabled: False while `Adapter.disabled()` holds.
         changes_ties: True if all modules tied to the base's weight are wrapped too.
     """
 
     changes_ties = False
 
     def __init__(self, base: nn.Module, site: Site) -> None:
-        super().__init__()
-        self.base = base
+        super().__init__(base)
         self.site = site
-        self.enabled = True
 
     @property
-    def weight(self) -> Tensor:
-        """The base's weight, for models that read the weights of their layers."""
-        return cast(Tensor, self.base.weight)
+    def base_device(self) -> torch.device | None:
+        tensors = (*self.base.parameters(), *self.base.buffers())
+        return next((tensor.device for tensor in tensors), None)
 
-    @property
-    def bias(self) -> Tensor | None:
-        """The base's bias, likewise."""
-        return cast("Tensor | None", self.base.bias)
+    def new_parameter(self, *shape: int, dtype: torch.dtype) -> nn.Parameter:
+        """Return zeros to train, on the base's device."""
+        return nn.Parameter(torch.zeros(shape, dtype=dtype, device=self.base_device))
 
     def frozen(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return what the frozen layer gives for x.
@@ -75,7 +70,7 @@ class AdapterModule(nn.Module, ABC):
         """Initialise the trainable tensors, so that the output is still the base's."""
 
     def init_from(self, *start: Tensor | None) -> None:
-        """Initialise the trainable tensors with what `Method.started_by` has made."""
+        """Initialise the trainable tensors with what `Method.initializer` names."""
         raise NotImplementedError
 
     @abstractmethod
@@ -86,9 +81,9 @@ class AdapterModule(nn.Module, ABC):
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Load the tensors of `state()`; names and shapes have been checked."""
 
-    @abstractmethod
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the names and shapes of `state()` without making the tensors."""
+        """Return the names and shapes of `state()`."""
+        return {name: tuple(tensor.shape) for name, tensor in self.state().items()}
 
     @property
     def stacked(self) -> tuple[str, ...]:

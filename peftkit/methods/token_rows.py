@@ -22,8 +22,7 @@ from torch.nn import functional
 from peftkit.errors import TargetError
 from peftkit.methods.modules_to_save import named_modules
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method
-from peftkit.model.embeddings import input_embedding
-from peftkit.model.places import is_linear
+from peftkit.model.places import input_embedding, is_linear
 from peftkit.model.targets import Site
 
 NAME = "token_adapter.trainable_tokens_delta"
@@ -108,9 +107,6 @@ class TokenRows(AdapterModule):
 
     def state(self) -> dict[str, Tensor]:
         return {NAME: self.rows.detach()} if self.owned else {}
-
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self.state().items()}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:

@@ -53,26 +53,14 @@ class VeRALinear(AdapterModule):
 
     projections: Projections
 
-    def __init__(
-        self,
-        base: nn.Module,
-        site: Site,
-        *,
-        rank: int,
-        dropout: float,
-        d_initial: float,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, base: nn.Module, site: Site, method: VeRA) -> None:
         super().__init__(base, site)
         self.in_features, self.out_features = linear_shape(base)
-        self.rank, self.d_initial = rank, d_initial
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
-        device = next((t.device for t in (*base.parameters(), *base.buffers())), None)
-        self.slice = RowSlice(site, self.out_features, device)
-        self.vera_lambda_d = nn.Parameter(torch.zeros(rank, dtype=dtype, device=device))
-        self.vera_lambda_b = nn.Parameter(
-            torch.zeros(self.slice.num_rows, dtype=dtype, device=device)
-        )
+        self.d_initial, dtype = method.d_initial, ADAPTER_DTYPES[method.dtype]
+        self.dropout = nn.Dropout(method.dropout) if method.dropout else nn.Identity()
+        self.slice = RowSlice(site, self.out_features, self.base_device)
+        self.vera_lambda_d = self.new_parameter(method.rank, dtype=dtype)
+        self.vera_lambda_b = self.new_parameter(self.slice.num_rows, dtype=dtype)
 
     def slices(self) -> tuple[Tensor, Tensor]:
         """Return this layer's A (r, in) and B (out, r)."""
@@ -98,9 +86,6 @@ class VeRALinear(AdapterModule):
 
     def state(self) -> dict[str, Tensor]:
         return {_B: self.full_b().detach(), _D: self.vera_lambda_d.detach()}
-
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {_B: (self.out_features,), _D: (self.rank,)}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -132,14 +117,7 @@ class VeRA(Method):
     """Save the random matrices too: larger files, independent of torch's random generator."""
 
     def wrap(self, base: nn.Module, site: Site) -> VeRALinear:
-        return VeRALinear(
-            base,
-            site,
-            rank=self.rank,
-            dropout=self.dropout,
-            d_initial=self.d_initial,
-            dtype=ADAPTER_DTYPES[self.dtype],
-        )
+        return VeRALinear(base, site, self)
 
     def share(self, modules: Mapping[str, AdapterModule]) -> None:
         layers = [module for module in modules.values() if isinstance(module, VeRALinear)]
@@ -168,27 +146,14 @@ class VeRAFormat(PeftFormat[VeRA]):
     """VeRA in PEFT's files."""
 
     peft_type: ClassVar[str] = "VERA"
+    method_class = VeRA
+    settings: ClassVar[Mapping[str, str]] = {
+        "rank": "r",
+        "dropout": "vera_dropout",
+        "d_initial": "d_initial",
+        "projection_seed": "projection_prng_key",
+        "save_projection": "save_projection",
+    }
     known_fields: ClassVar[Collection[str]] = (
-        *TARGETS, *LAYERS, "fan_in_fan_out", "init_weights", "r", "vera_dropout", "d_initial",
-        "projection_prng_key", "save_projection",
+        *TARGETS, *LAYERS, "fan_in_fan_out", "init_weights",
     )  # fmt: skip
-
-    def method(self, fields: Mapping[str, Any]) -> VeRA:
-        return VeRA(
-            rank=fields.get("r", 256),
-            dropout=fields.get("vera_dropout", 0.0),
-            d_initial=fields.get("d_initial", 0.1),
-            projection_seed=fields.get("projection_prng_key", 0),
-            save_projection=fields.get("save_projection", True),
-        )
-
-    def fields(
-        self, method: VeRA, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> dict[str, Any]:
-        return {
-            "r": method.rank,
-            "vera_dropout": method.dropout,
-            "d_initial": method.d_initial,
-            "projection_prng_key": method.projection_seed,
-            "save_projection": method.save_projection,
-        }

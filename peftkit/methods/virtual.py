@@ -24,8 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from peftkit.errors import AdapterError, TargetError
 from peftkit.methods.peft_format import LAYERS, M, PeftFormat
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, Removable
-from peftkit.model.embeddings import embedding_of
-from peftkit.model.places import find_places, unwrap_adapter
+from peftkit.model.places import embedding_of, find_places, unwrap_adapter
 from peftkit.model.targets import Site
 
 NAME = "prompt_embeddings"
@@ -63,9 +62,6 @@ class VirtualTokens(AdapterModule):
 
     def state(self) -> dict[str, Tensor]:
         return {}  # it belongs to the adapter as a whole: `VirtualMethod.shared`
-
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         return None

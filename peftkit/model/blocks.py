@@ -1,11 +1,34 @@
-"""The transformer blocks of a model, wherever they stand in it."""
+"""The transformer blocks of a model, and the attention and feed-forward sublayers of each.
+
+They are found by roles, not by names. The last module of a sublayer is the one whose output is the
+sublayer's, before dropout, norms, scales and the residual: a linear layer (o, cross_o, down) or, in
+a mixture of experts, the module that holds all experts and their router. Cross-attention is a
+sublayer of its own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Literal
+
 from torch import nn
 
+from peftkit.model import module_names
 from peftkit.model import roles as table
-from peftkit.model.places import find_places, unwrap_adapter, walk
+from peftkit.model.places import (
+    ModelWeight,
+    find_places,
+    is_linear,
+    linear_shape,
+    stacked_shape,
+    unwrap_adapter,
+    walk,
+)
+
+RECOMPUTABLE = "GradientCheckpointingLayer"
+"""The class of transformers that such blocks are of; by name, for it is not imported here."""
 
 
 def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -39,3 +62,85 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if path in full
         for name, child in module.named_children()
     ]
+
+
+_OUTPUTS = ("o", "cross_o")
+_SPARSE = (*table.EXPERTS, *table.SHARED, "router", "shared_router")
+
+
+@dataclass(frozen=True, slots=True)
+class Sublayer:
+    """A part of a block whose output is added to the residual stream.
+
+    Attributes:
+        block: Path of the block.
+        path: Of its last module.
+        reads: Path of a module with the sublayer's input; "" for attention, or if unknown.
+    """
+
+    block: str
+    kind: Literal["attention", "ffn"]
+    path: str
+    reads: str = ""
+
+
+def recomputable_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks that transformers can compute again in the backward pass, in order."""
+    return [
+        block
+        for _, block in blocks(model)
+        if any(cls.__name__ == RECOMPUTABLE for cls in type(block).__mro__)
+    ]
+
+
+def find_sublayers(model: nn.Module) -> list[Sublayer]:
+    """Return the parts of all blocks, on all sides of a model, block by block.
+
+    Experts and a dense network side by side in a block, in no module of their own, are two parts.
+    """
+    places, found = find_places(model), []
+    for block, _ in blocks(model):
+        inside = [place for place in places if place.path.startswith(f"{block}.")]
+        ends = [place.path for place in inside if place.roles[0] in _OUTPUTS]
+        found += [Sublayer(block, "attention", path) for path in ends]
+        found += _feed_forward(block, inside)
+    return found
+
+
+def width_of(end: nn.Module) -> int:
+    """Return the number of output features of a sublayer's last module."""
+    if is_linear(end):
+        return linear_shape(end)[1]
+    down = next(p for p in find_places(end) if p.roles[0].endswith("down"))  # of any expert
+    if down.parameter is None:
+        return linear_shape(down.module)[1]
+    return stacked_shape(down.module, down.parameter)[2]
+
+
+def _feed_forward(block: str, inside: list[ModelWeight]) -> list[Sublayer]:
+    """Return the feed-forward parts among the places of one block."""
+    found, dense = [], [place for place in inside if place.roles[0] in table.FFN]
+    if experts := [place.path for place in inside if place.roles[0] in table.EXPERTS]:
+        whole = _around(place.path for place in inside if place.roles[0] in _SPARSE)
+        if not whole.startswith(f"{block}."):
+            whole = _around(experts)
+            dense += [place for place in inside if place.roles[0] in table.SHARED]
+        found.append(Sublayer(block, "ffn", whole, whole))
+    ends = [place for place in dense if place.roles[0].endswith("down")]
+    for end in ends:
+        # gate and up both read what the part reads; of two parts, the nearest of its own kind
+        context = module_names.split(end.roles[0])[0]
+        first = [
+            place.path
+            for place in dense
+            if place not in ends and module_names.split(place.roles[0])[0] == context
+        ]
+        reads = max(first, key=lambda path: len(_around((path, end.path))), default="")
+        found.append(Sublayer(block, "ffn", end.path, reads))
+    return found
+
+
+def _around(paths: Iterable[str]) -> str:
+    """Return the path of the innermost module that holds all of these, or is each of them."""
+    levels = zip(*(path.split(".") for path in paths), strict=False)
+    return ".".join(names[0] for names in takewhile(lambda names: len({*names}) == 1, levels))

@@ -19,8 +19,32 @@ from torch import Tensor, nn
 from peftkit.errors import TargetError
 from peftkit.model import module_names
 from peftkit.model import roles as table
-from peftkit.model.embeddings import embedding_of
 from peftkit.model.fused import split_rows
+
+
+def embedding_of(model: nn.Module) -> nn.Module | None:
+    """Return what a model gives as its input embedding; None where it has none of tokens."""
+    try:
+        found = cast(Any, model).get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # models of two towers have none
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
+def input_embedding(model: nn.Module) -> str:
+    """Return the path of a model's input embedding.
+
+    Raises:
+        TargetError: It has none.
+    """
+    module = embedding_of(model)
+    path = next((p for p, m in model.named_modules() if m is module), None)
+    if module is None or path is None:
+        raise TargetError(
+            f"{type(model).__name__} has no input embedding of tokens",
+            fix="Name the module: token_rows: {NAME: [...]}",
+        )
+    return path
 
 
 @dataclass(slots=True)
@@ -143,10 +167,33 @@ def _shape(module: nn.Module, name: str) -> tuple[int, ...]:
     return tuple(getattr(module, name).shape if form is None else form.shape)
 
 
+class FrozenWrapper(nn.Module):
+    """A module of ours in the place of a frozen one, which it computes with.
+
+    Attributes:
+        base: The frozen module.
+        enabled: False while adapters are disabled: it then gives what the base gives, to the bit.
+    """
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.enabled = True
+
+    @property
+    def weight(self) -> Tensor:
+        """The base's weight, for models that read the weights of their layers."""
+        return cast(Tensor, self.base.weight)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return cast("Tensor | None", self.base.bias)
+
+
 def unwrap_adapter(module: nn.Module) -> nn.Module:
-    """Return the module inside an adapter module, or the module itself."""
-    while hasattr(module, "enabled") and isinstance(base := getattr(module, "base", 0), nn.Module):
-        module = base
+    """Return the frozen module inside a wrapper of ours, or the module itself."""
+    while isinstance(module, FrozenWrapper):
+        module = module.base
     return module
 
 

@@ -27,8 +27,8 @@ from peftkit.execution.strategies import Activations
 from peftkit.kernels import cross_entropy, stacked
 from peftkit.kernels.packing import keep_copies
 from peftkit.methods import grouping
+from peftkit.methods.lora_groups import SeparateWeightGroup
 from peftkit.methods.protocol import Method
-from peftkit.methods.separate_groups import SeparateWeightGroup
 from peftkit.model.norms import fused_norms
 from peftkit.model.places import is_conv1d
 from peftkit.model.training import prepared_for_training

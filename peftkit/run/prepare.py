@@ -20,8 +20,7 @@ from peftkit.formats.card import (
 )
 from peftkit.formats.continued import Continued, continue_adapter
 from peftkit.formats.peft.folder import read_adapter
-from peftkit.methods.data_init import as_on_main, init_from_rows, with_saved_ranks
-from peftkit.methods.loftq import loftq_starts
+from peftkit.methods.data_init import as_on_main, init_from_rows, loftq_starts, with_saved_ranks
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import InitValues, Method
 from peftkit.model.roles import ALL_LINEAR

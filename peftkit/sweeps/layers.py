@@ -21,10 +21,16 @@ from torch import Tensor, nn
 
 from peftkit.kernels.lora_update import Piece
 from peftkit.methods.grouping import sharing
-from peftkit.methods.groups import SharedInputGroup, copy_masters
+from peftkit.methods.lora_groups import (
+    SeparateWeightGroup,
+    SharedInputGroup,
+    copy_masters,
+    is_known,
+    products_beside,
+)
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.protocol import AdapterModule
-from peftkit.methods.separate_groups import SeparateWeightGroup, is_known, products_beside
+from peftkit.model.places import FrozenWrapper
 
 
 class Part(NamedTuple):
@@ -150,11 +156,10 @@ class JointGroup(SharedInputGroup):
         return torch.cat([drop(cast(Tensor, part)) for drop, part in parts])
 
 
-class SweepLinear(nn.Module):
+class SweepLinear(FrozenWrapper):
     """A frozen linear layer and the adapter modules of the runs that adapt it.
 
     Attributes:
-        base: The frozen layer.
         members: Run to its adapter module; no children: a run's tensors belong to its adapter.
         group: Computes it together with others that read its input, or None.
     """
@@ -163,8 +168,8 @@ class SweepLinear(nn.Module):
 
     def __init__(self, base: nn.Module, routing: Routing) -> None:
         self.members: dict[str, AdapterModule] = {}
-        super().__init__()
-        self.base, self.routing = base, routing
+        super().__init__(base)
+        self.routing = routing
 
     @property
     def training(self) -> bool:
@@ -177,19 +182,9 @@ class SweepLinear(nn.Module):
         for module in self.members.values():
             module.train(mode)
 
-    @property
-    def weight(self) -> Tensor:
-        """The base's weight, for models that look at it."""
-        return cast(Tensor, self.base.weight)
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The base's bias, likewise."""
-        return cast("Tensor | None", self.base.bias)
-
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         pieces = self.routing.pieces
-        here = [self.members.get(piece.name) for piece in pieces]
+        here = [self.members.get(piece.name) for piece in pieces if self.enabled]
         if len(pieces) == 1 and here[0] is not None:
             return cast(Tensor, here[0](x, *args, **kwargs))
         if self.group is not None and self.group.takes(x):

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.kernels.cross_entropy import chunked_cross_entropy
-from peftkit.kernels.log_probs import chunked_log_probs
+from peftkit.kernels.cross_entropy import chunked_cross_entropy, chunked_log_probs
 from peftkit.model.places import is_linear, linear_shape, unwrap_adapter
 from peftkit.tasks.attention import TrainingAttention, training_attention
 from peftkit.tasks.loss import accepted, find_head, target_logits, target_rows, unwrapped

@@ -14,11 +14,10 @@ from peftkit.adapter import Adapter, attach
 from peftkit.inference import ready, shared_prefix
 from peftkit.inference.generate import generate_ids
 from peftkit.inference.shared_prefix import num_common, padded_between, shared_cache
-from peftkit.methods.groups import FusedWeightGroup
 from peftkit.methods.lora import LoRA
+from peftkit.methods.lora_groups import FusedWeightGroup, SeparateWeightGroup, ServingGroup
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.prefix import PrefixTuning
-from peftkit.methods.separate_groups import SeparateWeightGroup, ServingGroup
 from peftkit.quant.quantize import quantize_model
 from tests.families import ARCHITECTURES, FAMILIES
 from tests.further import FURTHER

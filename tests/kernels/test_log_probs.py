@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from peftkit.kernels import cross_entropy
-from peftkit.kernels.log_probs import chunked_log_probs, reference_log_probs
+from peftkit.kernels.cross_entropy import chunked_log_probs, reference_log_probs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

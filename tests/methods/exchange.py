@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from peftkit.adapter import Adapter, attach
-from peftkit.formats.peft.folder import NOTES, Provenance, load_adapter, save_adapter
+from peftkit.formats.peft.folder import Provenance, load_adapter, save_adapter
 from peftkit.methods.protocol import Method
 from tests.families import ARCHITECTURES
 from tests.kinds import outputs
@@ -47,24 +47,6 @@ def trained(model: nn.Module, method: Method) -> Adapter:
 def saved(adapter: Adapter, folder: Path) -> Path:
     """Save an adapter of whatever task."""
     return save_adapter(adapter, folder, Provenance(task_type=None))
-
-
-def check_there(family: str, method: Method, folder: Path) -> None:
-    """PEFT, and peftkit without its notes, compute from our file what we compute."""
-    model = built(family)
-    adapter = trained(model, method)
-    expected = outputs(model)
-    saved(adapter, folder)
-    theirs = peft.PeftModel.from_pretrained(built(family), folder).eval()
-    found = outputs(theirs.base_model.model)
-    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
-    adapter.detach()
-    load_adapter(model, folder)
-    assert torch.equal(outputs(model), expected)
-    (folder / NOTES).unlink()
-    again = built(family)
-    load_adapter(again, folder)
-    assert torch.equal(outputs(again), expected)
 
 
 def check_back(family: str, config: peft.PeftConfig, folder: Path) -> Adapter:

@@ -123,7 +123,7 @@ def fitted(method: Method, model: nn.Module) -> Method:
     if isinstance(method, IA3):  # its defaults are roles, and no model has to have all of them
         found = tuple(role for role in method.targets if role in roles)
         return method.model_copy(update={"targets": found})
-    if method.train_fully:
+    if method.train_fully == ("head",):
         heads = [site.path for site in roles["head"]]
         outer = [h for h in heads if not any(h.startswith(f"{other}.") for other in heads)]
         return method.model_copy(update={"train_fully": tuple(outer)})

@@ -19,10 +19,11 @@ from peftkit.adapter import Adapter, attach
 from peftkit.errors import MergeError, PeftkitError
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.merging.fold import Tally, merge_dequantized, merge_into, shared_parameters
+from peftkit.methods.data_init import loftq_starts
 from peftkit.methods.eva import eva_starts
-from peftkit.methods.loftq import loftq_starts
 from peftkit.methods.protocol import Method
 from peftkit.model.blocks import blocks
+from peftkit.model.places import FrozenWrapper
 from tests.kinds import inputs, outputs
 from tests.methods.cell import (
     ROUNDING,
@@ -87,6 +88,9 @@ def saved_is_loaded(cell: Cell) -> None:
         save_adapter(cell.adapter, folder)
         cell.adapter.detach()
         demand(torch.equal(cell.outputs(), cell.plain), "detached, it is not the base")
+        for module in cell.model.modules():
+            left = isinstance(module, FrozenWrapper) or module._forward_pre_hooks
+            demand(not left, f"detached, it leaves something on a {type(module).__name__}")
         cell.adapter = load_adapter(cell.model, folder, trainable=True)
     demand(torch.equal(cell.outputs(), trained), "loaded, it gives something else")
     again = cell.adapter.state()
@@ -135,6 +139,8 @@ def merged_is_the_same(cell: Cell) -> None:
         return
     model = merge(cell)
     demand(not any(p.requires_grad for p in model.parameters()), "merged, it still trains")
+    left = any(isinstance(module, FrozenWrapper) for module in model.modules())
+    demand(not left, "merged, it still carries an adapter")
     # one product where there were two: float32 sums in another order, once in every layer
     demand_close(outputs(model, cell.given), trained, "merged", 2 * ROUNDING, largest(trained))
 

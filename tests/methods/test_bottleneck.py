@@ -17,12 +17,12 @@ from peftkit.errors import AdapterError, ConfigError, MergeError, TargetError
 from peftkit.formats.peft.folder import Provenance, load_adapter, save_adapter
 from peftkit.merging.fold import merge_into
 from peftkit.methods.bottleneck import Bottleneck, BottleneckModule
-from peftkit.model.blocks import blocks
-from peftkit.model.sublayers import find_sublayers
+from peftkit.model.blocks import blocks, find_sublayers
 from peftkit.quant.quantize import quantize_model
 from peftkit_cli.app import run
 from tests.families import ARCHITECTURES, tiny_tokenizer
-from tests.kinds import loss, outputs
+from tests.kinds import inputs, loss, outputs
+from tests.methods import cell
 
 STYLES = ("houlsby", "pfeiffer", "parallel")
 NUM_CROSS = {"t5": 2, "t5_gated": 2, "mt5": 2, "bart": 2, "pegasus": 2, "whisper": 2}
@@ -32,20 +32,6 @@ NUM_BLOCKS = dict.fromkeys(NUM_CROSS, 4) | {"clip": 4, "llava": 4, "qwen2_vl": 4
     "idefics": 6,
 }  # fmt: skip
 """All others have two."""
-CELLS = [
-    *((style, "llama", kind) for style in STYLES for kind in ("none", "nf4")),
-    ("houlsby", "gpt2", "nf4"),
-    ("parallel", "bert", "none"),
-    ("parallel", "bloom", "nf4"),
-    ("parallel", "opt", "none"),
-    ("houlsby", "t5", "none"),
-    ("parallel", "t5", "nf4"),
-    ("houlsby", "mixtral", "nf4"),
-    ("parallel", "gpt_oss", "nf4"),
-    ("parallel", "deepseek_v3", "none"),
-    ("pfeiffer", "deepseek_v3", "nf4"),
-]
-"""All architectures, in 16 bits and 4, are the grid's; these are of different structure."""
 
 
 def build(family: str, kind: str = "none") -> nn.Module:
@@ -54,19 +40,6 @@ def build(family: str, kind: str = "none") -> nn.Module:
     if kind != "none":
         quantize_model(model, kind, double_quant=True, compute_dtype=torch.float32)
     return model
-
-
-def train_a_little(adapter: Adapter) -> list[float]:
-    """Take three steps and return the losses before each and after the last."""
-    optimizer, losses = torch.optim.AdamW(list(adapter.parameters()), lr=5e-3), []
-    for step in range(4):
-        value = loss(adapter.model)
-        losses.append(float(value.detach()))
-        if step < 3:
-            optimizer.zero_grad()
-            value.backward()
-            optimizer.step()
-    return losses
 
 
 def disturbed(adapter: Adapter) -> Adapter:
@@ -223,56 +196,6 @@ def test_dropout_is_of_the_inner_activations_and_in_training_only() -> None:
 # ------------------------------------------------------------------- laws
 
 
-@pytest.fixture(params=CELLS, ids=lambda cell: "-".join(cell))
-def cell(request: pytest.FixtureRequest) -> tuple[Bottleneck, nn.Module, Tensor]:
-    style, family, kind = request.param
-    model = build(family, kind)
-    return Bottleneck(style=style, reduction=4, activation="gelu"), model, outputs(model)
-
-
-def test_fresh_disabled_and_detached_are_the_base_to_the_bit_and_all_of_it_trains(cell) -> None:
-    method, model, before = cell
-    names = [name for name, _ in model.named_modules()]
-    adapter = attach(model, method)
-    assert torch.equal(outputs(model), before)
-    frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
-    losses = train_a_little(adapter)
-    assert losses[-1] < losses[0]
-    for name, parameter in model.named_parameters():
-        if name in frozen:
-            assert parameter.grad is None
-            assert torch.equal(parameter, frozen[name])
-        else:
-            assert parameter.grad.abs().sum() > 0, name
-    assert not torch.allclose(outputs(model), before)
-    with adapter.disabled():
-        assert torch.equal(outputs(model), before)
-    assert not torch.allclose(outputs(model), before)
-    adapter.detach()
-    assert torch.equal(outputs(model), before)
-    assert [name for name, _ in model.named_modules()] == names
-    assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-@pytest.mark.parametrize("notes", [True, False], ids=["with notes", "without notes"])
-def test_saved_and_loaded_is_the_same_to_the_bit(cell, notes, tmp_path) -> None:
-    method, model, _ = cell
-    adapter = disturbed(attach(model, method))
-    trained, state, paths = outputs(model), adapter.state(), list(adapter.modules)
-    save_adapter(adapter, tmp_path)
-    if not notes:
-        (tmp_path / "peftkit.json").unlink()
-    adapter.detach()
-    again = load_adapter(model, tmp_path)
-    assert list(again.modules) == paths
-    assert torch.equal(outputs(model), trained)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in again.state().items())
-    save_adapter(again, tmp_path / "again")
-    again.detach()
-    load_adapter(model, tmp_path / "again")
-    assert torch.equal(outputs(model), trained)
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("family", ["llama", "bert", "mixtral"])
 def test_recomputing_blocks_changes_no_gradient_and_keeps_no_input(family, reentrant) -> None:
@@ -292,24 +215,6 @@ def test_recomputing_blocks_changes_no_gradient_and_keeps_no_input(family, reent
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("family", ["llama", "bert", "mixtral"])
-def test_a_compiled_block_computes_and_trains_the_same(family) -> None:
-    found = []
-    for compiled in (False, True):
-        model = build(family)
-        adapter = disturbed(attach(model, Bottleneck(style="parallel", size=4)))
-        stack = model.bert.encoder.layer if family == "bert" else model.model.layers
-        if compiled:
-            stack[0].compile(backend="aot_eager", fullgraph=family != "mixtral")
-        loss(model).backward()
-        gradients = [parameter.grad for parameter in adapter.parameters()]
-        with adapter.disabled():
-            found.append([outputs(model), *gradients])
-        found[-1].append(outputs(model))
-    for eager, fast in zip(*found, strict=True):
-        torch.testing.assert_close(fast, eager, atol=1e-5, rtol=1e-4)  # sums in another order
-
-
 def test_an_adapter_in_bf16_trains_under_a_base_in_bf16() -> None:
     model = build("t5").to(torch.bfloat16)
     before = outputs(model)
@@ -317,7 +222,7 @@ def test_an_adapter_in_bf16_trains_under_a_base_in_bf16() -> None:
     assert torch.equal(outputs(model), before)
     assert model.encoder.block[0].layer[1].DenseReluDense.wo.weight.dtype == torch.bfloat16
     assert {p.dtype for p in adapter.parameters()} == {torch.bfloat16}
-    losses = train_a_little(adapter)
+    losses = cell.losses(adapter, inputs(model))
     assert losses[-1] < losses[0]
 
 

@@ -19,6 +19,7 @@ from peftkit.methods.eva import BLOCK, Directions, eva_starts
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
 from tests.families import ARCHITECTURES, FAMILIES
+from tests.kinds import outputs
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name, and gives advice
@@ -36,11 +37,6 @@ def rows(number: int = 24, length: int = 50) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(3)
     drawn = torch.multinomial(frequencies, number * length, replacement=True, generator=generator)
     return [{"input_ids": ids[None] + 5} for ids in drawn.view(number, length)]
-
-
-def logits(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.arange(20).view(2, 10) + 5, use_cache=False).logits
 
 
 def with_bos(model: nn.Module, method: LoRA = EVA) -> Adapter:
@@ -169,20 +165,20 @@ def test_a_fresh_adapter_leaves_the_base_unchanged(
     model = FAMILIES[family]().eval()
     if kind != "none":
         quantize_model(model, kind, compute_dtype=torch.float32)
-    before = logits(model)
+    before = outputs(model)
     adapter = with_bos(model, method)
     assert not adapter.method.fresh_changes
-    assert torch.equal(logits(model), before)
+    assert torch.equal(outputs(model), before)
     with torch.no_grad():
         for parameter in adapter.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    trained = logits(model)
+    trained = outputs(model)
     assert not torch.allclose(trained, before)
     save_adapter(adapter, tmp_path)
     adapter.detach()
-    assert torch.equal(logits(model), before)
+    assert torch.equal(outputs(model), before)
     load_adapter(model, tmp_path)  # without data
-    assert torch.equal(logits(model), trained)
+    assert torch.equal(outputs(model), trained)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -196,7 +192,7 @@ def test_peft_loads_the_file_with_its_many_ranks(family: str, tmp_path: Path) ->
             parameter.add_(0.05 * torch.randn_like(parameter))
     save_adapter(adapter, tmp_path)
     loaded = peft.PeftModel.from_pretrained(theirs, tmp_path).eval()
-    torch.testing.assert_close(logits(loaded), logits(model), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(outputs(loaded), outputs(model), atol=TOLERANCE, rtol=0)
 
 
 def test_the_model_is_left_as_it_was() -> None:

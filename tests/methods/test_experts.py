@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peftkit.adapter import attach
@@ -23,7 +22,8 @@ from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.methods.vera import VeRA
 from tests.families import ARCHITECTURES
-from tests.methods.test_laws import logits, train_a_little
+from tests.kinds import inputs, outputs
+from tests.methods import cell
 
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe")
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
@@ -35,14 +35,14 @@ EXPERTS = LoRA(rank=3, alpha=6, targets=("experts",))
 def test_every_implementation_computes_base_and_update(family: str, implementation: str) -> None:
     model = ARCHITECTURES[family]().eval()
     model.set_experts_implementation(implementation)
-    before = logits(model)
+    before = outputs(model)
     adapter = attach(model, EXPERTS)
-    assert torch.equal(logits(model), before)
-    losses = train_a_little(adapter)
+    assert torch.equal(outputs(model), before)
+    losses = cell.losses(adapter, inputs(model))
     assert losses == sorted(losses, reverse=True)
-    trained = logits(model)
+    trained = outputs(model)
     merge_into(adapter)  # by an einsum-free formula of its own, over all experts at once
-    torch.testing.assert_close(logits(model), trained, atol=2e-5, rtol=0)
+    torch.testing.assert_close(outputs(model), trained, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("dense_columns", [0, stacked.DENSE_COLUMNS])
@@ -164,7 +164,7 @@ def test_a_role_of_a_fused_stack_adapts_only_its_rows() -> None:
     for family, rows in (("mixtral", slice(64, 128)), ("gpt_oss", slice(1, None, 2))):
         model = ARCHITECTURES[family]().eval()
         adapter = attach(model, LoRA(rank=2, targets=("expert_up",)))
-        train_a_little(adapter)
+        cell.losses(adapter, inputs(model))
         module = next(iter(adapter.modules.values()))
         weight = module.weights(module.base)["gate_up_proj"].float()
         moved = (module.merged_weight(weight, "gate_up_proj") - weight).abs().amax(2)  # (E, out)
@@ -181,13 +181,3 @@ def test_a_use_that_is_no_product_is_refused_by_name() -> None:
         torch.add(torch.randn(6, 5), stack)
     with pytest.raises(NoProductError, match=r"transpose\(0, 1\)"):
         stack.transpose(0, 1)
-
-
-def test_gradient_checkpointing_changes_nothing() -> None:
-    torch.manual_seed(0)
-    plain = ARCHITECTURES["mixtral"]().train()
-    saving: nn.Module = copy.deepcopy(plain)
-    named = "activation_checkpointing_enable"  # by transformers 5.23; "gradient_..." before
-    enable = getattr(saving, named, None) or saving.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-    assert train_a_little(attach(plain, EXPERTS)) == train_a_little(attach(saving, EXPERTS))

@@ -17,10 +17,9 @@ from peftkit.kernels.grouped import GroupedLinear, Member, grouped_linear_refere
 from peftkit.kernels.lora_update import Layer, Piece, beside
 from peftkit.kernels.packing import keep_copies
 from peftkit.methods import grouping
-from peftkit.methods.groups import FusedWeightGroup, Group
 from peftkit.methods.lora import LoRA
+from peftkit.methods.lora_groups import FusedWeightGroup, Group, SeparateWeightGroup
 from peftkit.methods.lora_linear import LoRALinear
-from peftkit.methods.separate_groups import SeparateWeightGroup
 from peftkit.model.training import refresh_layouts
 from peftkit.quant.quantize import quantize_model
 from peftkit.train.memory.blocks import Blocks

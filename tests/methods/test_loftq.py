@@ -8,25 +8,21 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, MergeError, TargetError
 from peftkit.formats.peft.folder import Provenance, load_adapter, save_adapter
 from peftkit.merging.merge import merge
-from peftkit.methods.loftq import loftq_starts
+from peftkit.methods.data_init import loftq_starts
 from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import weight_of
 from peftkit.quant.quantize import quantize_model
 from tests.families import ARCHITECTURES, FAMILIES
+from tests.kinds import outputs
 
 LOFTQ = LoRA(rank=5, alpha=15, init="loftq", targets=("q", "v", "down"))
-
-
-def logits(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.arange(20).view(2, 10) + 5, use_cache=False).logits
 
 
 def pair(family: str, kind: str = "nf4") -> tuple[nn.Module, nn.Module]:
@@ -58,12 +54,12 @@ def test_it_starts_as_the_best_of_its_rank_for_what_was_lost(family: str, kind: 
 def test_a_fresh_adapter_brings_the_model_nearer_to_the_original_and_says_so() -> None:
     original, model = pair("llama")
     method = LOFTQ.model_copy(update={"rank": 12, "targets": "all-linear"})
-    wanted, before = logits(original), logits(model)
+    wanted, before = outputs(original), outputs(model)
     adapter = attach(model, method, starts=loftq_starts(model, method, original))
-    assert (logits(model) - wanted).norm() < 0.8 * (before - wanted).norm()
+    assert (outputs(model) - wanted).norm() < 0.8 * (before - wanted).norm()
     assert adapter.method.fresh_changes
     with adapter.disabled():
-        assert torch.equal(logits(model), before)
+        assert torch.equal(outputs(model), before)
 
 
 def test_without_its_start_it_is_refused_by_the_name_of_what_makes_it() -> None:
@@ -99,10 +95,10 @@ def test_peft_computes_the_same_over_bitsandbytes_own_nf4(tmp_path: Path) -> Non
     # in evaluation it would repack the weights for a kernel of less precision
     theirs = peft.PeftModel.from_pretrained(packed, tmp_path).train()
     # float32 sums in another order
-    torch.testing.assert_close(logits(theirs), logits(model), atol=1e-5, rtol=0)
+    torch.testing.assert_close(outputs(theirs), outputs(model), atol=1e-5, rtol=0)
     adapter.detach()
     load_adapter(model, tmp_path)  # without the original
-    torch.testing.assert_close(logits(model), logits(theirs), atol=1e-5, rtol=0)
+    torch.testing.assert_close(outputs(model), outputs(theirs), atol=1e-5, rtol=0)
 
 
 def test_over_weights_that_lost_nothing_it_is_refused(tmp_path: Path) -> None:
@@ -135,4 +131,4 @@ def test_it_is_not_merged_into_the_original_weights_which_lost_nothing(
     merge(tmp_path / "adapter", tmp_path / "merged", from_quantized=True)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     # one product where there were two: float32 sums in another order
-    torch.testing.assert_close(logits(merged), logits(model), atol=2e-5, rtol=0)
+    torch.testing.assert_close(outputs(merged), outputs(model), atol=2e-5, rtol=0)

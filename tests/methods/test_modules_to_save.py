@@ -11,20 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peftkit.adapter import attach
-from peftkit.errors import AdapterError, MergeError, TargetError
+from peftkit.errors import AdapterError, TargetError
 from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS, load_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
-from peftkit.merging.fold import Tally, merge_dequantized, merge_into
-from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.methods.modules_to_save import named_modules
-from peftkit.methods.protocol import AdapterModule, Method
+from peftkit.methods.protocol import AdapterModule
 from peftkit.quant.quantize import quantize_model
 from peftkit.transform.combine import combine
 from peftkit.transform.exchange import Format, export_adapter
-from tests.families import ARCHITECTURES
-from tests.kinds import loss, outputs
-from tests.methods.exchange import built, check_back, check_there, saved, trained
+from tests.methods.exchange import built, check_back, saved, trained
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name
@@ -34,23 +30,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Model has `tie_word_embeddings=True`:UserWarning",
     "ignore:Model with `tie_word_embeddings=True`:UserWarning",
 )
-CASES: dict[str, tuple[str, Method]] = {
-    "head": ("llama", LoRA(rank=2, train_fully=("lm_head",))),
-    "head-tied": ("gpt2", LoRA(rank=2, train_fully=("lm_head",))),
-    "embeddings": ("llama", LoRA(rank=2, train_fully=("embed_tokens",))),
-    "norms": ("qwen2", LoRA(rank=2, train_fully=("norm", "layers.0.input_layernorm"))),
-    "head-of-classes": ("bert_cls", LoRA(rank=2, train_fully=("classifier", "pooler"))),
-    "head-of-parts": ("roberta", LoRA(rank=2, train_fully=("lm_head",))),
-    "head-in-a-head": ("bert", LoRA(rank=2, train_fully=("cls",))),
-    "beside-ia3": ("llama", IA3(train_fully=("lm_head",))),
-    "bf16": ("gpt2", LoRA(rank=2, train_fully=("ln_f", "lm_head"), dtype="bf16")),
-    "block": ("llama", LoRA(rank=2, train_fully=("layers.1",))),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_peft_computes_the_same_from_our_file(name: str, tmp_path: Path) -> None:
-    check_there(*CASES[name], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -65,92 +44,12 @@ def test_we_compute_the_same_from_their_file(
     check_back(family, config, tmp_path)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_all_of_it_gets_gradients_and_the_base_none(name: str) -> None:
-    family, method = CASES[name]
-    model = built(family)
-    adapter = trained(model, method)
-    loss(model).backward()
-    own = {id(parameter) for parameter in adapter.parameters()}
-    for path, parameter in model.named_parameters():
-        if id(parameter) in own:
-            assert parameter.grad is not None, path
-            assert parameter.grad.abs().sum() > 0, path
-        else:
-            assert parameter.grad is None, path
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_disabled_and_detached_it_is_the_base(name: str) -> None:
-    family, method = CASES[name]
-    model = built(family)
-    before, modules = outputs(model), list(model.modules())
-    adapter = trained(model, method)
-    with adapter.disabled():
-        assert torch.equal(outputs(model), before)
-    adapter.detach()
-    assert torch.equal(outputs(model), before)
-    assert list(model.modules()) == modules
-
-
-def test_what_is_recomputed_in_the_backward_pass_is_the_trained_module() -> None:
-    model = built("llama").train()
-    adapter = trained(model, CASES["block"][1])
-    loss(model).backward()
-    expected = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    model.zero_grad()
-    model.activation_checkpointing_enable({"use_reentrant": False})
-    loss(model).backward()
-    assert len(list(adapter.parameters())) == len(expected)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            torch.testing.assert_close(parameter.grad, expected[name], atol=1e-6, rtol=1e-5)
-
-
 def test_targets_inside_are_trained_whole_and_not_adapted() -> None:
     adapter = attach(built("llama"), LoRA(rank=2, train_fully=("layers.1", "layers.0.mlp")))
     assert all(path.startswith("model.layers.0.self_attn") for path in adapter.own)
     assert len(adapter.own) == 4
     with pytest.raises(TargetError, match="nothing left for lora"):
         attach(built("llama"), LoRA(rank=2, train_fully=("layers",)))
-
-
-def test_over_a_4_bit_base_the_head_is_trained_in_16_bits() -> None:
-    torch.manual_seed(0)
-    model = ARCHITECTURES["bert_cls"]().eval()
-    quantize_model(model, "nf4", compute_dtype=torch.float32)
-    adapter = trained(model, LoRA(rank=2, train_fully=("classifier",)))
-    expected = outputs(model)
-    assert {p.dtype for p in adapter.parameters()} == {torch.float32}
-    merged = merge_dequantized(adapter, torch.float32, tally=Tally())
-    plain = built("bert_cls")
-    plain.load_state_dict(merged.state_dict())
-    # float32 sums in another order
-    torch.testing.assert_close(outputs(plain), expected, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("name", ["head", "embeddings", "norms", "head-of-classes", "block"])
-def test_merged_it_is_an_ordinary_model(name: str) -> None:
-    family, method = CASES[name]
-    model = built(family)
-    adapter = trained(model, method)
-    expected, modules = outputs(model), [type(m) for m in built(family).modules()]
-    merge_into(adapter)
-    # one product where there were two
-    torch.testing.assert_close(outputs(model), expected, atol=1e-5, rtol=0)
-    assert [type(module) for module in model.modules()] == modules
-
-
-@pytest.mark.parametrize("kind", ["none", "nf4"])
-def test_a_tied_head_is_not_merged_alone(kind: str) -> None:
-    model = built("gpt2")
-    if kind != "none":
-        quantize_model(model, kind, compute_dtype=torch.float32)
-    adapter = trained(model, CASES["head-tied"][1])
-    with pytest.raises(MergeError, match="shares its weight with another layer"):
-        merge_into(adapter) if kind == "none" else merge_dequantized(
-            adapter, torch.float32, tally=Tally()
-        )
 
 
 def test_parts_and_whole_paths_are_names_and_the_outermost_counts() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from peftkit.formats.peft.folder import load_adapter
 from peftkit.kernels import svd
 from peftkit.merging.merge import merge
-from peftkit.methods.lora_init import of_weight
+from peftkit.methods.lora_linear import of_weight
 from tests.families import FAMILIES
 from tests.kinds import outputs
 

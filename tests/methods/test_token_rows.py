@@ -10,7 +10,6 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from peftkit.adapter import attach
 from peftkit.base.load import Base, load_base
@@ -18,38 +17,17 @@ from peftkit.base.new_tokens import add_tokens, restore_tokens, save_tokenizer, 
 from peftkit.errors import AdapterError, DataError, TargetError
 from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS, load_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
-from peftkit.merging.fold import Tally, merge_dequantized, merge_into
-from peftkit.methods.bitfit import BitFit
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import Method
-from peftkit.quant.quantize import quantize_model
-from tests.kinds import loss, outputs, words
-from tests.methods.exchange import built, check_back, check_there, saved, trained
+from tests.kinds import outputs, words
+from tests.methods.exchange import built, check_back, saved, trained
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
 )
 TOKENS = (40, 12, 33)
-BOTH = {"model.embed_tokens": (40, 12), "lm_head": (12, 33, 60)}
-CASES: dict[str, tuple[str, Method]] = {
-    "untied": ("llama", LoRA(rank=2, token_rows=TOKENS)),
-    "untied-both": ("llama", LoRA(rank=2, token_rows=BOTH)),
-    "head": ("llama", LoRA(rank=2, token_rows={"lm_head": TOKENS})),
-    "tied": ("gpt2", LoRA(rank=2, token_rows=TOKENS)),
-    "tied-scaled": ("gemma", LoRA(rank=2, token_rows=TOKENS)),
-    "tied-four-times": ("t5", LoRA(rank=2, token_rows=TOKENS)),
-    "seq2seq-scaled": ("bart", LoRA(rank=2, token_rows=TOKENS)),
-    "beside-a-head": ("llama", LoRA(rank=2, token_rows=TOKENS, train_fully=("lm_head",))),
-    "beside-bitfit": ("qwen2", BitFit(token_rows=TOKENS)),
-    "bf16": ("gpt2", LoRA(rank=2, token_rows=TOKENS, dtype="bf16")),
-}
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name != "bf16"])
-def test_peft_computes_the_same_from_our_file(name: str, tmp_path: Path) -> None:
-    check_there(*CASES[name], tmp_path)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma", "t5", "bart"])
@@ -65,27 +43,6 @@ def test_we_compute_the_same_from_their_rows_of_both_tables(tmp_path: Path) -> N
     check_back("llama", config, tmp_path)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kind", ["none", "nf4"])
-def test_rows_get_gradients_and_the_tables_none(name: str, kind: str) -> None:
-    family, method = CASES[name]
-    model = built(family)
-    if kind != "none":
-        quantize_model(model, kind, compute_dtype=torch.float32)
-    before = outputs(model)
-    adapter = trained(model, method)
-    loss(model).backward()
-    own = {id(parameter) for parameter in adapter.parameters()}
-    assert len(own) == len(list(adapter.parameters()))
-    for path, parameter in model.named_parameters():
-        assert (parameter.grad is not None) == (id(parameter) in own), path
-        assert parameter.grad is None or parameter.grad.abs().sum() > 0, path
-    with adapter.disabled():
-        assert torch.equal(outputs(model), before)
-    adapter.detach()
-    assert torch.equal(outputs(model), before)
-
-
 def test_only_these_tokens_change_and_their_rows_are_what_is_looked_up() -> None:
     model = built("gemma")
     embedding, ids = model.get_input_embeddings(), torch.tensor([[40, 41, 12], [0, 383, 33]])
@@ -99,27 +56,6 @@ def test_only_these_tokens_change_and_their_rows_are_what_is_looked_up() -> None
     torch.testing.assert_close(after[0, 0], scale * rows.rows[0])
     torch.testing.assert_close(after[0, 2], scale * rows.rows[1])
     torch.testing.assert_close(after[1, 2], scale * rows.rows[2])
-
-
-@pytest.mark.parametrize("name", ["untied", "untied-both", "tied", "tied-scaled", "bf16"])
-@pytest.mark.parametrize("kind", ["none", "nf4"])
-def test_merged_it_is_the_base_with_other_rows(name: str, kind: str) -> None:
-    family, method = CASES[name]
-    method = method.model_copy(update={"targets": ("layers.0.*", "h.0.*")[family == "gpt2"]})
-    model = built(family)
-    if kind != "none":
-        quantize_model(model, kind, compute_dtype=torch.float32)
-    adapter = trained(model, method)
-    expected = outputs(model)
-    if kind == "none":
-        merge_into(adapter)
-        merged: nn.Module = model
-    else:
-        state = merge_dequantized(adapter, torch.float32, tally=Tally()).state_dict()
-        merged = built(family)
-        merged.load_state_dict(state)
-    # one product where there were two
-    torch.testing.assert_close(outputs(merged), expected, atol=3e-5, rtol=0)
 
 
 def test_the_file_has_the_rows_once_in_the_order_of_the_tokens(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from peftkit.errors import TargetError
 from peftkit.model import roles as table
 from peftkit.model.blocks import blocks
-from peftkit.model.places import find_places, is_linear, linear_shape, stacked_shape
+from peftkit.model.places import FrozenWrapper, find_places, is_linear, linear_shape, stacked_shape
 from peftkit.model.targets import Site, find_roles, resolve
 from tests.families import ARCHITECTURES
 
@@ -262,12 +262,11 @@ def test_a_quantised_layer_keeps_its_roles_and_rows() -> None:
     assert facts(resolve(model, ["q", "v", "o", "ffn"])) == before
 
 
-class Wrapped(nn.Module):
+class Wrapped(FrozenWrapper):
     """What an adapter of ours looks like."""
 
     def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base, self.enabled = base, True
+        super().__init__(base)
         self.lora_A = nn.Linear(2, 2)
 
 

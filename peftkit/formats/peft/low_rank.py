@@ -26,7 +26,7 @@ from peftkit.formats.peft.folder import (
 from peftkit.formats.peft.target_modules import shortest_endings, unmatched
 from peftkit.methods.dora import MAGNITUDE, DoRA
 from peftkit.methods.lora import LoRA
-from peftkit.methods.scales import peft_scales
+from peftkit.methods.lora_format import peft_scales
 from peftkit.methods.table import BESIDE, method_from_peft
 from peftkit.model.places import is_linear, linear_shape, walk
 from peftkit.model.targets import Site

@@ -35,8 +35,7 @@ from peftkit.formats.peft.folder import (
 )
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
-from peftkit.methods.lora_format import EXPERTS_SINCE
-from peftkit.methods.scales import peft_scales
+from peftkit.methods.lora_format import EXPERTS_SINCE, peft_scales
 from peftkit.model.places import ModelWeight, find_places, is_linear, stacked_shape
 from peftkit.model.roles import FFN_LEAVES
 from peftkit.model.targets import Site

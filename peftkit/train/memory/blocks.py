@@ -20,10 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from peftkit.errors import PeftkitError
 from peftkit.execution.strategies import Activations, activation_modes
 from peftkit.kernels.packed import recomputing
+from peftkit.model.blocks import recomputable_blocks
 from peftkit.train.memory.offload import Offload
-
-MARK = "GradientCheckpointingLayer"
-"""The class of transformers that blocks are of; known by name, for it is not imported here."""
 
 STREAMED = "block_stream"
 """What a model has whose blocks' weights come from main memory: kept activations would hold all."""
@@ -49,7 +47,7 @@ class Blocks:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.blocks = list(dict.fromkeys(_innermost(model)))  # some models repeat one
+        self.blocks = list(dict.fromkeys(recomputable_blocks(model)))  # some models repeat one
         self.compiled = False
         self._marked: list[Any] = [
             m for m in model.modules() if hasattr(m, "gradient_checkpointing")
@@ -245,12 +243,3 @@ def _generators() -> list[Tensor]:
 
 def _call(run: Callable[..., Any], *args: Any) -> Any:
     return run(*args)
-
-
-def _innermost(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks of a module that have no blocks inside."""
-    inside = [block for child in module.children() for block in _innermost(child)]
-    if inside:
-        yield from inside
-    elif any(kind.__name__ == MARK for kind in type(module).__mro__):
-        yield module
