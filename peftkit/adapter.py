@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import AdapterError, TargetError
-from peftkit.methods.modules_to_save import named_modules, whole
+from peftkit.methods.modules_to_save import named_modules, wrap_fully
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, InitValues, Method
 from peftkit.methods.token_rows import token_modules
 from peftkit.model.places import unwrap_adapter
@@ -83,7 +83,7 @@ class Adapter:
             layout.end()
 
     @contextmanager
-    def holding(self, state: Mapping[str, Tensor]) -> Iterator[None]:
+    def swapped_state(self, state: Mapping[str, Tensor]) -> Iterator[None]:
         """Have the tensors of another `state()` while the context holds."""
         before = {name: tensor.clone() for name, tensor in self.state().items()}
         self.load_state(state)
@@ -158,10 +158,11 @@ def attach(
 
     Args:
         model: Any transformer; changed in place.
-        method: What to attach; `method.targets` say where.
+        method: What to attach; `method.targets` say where. Where none are named, towers for images
+            and sound are left out.
         sites: Where, when the caller already knows.
-        starts: Module path to what it begins with; made by `method.started_by`, where that is set.
-        fresh: Whether there are to be initial values at all: False where others are loaded next.
+        starts: Module path to initial values; made by `method.initializer`, where that is set.
+        fresh: Whether to set initial values at all: False where a state is loaded next.
         seed: Of the initial values; the same on every device.
 
     Raises:
@@ -176,8 +177,9 @@ def attach(
     full: dict[str, AdapterModule] = {}
     outermost = named_modules(model, method.train_fully)
     for path in outermost:
-        full |= whole(model, path, ADAPTER_DTYPES[method.dtype])
+        full |= wrap_fully(model, path, ADAPTER_DTYPES[method.dtype])
     rows = token_modules(model, method, outermost)
+    method = method.for_model(model)
     grouped: dict[str, list[Site]] = {}
     for site in method.sites(model) if sites is None else sites:
         if not any(f"{site.path}.".startswith(f"{path}.") for path in outermost):
@@ -206,12 +208,28 @@ def attach(
     return Adapter(model, method, modules, full)
 
 
+def check_fits(model: nn.Module, method: Method) -> None:
+    """Check targets and ranks as `attach` does, on a copy of a model that needs no weights.
+
+    Args:
+        model: Of no use afterwards.
+
+    Raises:
+        TargetError: As `attach`.
+    """
+    if method.acts_on_input:  # it has no targets, and asks the model by running it
+        return
+    if method.initializer:  # its values are made of weights or data
+        method = method.model_copy(update={"init": "default"})
+    attach(model, method, fresh=False)
+
+
 def _check_apart(method: Method, sites: Collection[str], rows: Collection[str]) -> None:
     """Make sure that there is something left for the method, and that it is not on trained rows."""
     if not sites:
         raise TargetError(
             f"there is nothing left for {method.type}",
-            found="all of its targets are in modules that are trained whole",
+            found="all of its targets are in modules that are trained in full",
             fix="Leave these out of train_fully.",
         )
     if both := [path for path in sites if path in rows]:

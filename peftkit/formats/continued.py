@@ -145,4 +145,4 @@ def before_training(adapter: Adapter, folder: Path) -> Callable[[], AbstractCont
             found="its tensors have other names or shapes",
             fix="Restore the folder; without the file it is compared with the bare base.",
         )
-    return partial(adapter.holding, start)
+    return partial(adapter.swapped_state, start)

@@ -157,7 +157,7 @@ class LoRA(Method):
         Raises:
             TargetError: One is a stack of experts or smaller than its rank, or a target is missing.
         """
-        sites = self.sites(model)
+        sites = self.for_model(model).sites(model)
         for site in sites:
             if site.parameter is not None:
                 raise self._not_on_experts(f"{site.path}.{site.parameter}")

@@ -104,7 +104,7 @@ class TunedModule(AdapterModule):
         return self.trained[self.names.index(name)].detach().to(weight.device, torch.float32)
 
 
-def whole(model: nn.Module, path: str, dtype: torch.dtype) -> dict[str, AdapterModule]:
+def wrap_fully(model: nn.Module, path: str, dtype: torch.dtype) -> dict[str, AdapterModule]:
     """Return wrappers that train a module with all its submodules, the innermost first.
 
     Submodules keep their paths, and gradient checkpointing may recompute them.

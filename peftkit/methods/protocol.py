@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from peftkit.config.schema import Config
 from peftkit.errors import TargetError
 from peftkit.model.places import FrozenWrapper, find_places, is_linear
+from peftkit.model.roles import ALL_LINEAR
 from peftkit.model.targets import Site, resolve
 from peftkit.quant.layers import weight_of
 
@@ -138,9 +139,9 @@ class Method(Config, ABC):
     """Other tools that read its files; "" if none does."""
 
     type: str
-    targets: tuple[str, ...] | str = "all-linear"
+    targets: tuple[str, ...] | str = ALL_LINEAR
     """Roles (q, k, v, o, gate, up, down, ...), groups (attention, ffn, all-linear), or names. Where
-    a recipe names none, towers for images and sound are left out."""
+    none are named, towers for images and sound are left out."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """dtype of the adapter's weights, whatever the base's is."""
     train_fully: tuple[str, ...] = ()
@@ -159,6 +160,13 @@ class Method(Config, ABC):
             TargetError: A target is not in it.
         """
         return resolve(model, self.targets, stacks=self.sits_on_stacks)
+
+    def for_model(self, model: nn.Module) -> Method:
+        """Return the method with explicit targets: by default, towers are left out."""
+        unnamed = "targets" not in self.model_fields_set and self.targets == ALL_LINEAR
+        if unnamed and any(place.set_apart for place in find_places(model)):
+            return self.model_copy(update={"targets": (f"language.{ALL_LINEAR}",)})
+        return self
 
     def left_out(self, model: nn.Module) -> list[Site]:
         """Return weights that a group of the targets includes and the method cannot adapt."""

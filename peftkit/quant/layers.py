@@ -38,16 +38,20 @@ from peftkit.model.places import is_conv1d
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return "kernels-community" not in str(record.msg)
+
+
+# bitsandbytes says on some CPUs that it lacks kernels of which nothing here makes use. It does so
+# when it is imported, whoever imports it first (peft and accelerate do): so it is told now.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_advice)
+
+
 @cache
 def _bitsandbytes() -> ModuleType:
-    """Import bitsandbytes, which registers its operators, without its advice to get others."""
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        import bitsandbytes
-    finally:
-        logger.setLevel(level)
+    """Import bitsandbytes, which registers its operators."""
+    import bitsandbytes
+
     return bitsandbytes
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from peftkit.adapter import Adapter, attach
-from peftkit.base.load import Base, load_base
+from peftkit.adapter import Adapter, attach, check_fits
+from peftkit.base.load import Base, load_base, skeleton
 from peftkit.base.new_tokens import add_tokens, token_rows
 from peftkit.base.purpose import Purpose
 from peftkit.events import Listener, Notice, ignore
@@ -23,9 +23,7 @@ from peftkit.formats.peft.folder import read_adapter
 from peftkit.methods.data_init import as_on_main, init_from_rows, loftq_starts, with_saved_ranks
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import InitValues, Method
-from peftkit.model.roles import ALL_LINEAR
 from peftkit.planning.resolve import settled
-from peftkit.quant.quantize import tower_paths
 from peftkit.run.config import Recipe
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.splits import load_splits
@@ -78,6 +76,9 @@ def prepare(
     settings = recipe.task.resolve(recipe.data)
     kept = recipe  # as it was asked for: another machine may place it anew
     if base is None:
+        if not recipe.method.start_from:  # before an hour of loading, not after it
+            known = recipe.base.model_dump(include={"model", "revision"})
+            check_fits(skeleton(**known, purpose=settings.purpose), recipe.method)
         kept = settled(recipe, on_event)
         if company is not None:
             company.check_equal_across_ranks(
@@ -161,15 +162,9 @@ def open_base(
 
 
 def _with_head_and_tokens(recipe: Recipe, base: Base) -> Method:
-    """Return the method with all that is trained beside it; the base takes the new tokens in.
-
-    Where no targets are named, towers for images and sound are left as they are.
-    """
+    """Return the method with all that is trained beside it; the base takes the new tokens in."""
     whole = tuple(dict.fromkeys((*recipe.method.train_fully, *base.head)))
     beside: dict[str, Any] = {"train_fully": whole}
-    unnamed = "targets" not in recipe.method.model_fields_set
-    if unnamed and recipe.method.targets == ALL_LINEAR and tower_paths(base.model):
-        beside["targets"] = (f"language.{ALL_LINEAR}",)
     if recipe.base.new_tokens:
         ids = add_tokens(base, recipe.base.new_tokens)
         beside["token_rows"] = token_rows(base.model, ids)
@@ -223,4 +218,4 @@ def _reference(
     key = f"{base.fingerprint} {precision}"
     if continued is None:
         return adapter.disabled, key
-    return partial(adapter.holding, continued.start), f"{key} {continued.digest}"
+    return partial(adapter.swapped_state, continued.start), f"{key} {continued.digest}"

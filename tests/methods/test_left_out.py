@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import attach
+from peftkit.config.schema import from_dict
 from peftkit.errors import TargetError
 from peftkit.formats.card import adapter_table, small_reach
 from peftkit.methods.dora import DoRA
@@ -14,7 +18,9 @@ from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.model.targets import resolve
 from peftkit.quant.audit import audit
-from tests.families import FAMILIES
+from peftkit.run.config import Recipe
+from peftkit.run.prepare import prepare
+from tests.families import ARCHITECTURES, FAMILIES
 from tests.further import FURTHER
 from tests.kinds import inputs, loss
 
@@ -61,6 +67,47 @@ def test_a_layer_smaller_than_the_rank_is_refused_when_it_is_named() -> None:
 def test_a_group_of_layers_that_are_all_too_small_is_refused() -> None:
     with pytest.raises(TargetError, match="rank 64 is larger"):
         attach(FAMILIES["llama"](), LoRA(rank=64, targets=("attention",)))
+
+
+def test_towers_are_left_out_where_no_targets_are_named() -> None:
+    model = ARCHITECTURES["llava"]()
+    adapter = attach(model, LoRA(rank=2))
+    assert adapter.method.targets == ("language.all-linear",)
+    assert len(adapter.modules) == 14
+    assert not any("vision" in path or "projector" in path for path in adapter.modules)
+    adapter.detach()
+    assert len(attach(model, LoRA(rank=2, targets="all-linear")).modules) > 14
+
+
+@pytest.mark.parametrize(
+    ("method", "found"),
+    [
+        ({"targets": ["q", "q_porj"]}, "Did you mean 'q_proj'"),
+        ({"rank": 4096}, "rank 4096 is larger than the matrix of"),
+        ({"rank": 4096, "init": "eva"}, "rank 4096 is larger than the matrix of"),
+        ({"train_fully": ["lm_haed"]}, "Did you mean 'lm_head'"),
+    ],
+)
+def test_a_recipes_targets_are_checked_before_weights_are_read(
+    method: dict[str, Any], found: str, tmp_path: Path
+) -> None:
+    model = FAMILIES["llama"]()
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(tmp_path / "base")  # and no weights
+    rows = tmp_path / "train.jsonl"
+    rows.write_text('{"prompt": "one", "completion": "two"}\n')
+    recipe = from_dict(
+        Recipe,
+        {
+            "base": {"model": str(tmp_path / "base")},
+            "method": {"type": "lora", **method},
+            "data": {"train": str(rows)},
+            "train": {"output_dir": str(tmp_path / "run"), "max_steps": 1},
+        },
+        "test",
+    )
+    with pytest.raises(TargetError, match=found):
+        prepare(recipe)
 
 
 class Mixed(nn.Module):

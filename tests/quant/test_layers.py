@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from types import SimpleNamespace
 
 import bitsandbytes
@@ -179,6 +180,15 @@ def test_what_cannot_be_packed_is_refused(kind) -> None:
         pack(torch.tensor([[1.0, float("inf")]]), kind)
     with pytest.raises(ValueError, match="float8"):
         pack(torch.ones(2, 2).to(torch.float8_e4m3fn), kind)
+
+
+def test_advice_of_bitsandbytes_to_get_other_kernels_is_not_passed_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    theirs = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    theirs.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "no module")
+    theirs.warning("something else")
+    assert [record.msg for record in caplog.records] == ["something else"]
 
 
 # ------------------------------------------------------------------- the layer
