@@ -60,7 +60,8 @@ SETTINGS: dict[str, tuple[str, Method]] = {
     "bitfit-roles": ("bert", BitFit(targets=("q", "v"))),
     "bitfit-names": ("bert", BitFit(targets=("output.LayerNorm", "ffn"))),
     "bitfit-block": ("opt", BitFit(targets=("layers.0.*",))),
-    "fully-head": ("llama gpt2 roberta", LoRA(rank=2, train_fully=("lm_head",))),
+    "fully-head": ("llama gpt2", LoRA(rank=2, train_fully=("lm_head",))),
+    "fully-parts": ("roberta", LoRA(rank=2, train_fully=("lm_head",))),
     "fully-embeddings": ("llama", LoRA(rank=2, train_fully=("embed_tokens",))),
     "fully-norms": ("qwen2", LoRA(rank=2, train_fully=("norm", "layers.0.input_layernorm"))),
     "fully-classes": ("bert_cls", LoRA(rank=2, train_fully=("classifier", "pooler"))),
@@ -76,7 +77,14 @@ SETTINGS: dict[str, tuple[str, Method]] = {
     "rows-bf16": ("gpt2", LoRA(rank=2, token_rows=TOKENS, dtype="bf16")),
 }
 """Name -> architectures and a method with settings that are not the grid's."""
-SETTING_CELLS = [(s, f, q) for s in SETTINGS for f in SETTINGS[s][0].split() for q in QUANTIZE]
+IN_16_BITS = ("fully-parts", "fully-nested", "fully-block")
+"""What has linear layers inside that would be quantised, and then not trained in full."""
+SETTING_CELLS = [
+    (setting, family, quantize)
+    for setting, (families, _) in SETTINGS.items()
+    for family in families.split()
+    for quantize in (QUANTIZE if setting not in IN_16_BITS else ("none",))
+]
 SETTING_CELLS += [("bitfit-ffn", "gpt2", "int8"), ("fully-classes", "bert_cls", "int8")]
 COMPILED = [("lora", "gpt2"), ("lora", "t5"), ("parallel", "bert"), ("houlsby", "mixtral")]
 COMPILED_TOO = [("lora", f) for f in ("llama", "mixtral", "vit", "mllama")]
