@@ -110,7 +110,7 @@ import sys, threading, time
 import torch
 import transformers
 from peftkit.base.build import build
-from peftkit.base.storage_format import Form
+from peftkit.base.storage_format import StorageFormat
 from peftkit.base.locate import Location
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.pretrained import check_config
@@ -122,7 +122,7 @@ def anonymous():
 
 folder, file = sys.argv[1], (*sys.argv[2:], None)[0]
 where = Location(folder, folder, gguf=file)
-form = Form("nf4", True, torch.float32, torch.device("cpu"))
+form = StorageFormat("nf4", True, torch.float32, torch.device("cpu"))
 torch.set_num_threads(1)
 # what only a first model loads
 quantize_model(torch.nn.Sequential(torch.nn.Linear(64, 64)), "nf4")

@@ -67,7 +67,7 @@ def test_opened_base_is_the_packed_one_to_the_bit(family, kind, tmp_path) -> Non
     assert purpose is not None
     form = StorageFormat(kind, True, torch.bfloat16, CPU, False)
     where = store.Location(str(tmp_path), str(tmp_path))
-    wanted = store.Wanted(family, tmp_path, purpose, config, form)
+    wanted = store.StoreKey(family, tmp_path, purpose, config, form)
     built = build(where, None, purpose, config, form)
     store.keep(tmp_path / "kept", built, wanted)
     again = store.open_stored(tmp_path / "kept", wanted)
@@ -102,7 +102,7 @@ def test_transformers_opens_the_folder_as_a_checkpoint_of_bitsandbytes(
     form = StorageFormat(kind, double_quant, torch.float32, CPU, False)
     where = store.Location(str(tmp_path), str(tmp_path))
     built = build(where, None, CAUSAL_LM, config, form)
-    store.keep(tmp_path / "kept", built, store.Wanted(family, tmp_path, CAUSAL_LM, config, form))
+    store.keep(tmp_path / "kept", built, store.StoreKey(family, tmp_path, CAUSAL_LM, config, form))
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "kept", output_loading_info=True
     )
@@ -308,7 +308,7 @@ def test_gguf_file_and_dequantised_checkpoint_are_kept_packed_too(cache, tmp_pat
         config = check_config(location, None, CAUSAL_LM)
         form = StorageFormat("nf4", True, fast_dtype(CPU), CPU, False)
         built = build(location, None, CAUSAL_LM, config, form)
-        wanted = store.Wanted("x", Path(source), CAUSAL_LM, config, form)
+        wanted = store.StoreKey("x", Path(source), CAUSAL_LM, config, form)
         again = store.open_stored(kept, wanted)
         assert again.fingerprint == built.fingerprint
         assert all(

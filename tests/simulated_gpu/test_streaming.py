@@ -118,7 +118,7 @@ def test_a_wait_that_is_forgotten_is_found(
     """The simulation would show copies that are not waited for."""
     if stored:
         pack_base(str(folders["llama"]), dtype="fp32")
-    monkeypatch.setattr(transfer.Way, "wait", lambda self, arrival: None)
+    monkeypatch.setattr(transfer.CopyStream, "wait", lambda self, arrival: None)
     with simulated():
         _, gradients = steps(folders["llama"], "cuda", "recompute", stored, count=1)
     assert not all(bool(gradient.isfinite().all()) for gradient in gradients.values())
@@ -128,7 +128,7 @@ def test_a_unit_goes_through_a_ring_that_is_smaller(card: Card) -> None:
     host = [torch.arange(n, dtype=torch.float32) for n in (1500, 3, 777)]
     host.append(torch.tensor(3.5))
     unit = transfer.Unit(0, host)
-    shelf = transfer.Shelf(transfer.Way(torch.device("cuda")))
+    shelf = transfer.DeviceBuffer(transfer.CopyStream(torch.device("cuda")))
     for copy, tensor in zip(unit.views(shelf.take(unit)), host, strict=True):
         assert torch.equal(on_cpu(copy), tensor)
     assert card.pinned_bytes == transfer.NUM_SLOTS * transfer.SLOT
