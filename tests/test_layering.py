@@ -45,7 +45,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "accelerate": ("train/",),
     "datasets": ("data/data_sets",),
     "pyarrow": ("data/columns",),  # datasets brings it; imported when rows are encoded
-    "filelock": ("data/cache",),  # likewise
+    "filelock": ("files/folders",),  # likewise
     "transformers": ("base/", "tasks/", "methods/prefix", "inference/"),
     "gguf": ("formats/gguf/", "base/gguf"),  # the optional extra; imported when called
     "huggingface_hub": ("formats/hub",),

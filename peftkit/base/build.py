@@ -5,8 +5,6 @@ Weights that are missing, which transformers would fill with random numbers, are
 
 from __future__ import annotations
 
-import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +39,7 @@ from peftkit.base.spill import Spill
 from peftkit.base.storage_format import LoadedModel, StorageFormat
 from peftkit.errors import BaseError, OutputError, first_few
 from peftkit.events import Listener, Notice, Progress, Stage, ignore
-from peftkit.files.disk import fsync_dir, fsync_file
+from peftkit.files.folders import alone, new_folder
 from peftkit.kernels.packing import Packing
 from peftkit.quant.quantize import adopt_bitsandbytes, quantize_model, tower_paths
 
@@ -241,6 +239,20 @@ def convert(location: Location, on_event: Listener) -> Location:
     target = location.convert_to
     if target is None:
         return location
+    waiting = Notice(f"Another process is writing {target}; this one waits for it.")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with alone(target, lambda: on_event(waiting)):
+            if not target.exists():
+                _convert_into(target, location, on_event)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {target}.", found=str(error), fix="Set PEFTKIT_CACHE to another folder."
+        ) from error
+    return Location(location.name, str(target), location.hub_id)
+
+
+def _convert_into(target: Path, location: Location, on_event: Listener) -> None:
     on_event(Stage(f"Converting {location.gguf} into {target} (once)"))
     doing = f"Converting {location.gguf}"
     stream = PackingLoader("none", torch.float32, torch.device("cpu"), on_event=ignore)
@@ -250,27 +262,14 @@ def convert(location: Location, on_event: Listener) -> Location:
         model, _ = load_model(location, None, CAUSAL_LM, torch.float32, stream, on_event)
     on_event(Progress(doing, 3, 4))
     forget_quantization(model)
-    temporary = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
-    try:
-        temporary.mkdir(parents=True)
+    with new_folder(target) as made:
         with quiet():
-            model.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
-        mode = (temporary / "config.json").stat().st_mode  # safetensors writes for its owner alone
-        for path in temporary.iterdir():
+            model.save_pretrained(made)
+            tokenizer.save_pretrained(made)
+        mode = (made / "config.json").stat().st_mode  # safetensors writes for its owner alone
+        for path in made.iterdir():
             path.chmod(mode)
-            fsync_file(path)
-        if not target.exists():  # another process may have been faster
-            temporary.rename(target)
-            fsync_dir(target.parent)
-        on_event(Progress(doing, 4, 4))
-    except OSError as error:
-        raise OutputError(
-            f"cannot write {target}.", found=str(error), fix="Set PEFTKIT_CACHE to another folder."
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return Location(location.name, str(target), location.hub_id)
+    on_event(Progress(doing, 4, 4))
 
 
 def forget_quantization(model: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from peftkit.base.store import WEIGHTS, manifest_of, store_folder
 from peftkit.errors import BaseError, PeftkitError
 from peftkit.files import disk
+from peftkit.files.folders import LOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class Stored:
 def stored_bases() -> list[Stored]:
     """Return every packed base in the cache, and what is wrong with it, if anything."""
     root = store_folder()
-    folders = sorted(p for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+    inside = sorted(root.iterdir()) if root.is_dir() else []
+    folders = [path for path in inside if path.is_dir() and path.name != LOCKS]
     return [_stored(folder) for folder in folders]
 
 

@@ -15,8 +15,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +33,7 @@ from peftkit.base.storage_format import LoadedModel, StorageFormat
 from peftkit.errors import BaseError, OutputError, PeftkitError
 from peftkit.events import Listener, Notice
 from peftkit.files import disk
-from peftkit.files.lock import only_one
+from peftkit.files.folders import alone, new_folder
 from peftkit.files.safetensors_header import DTYPE_NAMES, TensorSpec
 from peftkit.quant.checkpoint import quantization_config, tensors_of, to_checkpoint
 
@@ -136,7 +134,7 @@ def being_packed(folder: Path, on_event: Listener) -> Iterator[bool]:
         waited.append(True)
         on_event(Notice("Another process is packing this base; this one waits for it."))
 
-    with only_one(folder.with_name(f".{folder.name}.lock"), wait):
+    with alone(folder, wait):
         yield bool(waited) and (folder / MANIFEST).is_file()
 
 
@@ -186,34 +184,28 @@ def keep(folder: Path, built: LoadedModel, wanted: StoreKey) -> None:
     size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
     disk.writable_folder(folder.parent)
     disk.check_space(folder.parent, size)
-    temporary = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
     try:
-        temporary.mkdir()
-        for name, tensors in files.items():
-            _write(tensors, temporary / name)
-        if (settings := quantization_config(built.model, bare)) is not None:
-            config = copy.deepcopy(built.model.config)
-            config.quantization_config = settings
-            disk.write_text(config.to_json_string(), temporary / "config.json")
-        manifest = {
-            "version": VERSION,
-            "model": wanted.name,
-            "fingerprint": built.fingerprint,
-            "head": list(built.head),
-            "form": _form(wanted.form),
-            "stamp": _stamp(wanted.source),
-            "sha256": {name: disk.sha256_of(temporary / name) for name in files},
-        }
-        disk.write_json(manifest, temporary / MANIFEST)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
-        disk.fsync_dir(folder.parent)
+        with new_folder(folder, last=MANIFEST) as made:
+            for name, tensors in files.items():
+                _write(tensors, made / name)
+            if (settings := quantization_config(built.model, bare)) is not None:
+                config = copy.deepcopy(built.model.config)
+                config.quantization_config = settings
+                disk.write_text(config.to_json_string(), made / "config.json")
+            manifest = {
+                "version": VERSION,
+                "model": wanted.name,
+                "fingerprint": built.fingerprint,
+                "head": list(built.head),
+                "form": _form(wanted.form),
+                "stamp": _stamp(wanted.source),
+                "sha256": {name: disk.sha256_of(made / name) for name in files},
+            }
+            disk.write_json(manifest, made / MANIFEST)
     except OSError as error:
         raise OutputError(
             f"cannot write {folder}.", found=str(error), fix="Set PEFTKIT_CACHE to another folder."
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def open_stored(folder: Path, wanted: StoreKey, *, is_known: bool = False) -> LoadedModel:

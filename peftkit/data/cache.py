@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +28,7 @@ from peftkit.data.encoding import Block, RowEncoder, blocks
 from peftkit.data.stored import StoredRows, open_rows, write_rows
 from peftkit.errors import DataError, RunError
 from peftkit.events import Listener, Notice, Progress, ignore
+from peftkit.files.folders import alone
 
 TOLD_ROWS = 10_000
 """Encoding fewer rows is not worth a word."""
@@ -58,7 +58,8 @@ def encoded(
         if (found := _kept(where, folder, encoder, on_event)) is not None:
             return found
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(folder, where, on_event):
+        waiting = Notice(f"Another process encodes {where}; waiting for it.")
+        with alone(folder, lambda: on_event(waiting)):
             if (found := _kept(where, folder, encoder, on_event)) is not None:
                 return found  # another process was at it
             return _encode(where, folder, num_lines, encoder, on_event, processes)
@@ -87,25 +88,6 @@ def _kept(where: str, folder: Path, encoder: RowEncoder, on_event: Listener) -> 
     if found.num_read >= TOLD_ROWS:
         on_event(Notice(f"{where}: {found.num_read:,} rows were encoded before."))
     return found
-
-
-@contextmanager
-def _alone(folder: Path, where: str, on_event: Listener) -> Iterator[None]:
-    """Be the only process that makes a folder; the lock of one that is killed is gone with it."""
-    from filelock import FileLock, Timeout  # brought by datasets, as is its use here
-
-    locks = folder.parent / ".locks"  # empty files, which not all systems can remove
-    locks.mkdir(exist_ok=True)
-    lock = FileLock(locks / folder.name)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        on_event(Notice(f"Another process encodes {where}; waiting for it."))
-        lock.acquire(poll_interval=0.2)
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _encode(

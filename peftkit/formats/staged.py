@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from peftkit.errors import OutputError, first_few
-from peftkit.files import disk
+from peftkit.files.folders import new_folder
 from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS
 
 RUN_FILES = ("checkpoints", "recipe.yaml", "metrics.jsonl")
@@ -25,7 +23,7 @@ ADAPTER_FILES = (
 """Files that belong to the adapter that is replaced, in any format."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def new_adapter_folder(out: Path, *, force: bool, sources: Sequence[Path] = ()) -> Iterator[Path]:
     """Yield an empty folder whose files become those of `out` when the block ends well.
 
@@ -37,19 +35,8 @@ def new_adapter_folder(out: Path, *, force: bool, sources: Sequence[Path] = ()) 
         OutputError: `out` is taken, or cannot be written to.
     """
     check_free(out, force=force, sources=sources)
-    existed = out.exists()
-    parent = disk.writable_folder(out.parent)
-    folder = parent / f".{out.name}-{secrets.token_hex(4)}"
-    folder.mkdir()
-    try:
+    with new_folder(out, last=CONFIG, replaced=lambda name: name in ADAPTER_FILES) as folder:
         yield folder
-        if existed:
-            _replace(folder, out)
-        else:
-            os.replace(folder, out)
-        disk.fsync_dir(parent)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_free(out: Path, *, force: bool, sources: Sequence[Path] = ()) -> None:
@@ -83,14 +70,3 @@ def check_free(out: Path, *, force: bool, sources: Sequence[Path] = ()) -> None:
 def _left_by_run(names: Sequence[str]) -> list[str]:
     pulled = ORIGIN in names
     return [n for n in RUN_FILES if n in names and not (pulled and n == "recipe.yaml")]
-
-
-def _replace(folder: Path, out: Path) -> None:
-    """Move the files up; without its config, a folder that is half replaced is no adapter."""
-    (out / CONFIG).unlink(missing_ok=True)
-    for name in ADAPTER_FILES:
-        if not (folder / name).exists():
-            (out / name).unlink(missing_ok=True)
-    for path in sorted(folder.iterdir(), key=lambda path: path.name == CONFIG):
-        os.replace(path, out / path.name)
-    disk.fsync_dir(out)

@@ -28,7 +28,7 @@ from peftkit.formats.open_adapter import Opened, open_adapter, task_of
 from peftkit.formats.peft.folder import AdapterFile, read_adapter
 from peftkit.merging.agreement import PROMPTS, Agreement, agreement, logits_on
 from peftkit.merging.fold import Tally, check_mergeable, too_large_values
-from peftkit.merging.output import new_folder
+from peftkit.merging.output import new_model_folder
 from peftkit.merging.stream import base_of, files_of, plan_stream, usual_dtype, write_streamed
 from peftkit.merging.whole import check_kind, check_original, cost_of, write_whole
 
@@ -122,7 +122,7 @@ def merge(
     def load(**how: Any) -> Opened:
         return open_adapter(file.folder, base, force=force, on_event=on_event, **how)
 
-    with new_folder(out, overwrite, (file.folder, Path(name))) as folder:
+    with new_model_folder(out, overwrite, (file.folder, Path(name))) as folder:
         source = None if from_quantized else files_of(name, revision)
         reference = effect = agreed = plan = None
         if source:

@@ -12,6 +12,7 @@ from typing import Any
 from peftkit.errors import OutputError, RunError
 from peftkit.events import Listener, Notice, Saved, Table
 from peftkit.files.disk import read_json, writable_folder, write_json
+from peftkit.files.folders import new_folder
 from peftkit.report.history import is_run
 from peftkit.report.live import REPORT
 from peftkit.report.write import write_report
@@ -125,8 +126,6 @@ def _report(out: Path, order: Sequence[Outcome], on_event: Listener) -> None:
 
 def _copy(folder: Path, to: Path) -> None:
     """Copy an adapter without its checkpoints; whole or not at all."""
-    made = to.with_name(f".{to.name}.new")
-    shutil.rmtree(made, ignore_errors=True)
-    shutil.copytree(folder, made, ignore=shutil.ignore_patterns("checkpoints", "metrics.jsonl"))
-    shutil.rmtree(to, ignore_errors=True)
-    made.rename(to)
+    left_out = shutil.ignore_patterns("checkpoints", "metrics.jsonl")
+    with new_folder(to, last="adapter_config.json") as made:
+        shutil.copytree(folder, made, ignore=left_out, dirs_exist_ok=True)

@@ -1,0 +1,90 @@
+"""Folders appear whole or not at all; a lock has one holder at a time."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from peftkit.errors import OutputError
+from peftkit.files.folders import alone, new_folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_a_new_folder_appears_when_all_of_it_is_written(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    with new_folder(out) as made:
+        (made / "a").write_text("a")
+        assert not out.exists()
+    assert names(tmp_path) == ["deep", "deep/out", "deep/out/a"]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_block_that_fails_leaves_nothing_behind(tmp_path: Path, is_there: bool) -> None:
+    out = tmp_path / "out"
+    if is_there:
+        out.mkdir()
+        (out / "old").write_text("old")
+    before = names(tmp_path)
+
+    def breaks_off() -> None:
+        with new_folder(out) as made:
+            (made / "a").write_text("a")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        breaks_off()
+    assert names(tmp_path) == before
+
+
+def test_what_was_there_goes_unless_it_is_to_stay(tmp_path: Path) -> None:
+    for name in ("config", "old", "kept"):
+        (tmp_path / name).write_text("before")
+    with new_folder(tmp_path, last="config", replaced=lambda name: name == "old") as made:
+        (made / "new").write_text("after")
+        (made / "config").write_text("after")
+    assert names(tmp_path) == ["config", "kept", "new"]
+    assert (tmp_path / "config").read_text() == "after"
+
+
+def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    with pytest.raises(OutputError, match="file of that name"), new_folder(tmp_path / "out"):
+        pass
+
+
+class Waits(Exception):
+    pass
+
+
+def waits() -> None:
+    raise Waits
+
+
+def test_a_lock_that_was_waited_for_is_held_by_one_alone(tmp_path: Path) -> None:
+    """The holder took the lock's file away: whoever waited for it held a file without a name."""
+    path = tmp_path / "made"
+    waiting, is_held, end = (threading.Event() for _ in range(3))
+
+    def second() -> None:
+        with alone(path, waiting.set):
+            is_held.set()
+            end.wait(10)
+
+    other = threading.Thread(target=second)
+    with alone(path):
+        other.start()
+        assert waiting.wait(10)
+    assert is_held.wait(10)
+    try:
+        with pytest.raises(Waits), alone(path, waits):
+            pass
+    finally:
+        end.set()
+        other.join()
+    with alone(path, waits):
+        pass
