@@ -24,7 +24,6 @@ class Format(str, Enum):
     peft = "peft"
     gguf = "gguf"
     mlx = "mlx"
-    ollama = "ollama"
 
 
 class Profile(str, Enum):
@@ -59,13 +58,12 @@ def export(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Base model, if not the one recorded; only its config is read, for gguf "
-            "(and its tokenizer, for ollama).",
+            help="Base model, if not the one recorded; only its config is read, for gguf.",
             show_default=False,
         ),
     ] = None,
     dtype: Annotated[
-        TensorDtype, typer.Option(help="dtype of the tensors; q8_0 only for gguf, ollama.")
+        TensorDtype, typer.Option(help="dtype of the tensors; q8_0 only for gguf.")
     ] = TensorDtype.fp32,
     rank: Annotated[
         int | None,
@@ -80,7 +78,7 @@ def export(
     ] = 512,
     force: Replace = False,
 ) -> None:
-    """Write an adapter for PEFT, vLLM, llama.cpp, Ollama or MLX. Prints its path."""
+    """Write an adapter for PEFT, vLLM, llama.cpp or MLX. Prints its path."""
     if profile and to is not Format.peft:
         raise ConfigError(
             f"there is no --profile {profile.value} of {to.value}", fix="Use it with --to peft."

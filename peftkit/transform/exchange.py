@@ -6,6 +6,7 @@ and what a format cannot hold is an error that says why.
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -35,12 +36,11 @@ from peftkit.formats.peft.folder import (
     AdapterFile,
     Provenance,
     load_adapter,
-    named_tensors,
     read_adapter,
     save_adapter,
 )
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
-from peftkit.formats.peft.per_expert import per_expert, save_stacked, stack_experts
+from peftkit.formats.peft.stacks import save_stacked
 from peftkit.formats.serving import (
     MAX_LORA_RANKS,
     check_serving,
@@ -52,10 +52,10 @@ from peftkit.formats.staged import check_free, new_adapter_folder
 from peftkit.formats.uniform import compress
 from peftkit.model.places import is_conv1d, is_linear, linear_shape
 from peftkit.tasks.image_text import ImageTextConfig
-from peftkit.transform.ollama import MODELFILE, check_ollama_folder, write_ollama
 
-Format = Literal["peft", "gguf", "mlx", "ollama"]
+Format = Literal["peft", "gguf", "mlx"]
 Dtype = Literal["fp32", "fp16", "bf16", "q8_0"]
+_SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _GGUF_DTYPES = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "q8_0": "q8_0"}
 
 
@@ -98,9 +98,9 @@ def export_adapter(
 
     Args:
         adapter: A folder of an adapter, or its name on the hub.
-        out: A folder for PEFT, MLX and Ollama, a file for GGUF.
+        out: A folder for PEFT and MLX, a file for GGUF.
         serving: Write the PEFT folder that vLLM accepts, or say why there is none.
-        base: Where its base is, for GGUF and Ollama; by default the one recorded.
+        base: Where its base is, for GGUF; by default the one recorded.
         dtype: Of the tensors; q8_0 is GGUF's own.
         rank: Reduce higher ranks to this one, each by the SVD of its update.
         max_rank: The --max-lora-rank of the server that `serving` is meant for.
@@ -111,9 +111,7 @@ def export_adapter(
         OutputError: `out` is taken or cannot be written.
     """
     source, out = adapter_folder(adapter), Path(out).expanduser()
-    if to == "ollama":
-        check_ollama_folder(out, force=force)
-    elif to != "gguf":
+    if to != "gguf":
         if dtype not in DTYPES:
             known = ", ".join(DTYPES)
             raise AdapterError(f"there is no dtype {dtype} in {to}", fix=f"One of: {known}.")
@@ -138,8 +136,6 @@ def export_adapter(
 
             for note in export_gguf(source, out, base=base, dtype=_GGUF_DTYPES[dtype], force=force):
                 on_event(Notice(note))
-        elif to == "ollama":
-            write_ollama(source, out, base=base, dtype=_GGUF_DTYPES[dtype], on_event=on_event)
         else:
             with new_adapter_folder(out, force=force, sources=[source]) as folder:
                 _write(source, folder, to, DTYPES[dtype], max_rank if serving else None)
@@ -197,8 +193,6 @@ def _commands(file: AdapterFile, out: Path, to: Format, base: str | None) -> dic
             "llama.cpp": f"llama-server -m BASE.gguf --lora {place}",
             "Ollama": f"printf '%s\\n' {lines} > Modelfile && ollama create NAME -f Modelfile",
         }
-    if to == "ollama":
-        return {"Ollama": f"ollama create NAME -f {quote(str(out / MODELFILE))} && ollama run NAME"}
     rank = max(_ranks(out)) if file.fields.get("peft_type") == "LORA" else 0
     if not 0 < rank <= MAX_LORA_RANKS[-1]:
         return {}
@@ -259,8 +253,6 @@ def _import_peft(
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="peftkit-") as scratch:
         source = plain_folder(found, Path(scratch))
-        if per_expert(named_tensors(source)):
-            source = stack_experts(source, Path(scratch) / "stacked", model)
         init = read_json(source / CONFIG).get("init_lora_weights")
         if init in ("pissa", "olora"):  # what it subtracts is made from the base's weights
             loaded = load_base(base, device="cpu", dtype="fp32", on_event=on_event)
@@ -296,10 +288,14 @@ def _save(
             is_shape = " -> ".join(map(str, linear_shape(linears[path])))
             problems.append(f"{path}: for {shape[0]} -> {shape[1]}; the base's is {is_shape}")
     if problems:
+        fix = "Name the base that it was trained on with --base MODEL."
+        if any(_SINGLE_EXPERT.search(path) for path in modules):
+            fix += (
+                " If it adapts single experts, as transformers 4 had them: merge it with the "
+                "versions that it was made with."
+            )
         raise AdapterError(
-            f"{source} does not fit {location.name}",
-            found=first_few(problems, 20),
-            fix="Name the base that it was trained on with --base MODEL.",
+            f"{source} does not fit {location.name}", found=first_few(problems, 20), fix=fix
         )
     origin = _origin(known, location)
     transposed = any(is_conv1d(linears[path]) for path in modules)

@@ -150,24 +150,3 @@ def test_pushed_by_one_process_and_pulled_by_another(
     exported = call("export", "me/json", "--to", "mlx", "--out", "mlx")
     assert exported.returncode == 0, exported.stderr
     assert sorted(os.listdir(tmp_path / "mlx")) == ["adapter_config.json", "adapters.safetensors"]
-
-
-def test_ollama_gets_a_folder_with_a_modelfile_and_the_adapter(
-    peftkit: Run, model_folder: Path, tmp_path: Path
-) -> None:
-    pytest.importorskip("gguf", reason="the extra peftkit[gguf] is not installed")
-    _, attached = trained("llama", LoRA(rank=4, targets=("q", "v")))
-    save_adapter(attached, tmp_path / "run", Provenance(base=str(model_folder)))
-    args = ("export", "run", "--to", "ollama", "--out", "model", "--dtype", "q8_0")
-    done = peftkit(*args)
-    assert (done.code, done.out) == (0, "model\n"), done.err
-    assert "ollama create NAME -f model/Modelfile" in done.err
-    lines = (tmp_path / "model" / "Modelfile").read_text().splitlines()
-    assert lines[:2] == [f"FROM {model_folder}", "ADAPTER ./adapter.gguf"]
-    assert (tmp_path / "model" / "adapter.gguf").read_bytes()[:4] == b"GGUF"
-    assert peftkit(*args).code == 2
-    assert peftkit(*args, "--force").code == 0
-    (tmp_path / "model" / "notes.txt").touch()
-    refused = peftkit(*args, "--force")
-    assert refused.code == 2
-    assert "notes.txt" in refused.err
