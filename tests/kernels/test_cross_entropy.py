@@ -1,4 +1,4 @@
-"""The chunked loss is the plain one, for every head, dtype and odd size."""
+"""Chunked losses and log-probabilities are the plain ones, for every head, dtype and odd size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import torch
 from torch import nn
 
 from peftkit.kernels import cross_entropy
-from peftkit.kernels.cross_entropy import chunked_cross_entropy, reference_cross_entropy
+from peftkit.kernels.cross_entropy import (
+    chunked_cross_entropy,
+    chunked_log_probs,
+    reference_cross_entropy,
+    reference_log_probs,
+)
 
 
 class SoftCapped(nn.Module):
@@ -97,3 +102,26 @@ def test_few_passes_lose_no_improbable_target(far: float) -> None:
     found = cross_entropy._in_few_passes(logits, targets)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(logits, gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("trained", [True, False], ids=["trained head", "frozen head"])
+@pytest.mark.parametrize("num_rows", [0, 1, 41])
+def test_each_token_has_its_own_gradient(
+    num_rows: int, trained: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "ALIGNMENT", 4)
+    head = nn.Linear(9, 341).to(dtype).requires_grad_(trained)
+    hidden = torch.randn(num_rows, 9).to(dtype).requires_grad_()
+    targets, weights = torch.randint(0, 341, (num_rows,)), torch.randn(num_rows)
+    learnt = [hidden, *head.parameters()] if trained else [hidden]
+    expected = reference_log_probs(hidden, targets, head)
+    wanted = torch.autograd.grad(expected @ weights, learnt)
+    own = list(head.parameters()) if trained else []
+    found = chunked_log_probs(hidden, targets, head, trainable=own, chunk_rows=7)
+    gradients = torch.autograd.grad(found @ weights, learnt)
+    # float32: other order of sums; bfloat16: gradients are rounded once per chunk
+    rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2e-2, 5e-2)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+    for a, b in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol * 10)

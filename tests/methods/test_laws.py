@@ -43,7 +43,7 @@ CELLS = [_cell(*key) for key in product(grid.COLUMNS, ARCHITECTURES, QUANTIZE)]
 CHEAP = (*laws.CHEAP, laws.recomputing_changes_nothing)
 THREE, MIXTURES = "llama gpt2 qwen2", "mixtral qwen3_moe deepseek_v3 gpt_oss"
 TOKENS = (40, 12, 33)
-BOTH = {"model.embed_tokens": (40, 12), "lm_head": (12, 33, 60)}
+BOTH = {"lm_head": (12, 33, 60), "model.embed_tokens": (40, 12)}
 SETTINGS: dict[str, tuple[str, Method]] = {
     "patterns": (THREE, LoRA(**grid.LOW_RANK, rank_pattern={"o": 2}, alpha_pattern={"o": 5})),
     "gaussian": (THREE, LoRA(**grid.LOW_RANK, init="gaussian")),
@@ -64,7 +64,8 @@ SETTINGS: dict[str, tuple[str, Method]] = {
     "fully-parts": ("roberta", LoRA(rank=2, train_fully=("lm_head",))),
     "fully-embeddings": ("llama", LoRA(rank=2, train_fully=("embed_tokens",))),
     "fully-norms": ("qwen2", LoRA(rank=2, train_fully=("norm", "layers.0.input_layernorm"))),
-    "fully-classes": ("bert_cls", LoRA(rank=2, train_fully=("classifier", "pooler"))),
+    "fully-classes": ("bert_cls", LoRA(rank=2, train_fully=("classifier",))),
+    "fully-pooler": ("bert_cls", LoRA(rank=2, train_fully=("classifier", "pooler"))),
     "fully-nested": ("bert", LoRA(rank=2, train_fully=("cls",))),
     "fully-ia3": ("llama", IA3(train_fully=("lm_head",))),
     "fully-bf16": ("gpt2", LoRA(rank=2, train_fully=("ln_f", "lm_head"), dtype="bf16")),
@@ -77,7 +78,7 @@ SETTINGS: dict[str, tuple[str, Method]] = {
     "rows-bf16": ("gpt2", LoRA(rank=2, token_rows=TOKENS, dtype="bf16")),
 }
 """Name -> architectures and a method with settings that are not the grid's."""
-IN_16_BITS = ("fully-parts", "fully-nested", "fully-block")
+IN_16_BITS = ("fully-parts", "fully-nested", "fully-block", "fully-pooler")
 """What has linear layers inside that would be quantised, and then not trained in full."""
 SETTING_CELLS = [
     (setting, family, quantize)
