@@ -34,8 +34,8 @@ def combine(
     adapters: Annotated[
         list[str],
         typer.Argument(
-            metavar="ADAPTER=WEIGHT...",
-            help="Adapter folders with their weights: A=0.7 B=0.3",
+            metavar="ADAPTER[=WEIGHT]...",
+            help="Adapter folders with their weights: A=0.7 B=0.3. Without weights: equal shares.",
             show_default=False,
         ),
     ],
@@ -69,7 +69,7 @@ def combine(
     force: Replace = False,
 ) -> None:
     """Combine adapters of one base into one. Prints the new adapter's folder."""
-    weighted = [_weighted(text) for text in adapters]
+    weighted = _weighted(adapters)
     from peftkit.transform.combine import combine as combine_adapters
     from peftkit_cli.render import Renderer
 
@@ -88,20 +88,27 @@ def combine(
     note(f"Next: peftkit chat '{out}'")
 
 
-def _weighted(text: str) -> tuple[Path, float]:
-    """Split ADAPTER=WEIGHT at its last equals sign."""
-    name, equals, number = text.rpartition("=")
-    if not equals or not name:
+def _weighted(adapters: list[str]) -> list[tuple[Path, float]]:
+    """Split each ADAPTER=WEIGHT at its last equals sign; without any weight all count alike."""
+    bare = [text for text in adapters if "=" not in text or Path(text).exists()]
+    if len(bare) == len(adapters):
+        return [(adapter_folder(text), 1 / len(adapters)) for text in adapters]
+    if bare:
         raise AdapterError(
-            f"'{text}' has no weight.", fix=f"Write an adapter's weight after it: {text}=1"
+            f"'{bare[0]}' has no weight, and others have.",
+            fix=f"Write its weight after it: {bare[0]}=1. Or give none: all then count alike.",
         )
-    try:
-        weight = float(number)
-    except ValueError:
-        raise AdapterError(
-            f"the weight '{number}' of {name} is not a number.", fix=f"Write it as: {name}=0.5"
-        ) from None
-    return adapter_folder(name), weight
+    found = []
+    for text in adapters:
+        name, _, number = text.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            raise AdapterError(
+                f"the weight '{number}' of {name} is not a number.", fix=f"Write it as: {name}=0.5"
+            ) from None
+        found.append((adapter_folder(name), weight))
+    return found
 
 
 def extract(

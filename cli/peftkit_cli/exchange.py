@@ -125,15 +125,16 @@ def import_(
             show_default=False,
         ),
     ],
+    out: OutFolder,
     base: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="MODEL",
-            help="Base model it was trained on: hub id, folder or short name.",
+            help="Base model it was trained on: hub id, folder or short name; by default the one "
+            "that the adapter names.",
             show_default=False,
         ),
-    ],
-    out: OutFolder,
+    ] = None,
     force: Replace = False,
 ) -> None:
     """Convert another program's adapter to an adapter folder. Prints the folder."""

@@ -81,5 +81,9 @@ def blind_to_videos(kind: Any) -> Any:
             return UnreadVideos
         return kind.check_argument_for_proper_class(self, name, part)
 
-    names = {"check_argument_for_proper_class": check, "__module__": kind.__module__}
+    names = {
+        "check_argument_for_proper_class": check,
+        "save_pretrained": transformers.ProcessorMixin.save_pretrained,  # ERNIE's asks for a font
+        "__module__": kind.__module__,
+    }
     return type(kind.__name__, (kind,), names)

@@ -15,6 +15,7 @@ from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.events import Table
 from peftkit.files.disk import write_text
 from peftkit.formats.peft.limits import refused_by_peft
+from peftkit.formats.serving import max_lora_rank
 from peftkit.methods.protocol import AdapterModule
 from peftkit.model.places import is_linear, linear_shape, stacked_shape
 from peftkit.model.roles import ALL_LINEAR
@@ -53,12 +54,15 @@ def adapter_usage(
     base: str | None,
     folder: str,
     *,
+    rank: int = 0,
     command: str = "peftkit chat {folder}",
     purpose: Purpose = CAUSAL_LM,
 ) -> list[tuple[str, str, str]]:
     """Return how an adapter is loaded in peftkit, PEFT and vLLM: heading, language, code.
 
     Args:
+        base: Hub id or path of the base.
+        rank: Of the adapter where vLLM serves it (`served_rank`), else 0.
         command: What to do with it at the command line.
         purpose: What the base is loaded for.
     """
@@ -79,8 +83,8 @@ def adapter_usage(
             f'model = PeftModel.from_pretrained(base, "{folder}")',
         ),
     ]
-    if purpose == CAUSAL_LM:
-        serve = f"vllm serve {model} --enable-lora --max-lora-rank 64"
+    if purpose == CAUSAL_LM and rank:
+        serve = f"vllm serve {model} --enable-lora --max-lora-rank {max_lora_rank(rank)}"
         ways.append(("vLLM", "bash", f"{serve} --lora-modules adapter={folder}"))
     return ways
 
@@ -180,7 +184,7 @@ def training_card(
     refused = refused_by_peft(adapter)
     return Card(
         title=f"{adapter.method.type} adapter for {base.name}",
-        base=base.name,
+        base=base.hub_id or base.name,
         facts={
             "base": base.name + (f" @ {base.revision}" if base.revision else ""),
             "base weights": base.fingerprint,

@@ -48,7 +48,15 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"\x93NUMPY", "a numpy file"),
 )
 
-_NO_PICKLE = "A pickle can run code when it is read, so it is not opened: ask for safetensors."
+CONVERT = (
+    'python -c "import torch; from safetensors.torch import save_file; '
+    "save_file(torch.load('{}', weights_only=True), 'adapter_model.safetensors')\""
+)
+"""Reads tensors alone out of a pickle, and writes them where they can be read safely."""
+_NO_PICKLE = (
+    "A pickle can run code when it is read, so it is not opened: ask for safetensors. This line "
+    "reads tensors and nothing else:\n" + CONVERT.format("adapter_model.bin")
+)
 _FIXES = {
     PICKLE: _NO_PICKLE,
     TORCH_ARCHIVE: _NO_PICKLE,

@@ -39,6 +39,7 @@ from peftkit.formats.card import CARD, Card, adapter_usage, render_card
 from peftkit.formats.guard import MAX_PAYLOAD_BYTES, check_safetensors, read_tensors
 from peftkit.formats.hub_id import HubId, parse_hub_id
 from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS, AdapterFile, read_adapter
+from peftkit.formats.serving import served_rank
 from peftkit.formats.staged import ORIGIN, new_adapter_folder
 
 FILES = (CONFIG, TENSORS, CARD, NOTES, "recipe.yaml")
@@ -127,7 +128,8 @@ def _uploads(file: AdapterFile, repo: str) -> dict[str, str | bytes]:
     }
     if CARD not in uploads:
         base = file.provenance.hub_id or file.provenance.base
-        card = Card(title=repo.partition("/")[2], base=base, usage=adapter_usage(base, repo))
+        usage = adapter_usage(base, repo, rank=served_rank(file.method))
+        card = Card(title=repo.partition("/")[2], base=base, usage=usage)
         uploads[CARD] = render_card(card).encode()
     return uploads
 

@@ -20,6 +20,7 @@ from peftkit.formats.peft.low_rank import A, B, LowRank
 from peftkit.formats.uniform import uniform
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_format import peft_scales
+from peftkit.methods.protocol import Method
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM's --max-lora-rank takes."""
@@ -44,6 +45,14 @@ _NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
 def max_lora_rank(rank: int) -> int:
     """Return the smallest --max-lora-rank that vLLM can be started with for a rank."""
     return next(limit for limit in MAX_LORA_RANKS if limit >= rank)
+
+
+def served_rank(method: Method) -> int:
+    """Return the largest rank of a method's layers; 0 where vLLM does not serve its adapters."""
+    if type(method) is not LoRA or method.train_fully or method.token_rows:
+        return 0
+    rank = max([method.rank, *method.rank_pattern.values()])
+    return rank if rank <= MAX_LORA_RANKS[-1] else 0
 
 
 def check_serving(folder: Path, *, max_rank: int | None = MAX_LORA_RANKS[-1]) -> None:

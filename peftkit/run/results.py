@@ -21,6 +21,7 @@ from peftkit.formats.card import (
 from peftkit.formats.continued import save_start
 from peftkit.formats.peft.folder import AdapterFolder, Provenance
 from peftkit.formats.peft.limits import refused_by_peft
+from peftkit.formats.serving import served_rank
 from peftkit.report.facts import BeforeRun
 from peftkit.run.config import Recipe
 from peftkit.run.prepare import Prepared
@@ -153,8 +154,9 @@ def _provenance(recipe: Recipe, ready: Prepared) -> Provenance:
 def _card(recipe: Recipe, ready: Prepared, result: Result) -> Card:
     data = f"{recipe.data.train_name}, {len(ready.train):,} rows after packing and filtering"
     usage = adapter_usage(
-        ready.base.name,
+        ready.base.hub_id or ready.base.name,
         str(recipe.train.output_dir),
+        rank=served_rank(ready.adapter.method),
         command=ready.settings.command,
         purpose=ready.settings.purpose,
     )

@@ -185,4 +185,6 @@ def _card(
     if settings.rule not in EXACT:
         facts["relative error of the rank"] = f"{done.error:.2g}"
     base = origin.hub_id or origin.base
-    return Card(f"{name}: a combination of adapters", base, facts, usage=adapter_usage(base, name))
+    has_magnitude = any(update.magnitude is not None for update in done.updates.values())
+    usage = adapter_usage(base, name, rank=0 if has_magnitude else done.rank)
+    return Card(f"{name}: a combination of adapters", base, facts, usage=usage)

@@ -26,6 +26,7 @@ from peftkit.files import disk
 from peftkit.formats.card import CARD
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.foreign import Found, plain_folder, recognise
+from peftkit.formats.gguf.header import read_header
 from peftkit.formats.guard import read_json, read_tensors
 from peftkit.formats.mlx import read_mlx, write_mlx
 from peftkit.formats.open_adapter import task_of
@@ -55,6 +56,8 @@ from peftkit.tasks.image_text import ImageTextConfig
 
 Format = Literal["peft", "gguf", "mlx"]
 Dtype = Literal["fp32", "fp16", "bf16", "q8_0"]
+_REPO_URL = "general.base_model.0.repo_url"
+"""Key of GGUF files that names the base's page."""
 _SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _GGUF_DTYPES = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "q8_0": "q8_0"}
 
@@ -211,7 +214,7 @@ def import_adapter(
     path: str | Path,
     out: str | Path,
     *,
-    base: str,
+    base: str | None = None,
     force: bool = False,
     on_event: Listener = ignore,
 ) -> Imported:
@@ -220,7 +223,8 @@ def import_adapter(
     Args:
         path: A folder of mlx-lm or PEFT, or a GGUF file; told apart by their content.
         out: The new folder.
-        base: What it was trained on: hub id, folder or short name. Only its config is read.
+        base: What it was trained on: hub id, folder or short name; by default what the adapter
+            names. Only its config is read.
         force: Replace the adapter in `out`.
 
     Raises:
@@ -231,6 +235,7 @@ def import_adapter(
     path, out = Path(path).expanduser(), Path(out).expanduser()
     found = recognise(path)
     check_free(out, force=force, sources=[found.folder])
+    base = base or _base_named_by(found)
     on_event(Stage(f"Importing {path}"))
     if found.kind == "gguf":
         from peftkit.formats.gguf.convert import import_gguf
@@ -246,6 +251,27 @@ def import_adapter(
                 _import_peft(found, folder, base, model, on_event)
     on_event(Saved("adapter", out))
     return Imported(out, found.kind)
+
+
+def _base_named_by(found: Found) -> str:
+    """Return the base that an adapter of another program says it was trained on.
+
+    Raises:
+        AdapterError: It says none.
+    """
+    if found.kind == "gguf":
+        with disk.open_regular(found.file) as file:
+            address = str(read_header(found.file, file).keys.get(_REPO_URL, ""))
+        base = address.removeprefix("https://huggingface.co/")
+    else:
+        fields = read_json(found.folder / CONFIG)
+        base = fields.get("base_model_name_or_path") or fields.get("model") or ""
+    if not isinstance(base, str) or not base:
+        raise AdapterError(
+            f"{found.file} does not say which base it belongs to",
+            fix="Name the base it was trained on with --base MODEL.",
+        )
+    return base
 
 
 def _import_peft(

@@ -279,7 +279,8 @@ def _card(name: str, tuned: str, rank: int, done: Extracted, origin: Provenance)
         "kept of all that differs": f"{done.whole.share:.2%}",
     }
     base = origin.hub_id or origin.base
-    return Card(f"{name}: a fine-tune as an adapter", base, facts, usage=adapter_usage(base, name))
+    usage = adapter_usage(base, name, rank=rank)
+    return Card(f"{name}: a fine-tune as an adapter", base, facts, usage=usage)
 
 
 def _report(done: Extracted, on_event: Listener) -> None:

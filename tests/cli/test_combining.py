@@ -42,6 +42,9 @@ def test_combine_writes_an_adapter_and_prints_its_folder(
     one, two = adapters
     expected = 0.7 * one.delta() - 0.3 * two.delta()
     torch.testing.assert_close(read_low_rank(tmp_path / "c")[1][PATH].delta(), expected)
+    assert peftkit("combine", "a", "lr=1", "--out", "even").code == 0
+    even = read_low_rank(tmp_path / "even")[1][PATH].delta()
+    torch.testing.assert_close(even, (one.delta() + two.delta()) / 2)
     done = peftkit("combine", "a=1", "lr=1=1", "--method", "svd", "--rank", 1, "--out", "d")
     assert re.search(r"Rank 1 keeps \d+\.\d\d% of the combined update", done.err)
 
@@ -49,7 +52,7 @@ def test_combine_writes_an_adapter_and_prints_its_folder(
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["a", "--out", "c"], "AdapterError: 'a' has no weight.\n  Write .*: a=1"),
+        (["a", "a=1", "--out", "c"], "AdapterError: 'a' has no weight, and others have.\n .*: a=1"),
         (["a=half", "--out", "c"], "AdapterError: the weight 'half' of a is not a number."),
         (["a=nan", "--out", "c"], "AdapterError: the weight of a is nan"),
         (["b=1", "--out", "c"], "AdapterError: there is no adapter folder 'b'."),

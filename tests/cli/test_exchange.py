@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from peftkit.formats.peft.folder import Provenance, save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
@@ -48,6 +51,39 @@ def test_gguf_there_and_back(adapter: Path, peftkit: Run, tmp_path: Path) -> Non
     done = peftkit("import", "a.gguf", "--base", base, "--out", "back")
     assert (done.code, done.out) == (0, "back\n"), done.err
     assert read_low_rank(tmp_path / "back")[1].keys() == read_low_rank(tmp_path / "json")[1].keys()
+
+
+def test_an_import_takes_the_base_that_the_adapter_names(peftkit: Run, tmp_path: Path) -> None:
+    base = base_folder("llama", tmp_path / "base")
+    _, attached = trained("llama", LoRA(rank=4, targets=("q", "v")))
+    folder = save_adapter(attached, tmp_path / "json", Provenance(base=str(base)))
+    assert peftkit("import", "json", "--out", "back").code == 0
+    assert read_low_rank(tmp_path / "back")[1].keys() == read_low_rank(folder)[1].keys()
+    config = folder / "adapter_config.json"
+    fields = json.loads(config.read_text()) | {"base_model_name_or_path": None}
+    config.write_text(json.dumps(fields))
+    (folder / "peftkit.json").unlink()
+    refused = peftkit("import", "json", "--out", "none")
+    assert refused.code == 2
+    assert "--base MODEL" in refused.err
+
+
+def test_a_pickle_is_refused_with_the_line_that_reads_its_tensors_alone(
+    peftkit: Run, tmp_path: Path
+) -> None:
+    _, attached = trained("llama", LoRA(rank=4, targets=("q", "v")))
+    folder = save_adapter(attached, tmp_path / "pickled", Provenance(base="org/base"))
+    file = folder / "adapter_model.safetensors"
+    expected = load_file(file)
+    torch.save(expected, folder / "adapter_model.bin")
+    file.unlink()
+    (folder / "peftkit.json").unlink()
+    refused = peftkit("import", "pickled", "--base", "org/base", "--out", "none")
+    assert refused.code == 2
+    code = re.search(r'python -c "(.*?)"', " ".join(refused.err.split()))
+    assert code is not None
+    subprocess.run([sys.executable, "-c", code[1]], cwd=folder, check=True)
+    assert all(torch.equal(expected[n], tensor) for n, tensor in load_file(file).items())
 
 
 def test_serving_says_how_to_serve_and_what_a_lower_rank_loses(adapter: Path, peftkit: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,33 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from peftkit.adapter import attach
+from peftkit.base.load import load_base
 from peftkit.errors import AdapterError
+from peftkit.formats.card import adapter_usage, render_card, training_card
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank
-from peftkit.formats.serving import MAX_LORA_RANKS, check_serving, max_lora_rank
+from peftkit.formats.serving import MAX_LORA_RANKS, check_serving, max_lora_rank, served_rank
 from peftkit.formats.uniform import compress, uniform, without_padding
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.transform.exchange import export_adapter
 from tests.formats.test_mlx import logits, trained
+
+
+def test_a_card_names_the_hub_id_and_the_rank(
+    model_folder: Path,
+) -> None:
+    base = replace(load_base(str(model_folder)), name="tiny", hub_id="org/tiny")
+    adapter = attach(base.model, LoRA(rank=12))
+    usage = adapter_usage("org/tiny", "run", rank=served_rank(adapter.method))
+    card = training_card(base, adapter, data="rows", steps=1, metrics={}, recipe="", usage=usage)
+    text = render_card(card)
+    assert "base_model: org/tiny" in text
+    assert "vllm serve org/tiny --enable-lora --max-lora-rank 16 " in text
+    assert "vLLM" not in [name for name, _, _ in adapter_usage("b", "run")]
+    assert [served_rank(DoRA(rank=4)), served_rank(LoRA(rank=600))] == [0, 0]
+
 
 PATTERNS = LoRA(rank=4, alpha=8, rslora=True, rank_pattern={"o": 2, "layers.1.mlp.up_proj": 1})
 

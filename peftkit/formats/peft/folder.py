@@ -23,7 +23,7 @@ from peftkit.data.encode import Style
 from peftkit.errors import AdapterError, TargetError
 from peftkit.files.disk import write_json, write_tensors
 from peftkit.files.safetensors_header import Header
-from peftkit.formats.guard import check_safetensors, read_json, read_tensors
+from peftkit.formats.guard import CONVERT, check_safetensors, read_json, read_tensors
 from peftkit.formats.peft.config_fields import written_fields
 from peftkit.formats.peft.fit_to_model import check_targets_of, completed, fit_to_model
 from peftkit.formats.peft.limits import with_implied_heads
@@ -302,8 +302,12 @@ def _existing(folder: Path, name: str) -> Path:
         return path
     found = sorted(p.name for p in folder.iterdir())[:12] if folder.is_dir() else []
     fix = "Give the folder that a run wrote, or one saved by PEFT."
-    if name == TENSORS and any(f.endswith((".bin", ".pt", ".pth")) for f in found):
-        fix = "A pickle can run code when it is read; ask for the adapter as safetensors."
+    pickles = [f for f in found if f.endswith((".bin", ".pt", ".pth"))]
+    if name == TENSORS and pickles:
+        fix = (
+            "A pickle can run code when it is read; ask for the adapter as safetensors. This line, "
+            f"run in the folder, reads tensors and nothing else:\n{CONVERT.format(pickles[0])}"
+        )
     raise AdapterError(
         f"{folder} holds no {name}",
         found=("there is " + ", ".join(found)) if found else "no such folder, or an empty one",

@@ -1,0 +1,24 @@
+"""Processors of models that could read videos too, where no videos are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import transformers
+
+from peftkit.base.multimodal import UnreadVideos, blind_to_videos
+from tests.vision import _tokenizer
+
+MARKS = [f"{kind}{end}_token" for kind in ("image", "video") for end in ("", "_start", "_end")]
+
+
+def test_a_processor_that_would_save_a_font_for_videos_is_saved_without(tmp_path: Path) -> None:
+    processor = blind_to_videos(transformers.Ernie4_5_VLMoeProcessor)(
+        image_processor=transformers.Qwen2VLImageProcessorPil(),
+        tokenizer=_tokenizer(**{name: f"<{name}>" for name in MARKS}),
+        video_processor=UnreadVideos({"font": "a.ttf"}),
+    )
+    processor.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "processor_config.json").read_text())
+    assert saved["video_processor"] == {"font": "a.ttf"}
