@@ -24,7 +24,7 @@ from benchmarks.report import heading, table, versions
 from peftkit.adapter import attach
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
-from peftkit.execution.strategies import Activations
+from peftkit.execution.plan import Activations, plan_for
 from peftkit.kernels.packing import keep_copies, packed_tensors
 from peftkit.methods.lora import LoRA
 from peftkit.model.training import prepared_for_training
@@ -68,7 +68,8 @@ def reckoner_of(
         free: Main memory in bytes, where a CPU may keep packed weights unpacked as well.
     """
     method, dtype = LoRA(rank=16), torch.bfloat16
-    setup = Setup(config, task or CausalLMConfig(), method, quantize, True, dtype, on_gpu)
+    plan = plan_for("cuda" if on_gpu else "cpu")
+    setup = Setup(config, task or CausalLMConfig(), method, quantize, True, dtype, plan)
     return StepEstimator(setup, free)
 
 
@@ -116,7 +117,10 @@ class Measured:
         learner.set_activations(way)
         learner.model.train()
         try:
-            with prepared_for_training(learner.model), learner.task.training(learner.model):
+            with (
+                prepared_for_training(learner.model, learner.plan),
+                learner.task.training(learner.model),
+            ):
                 step()
                 yield step
         finally:

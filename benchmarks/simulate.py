@@ -210,7 +210,7 @@ def step(layers: int, args: argparse.Namespace) -> tuple[Counting, Card]:
         learner.set_activations(args.activations)
         model.train()
         ids = tuple(range(10, 10 + args.length))
-        with prepared_for_training(model):
+        with prepared_for_training(model, learner.plan):
             for length in (16, args.length):
                 counting.kinds.clear()
                 counting.operators.clear()

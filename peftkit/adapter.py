@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import AdapterError, TargetError
+from peftkit.execution.plan import plan_of
 from peftkit.methods.modules_to_save import named_modules, wrap_fully
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, InitValues, Method
 from peftkit.methods.token_rows import token_modules
@@ -75,7 +76,7 @@ class Adapter:
         `end_training`.
         """
         for layout in training_layouts(self.model):
-            layout.prepare()
+            layout.prepare(plan_of(self.model))
 
     def end_training(self) -> None:
         """Take down what `prepare_training` has laid out."""

@@ -80,6 +80,7 @@ def run(
             allow_changes=allow_changes,
             on_event=report.on_event,
             watch=watch,
+            plan=ready.plan,
         )
         if result.is_main or is_sharded(ready.base.model):  # then all processes run the model
             with stop_requests() as stop:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 _HOME = tempfile.TemporaryDirectory(prefix="peftkit-tests-")
@@ -32,6 +33,7 @@ import pytest  # noqa: E402 - the environment comes first
 import torch  # noqa: E402
 from transformers import PreTrainedModel, PreTrainedTokenizerFast  # noqa: E402
 
+from peftkit.execution import plan  # noqa: E402
 from peftkit.kernels import cross_entropy  # noqa: E402
 from tests.families import FAMILIES, tiny_tokenizer  # noqa: E402
 
@@ -45,8 +47,10 @@ def _seeded() -> None:
 
 def use_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the loss of a few rows in several chunks."""
-    for name, value in (("CHUNK_BYTES", {"cpu": 0}), ("MIN_ROWS", 3), ("ALIGNMENT", 2)):
+    for name, value in (("MIN_ROWS", 3), ("ALIGNMENT", 2)):
         monkeypatch.setattr(cross_entropy, name, value)
+    for name in ("CPU_CHUNKS", "GPU_CHUNKS"):
+        monkeypatch.setattr(plan, name, replace(getattr(plan, name), num_bytes=0))
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ from peftkit.base.gguf import parsed_once
 from peftkit.base.load_shared import Sharing, load_shared
 from peftkit.base.locate import Location, locate
 from peftkit.base.multimodal import load_multimodal
-from peftkit.base.placement import BlockStream, must_stream
+from peftkit.base.placement import BlockStream, place_of_weights
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.spill import Spill
 from peftkit.base.storage_format import LoadedModel, StorageFormat
 from peftkit.base.store import StoreKey, opened_or_kept, storable
 from peftkit.config.schema import Config, from_dict
-from peftkit.events import Listener, Stage, ignore
+from peftkit.events import Listener, Notice, Stage, ignore
 from peftkit.execution.environment import default_device
 from peftkit.kernels.device import gpu_of
 from peftkit.kernels.packing import keep_copies
@@ -120,7 +120,8 @@ def load_base(
         quantize_towers: Quantise towers for images and sound too, and what joins them to a
             language model.
         purpose: What the model is for, as a task says it: its class, and its head of classes.
-        device: By default a GPU where there is one.
+        device: By default a GPU where there is one, and the CPU for a base that it does not hold
+            and that cannot be streamed.
         placement: "device"; "stream": packed weights wait in main memory, and two blocks at a time
             are on the device; "auto": streamed where a packed base does not fit a GPU.
         store: "auto": open the packed base that the cache keeps, and keep a large one there;
@@ -149,9 +150,15 @@ def load_base(
         padding = None if tokenizer is None else tokenizer.pad_token_id
         if purpose.head is not None:
             pad_with(config, padding)
-        streams = must_stream(placement, config, purpose, form)
-        if streams:
+        may_leave = device is None and sharing is None
+        weights = place_of_weights(placement, config, purpose, form, may_leave=may_leave)
+        place = weights.device
+        if weights.notice:
+            on_event(Notice(weights.notice))
+        if weights.streamed:
             form = replace(form, device=torch.device("cpu"))
+        elif place != form.device:
+            form = replace(form, device=place, dtype=DTYPES.get(dtype) or fast_dtype(place))
 
         def anew(spill: Spill | None = None) -> LoadedModel:
             return build(
@@ -178,7 +185,7 @@ def load_base(
                 if sharing is not None
                 else opened_or_kept(wanted, anew, on_event)
             )
-    if streams:
+    if weights.streamed:
         BlockStream(built.model, place)
     elif place.type == "cpu" and sharing is None:
         keep_copies(built.model)

@@ -16,30 +16,39 @@ from peftkit.base.storage_format import StorageFormat
 from peftkit.errors import BaseError
 from peftkit.files import disk
 from peftkit.files.safetensors_header import DTYPES
+from peftkit.model.places import is_conv1d
 from peftkit.quant.checkpoint import from_checkpoint, tensors_of
 from peftkit.quant.layers import empty_packed
 from peftkit.quant.quantize import has_plain_forward, install_packed, quantizable, tower_paths
 
 
-def packed_skeleton(config: Any, purpose: Purpose, form: StorageFormat) -> Any:
-    """Build the packed model on the meta device."""
+def packed_skeleton(
+    config: Any, purpose: Purpose, form: StorageFormat, *, counted: bool = False
+) -> Any:
+    """Build the packed model on the meta device.
+
+    Args:
+        counted: Under a mode in which tensors have no data: packed ones are on the CPU, and layers
+            that have to be called to know what they compute are packed too.
+    """
     model: Any = on_meta(config, purpose, form.dtype)
     model.tie_weights()
     if form.quantize == "none":
         return model
     head = head_of_classes(model) if purpose.head is not None else ()
     jobs = quantizable(model, keep=head if form.quantize_towers else (*head, *tower_paths(model)))
+    device = torch.device("cpu" if counted else "meta")
     made: dict[tuple[int, str], nn.Parameter] = {}
     packings = {}
     for _, module, name in jobs:
         weight = module._parameters[name]
-        if name == "weight" and not has_plain_forward(module):
+        if name == "weight" and not counted and not has_plain_forward(module):
             continue
         assert weight is not None
-        turned = name == "weight" and not hasattr(module, "in_features")  # Conv1D
+        turned = name == "weight" and is_conv1d(module)
         shape = torch.Size(reversed(weight.shape)) if turned else weight.shape
         if (key := (id(module), name)) not in made:
-            with torch.device("meta"):
+            with torch.device(device):
                 packed, packing = empty_packed(
                     shape, form.quantize, form.dtype, double_quant=form.double_quant
                 )
@@ -48,7 +57,7 @@ def packed_skeleton(config: Any, purpose: Purpose, form: StorageFormat) -> Any:
     for _, module, name in jobs:
         if (id(module), name) in made:
             module._parameters[name] = made[id(module), name]
-    install_packed(model, jobs, packings, torch.device("meta"))
+    install_packed(model, jobs, packings, device)
     return model
 
 

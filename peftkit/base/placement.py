@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from peftkit.base.purpose import Purpose
 from peftkit.base.storage_format import StorageFormat
 from peftkit.base.transfer import CopyStream, DeviceBuffer, Unit, pinned
 from peftkit.errors import BaseError
+from peftkit.execution.environment import free_now
 from peftkit.kernels.host_memory import LARGE, trim_malloc
 from peftkit.kernels.packed_stack import Group, PackedExperts, PackedStack, has_apart
 from peftkit.kernels.packing import Packing
@@ -40,11 +42,32 @@ EXPERT_BYTES = 1 << 26
 Place = tuple[nn.Module, str]
 
 
-def must_stream(placement: str, config: Any, purpose: Purpose, form: StorageFormat) -> bool:
-    """Tell whether a base is streamed, as it was asked for or as a GPU's memory says.
+@dataclass(frozen=True, slots=True)
+class WeightsPlace:
+    """Where a base's weights are kept.
+
+    Attributes:
+        device: Where it computes.
+        streamed: Whether packed blocks wait in main memory.
+        notice: Why, if it is not as one would expect; else "".
+    """
+
+    device: torch.device
+    streamed: bool = False
+    notice: str = ""
+
+
+def place_of_weights(
+    placement: str, config: Any, purpose: Purpose, form: StorageFormat, *, may_leave: bool
+) -> WeightsPlace:
+    """Return where a base's weights go, as it was asked for or as the device's memory says.
+
+    Args:
+        may_leave: Whether a base that the device does not hold, and that cannot be streamed, is
+            kept and computed on the CPU instead.
 
     Raises:
-        BaseError: It does not fit the GPU and may not be streamed, or has no packed weights.
+        BaseError: It does not fit the device and may go nowhere else, or has no packed weights.
     """
     if placement == "stream" and form.quantize == "none":
         raise BaseError(
@@ -52,17 +75,21 @@ def must_stream(placement: str, config: Any, purpose: Purpose, form: StorageForm
             found="base.quantize is none.",
             fix="Set base.quantize to nf4, fp4 or int8, or base.placement: device.",
         )
-    if placement == "stream" or form.device.type != "cuda":
-        return placement == "stream"
+    here = free_now(form.device)
+    if placement == "stream" or not here.on_gpu:
+        return WeightsPlace(form.device, placement == "stream")
     needed = sum(p.nbytes for p in packed_skeleton(config, purpose, form).parameters())
-    free, _ = torch.cuda.mem_get_info(form.device)
-    if needed <= (ROOM if placement == "auto" else 1.0) * free:
-        return False
-    if placement == "auto" and form.quantize != "none":
-        return True
+    if needed <= (ROOM if placement == "auto" else 1.0) * here.usable:
+        return WeightsPlace(form.device)
+    found = f"The base takes {needed / 1e9:.2f} GB; {here.usable / 1e9:.2f} GB are free."
+    if placement == "auto" and form.quantize != "none" and here.kind == "cuda":
+        told = f"The base's blocks are streamed from main memory (base.placement: auto). {found}"
+        return WeightsPlace(form.device, True, told)
+    if placement == "auto" and may_leave:
+        return WeightsPlace(torch.device("cpu"), False, f"All is computed on the CPU. {found}")
     raise BaseError(
         "the base does not fit the GPU.",
-        found=f"It takes {needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free.",
+        found=found,
         fix="Set base.quantize: nf4 and base.placement: auto; see what fits: peftkit plan MODEL",
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from peftkit.execution.plan import plan_of
 from peftkit.kernels.packing import copies_kept
 from peftkit.model.training import prepared_for_serving
 from peftkit.tasks.loss import find_head
@@ -22,7 +23,11 @@ COPY_SHARE = 0.5
 def ready_for_tokens(model: PreTrainedModel) -> Iterator[None]:
     """Have ready within the context what each token needs: unpacked weights, A and B as copies."""
     share = 0.0 if is_sharded(model) else COPY_SHARE
-    with copies_kept(model, share), prepared_for_serving(model), _rows_for_the_head(model):
+    with (
+        copies_kept(model, share),
+        prepared_for_serving(model, plan_of(model)),
+        _rows_for_the_head(model),
+    ):
         yield
 
 

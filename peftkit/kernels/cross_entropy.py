@@ -17,6 +17,7 @@ Shapes: n rows whose label counts, H hidden size, V vocabulary, C rows of a chun
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,13 +28,26 @@ from torch.nn import functional
 Head = Callable[[Tensor], Tensor]
 """(C, H) hidden rows to (C, V) logits, with all that the model does to them."""
 
-CHUNK_BYTES = {"cpu": 96 << 20}
-"""Memory that a chunk's logits may take, by device."""
-OTHER_CHUNK_BYTES = 512 << 20
+
+@dataclass(frozen=True, slots=True)
+class LossChunks:
+    """How much of the logits is there at once.
+
+    Attributes:
+        num_bytes: Memory that a chunk's logits may take.
+        wide_bytes: Float32 rows made at a time, so that they stay in a CPU's caches; None: all of a
+            chunk are, in fewer passes over it.
+        first_part_only: Compute the first part of each chunk alone, where tensors have no data.
+    """
+
+    num_bytes: int
+    wide_bytes: int | None = None
+    first_part_only: bool = False
+
+
+CHUNKS = LossChunks(512 << 20)
 BYTES_A_LOGIT = 8
 """The logits in 16 bits, and what the head and the float32 copy take while they are made."""
-WIDE_BYTES = {"cpu": 4 << 20}
-"""Float32 rows made at a time on a CPU: what stays in its caches. Elsewhere all of a chunk are."""
 MIN_ROWS = 384
 """Fewer rows to a chunk would leave the head's matrix product idle."""
 ALIGNMENT = 16
@@ -54,6 +68,7 @@ def chunked_cross_entropy(
     chunk_rows: int | None = None,
     vocab_size: int = 0,
     sizes: Sequence[int] = (),
+    chunks: LossChunks = CHUNKS,
 ) -> Tensor:
     """Return the sum over rows of -log softmax(head(hidden))[target], in float32.
 
@@ -64,28 +79,27 @@ def chunked_cross_entropy(
         targets: (n,) int64.
         head: Applied to a chunk of rows at a time.
         trainable: Tensors inside `head` that get gradients.
-        chunk_rows: The largest C, rounded up; by default what fits into CHUNK_BYTES of a vocabulary
-            of `vocab_size`. Chunks are about equal.
+        chunk_rows: The largest C, rounded up; by default what `chunks` allow of a vocabulary of
+            `vocab_size`. Chunks are about equal.
         sizes: Rows of each piece, n in all; several only where nothing is `trainable`.
     """
     if trainable and len(sizes) > 1:
         raise ValueError("a head's own gradient is not told apart by pieces")
-    rows = rows_of_chunk(hidden, chunk_rows, vocab_size)
+    rows = rows_of_chunk(hidden, chunk_rows, vocab_size, chunks)
     pieces = tuple(sizes) or (len(targets),)
-    sums = _ChunkedCrossEntropy.apply(hidden, targets, head, rows, pieces, *trainable)
+    sums = _ChunkedCrossEntropy.apply(hidden, targets, head, rows, chunks, pieces, *trainable)
     return sums if sizes else sums[0]
 
 
-def rows_of_chunk(hidden: Tensor, most: int | None, vocab_size: int) -> int:
+def rows_of_chunk(hidden: Tensor, most: int | None, vocab_size: int, chunks: LossChunks) -> int:
     """Return C; see `chunked_cross_entropy`."""
-    held = CHUNK_BYTES.get(hidden.device.type, OTHER_CHUNK_BYTES)
-    most = most or max(MIN_ROWS, held // (BYTES_A_LOGIT * max(vocab_size, 1)))
+    most = most or max(MIN_ROWS, chunks.num_bytes // (BYTES_A_LOGIT * max(vocab_size, 1)))
     count = max(1, -(-len(hidden) // most))
     return max(1, -(-len(hidden) // (count * ALIGNMENT))) * ALIGNMENT
 
 
 @torch.no_grad()
-def losses_and_gradient(logits: Tensor, targets: Tensor) -> Tensor:
+def losses_and_gradient(logits: Tensor, targets: Tensor, chunks: LossChunks) -> Tensor:
     """Return (C,): -log softmax(logits)[target], float32; logits become the gradient of its sum.
 
     In their place: a second array as large, made and freed in each step with another number of
@@ -95,14 +109,13 @@ def losses_and_gradient(logits: Tensor, targets: Tensor) -> Tensor:
         logits: (C, V), of any float dtype, which is also the gradient's.
         targets: (C,) int64.
     """
-    if logits.device.type not in WIDE_BYTES:
+    if chunks.wide_bytes is None:
         return _in_few_passes(logits, targets)
-    held = WIDE_BYTES[logits.device.type]
-    rows = max(1, held // (4 * logits.shape[1]))
+    rows = max(1, chunks.wide_bytes // (4 * logits.shape[1]))
     dtype = torch.promote_types(logits.dtype, torch.float32)
     losses = logits.new_empty(len(logits), dtype=dtype)
     scratch = torch.empty_like(logits[:rows], dtype=dtype)  # one, whose pages are there
-    for start in range(0, len(logits), rows):
+    for start in range(0, rows if chunks.first_part_only else len(logits), rows):
         part = slice(start, start + rows)
         index = targets[part, None]
         wide = scratch[: len(index)].copy_(logits[part])
@@ -156,6 +169,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         head: Head,
         chunk_rows: int,
+        chunks: LossChunks,
         sizes: tuple[int, ...],
         *trainable: Tensor,
     ) -> Tensor:
@@ -167,7 +181,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part = slice(start, min(start + chunk_rows, len(targets)))
             num = part.stop - start
             rows, edge, grad_logits = logits_of_chunk(hidden[part], head, wants_grad)
-            losses[part] = losses_and_gradient(grad_logits[:num], targets[part])
+            losses[part] = losses_and_gradient(grad_logits[:num], targets[part], chunks)
             grad_logits[num:] = 0
             if grad_hidden is not None:
                 row_grad, *own = torch.autograd.grad(edge, [rows, *trainable], grad_logits)
@@ -189,6 +203,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
             None,
+            None,
             *(grad * grad_sums[0].to(grad.dtype) for grad in grads),
         )
 
@@ -206,22 +221,30 @@ def chunked_log_probs(
     trainable: Sequence[Tensor] = (),
     chunk_rows: int | None = None,
     vocab_size: int = 0,
+    chunks: LossChunks = CHUNKS,
 ) -> Tensor:
     """Return log softmax(head(hidden))[target] (n,), in float32, or float64 of float64.
 
     Args:
-        hidden, targets, head, trainable, chunk_rows, vocab_size: See `chunked_cross_entropy`.
+        hidden, targets, head, trainable, chunk_rows, vocab_size, chunks: As in
+            `chunked_cross_entropy`.
     """
-    rows = rows_of_chunk(hidden, chunk_rows, vocab_size)
-    return _ChunkedLogProbs.apply(hidden, targets, head, rows, *trainable)
+    rows = rows_of_chunk(hidden, chunk_rows, vocab_size, chunks)
+    return _ChunkedLogProbs.apply(hidden, targets, head, rows, chunks, *trainable)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, targets: Tensor, head: Head, chunk_rows: int, *trainable: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        targets: Tensor,
+        head: Head,
+        chunk_rows: int,
+        chunks: LossChunks,
+        *trainable: Tensor,
     ) -> Tensor:
-        ctx.head, ctx.chunk_rows, ctx.trainable = head, chunk_rows, trainable
+        ctx.head, ctx.chunk_rows, ctx.chunks, ctx.trainable = head, chunk_rows, chunks, trainable
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         found = hidden.new_empty(len(targets), dtype=dtype)
         made = torch.empty_like(hidden) if any(ctx.needs_input_grad) and not trainable else None
@@ -229,7 +252,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             part = slice(start, min(start + chunk_rows, len(targets)))
             num = part.stop - start
             rows, edge, logits = logits_of_chunk(hidden[part], head, made is not None)
-            found[part] = -losses_and_gradient(logits[:num], targets[part])
+            found[part] = -losses_and_gradient(logits[:num], targets[part], chunks)
             if made is not None:
                 logits[num:] = 0
                 (grad,) = torch.autograd.grad(edge, [rows], logits)
@@ -241,18 +264,18 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, ...]:
         kept, targets = ctx.saved_tensors
         if not ctx.trainable:
-            return (-kept * weights[:, None].to(kept.dtype), None, None, None)
+            return (-kept * weights[:, None].to(kept.dtype), None, None, None, None)
         grad_hidden = torch.empty_like(kept)
         grads = [torch.zeros_like(tensor) for tensor in ctx.trainable]
         for start in range(0, len(targets), ctx.chunk_rows):
             part = slice(start, min(start + ctx.chunk_rows, len(targets)))
             num = part.stop - start
             rows, edge, logits = logits_of_chunk(kept[part], ctx.head, True)
-            losses_and_gradient(logits[:num], targets[part])
+            losses_and_gradient(logits[:num], targets[part], ctx.chunks)
             logits[:num] *= -weights[part, None].to(logits.dtype)
             logits[num:] = 0
             row_grad, *own = torch.autograd.grad(edge, [rows, *ctx.trainable], logits)
             grad_hidden[part] = row_grad[:num]
             for total, grad in zip(grads, own, strict=True):
                 total += grad
-        return (grad_hidden, None, None, None, *grads)
+        return (grad_hidden, None, None, None, None, *grads)

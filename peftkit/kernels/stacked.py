@@ -20,8 +20,6 @@ from torch.nn import functional
 GROUPED_MM = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 _ALIGNED = 8
 """grouped_mm on GPUs takes matrices whose rows are multiples of 16 bytes."""
-DENSE_COLUMNS = 256
-"""On a CPU, updates of up to so many hidden columns in all are computed by dense products."""
 
 
 class NoProductError(Exception):
@@ -34,10 +32,14 @@ class AdaptedStack:
     Attributes:
         weight: As the model keeps it: (..., out, in), or (..., in, out) if `flipped`.
         a, b: (..., R, in), (..., out, R); scaled, and in the weight's dtype.
+        dense_columns: Grouped updates of up to so many hidden columns are dense products.
     """
 
-    def __init__(self, weight: Tensor, a: Tensor, b: Tensor, *, flipped: bool) -> None:
+    def __init__(
+        self, weight: Tensor, a: Tensor, b: Tensor, *, flipped: bool, dense_columns: int = 0
+    ) -> None:
         self.weight, self.a, self.b, self.flipped = weight, a, b, flipped
+        self.dense_columns = dense_columns
 
     @property
     def shape(self) -> torch.Size:
@@ -59,7 +61,10 @@ class AdaptedStack:
         return self.weight.data_ptr()
 
     def __getitem__(self, index: Any) -> AdaptedStack:
-        return AdaptedStack(self.weight[index], self.a[index], self.b[index], flipped=self.flipped)
+        return self._like(self.weight[index], self.a[index], self.b[index], self.flipped)
+
+    def _like(self, weight: Tensor, a: Tensor, b: Tensor, flipped: bool) -> AdaptedStack:
+        return AdaptedStack(weight, a, b, flipped=flipped, dense_columns=self.dense_columns)
 
     def transpose(self, first: int, second: int) -> AdaptedStack:
         """Swap in and out: of the last two dimensions only."""
@@ -68,7 +73,7 @@ class AdaptedStack:
             self.weight.ndim - 1,
         }:
             raise NoProductError(f"transpose({first}, {second}) of adapted experts")
-        return AdaptedStack(self.weight.mT, self.a, self.b, flipped=not self.flipped)
+        return self._like(self.weight.mT, self.a, self.b, not self.flipped)
 
     @property
     def T(self) -> AdaptedStack:
@@ -116,7 +121,7 @@ class AdaptedStack:
         func: Any, plain: list[Any], kwargs: dict[str, Any], stack: AdaptedStack, x: Tensor
     ) -> Tensor:
         out = cast(Tensor, func(*plain, **kwargs))
-        if x.device.type == "cpu" and stack.a.shape[:-1].numel() <= DENSE_COLUMNS:
+        if stack.a.shape[:-1].numel() <= stack.dense_columns:
             return out + _dense_update(x, stack.a, stack.b, kwargs["offs"])
         missing = -stack.a.shape[-2] % _ALIGNED
         a = functional.pad(stack.a, (0, 0, 0, missing))

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from peftkit.base.load import DTYPES, load_base, local_folder, skeleton
 from peftkit.base.locate import locate
+from peftkit.base.placement import ROOM
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.errors import RunError
 from peftkit.events import Listener, Saved, Stage, Table, ignore
+from peftkit.execution.environment import free_now
 from peftkit.files.disk import is_finite
 from peftkit.formats.card import Card, write_card
 from peftkit.formats.find_adapter import adapter_folder
@@ -31,6 +33,7 @@ from peftkit.merging.fold import Tally, check_mergeable, too_large_values
 from peftkit.merging.output import new_model_folder
 from peftkit.merging.stream import base_of, files_of, plan_stream, usual_dtype, write_streamed
 from peftkit.merging.whole import check_kind, check_original, cost_of, write_whole
+from peftkit.train.memory.out_of_memory import release_memory
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 
@@ -44,7 +47,7 @@ SHARE = 0.5
 """Of the adapter's own effect, up to which a merged model that is rounded may miss it. One that
 leaves the adapter out misses all of it, one that subtracts it twice as much."""
 FLOAT32_ROOM = 1.3
-"""Times the weights in float32: what a GPU must have free to compute in it."""
+"""Times the weights in float32: what must be free to compute in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,7 @@ def merge(
             plan = plan_stream(file, source, bones, stored, tally)
         if plan:
             if verify:
-                computing = "fp32" if _room_for_float32(bones) else "auto"
+                computing = _precision(bones)
                 reference = _reference(load(quantize="none", dtype=computing), prompts)
             write_streamed(*plan, folder, stored, on_event)
         else:
@@ -143,6 +146,7 @@ def merge(
         if reference is not None:
             on_event(Stage("Comparing the merged model with base and adapter"))
             effect = agreement(reference.adapted, reference.bare)
+            release_memory()  # an adapted model is in cycles: two of them may be too much
             agreed = _verified(folder, purpose, reference, tally, prompts, effect)
         config = skeleton(str(folder), purpose=purpose).config
         task_of(file).write_beside(folder, config, local_folder(name, revision))
@@ -187,12 +191,17 @@ def _reference(opened: Opened, prompts: Sequence[str]) -> _Reference:
     return _Reference(adapted, bare, base.device, base.model.dtype)
 
 
-def _room_for_float32(bones: nn.Module) -> bool:
-    """Tell whether a model can compute in float32 here, where every difference shows."""
-    if not torch.cuda.is_available():
-        return True
-    free, _ = torch.cuda.mem_get_info()
-    return FLOAT32_ROOM * 4 * sum(p.numel() for p in bones.parameters()) < free
+def _precision(bones: nn.Module) -> str:
+    """Return the dtype to compare in: float32, where every difference shows, if there is room.
+
+    A model that a GPU does not hold in 16 bits either is loaded onto the CPU.
+    """
+    number, main = sum(p.numel() for p in bones.parameters()), torch.device("cpu")
+    here = free_now()
+    if here.on_gpu and 2 * number > ROOM * here.usable:
+        here = free_now(main)
+    fits = here.memory is None or FLOAT32_ROOM * 4 * number < here.usable
+    return "fp32" if fits else "auto"
 
 
 def _verified(

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.methods.lora_groups import (
     FusedWeightGroup,
     Group,
@@ -50,15 +50,13 @@ class Grouping:
     def _layers(self) -> list[LoRALinear]:
         return [layer for layers in self._sets for layer in layers]
 
-    def prepare(self) -> None:
-        """Lay the groups out: joined with their base on a CPU, beside it elsewhere and in autocast.
-
-        Joined is fastest on CPUs, and rounds once where two products round twice. On a GPU the base
-        stays where it is: laying out an 8B model anew takes 10 GB more than there may be.
-        """
+    def prepare(self, plan: ExecutionPlan) -> None:
+        """Lay the groups out: in one block with their base's weight, or beside it."""
         self.end()
+        kind: type[FusedWeightGroup] | type[SeparateWeightGroup] = (
+            FusedWeightGroup if plan.lora_layout == "fused" else SeparateWeightGroup
+        )
         for found in self._sets:
-            kind = _kind_for(found[0].lora_A.device)
             self._groups += [kind(members) for members in kind.fitting(found)]
         this = weakref.ref(self)
 
@@ -103,11 +101,6 @@ class Grouping:
         self.end()
         for layer in self._layers():
             layer.training_layout = None
-
-
-def _kind_for(device: torch.device) -> type[FusedWeightGroup] | type[SeparateWeightGroup]:
-    plain = device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-    return FusedWeightGroup if plain else SeparateWeightGroup
 
 
 def sharing(model: nn.Module, paths: Iterable[str]) -> list[list[str]]:

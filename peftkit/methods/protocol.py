@@ -133,6 +133,9 @@ class Method(Config, ABC):
     """Whether it supports stacked experts."""
     acts_on_input: ClassVar[bool] = False
     """Whether it acts on the input only and has no target modules."""
+    beside_linear_layers: ClassVar[bool] = False
+    """Whether it sits beside linear layers and reads no weight outside of their blocks: its base
+    may then be spread over processes, and shared by the members of a sweep."""
     takes_token_rows: ClassVar[bool] = False
     """Whether `token_rows` may stand beside it: PEFT has them beside a LoRA only."""
     files: ClassVar[str] = "PEFT"

@@ -85,12 +85,14 @@ class Sublayer:
 
 
 def recomputable_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that transformers can compute again in the backward pass, in order."""
-    return [
-        block
-        for _, block in blocks(model)
-        if any(cls.__name__ == RECOMPUTABLE for cls in type(block).__mro__)
-    ]
+    """Return the blocks that transformers can compute again in the backward pass, in order.
+
+    They are known by their class, the innermost ones, whatever they hold.
+    """
+    inside = [block for child in model.children() for block in recomputable_blocks(child)]
+    if inside or not any(cls.__name__ == RECOMPUTABLE for cls in type(model).__mro__):
+        return inside
+    return [model]
 
 
 def find_sublayers(model: nn.Module) -> list[Sublayer]:

@@ -11,7 +11,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -27,17 +27,15 @@ EPS = ("variance_epsilon", "eps", "epsilon")
 
 
 @contextmanager
-def fused_norms(model: nn.Module, kinds: Sequence[str] = ("cuda",)) -> Iterator[None]:
+def fused_norms(model: nn.Module) -> Iterator[None]:
     """Have RMSNorms computed by one kernel within the context.
 
-    Args:
-        model: Its norms are of another class meanwhile, which is a subclass of their own.
-        kinds: Types of device on which there is a kernel.
+    Norms are of another class meanwhile, which is a subclass of their own.
     """
     asked: dict[Any, bool] = {}  # norms of one class are alike
     before = []
     for norm in model.modules():
-        if (shape := _could_be_fused(norm, kinds)) is not None:
+        if (shape := _could_be_fused(norm)) is not None:
             key = type(norm), shape
             if key not in asked:
                 asked[key] = _is_rms_norm(norm, *shape)
@@ -58,12 +56,12 @@ def num_fused(model: nn.Module) -> int:
     return sum(hasattr(type(module), "computed_by") for module in model.modules())
 
 
-def _could_be_fused(module: nn.Module, kinds: Sequence[str]) -> tuple[int, float] | None:
-    """Return size and eps of what may be a norm: a frozen vector on such a device is all it has."""
+def _could_be_fused(module: nn.Module) -> tuple[int, float] | None:
+    """Return size and eps of what may be a norm: a frozen vector is all it has."""
     weight, eps = module._parameters.get("weight"), _eps(module)
     if weight is None or len(module._parameters) > 1 or module._modules or module._buffers:
         return None
-    if weight.dim() != 1 or weight.requires_grad or weight.device.type not in kinds:
+    if weight.dim() != 1 or weight.requires_grad:
         return None
     if eps is None or "forward" in module.__dict__ or hasattr(module, "computed_by"):
         return None

@@ -12,14 +12,15 @@ from typing import Protocol
 
 from torch import nn
 
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.model.norms import fused_norms
 
 
 class TrainingLayout(Protocol):
     """How the layers of a method are computed while they are trained."""
 
-    def prepare(self) -> None:
-        """Lay them out for the device they are on, and the precision that is set by autocast."""
+    def prepare(self, plan: ExecutionPlan) -> None:
+        """Lay them out as the plan says."""
 
     def refresh(self) -> None:
         """Take over the trained tensors as they are now."""
@@ -38,13 +39,16 @@ def training_layouts(model: nn.Module) -> list[TrainingLayout]:
 
 
 @contextmanager
-def prepared_for_training(model: nn.Module, *, wanted: bool = True) -> Iterator[None]:
-    """Have a model's layers laid out within the context, if that is wanted at all."""
-    layouts = training_layouts(model) if wanted else []
+def prepared_for_training(model: nn.Module, plan: ExecutionPlan) -> Iterator[None]:
+    """Have a model's layers laid out as the plan says within the context."""
+    layouts = training_layouts(model) if plan.lora_layout != "alone" else []
+    for module in model.modules():
+        if hasattr(module, "dense_columns"):
+            setattr(module, "dense_columns", plan.dense_columns)  # noqa: B010 - not a tensor
     try:
         for layout in layouts:
-            layout.prepare()
-        with fused_norms(model) if wanted else nullcontext():
+            layout.prepare(plan)
+        with fused_norms(model) if plan.fused_norms else nullcontext():
             yield
     finally:
         for layout in layouts:
@@ -52,12 +56,13 @@ def prepared_for_training(model: nn.Module, *, wanted: bool = True) -> Iterator[
 
 
 @contextmanager
-def prepared_for_serving(model: nn.Module) -> Iterator[None]:
+def prepared_for_serving(model: nn.Module, plan: ExecutionPlan) -> Iterator[None]:
     """Have a model's layers ready for token after token within the context."""
     with ExitStack() as stack:
         for layout in training_layouts(model):
             stack.enter_context(layout.serving())
-        stack.enter_context(fused_norms(model))
+        if plan.fused_norms:
+            stack.enter_context(fused_norms(model))
         yield
 
 

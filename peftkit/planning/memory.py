@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from peftkit.base.load import DTYPES, fast_dtype
 from peftkit.execution.environment import Environment
-from peftkit.execution.strategies import Activations
+from peftkit.execution.plan import Activations, ExecutionPlan, Placement, Shard
 from peftkit.planning.cards import LINK, WIRES, card_of
 from peftkit.planning.footprint import WeightFootprint, spread, streamed
 from peftkit.planning.step import Setup
@@ -22,7 +22,6 @@ from peftkit.train.optim import STATE_BYTES
 LONGEST = 1 << 20
 STEP = 64
 """Rows' lengths are told in multiples of it."""
-Placement = Literal["device", "stream"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ class MemoryEstimator:
         if tokens is not None:
             rows = max(1, min(rows, tokens // (num_texts * self.length)))
         self.rows = rows
-        setup = setup_of(recipe, config, environment.on_gpu)
+        setup = setup_of(recipe, config, environment)
         self.reckoner = StepEstimator(setup, None if environment.on_gpu else environment.usable)
 
     @cached_property
@@ -109,7 +108,7 @@ class MemoryEstimator:
         """Of a base that is not all on the device, so that no unpacked weights are kept."""
         if not self.reckoner.setup.kept:
             return self.reckoner
-        return StepEstimator(setup_of(self.recipe, self.config, self.environment.on_gpu))
+        return StepEstimator(setup_of(self.recipe, self.config, self.environment))
 
     @cached_property
     def streams(self) -> WeightFootprint:
@@ -143,15 +142,22 @@ class MemoryEstimator:
             for activations in self.activations("stream"):
                 yield self.way("stream", activations)
 
-    def smallest(self, placement: Placement = "device") -> Strategy:
+    def smallest(self, placement: Placement = "device", shard: Shard = "none") -> Strategy:
         """Return the way of one row that takes least."""
-        return self.way(placement, self.activations(placement)[-1], rows=1)
+        return self.way(placement, self.activations(placement)[-1], rows=1, shard=shard)
 
     def way(
-        self, placement: Placement, activations: Activations, rows: int | None = None
+        self,
+        placement: Placement,
+        activations: Activations,
+        rows: int | None = None,
+        shard: Shard = "none",
     ) -> Strategy:
         """Count one way, of the recipe's rows at once or of so many."""
         held = self.streams if placement == "stream" else None
+        if shard != "none":
+            number = self.environment.world_size
+            held = spread(self.reckoner.whole, number, offload=shard == "offload")
         rows = rows or self.rows
         peak, longest, flops = self._count(held, activations, rows)
         taken = sum(peak.values())
@@ -237,10 +243,10 @@ class MemoryEstimator:
         return found, max(int(rows * self.length + left / slope), 0), count.flops
 
 
-def setup_of(recipe: Recipe, config: Any, on_gpu: bool) -> Setup:
+def setup_of(recipe: Recipe, config: Any, environment: Environment) -> Setup:
     """Return what a recipe trains, and how it is held."""
     base = recipe.base
-    fast = torch.bfloat16 if on_gpu else fast_dtype(torch.device("cpu"))
+    fast = torch.bfloat16 if environment.on_gpu else fast_dtype(torch.device("cpu"))
     return Setup(
         config,
         recipe.task,
@@ -248,7 +254,6 @@ def setup_of(recipe: Recipe, config: Any, on_gpu: bool) -> Setup:
         base.quantize,
         base.double_quant,
         DTYPES.get(base.dtype) or fast,
-        on_gpu,
+        ExecutionPlan(device=environment.kind, group_layers=recipe.train.group_layers),
         base.quantize_towers,
-        grouped=recipe.train.group_layers,
     )

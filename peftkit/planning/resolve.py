@@ -1,105 +1,125 @@
-"""Where a recipe's base is kept, where it leaves that open: counted before the base is loaded.
+"""The execution plan of a recipe, made before anything is loaded.
 
 `base.placement: auto` streams and `train.shard: auto` shards exactly when the whole base and the
 smallest working step, one row of the longest length, are more than the device has free. A base of
-less than a quarter of that is not counted: it stays.
+less than a quarter of that is not counted: it stays. How many rows go through the model at once,
+and what is kept of them, is refined by the rows themselves (train/memory/prepare.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+from peftkit.base.load import DTYPES, fast_dtype
+from peftkit.base.placement import ROOM
 from peftkit.base.shapes import read_config
-from peftkit.errors import ConfigError
 from peftkit.events import Listener, Notice
-from peftkit.execution.environment import (
-    Environment,
-    default_device,
-    free_now,
-    used_bytes,
-    world_size,
-)
-from peftkit.planning.memory import MemoryEstimator, Strategy
+from peftkit.execution.environment import Environment, default_device, free_now, used_bytes
+from peftkit.execution.plan import ExecutionPlan
+from peftkit.planning.memory import MemoryEstimator
 from peftkit.planning.step import plain_purpose
 from peftkit.planning.step_estimator import CountError
 from peftkit.run.config import Recipe
-from peftkit.train.sharding import check_sharding
 from peftkit.train.world import World
 
 SMALL = 0.25
 """Of the free memory: what a base takes for whose sake nothing is counted."""
 
 
-def settled(recipe: Recipe, on_event: Listener) -> Recipe:
-    """Return a recipe that says where its base is kept; tells why, if it is not the whole device.
+def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
+    """Decide how a recipe is carried out here; tell why, if the base is not whole on the device.
+
+    To be called on all processes of a run, which come to the same plan.
 
     Raises:
         PeftkitError: The base's config is of no use.
     """
-    processes = world_size()
-    may_shard = recipe.train.shard == "auto" and processes > 1
-    may_stream = recipe.base.placement == "auto" and recipe.train.shard in ("auto", "none")
     device = default_device()
-    environment = free_now(device)
-    if environment.memory is not None and recipe.train.memory != "auto":
-        environment = environment.at_most(int(recipe.train.memory * 1e9) - used_bytes(device))
-    if environment.memory is None or not (may_shard or (may_stream and environment.on_gpu)):
-        return _with(recipe, recipe.base.placement, "none")
-    try:
-        costs, needed = _needed(recipe, environment)
-    except CountError as error:  # on all processes alike
-        on_event(Notice(f"{error} So the weights alone tell whether the base fits the device."))
-        return _with(recipe, recipe.base.placement, "none")
-    lacks = needed is not None and not needed.fits
-    if processes > 1:  # all do the same
+    here = free_now(device)
+    if here.memory is not None and recipe.train.memory != "auto":
+        here = here.at_most(int(recipe.train.memory * 1e9) - used_bytes(device))
+    dtype = DTYPES.get(recipe.base.dtype) or fast_dtype(device)
+    plan = plan_as_asked(recipe, here, str(dtype).removeprefix("torch."))
+    others = list(_elsewhere(recipe, plan))
+    if here.memory is None or not others:
+        return plan
+    config: Any = read_config(recipe.base.model, recipe.base.revision, plain_purpose(recipe.task))
+    estimator = MemoryEstimator(recipe, config, here)
+    needed = _needed(estimator, plan, on_event)
+    lacks = needed > here.usable
+    if here.world_size > 1:  # all do the same
         lacks = bool(World(device).max(int(lacks)))
     if not lacks:
-        return _with(recipe, "device", "none")
-    needed = needed or costs.smallest()  # another process has less memory
-    found = f"It and a row of {costs.length:,} tokens take {_gb(needed.peak_bytes)}; "
-    found += f"{_gb(environment.usable)} are free."
-    if may_shard:
-        problem = _hinders(recipe)
-        if not problem:
-            on_event(Notice(f"The base is spread over the processes (train.shard: auto). {found}"))
-            return _with(recipe, "device", "base")
-        found += f" It is not spread over the processes: {problem}"
-    if not (may_stream and environment.on_gpu and costs.can_stream):
-        on_event(Notice(f"The base leaves too little memory to train. {found}"))
-        return _with(recipe, "device", "none")
-    less = costs.smallest("stream")
-    on_event(
-        Notice(
-            f"The base's blocks are streamed to the device (base.placement: auto). {found} "
-            f"Streamed: {_gb(less.peak_bytes)}."
-        )
+        return plan
+    needed = needed or estimator.smallest().peak_bytes  # another process has less memory
+    found = f"It and a row of {estimator.length:,} tokens take {_gb(needed)}; "
+    found += f"{_gb(here.usable)} are free."
+    if (
+        here.world_size > 1
+        and recipe.train.shard == "auto"
+        and not recipe.method.beside_linear_layers
+    ):
+        found += f" It is not spread over processes: method.type {recipe.method.type}."
+    for other in others:
+        if other.placement == "stream" and not estimator.can_stream:
+            continue
+        less = estimator.smallest(other.placement, other.shard).peak_bytes
+        if less <= here.usable or other == others[-1]:
+            on_event(Notice(f"{_told(other)} {found} So: {_gb(less)}."))
+            return other
+    on_event(Notice(f"The base leaves too little memory to train. {found}"))
+    return plan
+
+
+def plan_as_asked(recipe: Recipe, here: Environment, dtype: str = "") -> ExecutionPlan:
+    """Return a recipe's plan where everything fits."""
+    train = recipe.train
+    return ExecutionPlan(
+        device=here.kind,
+        num_processes=here.world_size,
+        placement="stream" if recipe.base.placement == "stream" else "device",
+        shard="none" if train.shard == "auto" else train.shard,
+        context_parallel=train.context_parallel,
+        rows=train.batch_size,
+        tokens=train.tokens_at_once(here.kind),
+        compile=None if train.compile == "auto" else train.compile,
+        dtype=dtype,
+        group_layers=train.group_layers,
     )
-    return _with(recipe, "stream", "none")
 
 
-def _needed(recipe: Recipe, environment: Environment) -> tuple[MemoryEstimator, Strategy | None]:
-    """Return the smallest working step with the whole base; None where that is not in question."""
-    config: Any = read_config(recipe.base.model, recipe.base.revision, plain_purpose(recipe.task))
-    costs = MemoryEstimator(recipe, config, environment)
-    if costs.reckoner.base.resident <= SMALL * environment.usable:
-        return costs, None
-    return costs, costs.smallest()
+def _elsewhere(recipe: Recipe, plan: ExecutionPlan) -> Iterator[ExecutionPlan]:
+    """Yield plans with the base elsewhere, as far as the recipe leaves it open; fastest first."""
+    open_shard = recipe.train.shard == "auto" and plan.placement == "device"
+    if open_shard and plan.num_processes > 1 and recipe.method.beside_linear_layers:
+        yield replace(plan, shard="base")
+        yield replace(plan, shard="offload")
+    elif recipe.base.placement == "auto" and plan.device == "cuda" and not plan.is_sharded:
+        yield replace(plan, placement="stream")
 
 
-def _hinders(recipe: Recipe) -> str:
-    """Return why a base cannot be sharded, or ""."""
+def _needed(estimator: MemoryEstimator, plan: ExecutionPlan, on_event: Listener) -> int:
+    """Return the bytes of the smallest working step with the whole base; 0 if that is small."""
+    weights, usable = estimator.reckoner.base.resident, estimator.environment.usable
+    if weights <= SMALL * usable:
+        return 0
     try:
-        check_sharding(recipe.train, recipe.method.type)
-    except ConfigError as error:
-        return str(error)
-    return ""
+        return estimator.smallest(plan.placement, plan.shard).peak_bytes
+    except CountError as error:  # on all processes alike
+        on_event(Notice(f"{error} So the weights alone tell whether the base fits the device."))
+        return int(weights / ROOM)
 
 
-def _with(recipe: Recipe, placement: str, shard: str) -> Recipe:
-    asked = recipe.train.shard
-    base = recipe.base.model_copy(update={"placement": placement})
-    train = recipe.train.model_copy(update={"shard": shard if asked == "auto" else asked})
-    return recipe.model_copy(update={"base": base, "train": train})
+def _told(plan: ExecutionPlan) -> str:
+    if plan.shard == "offload":
+        return (
+            "The base is spread over the processes, its parts in main memory (train.shard: auto)."
+        )
+    if plan.shard == "base":
+        return "The base is spread over the processes (train.shard: auto)."
+    return "The base's blocks are streamed to the device (base.placement: auto)."
 
 
 def _gb(num_bytes: int) -> str:

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,24 +21,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftkit.adapter import Adapter, attach
 from peftkit.base.class_head import head_of_classes
-from peftkit.base.purpose import Purpose
+from peftkit.base.mapped import packed_skeleton
+from peftkit.base.purpose import ClassHead, Purpose
 from peftkit.base.shapes import on_meta, untraced
-from peftkit.execution.strategies import Activations
-from peftkit.kernels import cross_entropy, stacked
+from peftkit.base.storage_format import StorageFormat
+from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.kernels.packing import keep_copies
-from peftkit.methods import grouping
-from peftkit.methods.lora_groups import SeparateWeightGroup
 from peftkit.methods.protocol import Method
-from peftkit.model.norms import fused_norms
-from peftkit.model.places import is_conv1d
 from peftkit.model.training import prepared_for_training
 from peftkit.planning.counter import GPU_ROUNDING, Counter
 from peftkit.planning.step_loss import is_of_classes, loss_of
-from peftkit.quant.layers import empty_packed
-from peftkit.quant.quantize import Job, install_packed, quantizable, tower_paths
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.protocol import TaskConfig
-from peftkit.train.memory import blocks
 from peftkit.train.memory.blocks import Blocks
 
 
@@ -68,9 +62,8 @@ class Setup:
 
     Attributes:
         config: The model's; with as many blocks as are to be built.
-        on_gpu: Whether the step takes a GPU's paths.
+        plan: How the step is carried out, on this machine or on another.
         kept: Whether packed weights are kept unpacked as well, as CPUs with much memory do.
-        grouped: As train.group_layers.
     """
 
     config: Any
@@ -79,10 +72,9 @@ class Setup:
     quantize: str
     double_quant: bool
     dtype: torch.dtype
-    on_gpu: bool
+    plan: ExecutionPlan
     quantize_towers: bool = False
     kept: bool = False
-    grouped: bool = True
 
 
 class DatalessStep:
@@ -90,7 +82,7 @@ class DatalessStep:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.counter = Counter(GPU_ROUNDING if setup.on_gpu else 1)
+        self.counter = Counter(GPU_ROUNDING if setup.plan.on_gpu else 1)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._counting():
             self.model = _materialised(packed_model(setup))
@@ -106,12 +98,12 @@ class DatalessStep:
     def _counting(self) -> Iterator[None]:
         with warnings.catch_warnings(), untraced(), self._mode, self.counter:
             warnings.simplefilter("ignore")
-            with _as_on_a_gpu() if self.setup.on_gpu else _one_part_of_each_chunk():
-                yield
+            yield
 
     def count(self, rows: int, length: int, activations: Activations) -> StepCount:
         """Count a step of B rows of T tokens, all of them learnt."""
-        held, seen = Blocks(self.model), _Widest()
+        plan, seen = self.setup.plan, _Widest()
+        held = Blocks(self.model, plan)
         hooks = [block.register_forward_pre_hook(seen, with_kwargs=True) for block in held.blocks]
         hooks += [
             p.register_post_accumulate_grad_hook(lambda p: self._is_gradient(p.grad))
@@ -122,11 +114,8 @@ class DatalessStep:
             with ExitStack() as stack:
                 stack.enter_context(self._counting())
                 with self.counter.during("weights"):  # frozen ones may be laid out anew
-                    layout = prepared_for_training(self.model, wanted=self.setup.grouped)
-                    stack.enter_context(layout)
-                if self.setup.on_gpu:
-                    stack.enter_context(fused_norms(self.model, ("cpu",)))  # as they are there
-                else:
+                    stack.enter_context(prepared_for_training(self.model, plan))
+                if not plan.on_gpu:
                     stack.enter_context(training_attention(self.model))
                 self.counter.restart()
                 self._step(rows, length)
@@ -144,50 +133,13 @@ class DatalessStep:
             parameter.grad = None
         with self.counter.during("activations"):
             task, dtype = self.setup.task, self.setup.dtype
-            loss_of(self.model, task, dtype, rows, length).backward()
+            # all further parts reuse the memory of the first
+            chunks = replace(self.setup.plan.loss_chunks, first_part_only=True)
+            loss_of(self.model, task, dtype, rows, length, chunks).backward()
 
     def _is_gradient(self, gradient: Tensor | None) -> None:
         if gradient is not None:
             self.counter.move(gradient, "gradients")
-
-
-PATHS_OF_A_GPU: tuple[tuple[Any, str, Any], ...] = (
-    (cross_entropy, "CHUNK_BYTES", {}),  # the loss is cut into larger chunks
-    (cross_entropy, "WIDE_BYTES", {}),
-    (grouping, "_kind_for", lambda device: SeparateWeightGroup),  # LoRA stands beside its base
-    (blocks, "_on_gpu", lambda args: True),  # a recomputed block keeps no unpacked weights
-    (stacked, "DENSE_COLUMNS", 0),  # experts' updates are grouped products
-)
-"""What code asks of a tensor's device: tensors without data are the CPU's."""
-
-
-@contextmanager
-def _as_on_a_gpu() -> Iterator[None]:
-    before = [getattr(module, name) for module, name, _ in PATHS_OF_A_GPU]
-    try:
-        for module, name, value in PATHS_OF_A_GPU:
-            setattr(module, name, value)
-        yield
-    finally:
-        for (module, name, _), value in zip(PATHS_OF_A_GPU, before, strict=True):
-            setattr(module, name, value)
-
-
-@contextmanager
-def _one_part_of_each_chunk() -> Iterator[None]:
-    """Let a chunk's loss be counted of its first part: all others reuse the same memory."""
-    whole = cross_entropy.losses_and_gradient
-
-    def part(logits: Tensor, targets: Tensor) -> Tensor:
-        rows = max(1, cross_entropy.WIDE_BYTES["cpu"] // (4 * logits.shape[1]))
-        losses = whole(logits[:rows], targets[:rows])
-        return losses if len(losses) == len(logits) else losses[:1].expand(len(logits))
-
-    cross_entropy.losses_and_gradient = part
-    try:
-        yield
-    finally:
-        cross_entropy.losses_and_gradient = whole
 
 
 class _Widest:
@@ -220,41 +172,20 @@ def with_method(model: Any, setup: Setup) -> Adapter:
     return attach(model, setup.method.model_copy(update={"train_fully": whole}), fresh=False)
 
 
-def packed_shapes(model: Any, setup: Setup) -> list[tuple[Job, torch.Size]]:
-    """Return every weight that will be packed, and the shape that it has then."""
-    if setup.quantize == "none":
-        return []
-    head = head_of_classes(model) if is_of_classes(setup.task) else ()
-    towers = () if setup.quantize_towers else tower_paths(model)
-    found = []
-    for job in quantizable(model, keep=(*head, *towers)):
-        shape = job[1]._parameters[job[2]].shape  # type: ignore[union-attr]
-        turned = job[2] == "weight" and is_conv1d(job[1])
-        found.append((job, torch.Size(reversed(shape)) if turned else shape))
-    return found
-
-
 def packed_model(setup: Setup) -> Any:
-    """Build the model on the meta device, its weights packed as they will be, without data.
+    """Build the model, its weights packed as they will be, without data.
 
-    To be called within FakeTensorMode and under a Counter: a packed layer is called once.
+    To be called within FakeTensorMode and under a Counter: some packed layers are called once.
     """
-    model = skeleton_of(setup)
-    jobs, packings = [], {}
-    made: dict[tuple[int, str], nn.Parameter] = {}
-    for job, shape in packed_shapes(model, setup):
-        jobs.append(job)
-        key = (id(job[1]), job[2])
-        if key not in made:
-            packed, packing = empty_packed(
-                shape, setup.quantize, setup.dtype, double_quant=setup.double_quant
-            )
-            made[key] = nn.Parameter(packed, requires_grad=False)
-            packings[id(made[key])] = packing
-    for _, module, name in jobs:
-        module._parameters[name] = made[id(module), name]
-    install_packed(model, jobs, packings, torch.device("cpu"))
-    return model
+    task, device = setup.task, torch.device("cpu")
+    form = StorageFormat(
+        setup.quantize, setup.double_quant, setup.dtype, device, setup.quantize_towers
+    )
+    purpose = plain_purpose(task)
+    if is_of_classes(task):
+        purpose = replace(purpose, head=ClassHead((), None))
+    model: Any = packed_skeleton(setup.config, purpose, form, counted=True)
+    return model.requires_grad_(False)
 
 
 def _materialised(model: Any) -> Any:

@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftkit.base.shapes import with_depth
 from peftkit.errors import PeftkitError
-from peftkit.execution.strategies import Activations, activation_modes
+from peftkit.execution.plan import Activations
+from peftkit.execution.strategies import activation_modes
 from peftkit.kernels.packing import COPY_SHARE, packed_tensors
 from peftkit.planning.counter import Counter
 from peftkit.planning.footprint import WeightFootprint, whole
@@ -60,10 +61,10 @@ class StepEstimator:
         self._steps: dict[int, DatalessStep] = {}
         self._known: dict[tuple[int, int, Activations], tuple[StepCount, StepCount, float]] = {}
         bare = skeleton_of(setup)
-        blocks = Blocks(bare)
+        blocks = Blocks(bare, setup.plan)
         self.num_parameters = sum(p.numel() for p in bare.parameters())
         self.num_blocks = len(blocks.blocks)
-        self._can_recompute = blocks.ways("auto", setup.on_gpu) != ("keep",)
+        self._can_recompute = blocks.ways("auto") != ("keep",)
         self._depth = _depth_with_all_kinds(blocks.blocks)
         with FakeTensorMode(allow_non_fake_inputs=True), Counter():
             self.whole = packed_model(setup)
@@ -77,7 +78,7 @@ class StepEstimator:
         """Return what may be kept of activations, the fastest first."""
         if not self._can_recompute:
             return ("keep",)
-        return activation_modes(wish, on_gpu=self.setup.on_gpu, streamed=streamed)
+        return activation_modes(wish, on_gpu=self.setup.plan.on_gpu, streamed=streamed)
 
     @property
     def num_trained(self) -> int:
@@ -145,7 +146,7 @@ class StepEstimator:
 
     def _away(self, count: StepCount, way: Activations) -> int:
         """Return the bytes of blocks' inputs that wait in main memory."""
-        moves = way == "offload" and self.setup.on_gpu
+        moves = way == "offload" and self.setup.plan.on_gpu
         return count.block_input * max(self.num_blocks - ON_DEVICE, 0) if moves else 0
 
     def _step(self, depth: int) -> DatalessStep:

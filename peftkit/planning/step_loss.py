@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peftkit.kernels.cross_entropy import LossChunks
 from peftkit.tasks.head import Head, token_log_probs, token_loss
 from peftkit.tasks.loss import accepted, find_head
 from peftkit.tasks.pooling import Pooled, pooled
@@ -27,7 +28,9 @@ def is_of_classes(task: TaskConfig) -> bool:
     return task.auto_class not in (*TOKEN_CLASSES, "AutoModel")
 
 
-def loss_of(model: Any, task: TaskConfig, dtype: torch.dtype, rows: int, length: int) -> Tensor:
+def loss_of(
+    model: Any, task: TaskConfig, dtype: torch.dtype, rows: int, length: int, chunks: LossChunks
+) -> Tensor:
     """Return the loss of B rows, each of so many texts of T tokens as the task's rows have.
 
     All tokens are learnt; of images and text the text alone is there, whose tokens stand for the
@@ -47,7 +50,7 @@ def loss_of(model: Any, task: TaskConfig, dtype: torch.dtype, rows: int, length:
         return (vectors @ vectors.mT).logsumexp(-1).sum()
     tokens = inputs.get("decoder_input_ids", inputs["input_ids"]).numel()
     index, targets = torch.arange(tokens), torch.zeros(tokens, dtype=torch.long)
-    head = _head(model)
+    head = _head(model, chunks)
     if task.type == "preference":
         return token_log_probs(model, head, inputs, index, targets).sum()
     return token_loss(model, head, inputs, index, targets)
@@ -67,9 +70,9 @@ def _inputs(
     return {"input_ids": ids, "decoder_input_ids": half, "use_cache": False}
 
 
-def _head(model: Any) -> Head | None:
+def _head(model: Any, chunks: LossChunks) -> Head | None:
     module = find_head(model)
     if module is None:
         return None
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    return Head(module, 1.0, None if cap is None else float(cap))
+    return Head(module, 1.0, None if cap is None else float(cap), chunks)

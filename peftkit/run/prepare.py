@@ -13,7 +13,8 @@ from peftkit.base.load import Base, load_base, skeleton
 from peftkit.base.new_tokens import add_tokens, token_rows
 from peftkit.base.purpose import Purpose
 from peftkit.events import Listener, Notice, ignore
-from peftkit.execution.environment import default_device
+from peftkit.execution.environment import default_device, free_now
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.formats.card import (
     adapter_table,
     small_reach,
@@ -23,13 +24,12 @@ from peftkit.formats.peft.folder import read_adapter
 from peftkit.methods.data_init import as_on_main, init_from_rows, loftq_starts, with_saved_ranks
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import InitValues, Method
-from peftkit.planning.resolve import settled
+from peftkit.planning.resolve import plan_as_asked, resolve_plan
 from peftkit.run.config import Recipe
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.splits import load_splits
 from peftkit.train.checkpoints.checkpoint import Checkpoints
 from peftkit.train.checkpoints.identity import fingerprint
-from peftkit.train.config import SHARDED
 from peftkit.train.rank_monitor import RankMonitor
 from peftkit.train.sharding import local_bytes, shard_base
 from peftkit.train.world import World
@@ -41,11 +41,13 @@ class Prepared:
 
     Attributes:
         recipe: With its defaults as they are used here.
+        plan: How it is carried out here, before its rows are measured.
         task: On this base. settings: What makes it again, labels and all.
         continued: What the adapter was, if it goes on from another.
     """
 
     recipe: Recipe
+    plan: ExecutionPlan
     base: Base
     adapter: Adapter
     task: Task
@@ -59,6 +61,7 @@ def prepare(
     recipe: Recipe,
     *,
     base: Base | None = None,
+    plan: ExecutionPlan | None = None,
     resume: bool = False,
     company: RankMonitor | None = None,
     on_event: Listener = ignore,
@@ -67,6 +70,7 @@ def prepare(
 
     Args:
         base: As the recipe says, loaded already and bare.
+        plan: How the recipe is carried out; by default as `resolve_plan` decides.
         resume: A checkpoint is loaded next: the adapter has no values of its own until then.
         company: The processes that do this together.
 
@@ -74,19 +78,17 @@ def prepare(
         PeftkitError: The base, a target or the data is not as the recipe says.
     """
     settings = recipe.task.resolve(recipe.data)
-    kept = recipe  # as it was asked for: another machine may place it anew
     if base is None:
         if not recipe.method.start_from:  # before an hour of loading, not after it
             known = recipe.base.model_dump(include={"model", "revision"})
             check_fits(skeleton(**known, purpose=settings.purpose), recipe.method)
-        kept = settled(recipe, on_event)
+        plan = plan or resolve_plan(recipe, on_event)
         if company is not None:
-            company.check_equal_across_ranks(
-                settled={"shard": kept.train.shard, "placement": kept.base.placement}
-            )
-        base = open_base(kept, settings.purpose, company=company, on_event=on_event)
+            company.check_equal_across_ranks(plan=plan.as_dict())
+        base = open_base(recipe, plan, settings.purpose, company=company, on_event=on_event)
         if company is not None:
             company.check_equal_across_ranks(base={"fingerprint": base.fingerprint})
+    plan = plan or plan_as_asked(recipe, free_now(base.device))
     continued = None
     if recipe.method.start_from:
         continued = continue_adapter(
@@ -103,30 +105,31 @@ def prepare(
         seed = recipe.train.seed
         adapter = attach(base.model, method, starts=starts, fresh=not resume, seed=seed)
     on_event(adapter_table(adapter))
-    if kept.train.shard in SHARDED:
-        base = _sharded(kept, base, on_event)
+    if plan.is_sharded:
+        base = _sharded(plan, base, on_event)
     if told := small_reach(adapter, base.audit):
         on_event(Notice(told))
-    data = recipe.data
-    if recipe.model_copy(update={"method": adapter.method}).packs_beside_virtual_tokens:
-        data = data.without_packing()
-        on_event(
-            Notice(
-                f"Rows are not packed: with {adapter.method.type} each has its own virtual tokens."
-            )
-        )
-    if recipe.train.context_parallel > 1 and data.packing:
-        data = data.without_packing()
-        on_event(Notice("Rows are not packed: each lies on several processes, for itself."))
-    task = settings.on(base.model, base.processor, data, on_event=on_event)
+    if why := _why_unpacked(recipe, adapter):
+        recipe = recipe.model_copy(update={"data": recipe.data.without_packing()})
+        on_event(Notice(f"Rows are not packed: {why}."))
+    task = settings.on(base.model, base.processor, recipe.data, on_event=on_event)
     task.set_reference(*_reference(recipe, base, adapter, continued))
-    recipe = recipe.model_copy(update={"data": task.data_used(data)})
+    recipe = recipe.model_copy(update={"data": task.data_used(recipe.data)})
     train, evaluation = load_splits(task, recipe.data)
     if company is not None:
         company.check_equal_across_ranks(
             rows={"train": _known_by(train), "eval": _known_by(evaluation)}
         )
-    return Prepared(recipe, base, adapter, task, settings, train, evaluation, continued)
+    return Prepared(recipe, plan, base, adapter, task, settings, train, evaluation, continued)
+
+
+def _why_unpacked(recipe: Recipe, adapter: Adapter) -> str:
+    """Return why rows may not be packed although nobody said so; "" if they may."""
+    if recipe.model_copy(update={"method": adapter.method}).packs_beside_virtual_tokens:
+        return f"with {adapter.method.type} each has its own virtual tokens"
+    if recipe.train.context_parallel > 1 and recipe.data.packing:
+        return "each lies on several processes, for itself"
+    return ""
 
 
 def _known_by(rows: Sequence[Any]) -> str:
@@ -136,13 +139,13 @@ def _known_by(rows: Sequence[Any]) -> str:
 
 def open_base(
     recipe: Recipe,
+    plan: ExecutionPlan,
     purpose: Purpose,
     *,
     company: RankMonitor | None = None,
     on_event: Listener = ignore,
 ) -> Base:
     """Load the base that a recipe names, for what its task needs it for; tells how it is stored."""
-    is_shared = recipe.train.shard in SHARDED
     base = load_base(
         recipe.base.model,
         revision=recipe.base.revision,
@@ -150,11 +153,11 @@ def open_base(
         quantize=recipe.base.quantize,
         double_quant=recipe.base.double_quant,
         quantize_towers=recipe.base.quantize_towers,
-        placement=recipe.base.placement,
+        placement=plan.placement,
         store=recipe.base.store,
         purpose=purpose,
-        device="cpu" if is_shared else None,
-        sharing=company if is_shared else None,
+        device="cpu" if plan.is_sharded else None,
+        sharing=company if plan.is_sharded else None,
         on_event=on_event,
     )
     on_event(base.audit.table())
@@ -200,11 +203,11 @@ def _initial_values(
     return as_on_main(base.model, method, found, starts, World(base.device))
 
 
-def _sharded(recipe: Recipe, base: Base, on_event: Listener) -> Base:
+def _sharded(plan: ExecutionPlan, base: Base, on_event: Listener) -> Base:
     """Spread the base over the processes; return it as it is then, on this process's device."""
     device = default_device()
     whole = local_bytes(base.model)["base"]
-    shard_base(base.model, device, offload=recipe.train.shard == "offload")
+    shard_base(base.model, device, offload=plan.shard == "offload")
     own = local_bytes(base.model)["base"]
     on_event(Notice(f"The base is spread over processes: {own / 1e9:.2f} of {whole / 1e9:.2f} GB."))
     return replace(base, device=device)

@@ -59,8 +59,8 @@ class JointLearner:
         return done
 
     def _step(self, asked: Asked) -> dict[str, StepFacts | NonFiniteError]:
-        self.mounted.refresh(asked)
         while True:
+            self.mounted.refresh(asked)  # and lets go of the graph of an attempt that failed
             try:
                 sums, totals = self._gradients(asked)
                 break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -70,7 +70,9 @@ class Loop:
             with self.routing.alone(name):
                 again = resume and has_checkpoints(one.member)
                 one.run.start(() if again else None)
-                one.run.learner.state.planned, one.run.learner.state.compiled = True, False
+                learner = one.run.learner
+                learner.state.plan = replace(learner.plan, compile=False)
+                learner.state.measured = True
                 one.run.say(one.run.header())
                 if again:
                     one.run.after_step()

@@ -12,11 +12,10 @@ from typing import Any
 
 from peftkit.config.strict_yaml import SourceLocation, parse
 from peftkit.errors import ConfigError
+from peftkit.methods.table import METHODS
 from peftkit.run.config import Recipe, load
 from peftkit.train.config import SHARDED
 
-METHODS = ("lora", "dora", "ia3", "vera")
-"""Methods that sit beside linear layers."""
 TASKS = ("causal_lm", "seq2seq")
 """Tasks whose rows become the same batch whatever stands beside them."""
 SAME = (
@@ -141,8 +140,9 @@ def check_members(members: Sequence[Member]) -> None:
             _same(members, key, [settings.get(key) for settings in flat])
     for member in members:
         method = member.recipe.method
-        if method.type not in METHODS:
-            raise _alone(member, f"method.type {method.type}", f"Methods: {', '.join(METHODS)}.")
+        if not method.beside_linear_layers:
+            known = [name for name, kind in METHODS.items() if kind.beside_linear_layers]
+            raise _alone(member, f"method.type {method.type}", f"Methods: {', '.join(known)}.")
         if method.train_fully or method.token_rows or member.recipe.base.new_tokens:
             raise _alone(member, "modules or rows of tokens that are trained whole")
         train = member.recipe.train

@@ -17,6 +17,7 @@ from peftkit.base.load import Base
 from peftkit.errors import ConfigError
 from peftkit.events import EvalDone, Event, Listener, Notice, Stage, ignore
 from peftkit.model.modes import modes_kept
+from peftkit.planning.resolve import resolve_plan
 from peftkit.planning.rounds import rounds
 from peftkit.report.facts import BeforeRun
 from peftkit.report.live import LiveReport
@@ -99,7 +100,8 @@ def _train(
     on_event: Listener,
 ) -> None:
     settings = members[0].recipe.task.resolve(members[0].recipe.data)
-    base = open_base(members[0].recipe, settings.purpose, on_event=on_event)
+    plan = resolve_plan(members[0].recipe, on_event)
+    base = open_base(members[0].recipe, plan, settings.purpose, on_event=on_event)
     with stop_requests() as stop, ExitStack() as stack:
         prepared = _prepared(members, base, resume, on_event)
         adapters = {name: ready.adapter.modules for name, (ready, _) in prepared.items()}
@@ -111,7 +113,7 @@ def _train(
         if members[0].recipe.train.gradient_checkpointing is True:
             learner = live[members[0].name].run.learner
             stack.callback(learner.blocks.restore)
-            learner.blocks.set_activations(learner.state.activations)
+            learner.blocks.set_activations(learner.plan.activations)
         tasks = [cast(TokenTask, one.ready.task) for one in live.values()]
         stack.enter_context(tasks[0].training(base.model))
         for task, one in zip(tasks, live.values(), strict=True):

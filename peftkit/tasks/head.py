@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.kernels.cross_entropy import chunked_cross_entropy, chunked_log_probs
+from peftkit.execution.plan import plan_of
+from peftkit.kernels.cross_entropy import LossChunks, chunked_cross_entropy, chunked_log_probs
 from peftkit.model.places import is_linear, linear_shape, unwrap_adapter
 from peftkit.tasks.attention import TrainingAttention, training_attention
 from peftkit.tasks.loss import accepted, find_head, target_logits, target_rows, unwrapped
@@ -42,10 +43,13 @@ class Head:
         module: The output layer, with whatever adapter is on it.
         scale: Logits are multiplied by it (Cohere), or by one over it (Granite).
         cap: Logits are cap * tanh(logits / cap) (Gemma 2).
+        chunks: How much of them is there at once.
     """
 
-    def __init__(self, module: nn.Module, scale: float, cap: float | None) -> None:
-        self.module, self.scale, self.cap = module, scale, cap
+    def __init__(
+        self, module: nn.Module, scale: float, cap: float | None, chunks: LossChunks
+    ) -> None:
+        self.module, self.scale, self.cap, self.chunks = module, scale, cap, chunks
 
     def __call__(self, rows: Tensor) -> Tensor:
         # not [0], whose gradient would be a second array of all logits, filled with zeros first
@@ -206,7 +210,7 @@ def head_of(model: nn.Module) -> Head | None:
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
-    head = Head(module, scale, None if cap is None else float(cap))
+    head = Head(module, scale, None if cap is None else float(cap), plan_of(whole).loss_chunks)
     return head if _is_the_models_own(whole, head) else None
 
 
@@ -242,7 +246,13 @@ def token_losses(
         return [functional.cross_entropy(some, those, reduction="sum") for some, those in pairs]
     rows = target_rows(model, inputs, target_index)
     sums = chunked_cross_entropy(
-        rows, targets, head, trainable=head.trainable, vocab_size=head.vocab_size, sizes=sizes
+        rows,
+        targets,
+        head,
+        trainable=head.trainable,
+        vocab_size=head.vocab_size,
+        sizes=sizes,
+        chunks=head.chunks,
     )
     return list(sums)
 
@@ -265,6 +275,7 @@ def token_log_probs(
         head,
         trainable=head.trainable,
         vocab_size=head.vocab_size,
+        chunks=head.chunks,
     )
 
 

@@ -9,13 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from peftkit.config.schema import Config
-
-CPU_TOKENS = 1280
-"""Matrix products of so many rows keep a few cores busy; more only take more memory."""
-
-GPU_TOKENS = 16_384
-"""Far more rows of a product than a GPU needs to be busy; rows are sorted by length where there are
-more, so that short ones do not pay for the padding of the longest."""
+from peftkit.execution.plan import tokens_at_once
 
 SHARDED = ("base", "offload")
 """Values of train.shard with which the base is spread; "auto" is settled before it is loaded."""
@@ -121,9 +115,7 @@ class TrainConfig(Config):
 
     def tokens_at_once(self, device_type: str) -> int | None:
         """Return `tokens_per_batch` as a number, for a device."""
-        if self.tokens_per_batch != "auto":
-            return self.tokens_per_batch
-        return CPU_TOKENS if device_type == "cpu" else GPU_TOKENS
+        return tokens_at_once(self.tokens_per_batch, device_type)
 
     def rows_per_step(self, num_processes: int = 1) -> int:
         """Return how many rows one optimizer step learns from."""

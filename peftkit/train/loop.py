@@ -13,6 +13,7 @@ from torch import nn
 
 from peftkit.errors import DataError
 from peftkit.events import Listener, ignore
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.train.checkpoints.checkpoint import delete_checkpoints, prepare_output
 from peftkit.train.checkpoints.weights import TrainableWeights, Weights
 from peftkit.train.config import TrainConfig
@@ -100,11 +101,13 @@ def train_prepared(
     allow_changes: Sequence[str],
     on_event: Listener,
     watch: GenerationEvaluator | None = None,
+    plan: ExecutionPlan | None = None,
 ) -> Result:
     """Do what `fit` does after `check_output`; the arguments are those of `fit`.
 
     Args:
         watch: Asked for samples and metrics of generated answers, on the main process.
+        plan: How rows go through the model; by default as `config` and the model say.
     """
     parameters = trainable_parameters(model)
     if not train_rows:
@@ -124,6 +127,7 @@ def train_prepared(
             stop=stop,
             on_event=on_event,
             watch=watch,
+            plan=plan,
         )
         with run.prepared():
             return run.train(allow_changes if resume else None)

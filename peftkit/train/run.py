@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from peftkit.events import (
     Sampled,
     StepDone,
 )
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.files.disk import write_json
 from peftkit.kernels.device import gpu_of
 from peftkit.kernels.host_memory import keep_freed_memory, trim_malloc
@@ -102,6 +103,7 @@ class Run:
         stop: StopRequest,
         on_event: Listener,
         watch: GenerationEvaluator | None = None,
+        plan: ExecutionPlan | None = None,
     ) -> None:
         self.model, self.config, self.stop, self.watch = model, config, stop, watch
         self.rows, self.eval_rows = train_rows, eval_rows
@@ -115,7 +117,9 @@ class Run:
             task = task.in_parts(ranks.context)
         needed = is_sharded(model) or ranks.context is not None
         in_step = LockstepForward(ranks, task.bucket_key, train_rows, eval_rows, needed=needed)
-        self.learner = Trainer(model, task, parameters, config, self.ranks, stop, in_step)
+        if plan is not None:
+            plan = replace(plan, autocast=ranks.precision or "")
+        self.learner = Trainer(model, task, parameters, config, ranks, stop, in_step, plan)
         self.evaluator = Evaluator(model, task, eval_rows, config, self.ranks, stop, in_step)
         known = identity_of(
             config, train_rows, eval_rows, ranks.world_size, identity, sharded=is_sharded(model)
@@ -138,7 +142,7 @@ class Run:
         blocks, wish = self.learner.blocks, self.config.gradient_checkpointing
         try:
             if wish != "auto":
-                blocks.set_activations(self.learner.state.activations)
+                blocks.set_activations(self.learner.plan.activations)
             with self.recorded(), modes_kept(self.model):
                 self.model.train()
                 with self._laid_out(), self.learner.task.training(self.model):
@@ -163,10 +167,7 @@ class Run:
         """Have a method's layers laid out for the precision that they will compute in."""
         with ExitStack() as stack:
             with self.ranks.autocast():
-                layout = prepared_for_training(
-                    self.model, wanted=self.config.group_layers and not is_sharded(self.model)
-                )
-                stack.enter_context(layout)
+                stack.enter_context(prepared_for_training(self.model, self.learner.asked))
             yield
 
     def _record(self) -> Trackers:
@@ -190,10 +191,7 @@ class Run:
             resume: None to start; else resume, with these changes allowed.
         """
         self.start(resume)
-        if self.learner.in_step.needed:  # processes would come to different plans
-            self.learner.state.planned, self.learner.state.compiled = True, False
-        else:
-            plan_memory_and_compile(self.learner, self.rows, self.num_steps, self.say)
+        plan_memory_and_compile(self.learner, self.rows, self.num_steps, self.say)
         self._give_back()
         self.say(self.header())
         if resume is not None:
@@ -249,7 +247,7 @@ class Run:
         rng.restore(before, self.ranks.device)
 
     def _give_back(self) -> None:
-        if self.ranks.device.type == "cpu":
+        if not self.learner.plan.on_gpu:
             trim_malloc()
 
     def _step(self) -> None:

@@ -140,7 +140,7 @@ class Saver:
         self.weights.load(folder)
         load_optimizer_state(learner.optimizer, learner.parameters, tensors, saved["optimizer"])
         if not exact:
-            state = state.unplanned(self.config, learner.ranks.device.type)
+            state.plan, state.measured = learner.asked, False
         learner.load_state(state)
         saved_ranks = 1 + max(int(name.split(".")[0]) for name in generators)
         own = f"{ranks.rank % saved_ranks}."

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from peftkit.errors import CheckpointError
-from peftkit.execution.strategies import Activations
-from peftkit.train.config import TrainConfig
+from peftkit.execution.plan import ExecutionPlan, plan_from
 
 
 @dataclass(slots=True)
@@ -17,11 +16,8 @@ class State:
 
     Attributes:
         step: Optimizer steps done.
-        micro_batch: Rows that go through the model at once: train.batch_size, or as many as fit.
-        micro_tokens: Tokens likewise, padding included: train.tokens_per_batch, or as many as fit.
-        activations: What is kept of these for the backward pass (see blocks.py).
-        planned: Whether the plan for the memory was made (see memory/prepare.py).
-        compiled: Whether blocks run compiled; None before that is decided.
+        plan: How rows go through the model, as was asked for or as fits.
+        measured: Whether the plan follows from what the run's own rows take (memory/prepare.py).
         loss: Of the last step.
         num_tokens: Put through the model so far, on all processes.
         seconds: Spent in all, resumed parts together.
@@ -35,11 +31,8 @@ class State:
         good_steps: Likewise.
     """
 
-    micro_batch: int
-    micro_tokens: int | None = None
-    activations: Activations = "keep"
-    planned: bool = False
-    compiled: bool | None = None
+    plan: ExecutionPlan
+    measured: bool = False
     step: int = 0
     loss: float = 0.0
     num_tokens: int = 0
@@ -53,12 +46,6 @@ class State:
     worse_evals: int = 0
     loss_scale: float = 1.0
     good_steps: int = 0
-
-    def unplanned(self, config: TrainConfig, device_type: str) -> State:
-        """Return a copy of which memory and compiling are to be decided anew, by this config."""
-        fresh = State(config.batch_size, config.tokens_at_once(device_type))
-        names = ("micro_batch", "micro_tokens", "activations", "planned", "compiled")
-        return replace(self, **{name: getattr(fresh, name) for name in names})
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -76,4 +63,4 @@ def state_from_json(values: Mapping[str, Any]) -> State:
         raise CheckpointError(
             "cannot resume: state.json is not of this version", found=", ".join(sorted(values))
         )
-    return State(**values)
+    return State(**{**values, "plan": plan_from(values["plan"])})

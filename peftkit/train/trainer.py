@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from peftkit.data.lengths import num_tokens
 from peftkit.errors import DataError, RunError
-from peftkit.execution.strategies import Activations
+from peftkit.execution.plan import Activations, ExecutionPlan
+from peftkit.execution.strategies import smaller
+from peftkit.model.training import refresh_layouts
 from peftkit.train import rng
 from peftkit.train.batches import split_micro_batches
 from peftkit.train.config import TrainConfig
@@ -22,7 +24,7 @@ from peftkit.train.lockstep import LockstepForward, Part
 from peftkit.train.memory.blocks import Blocks
 from peftkit.train.memory.compiled import is_compile_error, told
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
-from peftkit.train.memory.plan import BUSY
+from peftkit.train.memory.plan import initial_plan
 from peftkit.train.optim import LossScale, build_optimizer, complete_gradients, set_learning_rate
 from peftkit.train.prefetch import BatchPrefetcher, on_device
 from peftkit.train.signals import StopRequest
@@ -78,8 +80,8 @@ class Trainer:
         in_step: By default processes run the model each as often as it has to.
 
     Attributes:
-        state: Its `micro_batch`, `micro_tokens` and `activations` follow what fits into memory.
-        ways: What may be kept of activations, the fastest first.
+        asked: The plan as the recipe has it; `state.plan` is what fits into memory.
+        modes: What may be kept of activations, the fastest first.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Trainer:
         ranks: World,
         stop: StopRequest,
         in_step: LockstepForward | None = None,
+        plan: ExecutionPlan | None = None,
     ) -> None:
         self.model, self.task, self.parameters = model, task, parameters
         self.in_step = in_step or LockstepForward(ranks, task.bucket_key, needed=False)
@@ -100,27 +103,40 @@ class Trainer:
         in_fp16 = on_gpu and any(p.dtype == torch.float16 for p in model.parameters())
         self.scale = LossScale(needed=in_fp16 or ranks.precision == "fp16")
         self.feed = BatchPrefetcher(task, ranks.device)
-        self.blocks = Blocks(model)
-        self.ways = self.blocks.ways(config.gradient_checkpointing, on_gpu)
-        self._asked = config.batch_size, config.tokens_at_once(ranks.device.type)
-        self.state = State(*self._asked, self.ways[0])
+        plan = plan or initial_plan(model, config, ranks)
+        self.blocks = Blocks(model, plan)
+        self.modes = self.blocks.ways(config.gradient_checkpointing)
+        self.asked = replace(plan, activations=self.modes[0])
+        self.state = State(self.asked)
 
     def load_state(self, state: State) -> None:
         """Go on from a saved state."""
         self.state = state
         self.scale.factor, self.scale.good_steps = state.loss_scale, state.good_steps
-        # the config may force another way than the saved one: no number depends on it
-        self.set_activations(state.activations if state.activations in self.ways else self.ways[0])
+        # the config may force another mode than the saved one: no number depends on it
+        saved = state.plan.activations
+        self.set_activations(saved if saved in self.modes else self.modes[0])
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """How rows go through the model now."""
+        return self.state.plan
+
+    def use(self, plan: ExecutionPlan) -> None:
+        """Follow another plan from now on."""
+        if plan.activations != self.plan.activations:
+            self.blocks.set_activations(plan.activations)
+        self.state.plan = plan
 
     def set_activations(self, activations: Activations) -> None:
         """Set what is kept of the activations from now on."""
         self.blocks.set_activations(activations)
-        self.state.activations = activations
+        self.state.plan = replace(self.plan, activations=activations)
 
     def stop_compiling(self) -> None:
         """Run blocks uncompiled from now on."""
         self.blocks.compile(False)
-        self.state.compiled = False
+        self.state.plan = replace(self.plan, compile=False)
 
     def step(
         self, rows: Sequence[Any], rate: float, coming: Sequence[Any] | None = None
@@ -195,8 +211,9 @@ class Trainer:
         known: GlobalBatchValues | None,
     ) -> tuple[Tensor, str]:
         """Return the sums, with gradients in place; retries with less memory until it fits."""
-        before, said = replace(self.state), ""
+        before, said = self.plan, ""
         while isinstance(sums := self._try(batches, total, known), str):
+            refresh_layouts(self.model)  # which may hold the graph of the attempt
             release_memory()
             rng.restore(start, self.ranks.device)
             if sums != OUT_OF_MEMORY:
@@ -205,7 +222,9 @@ class Trainer:
                 continue
             self._use_less_memory(rows)
             batches = self._collated(rows, known)
-        return sums, " ".join(filter(None, (said, self._less_than(before))))
+        if less := self.plan.less_than(before):
+            less = f"Memory ran out. From here on: {less}. Each step learns from the same rows."
+        return sums, " ".join(filter(None, (said, less)))
 
     def _looked_at(self, rows: Sequence[Any], start: rng.State) -> GlobalBatchValues | None:
         """Look at the rows of a step first, where their losses depend on each other."""
@@ -232,21 +251,6 @@ class Trainer:
         (batch,) = self.feed.batches([rows])
         with self.ranks.autocast():
             return self.task.row_values(self.model, self.feed.to_device(batch))
-
-    def _less_than(self, before: State) -> str:
-        """Say what takes less memory from here on, if anything."""
-        now, how = self.state, []
-        if now.activations != before.activations:
-            where = ", from main memory" * (now.activations == "offload")
-            how.append(f"activations are recomputed{where} (train.gradient_checkpointing)")
-        if now.micro_batch != before.micro_batch:
-            how.append(f"{now.micro_batch} rows at a time instead of {before.micro_batch}")
-        if now.micro_tokens != before.micro_tokens:
-            how.append(f"{now.micro_tokens} tokens at a time instead of {before.micro_tokens}")
-        if not how:
-            return ""
-        text = f"Memory ran out. From here on: {', '.join(how)}."
-        return f"{text} Each step learns from the same rows."
 
     def _try(
         self,
@@ -298,44 +302,38 @@ class Trainer:
 
     def micro_batches(self, rows: Sequence[Any]) -> list[Part]:
         """Return rows in parts that go through the model at once."""
-        state = self.state
-        task = self.task
+        plan, task = self.plan, self.task
         parts = split_micro_batches(
-            rows, task.num_positions, state.micro_batch, state.micro_tokens, task.bucket_key
+            rows, task.num_positions, plan.rows, plan.tokens, task.bucket_key
         )
         return self.in_step.ordered(parts)
 
     def _use_less_memory(self, rows: Sequence[Any]) -> None:
-        """Halve what goes through at once; below what is enough, keep less of it, else raise.
-
-        Enough is one row, and on a GPU so many tokens that it is busy.
+        """Take the next step of what takes less memory.
 
         Raises:
             RunError: Not even one row fits.
         """
-        state, parts = self.state, self.micro_batches(rows)
-        size = max(map(len, parts))
-        later = self.ways[self.ways.index(state.activations) + 1 :]
-        busy = BUSY.get(self.ranks.device.type, 0) if any(map(num_tokens, rows)) else 0
-        half = max(map(self.task.num_positions, parts)) / 2
-        if size > 1 and (half >= busy or not later):
-            while max(map(len, self.micro_batches(rows))) >= size:
-                if state.micro_tokens is None:
-                    state.micro_batch //= 2
-                else:
-                    state.micro_tokens //= 2
-        elif later:
-            self.set_activations(later[0])
-            state.micro_batch, state.micro_tokens = self._asked
-        else:
-            one = torch.ones((), device=self.ranks.device)
-            longest = max(rows, key=lambda row: self.task.num_positions([row]))
+        parts = self.micro_batches(rows)
+        found = smaller(
+            self.plan,
+            self.asked,
+            self.modes,
+            rows=max(map(len, parts)),
+            tokens=max(map(self.task.num_positions, parts)),
+            counts_tokens=any(map(num_tokens, rows)),
+        )
+        if found is not None:
+            self.use(found)
+            return
+        one = torch.ones((), device=self.ranks.device)
+        longest = max(rows, key=lambda row: self.task.num_positions([row]))
 
-            def fits(row: Any) -> bool:
-                (batch,) = self.feed.batches([[row]])
-                return self._try([(batch, True)], one) is not OUT_OF_MEMORY
+        def fits(row: Any) -> bool:
+            (batch,) = self.feed.batches([[row]])
+            return self._try([(batch, True)], one) is not OUT_OF_MEMORY
 
-            raise too_large(longest, rows, fits, fix=TOO_LARGE)
+        raise too_large(longest, rows, fits, fix=TOO_LARGE)
 
     def _summed(
         self, sums: Tensor, total: Tensor, rows: Sequence[Any], notice: str

@@ -107,7 +107,7 @@ def test_layers_that_are_ready_say_what_they_say_alone(
     assert groups_of(model) == {type(None)}
     with adapter.disabled():
         bare = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
-    monkeypatch.setattr(ready, "prepared_for_serving", lambda model: nullcontext())
+    monkeypatch.setattr(ready, "prepared_for_serving", lambda *_: nullcontext())
     assert found == generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
     assert found != bare
     with adapter.disabled():

@@ -8,6 +8,7 @@ from torch import nn
 
 from peftkit.kernels import cross_entropy
 from peftkit.kernels.cross_entropy import (
+    LossChunks,
     chunked_cross_entropy,
     chunked_log_probs,
     reference_cross_entropy,
@@ -40,8 +41,7 @@ def test_loss_and_gradients_are_those_of_the_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cross_entropy, "ALIGNMENT", alignment)
-    wide = {} if wide_rows is None else {"cpu": 4 * 341 * wide_rows}
-    monkeypatch.setattr(cross_entropy, "WIDE_BYTES", wide)
+    chunks = LossChunks(1 << 20, None if wide_rows is None else 4 * 341 * wide_rows)
     torch.manual_seed(0)
     head = SoftCapped(9, 341).to(dtype)
     hidden = torch.randn(num_rows, 9).to(dtype).requires_grad_()
@@ -49,7 +49,8 @@ def test_loss_and_gradients_are_those_of_the_whole(
     parameters = list(head.parameters())
     expected = reference_cross_entropy(hidden, targets, head)
     wanted = torch.autograd.grad(3 * expected, [hidden, *parameters])
-    loss = chunked_cross_entropy(hidden, targets, head, trainable=parameters, chunk_rows=chunk)
+    how = {"trainable": parameters, "chunk_rows": chunk, "chunks": chunks}
+    loss = chunked_cross_entropy(hidden, targets, head, **how)
     found = torch.autograd.grad(3 * loss, [hidden, *parameters])
     # float32: other order of sums; bfloat16: the head's gradient is rounded once per chunk
     rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2e-2, 5e-2)

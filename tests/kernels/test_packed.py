@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from peftkit.adapter import attach
-from peftkit.execution.strategies import Activations
+from peftkit.execution.plan import Activations
 from peftkit.kernels import packed
 from peftkit.kernels.packed import recomputing
 from peftkit.kernels.packing import keep_copies, packed_tensors

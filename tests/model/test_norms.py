@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from peftkit.execution.plan import plan_for
 from peftkit.model.norms import fused_norms, num_fused
 from tests.families import FAMILIES
 
-CPU = ("cpu",)  # which stands for a device with a kernel
 IDS = torch.arange(24).view(2, 12) + 3
 FUSED = {"llama": 5, "qwen3": 9, "phi3": 5, "mixtral": 5, "t5": 12, "gemma2": 0, "gpt2": 0}
 
@@ -33,7 +33,7 @@ def test_a_model_computes_what_it_computed_before(family: str, count: int) -> No
             nn.init.uniform_(module.weight, 0.5, 1.5)
     kinds = [type(module) for module in model.modules()]
     loss, gradient = loss_and_gradient(model)
-    with fused_norms(model, CPU):
+    with fused_norms(model):
         assert num_fused(model) == count
         found, own = loss_and_gradient(model)
     assert [type(module) for module in model.modules()] == kinds
@@ -67,16 +67,16 @@ class Norm(nn.Module):
 )
 def test_what_is_another_norm_or_learns_stays_as_it_is(kind: str) -> None:
     norm = Norm(kind)
-    with fused_norms(norm, CPU):
+    with fused_norms(norm):
         assert num_fused(norm) == 0
 
 
 def test_only_where_there_is_a_kernel_and_nobody_else_makes_one() -> None:
     norm, x = Norm(), torch.randn(3, 8)
     expected, gated = norm(x), norm(x, x)
+    assert not plan_for("cpu").fused_norms
+    assert plan_for("cuda").fused_norms
     with fused_norms(norm):
-        assert num_fused(norm) == 0  # on a CPU
-    with fused_norms(norm, CPU):
         assert isinstance(norm, Norm)
         assert norm(x).grad_fn is None
         assert torch.equal(norm(x, x), gated)
@@ -87,7 +87,7 @@ def test_only_where_there_is_a_kernel_and_nobody_else_makes_one() -> None:
             assert "RMSNorm" not in str(norm(own).grad_fn)
         torch.testing.assert_close(norm(x), expected)
         kind = type(norm)
-        with fused_norms(norm, CPU):
+        with fused_norms(norm):
             assert type(norm) is kind  # it is already
         assert type(norm) is kind
     assert type(norm) is Norm
@@ -95,7 +95,7 @@ def test_only_where_there_is_a_kernel_and_nobody_else_makes_one() -> None:
 
 def test_a_norm_is_itself_again_after_an_exception() -> None:
     norm = Norm()
-    with pytest.raises(ZeroDivisionError), fused_norms(norm, CPU):
+    with pytest.raises(ZeroDivisionError), fused_norms(norm):
         raise ZeroDivisionError
     assert type(norm) is Norm
 
@@ -109,7 +109,7 @@ def test_blocks_are_still_compiled_once() -> None:
         graphs.append(graph)
         return graph.forward
 
-    with fused_norms(blocks, CPU):
+    with fused_norms(blocks):
         x = torch.randn(3, 8)
         for block in blocks:
             found = torch.compile(type(block).forward, backend=backend)(block, x)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.plan import Measured, config_of, reckoner_of
-from peftkit.execution.strategies import Activations
+from peftkit.execution.plan import Activations
 from peftkit.train.memory.plan import ActivationBytes, saved_by
 from tests.planning.test_step_estimator import llama
 

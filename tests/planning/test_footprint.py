@@ -16,6 +16,7 @@ import transformers
 from peftkit.adapter import attach
 from peftkit.base import placement
 from peftkit.base.placement import BlockStream
+from peftkit.execution.plan import plan_for
 from peftkit.methods.lora import LoRA
 from peftkit.planning.footprint import AT_ONCE, spread, streamed, whole
 from peftkit.planning.step import Setup
@@ -31,7 +32,9 @@ ROOT = Path(__file__).parents[2]
 
 def reckoned(config: Any, quantize: str = "nf4") -> Any:
     method = LoRA(rank=2, targets=("q", "v"))
-    setup = Setup(config, CausalLMConfig(), method, quantize, True, torch.bfloat16, True)
+    setup = Setup(
+        config, CausalLMConfig(), method, quantize, True, torch.bfloat16, plan_for("cuda")
+    )
     return StepEstimator(setup).whole
 
 

@@ -19,7 +19,7 @@ from peftkit.events import Event, Notice
 from peftkit.execution.environment import GPU_SHARE, Environment
 from peftkit.planning import resolve
 from peftkit.planning.memory import MemoryEstimator
-from peftkit.planning.resolve import settled
+from peftkit.planning.resolve import resolve_plan
 from peftkit.planning.step import plain_purpose
 from peftkit.run.config import Recipe
 from tests.families import tiny_tokenizer
@@ -73,7 +73,7 @@ def test_base_is_streamed_exactly_where_it_and_one_row_do_not_fit(
     for memory, placement in ((needed, "device"), (needed - 1, "stream")):
         told: list[Event] = []
         on_a_card(monkeypatch, memory)
-        assert settled(recipe, told.append).base.placement == placement
+        assert resolve_plan(recipe, told.append).placement == placement
         assert len(told) == (placement == "stream")
     assert "base.placement: auto" in str(told[0])
 
@@ -85,11 +85,11 @@ def test_what_may_not_be_streamed_stays_and_is_told(folder, tmp_path, monkeypatc
         asked(folder, tmp_path, train={"gradient_checkpointing": False}),
     ):
         told: list[Event] = []
-        assert settled(recipe, told.append).base.placement == "device"
+        assert resolve_plan(recipe, told.append).placement == "device"
         assert "too little memory" in str(told[0])
     for placement in ("device", "stream"):
         recipe = asked(folder, tmp_path, base={"placement": placement})
-        assert settled(recipe, told.append).base.placement == placement
+        assert resolve_plan(recipe, told.append).placement == placement
     assert len(told) == 1
     assert BaseConfig(model="x").placement == "auto"
 
@@ -113,6 +113,13 @@ def test_run_on_a_card_that_is_too_small_streams_and_trains(folder, tmp_path, mo
             return needed_with(*given)
 
     monkeypatch.setattr(resolve, "_needed", counted)
+    smallest = MemoryEstimator.smallest
+
+    def least(*given: Any) -> Any:
+        with _disable_current_modes():
+            return smallest(*given)
+
+    monkeypatch.setattr(MemoryEstimator, "smallest", least)
     card = Card(memory=memory)
     with simulated(card):
         story.run(recipe, on_event=heard)

@@ -9,7 +9,7 @@ import transformers
 from benchmarks.plan import Measured, planned, reckoner_of
 from peftkit.base.shapes import with_depth
 from peftkit.errors import ConfigError
-from peftkit.execution.strategies import Activations
+from peftkit.execution.plan import Activations
 from peftkit.planning.cards import parse_size
 from peftkit.planning.step_estimator import CountError
 from peftkit.quant.layers import empty_packed, pack

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.plan import Measured, planned, reckoner_of
-from peftkit.execution.strategies import Activations
+from peftkit.execution.plan import Activations
 from peftkit.train.memory import offload, pinned
 from peftkit.train.memory.blocks import Blocks
 from peftkit.train.memory.offload import Offload

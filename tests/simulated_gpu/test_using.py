@@ -12,6 +12,7 @@ import transformers
 
 from peftkit import recipe
 from peftkit.base.load import load_base
+from peftkit.base.placement import WeightsPlace
 from peftkit.errors import BaseError, RunError
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.bank import open_bank
@@ -21,6 +22,7 @@ from peftkit.inference.generate import stream as stream_ids
 from peftkit.merging.merge import merge
 from peftkit.methods.lora_linear import LoRALinear
 from tests.simulated_gpu.simulation import simulated
+from tests.simulated_gpu.tensors import Card
 from tests.simulated_gpu.test_training import recipe_for
 
 PROMPTS = ["what is 3?", "what is the fox doing over there?", "1"]
@@ -109,6 +111,18 @@ def test_a_wrong_merge_is_found_on_a_small_card_too(
         merge(trained, tmp_path / "out", dtype="bf16")
 
 
+def test_a_merge_that_the_card_does_not_hold_ends_well_on_the_cpu(
+    trained: Path, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    with simulated(Card(memory=100_000)) as card:
+        merged = merge(trained, tmp_path / "out", on_event=lambda event: told.append(str(event)))
+        assert card.peak < 50_000
+    assert merged.agreement is not None
+    assert merged.agreement.max_difference < 1e-4
+    assert any("computed on the CPU" in text for text in told)
+
+
 def test_a_quantised_base_is_merged_on_the_card(trained: Path, tmp_path: Path) -> None:
     found = tmp_path / "adapter"
     asked = recipe_for("causal_lm", tmp_path)
@@ -130,7 +144,10 @@ def test_base_that_the_card_cannot_hold_is_one_error_and_nothing_stays(
     model_folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # the check ahead of it, which knows no scratch, lets it pass
-    monkeypatch.setattr("peftkit.base.load.must_stream", lambda *asked: False)
+    monkeypatch.setattr(
+        "peftkit.base.load.place_of_weights",
+        lambda _, config, purpose, form, may_leave: WeightsPlace(form.device),
+    )
     # transformers' reserves memory first, and asks for less than none on a card so small
     monkeypatch.setattr(transformers.modeling_utils, "caching_allocator_warmup", lambda *asked: 0)
     with simulated() as card:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_parts_of_a_step_have_the_gradient_of_the_whole(dropout: bool, folder: P
         model, task, rows = embedding(folder, ROWS)
         model.train(dropout)
         learner = learner_of(model, task, max_grad_norm=None)
-        learner.state.micro_batch = size
+        learner.use(replace(learner.plan, rows=size))
         torch.manual_seed(1)
         facts = learner.step(rows, 1e-2)
         weights = [p.detach().clone() for p in model.parameters() if p.requires_grad]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_rows_know_the_whole_step_whatever_goes_through_at_once(dropout: float) 
     for size in (8, 3, 1) if dropout == 0 else (3,):
         model = Toy(dropout).train()
         learner = learner_of(model, task)
-        learner.state.micro_batch = size
+        learner.use(replace(learner.plan, rows=size))
         facts = learner.step(ROWS, 1e-2)
         found.append((facts.loss, facts.figures["above"], model.lora_B.weight.detach().clone()))
     for loss, above, weight in found[1:]:
@@ -60,7 +61,7 @@ def test_rows_know_the_whole_step_whatever_goes_through_at_once(dropout: float) 
 
 def test_rows_keep_their_values_where_they_are_sorted_to_fit() -> None:
     learner = learner_of(Toy().train(), Centred(), tokens_per_batch=None)
-    learner.state.micro_tokens = 16  # the longest first
+    learner.use(replace(learner.plan, tokens=16))  # the longest first
     assert len(learner.micro_batches(ROWS)) > 2
     learner.step(ROWS, 1e-2)  # Centred compares the values that each batch is given
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from peftkit.errors import PeftkitError
-from peftkit.execution.strategies import Activations, activation_modes
+from peftkit.execution.plan import Activations, ExecutionPlan, plan_of
+from peftkit.execution.strategies import activation_modes
 from peftkit.kernels.packed import recomputing
 from peftkit.model.blocks import recomputable_blocks
 from peftkit.train.memory.offload import Offload
@@ -40,13 +41,17 @@ OF_THE_COMPILER = r"The \.grad attribute of a Tensor that is not a leaf"
 class Blocks:
     """The blocks of one model; `restore` leaves them as they were found.
 
+    Args:
+        plan: By default what suits the device that the model is on.
+
     Attributes:
         blocks: The innermost ones, in the order of the model.
         activations: What is kept.
         compiled: Whether they run compiled.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, plan: ExecutionPlan | None = None) -> None:
+        self._plan = plan or plan_of(model)
         self.blocks = list(dict.fromkeys(recomputable_blocks(model)))  # some models repeat one
         self.compiled = False
         self._marked: list[Any] = [
@@ -76,11 +81,11 @@ class Blocks:
         }
         return max(len(kinds), 1)
 
-    def ways(self, wish: bool | Literal["auto"], on_gpu: bool) -> tuple[Activations, ...]:
+    def ways(self, wish: bool | Literal["auto"]) -> tuple[Activations, ...]:
         """Return what may be kept, the fastest first; see `activation_modes`."""
         return activation_modes(
             wish,
-            on_gpu=on_gpu,
+            on_gpu=self._plan.on_gpu,
             has_blocks=bool(self._marked),
             streamed=self.are_streamed,
             recomputes=self.activations != "keep",
@@ -175,7 +180,7 @@ class Blocks:
 
     def _recomputed(self, run: Callable[..., Any], *args: Any) -> Any:
         inner = self._inner(run)
-        if not _on_gpu(args):  # there packed weights are unpacked once more in next to no time
+        if self._plan.recomputing_keeps_unpacked:
             inner = recomputing()(inner)
         again = functools.partial(checkpoint, use_reentrant=False)
         return self._with_rng(run, lambda kept: again(inner, *args, preserve_rng_state=kept))
@@ -225,10 +230,6 @@ def _with_gradient(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
     if args and isinstance(args[0], Tensor) and not args[0].requires_grad:
         args = args[0].detach().requires_grad_(torch.is_grad_enabled()), *args[1:]
     return call(*args, **more)
-
-
-def _on_gpu(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(arg, Tensor) and arg.device.type == "cuda" for arg in args)
 
 
 def _generators() -> list[Tensor]:

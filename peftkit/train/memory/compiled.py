@@ -12,8 +12,6 @@ from __future__ import annotations
 import os
 import shutil
 
-import torch
-
 from peftkit.train.config import TrainConfig
 
 WORTH = {"cpu": 1.2e13, "cuda": 4e16}
@@ -22,15 +20,16 @@ WORTH = {"cpu": 1.2e13, "cuda": 4e16}
 COMPILERS = ("c++", "g++", "clang++")
 
 
-def is_worth_it(config: TrainConfig, work: float, device: torch.device) -> bool:
+def is_worth_it(config: TrainConfig, work: float, device: str) -> bool:
     """Tell whether to try: as the config says, or as the run's length does.
 
     Args:
         work: Tokens of the whole run times parameters of the model, over the kinds of its blocks.
+        device: Its kind.
     """
     if config.compile != "auto":
         return config.compile
-    return work >= WORTH.get(device.type, float("inf"))
+    return work >= WORTH.get(device, float("inf"))
 
 
 def cpp_compiler() -> str | None:

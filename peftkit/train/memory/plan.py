@@ -1,9 +1,10 @@
-"""How much goes through the model at once, and what is kept of it: chosen before the first step.
+"""What a run's own rows take, measured before the first step; and the plan of a model as it is.
 
 What a row's forward pass saves for its backward pass is counted, not estimated: hooks see each
 saved tensor and keep none, so that counting itself takes no more memory than inference does. From
-this follow the bytes for a token under each way of keeping activations, and the cheapest way that
-fits. Nothing is timed. Plans before a run (planning/) know neither its rows nor its model.
+this follow the bytes for a token under each way of keeping activations, by which the plan is
+refined. Nothing is timed. What is planned before a run (planning/) knows neither its rows nor its
+model.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from peftkit.execution.strategies import Activations
-
-BUSY = {"cuda": 4096}
-"""Tokens at once that a device needs to be busy. With fewer a GPU waits for Python: activations are
-rather recomputed, a third more work, than rows be cut into less than this."""
+from peftkit.execution.plan import Activations, ExecutionPlan, tokens_at_once
+from peftkit.train.config import TrainConfig
+from peftkit.train.memory.blocks import STREAMED
+from peftkit.train.sharding import is_sharded
+from peftkit.train.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +49,6 @@ class ActivationBytes:
         # of the inputs that are moved away, one is in use and one on its way back
         inputs = sum(self.inputs if activations == "recompute" else sorted(self.inputs)[-2:])
         return self.outside + inputs + 2 * largest
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """At most so many rows and tokens at once, padding included, and what is kept of them."""
-
-    activations: Activations
-    rows: int
-    tokens: int | None
 
 
 def saved_by(run: Callable[[], Tensor], blocks: Sequence[nn.Module]) -> ActivationBytes:
@@ -92,39 +84,21 @@ def saved_by(run: Callable[[], Tensor], blocks: Sequence[nn.Module]) -> Activati
     return ActivationBytes(sums[-1], tuple(sums[:-1]), tuple(inputs))
 
 
-def choose(
-    per_token: Sequence[tuple[Activations, float]],
-    available: float,
-    longest: int,
-    rows: int,
-    tokens: int | None,
-    busy: int = 1,
-) -> MemoryPlan | None:
-    """Return the first way that fits, as it was asked for or with fewer tokens at once.
-
-    With fewer than keep the device busy only where no other way takes more.
-
-    Args:
-        per_token: Bytes for each way, the cheapest in time first.
-        available: Bytes.
-        longest: Tokens of the longest row, padding included; 1 if rows have none.
-        rows, tokens: What was asked for; one row alone may have more tokens.
-        busy: Tokens; see BUSY. Rows without a length do not tell theirs.
-    """
-    most = rows * longest if tokens is None else max(min(tokens, rows * longest), longest)
-    enough = max(longest, busy if longest > 1 else 1)
-    for least, ways in ((enough, per_token), (longest, per_token[::-1])):
-        for activations, each in ways:
-            fit = int(available / each)
-            if fit >= most:
-                return MemoryPlan(activations, rows, tokens)
-            if fit >= least:
-                return (
-                    MemoryPlan(activations, rows, fit)
-                    if longest > 1
-                    else MemoryPlan(activations, fit, None)
-                )
-    return None
+def initial_plan(model: Any, config: TrainConfig, ranks: World) -> ExecutionPlan:
+    """Return how a model that is there goes through its rows, before anything is measured."""
+    device, first = ranks.device.type, next(model.parameters())
+    return ExecutionPlan(
+        device=device,
+        num_processes=ranks.world_size,
+        placement="stream" if hasattr(model, STREAMED) else "device",
+        shard="base" if is_sharded(model) else "none",
+        context_parallel=config.context_parallel,
+        rows=config.batch_size,
+        tokens=tokens_at_once(config.tokens_per_batch, device),
+        dtype=str(getattr(model, "dtype", first.dtype)).removeprefix("torch."),
+        autocast=ranks.precision or "",
+        group_layers=config.group_layers,
+    )
 
 
 def _unneeded(_: None) -> Tensor:

@@ -6,9 +6,10 @@ with them.
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,20 +19,15 @@ from peftkit.data.lengths import num_tokens, tokens_of_each
 from peftkit.errors import RunError
 from peftkit.events import Event, Notice, Stage
 from peftkit.execution.environment import used_bytes
-from peftkit.execution.strategies import Activations
+from peftkit.execution.plan import ACTIVATIONS_IN_WORDS, Activations
+from peftkit.execution.strategies import choose
 from peftkit.kernels.device import gpu_of
 from peftkit.kernels.host_memory import free_bytes
 from peftkit.quant.audit import audit
 from peftkit.train import rng
 from peftkit.train.memory.compiled import cpp_compiler, is_compile_error, is_worth_it, told
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory
-from peftkit.train.memory.plan import (
-    BUSY,
-    ActivationBytes,
-    MemoryPlan,
-    choose,
-    saved_by,
-)
+from peftkit.train.memory.plan import ActivationBytes, saved_by
 from peftkit.train.optim import STATE_BYTES
 from peftkit.train.trainer import Trainer
 
@@ -41,11 +37,6 @@ AUTO_SHARE = 0.8
 GIVEN_SHARE = 0.92
 """Of the memory that is given, so much is planned; the rest is for what lies between tensors."""
 
-WORDS: dict[Activations, str] = {
-    "keep": "all activations are kept",
-    "recompute": "activations are recomputed",
-    "offload": "activations are recomputed from main memory",
-}
 Say = Callable[[Event], None]
 
 
@@ -56,7 +47,9 @@ LOOKED_AT = 2_000
 def plan_memory_and_compile(
     learner: Trainer, rows: Sequence[Any], num_steps: int, say: Say
 ) -> None:
-    """Make the plan and compile the blocks, each as far as a resumed run has not done so.
+    """Refine the plan by what rows take, and compile the blocks, unless a resumed run has done so.
+
+    On several processes all come here, with the same rows, and come to the same plan.
 
     Args:
         rows: All that are trained on, the same on every process.
@@ -68,11 +61,13 @@ def plan_memory_and_compile(
     """
     positions = learner.task.num_positions
     by_length = sorted(_of_all_lengths(rows), key=lambda row: (positions([row]), num_tokens(row)))
-    if _is_planned(learner):
+    if _is_measured(learner):
         short = _saved(learner, by_length[len(by_length) // 2])
-        if not learner.state.planned:
-            _plan(learner, by_length, short, say)
-    learner.state.planned = True
+        if not learner.state.measured:
+            _refine(learner, by_length, short, say)
+    learner.state.measured = True
+    if learner.in_step.needed:
+        learner.state.plan = replace(learner.plan, compile=False)
     _compile(learner, rows, num_steps, say)
 
 
@@ -85,24 +80,16 @@ def _of_all_lengths(rows: Sequence[Any]) -> Sequence[Any]:
     return [rows[n] for n in order[places].tolist()]
 
 
-def _is_planned(learner: Trainer) -> bool:
-    """Tell whether memory is planned rather than tried: not of a GPU that says when it is full.
-
-    On Windows it does not: the driver then goes on in main memory, ten times slower. How much main
-    memory is free not all systems tell.
-    """
-    if learner.config.memory != "auto":
-        return True
-    if learner.ranks.device.type == "cpu":
-        return free_bytes() is not None
-    return sys.platform == "win32"
+def _is_measured(learner: Trainer) -> bool:
+    """Tell whether there is something to plan for: not every system says how much memory it has."""
+    known = learner.plan.on_gpu or free_bytes() is not None
+    return known or learner.config.memory != "auto"
 
 
-def _plan(
+def _refine(
     learner: Trainer, by_length: Sequence[Any], short: ActivationBytes | None, say: Say
 ) -> None:
-    state, config, device = learner.state, learner.config, learner.ranks.device
-    given, longest = config.memory != "auto", by_length[-1]
+    asked, longest = learner.asked, by_length[-1]
     long = _saved(learner, longest)
     available = _available(
         learner
@@ -112,17 +99,15 @@ def _plan(
     positions = learner.task.num_positions([longest])
     middle = learner.task.num_positions([by_length[len(by_length) // 2]])
     counted = ((short, middle), (long, positions))
-    costs = [(way, max(s.needed(way) / tokens for s, tokens in counted)) for way in learner.ways]
-    asked = MemoryPlan(learner.ways[0], config.batch_size, config.tokens_at_once(device.type))
-    busy = BUSY.get(device.type, 1)
-    plan = choose(costs, available, positions, asked.rows, asked.tokens, busy)
+    costs = [(way, max(s.needed(way) / tokens for s, tokens in counted)) for way in learner.modes]
+    if learner.ranks.world_size > 1:  # whose parts of a row may differ
+        costs = [(way, float(learner.ranks.max(math.ceil(each)))) for way, each in costs]
+    plan = choose(asked, costs, available, positions)
     if plan is None:
         raise _too_little(learner, longest, costs, available)
-    state.micro_batch, state.micro_tokens = plan.rows, plan.tokens
-    if plan.activations != state.activations:
-        learner.set_activations(plan.activations)
-    if given or plan != asked:
-        say(Notice(_sentence(learner, plan, asked, costs, available, longest)))
+    learner.use(plan)
+    if learner.config.memory != "auto" or plan != asked:
+        say(Notice(_sentence(learner, costs, available, longest)))
 
 
 def _saved(learner: Trainer, row: Any) -> ActivationBytes | None:
@@ -133,6 +118,8 @@ def _saved(learner: Trainer, row: Any) -> ActivationBytes | None:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
+        if learner.in_step.needed:
+            raise learner.in_step.out_of_memory() from None
     release_memory()
     return None
 
@@ -143,6 +130,7 @@ def _available(learner: Trainer) -> float:
     trained = learner.parameters.values()
     still = sum(p.numel() * (p.element_size() + STATE_BYTES[config.optimizer]) for p in trained)
     gpu = gpu_of(device)
+    still += _passing(learner)
     if config.memory == "auto" and gpu is not None:
         available = GIVEN_SHARE * gpu.total(device) - gpu.used(device) - still
     elif config.memory == "auto":
@@ -152,18 +140,26 @@ def _available(learner: Trainer) -> float:
     return -learner.ranks.max(-int(available))
 
 
+def _passing(learner: Trainer) -> int:
+    """Return the bytes of the two largest blocks that are gathered from other processes at once."""
+    if not learner.plan.is_sharded:
+        return 0
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in learner.blocks.blocks]
+    return sum(sorted(sizes)[-2:])
+
+
 def _sentence(
     learner: Trainer,
-    plan: MemoryPlan,
-    asked: MemoryPlan,
     costs: Sequence[tuple[Activations, float]],
     available: float,
     longest: Any,
 ) -> str:
+    plan = learner.plan
     at_once = f"{plan.rows} rows" if plan.tokens is None else f"{plan.tokens:,} tokens"
-    less = "" if plan == asked else " Each step learns from the same rows."
+    less = "" if plan == learner.asked else " Each step learns from the same rows."
+    how = ACTIVATIONS_IN_WORDS[plan.activations]
     return (
-        f"{_left(learner, available)} {_each(costs, longest)}. So {WORDS[plan.activations]}, "
+        f"{_left(learner, available)} {_each(costs, longest)}. So {how}, "
         f"of at most {at_once} at once.{less}"
     )
 
@@ -176,7 +172,7 @@ def _left(learner: Trainer, available: float) -> str:
 
 
 def _each(costs: Sequence[tuple[Activations, float]], longest: Any) -> str:
-    each = [f"{size / 1e6:.3g} MB where {WORDS[way]}" for way, size in costs]
+    each = [f"{size / 1e6:.3g} MB where {ACTIVATIONS_IN_WORDS[way]}" for way, size in costs]
     return f"A {'token' if num_tokens(longest) else 'row'} takes {', '.join(each)}"
 
 
@@ -203,11 +199,13 @@ def _too_little(
 
 
 def _compile(learner: Trainer, rows: Sequence[Any], num_steps: int, say: Say) -> None:
-    state, config, device = learner.state, learner.config, learner.ranks.device
-    if state.compiled is None:
+    config = learner.config
+    if learner.plan.compile is None:
         work = work_of(learner, rows, num_steps) / learner.blocks.num_kinds
-        state.compiled = is_worth_it(config, work, device)
-    if not state.compiled:
+        learner.state.plan = replace(
+            learner.plan, compile=is_worth_it(config, work, learner.plan.device)
+        )
+    if not learner.plan.compile:
         return
     say(Stage("Compiling the model's blocks"))
     problem = _try_to_compile(learner, rows[: config.batch_size])
@@ -231,7 +229,7 @@ def _try_to_compile(learner: Trainer, rows: Sequence[Any]) -> str:
         return "Their weights are streamed (base.placement), each block's when it is entered."
     if not blocks.blocks:
         return f"{type(learner.model).__name__} has no blocks that transformers marks as such."
-    if device.type == "cpu" and cpp_compiler() is None:
+    if not learner.plan.on_gpu and cpp_compiler() is None:
         return "There is no C++ compiler here (CXX, c++, g++, clang++)."
     try:
         blocks.compile()

@@ -15,7 +15,7 @@ from peftkit.adapter import attach
 from peftkit.data.load import DataConfig
 from peftkit.errors import RunError
 from peftkit.events import RunStarted
-from peftkit.execution.strategies import Activations
+from peftkit.execution.plan import Activations
 from peftkit.kernels import grouped
 from peftkit.methods.lora import LoRA
 from peftkit.tasks import head

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import attach
-from peftkit.execution.strategies import Activations
+from peftkit.execution.plan import Activations
 from peftkit.methods.lora import LoRA
 from peftkit.train.memory.blocks import Blocks
 from peftkit.train.memory.offload import Offload, OffloadedInput

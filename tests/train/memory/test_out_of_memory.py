@@ -245,8 +245,8 @@ def test_auto_recomputes_once_not_one_row_fits_and_then_tries_whole_batches_agai
     learner = learner_of(Deep(), SmallUnlessRecomputed())
     facts = learner.step(make_rows(8), 0.1)
     assert learner.blocks.activations == "recompute"
-    assert learner.state.activations == "recompute"
-    assert learner.state.micro_batch == 2
+    assert learner.plan.activations == "recompute"
+    assert learner.plan.rows == 2
     assert (
         "activations are recomputed (train.gradient_checkpointing), 2 rows at a time"
         in facts.notice
@@ -260,13 +260,13 @@ def test_a_run_that_had_to_recompute_does_so_after_a_resume_unless_told_otherwis
     assert second.blocks.activations == "recompute"
     told = learner_of(Deep(), ToyTask(), gradient_checkpointing=False)
     told.take(first.state)
-    assert told.state.activations == "keep"
+    assert told.plan.activations == "keep"
 
 
 def test_a_limit_in_tokens_is_halved_until_memory_suffices() -> None:
     learner = learner_of(Toy(), Small(3), tokens_per_batch=48)
     facts = learner.step(make_rows(8), 0.1)
-    assert (learner.state.micro_batch, learner.state.micro_tokens) == (8, 24)
+    assert (learner.plan.rows, learner.plan.tokens) == (8, 24)
     assert "here on: 24 tokens at a time instead of 48." in facts.notice
 
 

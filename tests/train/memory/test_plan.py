@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from peftkit.errors import RunError
 from peftkit.execution.environment import used_bytes
-from peftkit.execution.strategies import Activations
+from peftkit.execution.plan import Activations
 from peftkit.train.memory import prepare
 from peftkit.train.memory.blocks import Blocks
-from peftkit.train.memory.plan import ActivationBytes, MemoryPlan, choose, saved_by
+from peftkit.train.memory.plan import ActivationBytes, saved_by
 from tests.train.toy import (
     Played,
     Row,
@@ -109,52 +109,6 @@ def test_what_is_needed_under_each_way() -> None:
     assert ActivationBytes(7, (), ()).needed("keep") == 7
 
 
-WAYS = (("keep", 10.0), ("recompute", 4.0), ("offload", 2.0))
-
-
-@pytest.mark.parametrize(
-    ("available", "tokens", "plan"),
-    [
-        (3200, None, MemoryPlan("keep", 4, None)),  # 4 rows of 80
-        (3199, None, MemoryPlan("keep", 4, 319)),
-        (800, None, MemoryPlan("keep", 4, 80)),
-        (799, None, MemoryPlan("recompute", 4, 199)),
-        (320, None, MemoryPlan("recompute", 4, 80)),
-        (319, None, MemoryPlan("offload", 4, 159)),
-        (159, None, None),
-        (-1, None, None),
-        (1600, 160, MemoryPlan("keep", 4, 160)),
-        (1599, 160, MemoryPlan("keep", 4, 159)),
-        (800, 16, MemoryPlan("keep", 4, 16)),  # one row alone may have more
-        (799, 16, MemoryPlan("recompute", 4, 16)),
-    ],
-)
-def test_the_first_way_that_fits_is_chosen(
-    available: float, tokens: int | None, plan: MemoryPlan | None
-) -> None:
-    assert choose(WAYS, available, 80, 4, tokens) == plan
-
-
-def test_rows_without_tokens_are_planned_by_rows() -> None:
-    assert choose(WAYS, 39, 1, 4, None) == MemoryPlan("keep", 3, None)
-    assert choose(WAYS, 9, 1, 4, None) == MemoryPlan("recompute", 2, None)
-
-
-@pytest.mark.parametrize(
-    ("available", "plan"),
-    [
-        (10 * 1600, MemoryPlan("keep", 40, 1600)),
-        (10 * 1000, MemoryPlan("keep", 40, 1000)),
-        (10 * 900, MemoryPlan("recompute", 40, None)),  # 900 tokens would leave the GPU waiting
-        (4 * 1000, MemoryPlan("recompute", 40, 1000)),
-        (4 * 900, MemoryPlan("recompute", 40, 900)),  # and so do these, but nothing takes more
-    ],
-)
-def test_a_gpu_rather_recomputes_than_idles(available: int, plan: MemoryPlan) -> None:
-    ways: list[tuple[Activations, float]] = [("keep", 10.0), ("recompute", 4.0)]
-    assert choose(ways, available, 50, 40, None, busy=1000) == plan
-
-
 def test_the_memory_in_use_is_that_of_this_process() -> None:
     before = used_bytes(torch.device("cpu"))
     with mmap.mmap(-1, 32 << 20) as pages:  # past torch, which may use freed memory again
@@ -209,7 +163,7 @@ def test_the_plan_is_said_and_kept_to(
     assert words in notice
     assert "of train.memory's 1 GB for activations" in notice
     state = state_of(tmp_path)
-    assert (state["micro_tokens"], state["activations"]) == (tokens, way)
+    assert (state["plan"]["tokens"], state["plan"]["activations"]) == (tokens, way)
 
 
 def test_a_plan_changes_no_more_than_the_order_of_sums(tmp_path: Path, monkeypatch: Any) -> None:
@@ -255,7 +209,7 @@ def test_auto_takes_a_share_of_what_is_free_on_a_cpu(tmp_path: Path, monkeypatch
     settings: dict[str, Any] = {"batch_size": 4, "gradient_accumulation": 1, "rows": ROWS}
     plenty = play(tmp_path / "a", model=Deep(), **settings)
     assert plenty.notices == []
-    assert state_of(tmp_path / "a")["micro_tokens"] is None
+    assert state_of(tmp_path / "a")["plan"]["tokens"] is None
     trained = sum(p.numel() * 12 for p in Deep().parameters() if p.requires_grad)
     monkeypatch.setattr(
         prepare, "free_bytes", lambda: (20 * KEEP + trained) / prepare.AUTO_SHARE + 1
@@ -263,7 +217,7 @@ def test_auto_takes_a_share_of_what_is_free_on_a_cpu(tmp_path: Path, monkeypatch
     little = play(tmp_path / "b", model=Deep(), **settings)
     (notice,) = little.notices
     assert "GB of what is free for activations" in notice
-    assert state_of(tmp_path / "b")["micro_tokens"] == 20
+    assert state_of(tmp_path / "b")["plan"]["tokens"] == 20
     assert little.losses == pytest.approx(plenty.losses, rel=1e-4)
 
 
@@ -294,12 +248,12 @@ def test_what_is_planned_for_a_transformer_covers_what_its_batches_save(monkeypa
     monkeypatch.setattr(prepare, "_available", lambda learner: 2_000_000)
     model.train()
     prepare.plan_memory_and_compile(learner, rows, 1, lambda event: None)
-    assert learner.state.micro_tokens is not None
+    assert learner.plan.tokens is not None
     parts = learner.micro_batches(rows)
     assert 1 < len(parts) < len(rows)
     for part in parts:
         saved = saved_by(lambda: learner.loss(part), learner.blocks.blocks)  # noqa: B023
-        assert saved.needed(learner.state.activations) <= 2_000_000
+        assert saved.needed(learner.plan.activations) <= 2_000_000
 
 
 class CausalTask(ToyTask):

@@ -1,0 +1,124 @@
+"""The next step of what takes less memory: before a run by counts, in it when memory runs out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from peftkit.execution.plan import Activations, ExecutionPlan, plan_from
+from peftkit.execution.strategies import activation_modes, choose, smaller
+
+COSTS: list[tuple[Activations, float]] = [("keep", 10.0), ("recompute", 4.0), ("offload", 2.0)]
+ALL: tuple[Activations, ...] = ("keep", "recompute", "offload")
+
+
+@pytest.mark.parametrize(
+    ("available", "tokens", "expected"),
+    [
+        (3200, None, ("keep", None)),  # 4 rows of 80
+        (3199, None, ("keep", 319)),
+        (800, None, ("keep", 80)),
+        (799, None, ("recompute", 199)),
+        (320, None, ("recompute", 80)),
+        (319, None, ("offload", 159)),
+        (159, None, None),
+        (-1, None, None),
+        (1600, 160, ("keep", 160)),
+        (1599, 160, ("keep", 159)),
+        (800, 16, ("keep", 16)),  # one row alone may have more
+        (799, 16, ("recompute", 16)),
+    ],
+)
+def test_the_first_step_that_fits_is_chosen(
+    available: float, tokens: int | None, expected: tuple[Activations, int | None] | None
+) -> None:
+    asked = ExecutionPlan(rows=4, tokens=tokens)
+    found = choose(asked, COSTS, available, 80)
+    assert (None if found is None else (found.activations, found.tokens)) == expected
+
+
+def test_rows_without_tokens_are_planned_by_rows() -> None:
+    asked = ExecutionPlan(rows=4)
+    assert choose(asked, COSTS, 39, 1) == replace(asked, rows=3)
+    assert choose(asked, COSTS, 9, 1) == replace(asked, activations="recompute", rows=2)
+
+
+@pytest.mark.parametrize(
+    ("available", "expected"),
+    [
+        (10 * 8000, ("keep", 8000)),
+        (10 * 5000, ("keep", 5000)),
+        (10 * 4000, ("recompute", None)),  # 4,000 tokens would leave the GPU waiting
+        (4 * 5000, ("recompute", 5000)),
+        (4 * 4000, ("recompute", 4000)),  # and so do these, but nothing takes more
+    ],
+)
+def test_a_gpu_rather_recomputes_than_idles(
+    available: int, expected: tuple[Activations, int | None]
+) -> None:
+    costs: list[tuple[Activations, float]] = [("keep", 10.0), ("recompute", 4.0)]
+    asked = ExecutionPlan(device="cuda", rows=200)
+    found = choose(asked, costs, available, 50)
+    assert found is not None
+    assert (found.activations, found.tokens) == expected
+
+
+def steps(plan: ExecutionPlan, modes: tuple[Activations, ...], length: int) -> list[ExecutionPlan]:
+    """Return all steps after a plan, for many rows of one length."""
+    asked, found = plan, []
+    next_plan: ExecutionPlan | None = plan
+    while next_plan is not None:
+        found.append(next_plan)
+        limit = next_plan.rows
+        if next_plan.tokens is not None:
+            limit = max(min(limit, next_plan.tokens // length), 1)
+        next_plan = smaller(next_plan, asked, modes, rows=limit, tokens=limit * length)
+    return found[1:]
+
+
+def test_a_cpu_takes_fewer_rows_before_it_computes_them_twice() -> None:
+    found = steps(ExecutionPlan(rows=4), ("keep", "recompute"), 10)
+    told = [(plan.activations, plan.rows) for plan in found]
+    assert told == [("keep", 2), ("keep", 1), ("recompute", 4), ("recompute", 2), ("recompute", 1)]
+
+
+def test_a_gpu_is_kept_busy_as_long_as_another_step_takes_less() -> None:
+    found = steps(ExecutionPlan(device="cuda", rows=16, tokens=16_384), ALL, 1024)
+    told = [(plan.activations, plan.tokens) for plan in found]
+    most = [16_384, 8192, 4096]
+    assert told == [
+        *(("keep", tokens) for tokens in most[1:]),
+        *(("recompute", tokens) for tokens in most),
+        *(("offload", tokens) for tokens in [*most, 2048, 1024]),
+    ]
+
+
+def test_what_may_be_kept_follows_the_wish_and_the_model() -> None:
+    assert activation_modes("auto", on_gpu=True) == ALL
+    assert activation_modes("auto", on_gpu=False) == ("keep", "recompute")
+    assert activation_modes(True, on_gpu=True) == ("recompute", "offload")
+    assert activation_modes(False, on_gpu=True) == ("keep",)
+    assert activation_modes("auto", on_gpu=True, has_blocks=False) == ("keep",)
+    assert "keep" not in activation_modes("auto", on_gpu=True, streamed=True)
+
+
+def test_what_a_device_is_good_at_follows_from_its_kind_alone() -> None:
+    cpu, cuda = ExecutionPlan(), ExecutionPlan(device="cuda")
+    assert (cpu.lora_layout, cuda.lora_layout) == ("fused", "separate")
+    assert replace(cpu, autocast="bf16").lora_layout == "separate"
+    for plan in (replace(cpu, shard="base"), replace(cuda, group_layers=False)):
+        assert plan.lora_layout == "alone"
+        assert not plan.fused_norms
+    assert cuda.fused_norms
+    assert cpu.recomputing_keeps_unpacked
+    assert not cuda.recomputing_keeps_unpacked
+    assert cpu.loss_chunks.num_bytes < cuda.loss_chunks.num_bytes
+
+
+def test_a_plan_is_the_same_after_it_was_saved() -> None:
+    plan = ExecutionPlan("cuda", 2, shard="offload", activations="offload", rows=3, tokens=77)
+    assert plan_from({**plan.as_dict(), "of_a_later_version": 1}) == plan
+    told = plan.describe()
+    for part in ("2 x cuda", "spread over processes", "main memory", "3 rows", "77 tokens"):
+        assert part in told
