@@ -74,8 +74,8 @@ if TYPE_CHECKING:
     from peftkit.planning.plan import plan_run as plan_run
     from peftkit.recipe import check as check_recipe
     from peftkit.recipe import run as run_recipe
+    from peftkit.report.page import write_report as write_report
     from peftkit.report.runs import list_runs as list_runs
-    from peftkit.report.write import write_report as write_report
     from peftkit.run.config import Recipe as Recipe
     from peftkit.run.config import load as load_recipe
     from peftkit.run.prepare import prepare as prepare_recipe
@@ -198,7 +198,7 @@ _HOME = {
     "serve_adapters": "serve.server",
     "stream": "inference.generate",
     "sweep": "sweeps.sweep",
-    "write_report": "report.write",
+    "write_report": "report.page",
 }
 """Public name to the module that defines it, and to its name there where that is another."""
 

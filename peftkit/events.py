@@ -42,11 +42,21 @@ class Notice(Event):
 
 @dataclass(frozen=True, slots=True)
 class Table(Event):
-    """A table to print once: the audit of the base, the counts of the data."""
+    """A table to print once: the audit of the base, the counts of the data.
+
+    Attributes:
+        summary: The table in one line, for where it would be too long.
+        source: The file of rows that it tells of, if it does.
+        counts: Its numbers for code that reads them, since words in cells may change. Of a file of
+            rows: num_read, num_cut, num_dropped.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    summary: str = ""
+    source: str = ""
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

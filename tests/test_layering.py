@@ -62,7 +62,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "serve/requests",
     ),
     "yaml": ("config/",),
-    "PIL": ("data/images", "report/png"),  # the optional extra `images`; imported when called
+    "PIL": ("data/images",),  # the optional extra `images`; imported when called
     "starlette": ("serve/",),  # the optional extra `serve`, with uvicorn; imported when called
     "uvicorn": ("serve/server",),
     "typer": ("cli/",),

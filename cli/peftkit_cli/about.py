@@ -22,7 +22,7 @@ LIBRARIES = (
 )  # fmt: skip
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "sve", "bf16")
 BF16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
-RecipeName = Annotated[str, typer.Argument(metavar="NAME", show_default=False)]
+RecipeName = Annotated[str, typer.Argument(metavar="NAME")]
 
 
 def recipes_folder() -> Path:

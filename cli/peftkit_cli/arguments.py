@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 Adapter = Annotated[
     str,
-    typer.Argument(
-        metavar="ADAPTER",
-        help="A folder saved by peftkit or PEFT, or USER/NAME[@REVISION] on the hub.",
-        show_default=False,
-    ),
+    typer.Argument(metavar="ADAPTER", help="Adapter folder, or USER/NAME[@REVISION] on the hub."),
 ]
 Base = Annotated[
     str | None,
     typer.Option(
         metavar="MODEL",
-        help="Base model, if not the one recorded in the adapter: "
-        "hub id, folder, .gguf file or short name.",
-        show_default=False,
+        help="Base model to use instead of the recorded one: hub id, folder, .gguf file or "
+        "short name.",
     ),
 ]
 Force = Annotated[
-    bool,
-    typer.Option("--force", help="Use the adapter even if it was trained on another base."),
+    bool, typer.Option("--force", help="Use the adapter even if it was trained on another base.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show notices and errors only.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Override a field of the recipe: train.learning_rate=1e-4. Repeatable.",
-        show_default=False,
+        help="Override a recipe field: train.learning_rate=1e-4. Repeatable.",
     ),
 ]
+OutFolder = Annotated[Path, typer.Option(metavar="DIR", help="New folder for the adapter.")]
+Replace = Annotated[bool, typer.Option("--force", help="Replace an adapter in that folder.")]
 
 
 def note(text: str) -> None:

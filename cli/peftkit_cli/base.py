@@ -11,34 +11,22 @@ import typer
 from peftkit_cli.arguments import Json, note
 
 base = typer.Typer(
-    help="Packed bases in the cache: list them, remove them, pack one.", no_args_is_help=True
+    help="Quantised bases in the cache: list, remove or add one.", no_args_is_help=True
 )
 
 
 @base.command("ls")
 def list_(as_json: Json = False) -> None:
-    """List the packed bases, their sizes, and what is wrong with them, if anything."""
-    from rich.console import Console
-
+    """List the packed bases: their sizes, and any problem with them."""
     from peftkit.base.listed import stored_bases
     from peftkit.base.store import store_folder
-    from peftkit.events import Table
     from peftkit.report.figures import size
-    from peftkit_cli.render import show_table
+    from peftkit_cli.render import print_table
 
     found = stored_bases()
     if as_json:
-        facts = [
-            {
-                "name": each.folder.name,
-                "model": each.model,
-                "quantize": each.quantize,
-                "dtype": each.dtype,
-                "num_bytes": each.num_bytes,
-                "problem": each.problem,
-            }
-            for each in found
-        ]
+        names = ("model", "quantize", "dtype", "num_bytes", "problem")
+        facts = [{"name": e.folder.name, **{n: getattr(e, n) for n in names}} for e in found]
         typer.echo(json.dumps(facts, indent=2))
         return
     rows = tuple(
@@ -46,23 +34,20 @@ def list_(as_json: Json = False) -> None:
     )
     if rows:
         columns = ("name", "model", "quantize", "dtype", "size", "problem")
-        show_table(Console(highlight=False), Table("", columns, rows))
+        print_table("", columns, rows)
     total = size(sum(each.num_bytes for each in found))
     number = f"{len(found)} packed base{'' if len(found) == 1 else 's'}"
-    how = "" if found else " Make one with: peftkit base pack MODEL"
+    how = "" if found else " Pack one with: peftkit base pack MODEL"
     note(f"{number} in {store_folder()}, {total} in all.{how}")
 
 
 @base.command("rm")
 def remove(
     name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME", help="A name or a model that `base ls` shows.", show_default=False
-        ),
+        str, typer.Argument(metavar="NAME", help="Name or model, as `base ls` shows it.")
     ],
 ) -> None:
-    """Remove packed bases; the models that they were made of stay."""
+    """Remove packed bases. The original models stay."""
     from peftkit.base.listed import remove_stored
     from peftkit.report.figures import size
 
@@ -74,18 +59,18 @@ def remove(
 def pack(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="Hub id, folder or short name.", show_default=False),
+        typer.Argument(metavar="MODEL", help="Hub id, folder or short name."),
     ],
     quantize: Annotated[str, typer.Option(metavar="KIND", help="nf4, fp4 or int8.")] = "nf4",
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="bf16, fp16, fp32, auto.")] = "auto",
     revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit.", show_default=False)
+        str | None, typer.Option(metavar="NAME", help="Branch, tag or commit.")
     ] = None,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Pack even if little of the disk is left.")
+        bool, typer.Option("--yes", help="Do not ask, even if the disk will be nearly full.")
     ] = False,
 ) -> None:
-    """Pack a base into the cache, so that runs on it start in seconds."""
+    """Quantise a base into the cache, so that runs on it start in seconds."""
     from peftkit.base.pack import pack_base
     from peftkit_cli.render import Renderer
 

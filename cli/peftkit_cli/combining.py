@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from peftkit.errors import AdapterError
 from peftkit.formats.find_adapter import adapter_folder
-from peftkit_cli.arguments import note
+from peftkit_cli.arguments import OutFolder, Replace, note
 
-Out = Annotated[
-    Path, typer.Option(metavar="DIR", help="A new folder for the adapter.", show_default=False)
-]
-Replace = Annotated[bool, typer.Option("--force", help="Replace the adapter in that folder.")]
-
-
-class Way(str, Enum):
-    """Names that --method takes."""
-
-    linear = "linear"
-    cat = "cat"
-    svd = "svd"
-    ties = "ties"
-    dare_linear = "dare_linear"
-    dare_ties = "dare_ties"
-    magnitude_prune = "magnitude_prune"
+Combination = Literal["linear", "cat", "svd", "ties", "dare_linear", "dare_ties", "magnitude_prune"]
 
 
 def combine(
@@ -35,37 +19,31 @@ def combine(
         list[str],
         typer.Argument(
             metavar="ADAPTER[=WEIGHT]...",
-            help="Adapter folders with their weights: A=0.7 B=0.3. Without weights: equal shares.",
-            show_default=False,
+            help="Adapter folders and their weights: A=0.7 B=0.3. Without weights: equal shares.",
         ),
     ],
-    out: Out,
+    out: OutFolder,
     method: Annotated[
-        Way,
+        Combination,
         typer.Option(
-            help="linear and cat: the exact sum, at the lowest rank, or with ranks added up. "
-            "svd: the best approximation of a given rank. The others prune each update before "
-            "adding them up."
+            metavar="NAME",
+            help="linear, cat: the exact sum. svd: its best approximation of --rank. ties, "
+            "dare_linear, dare_ties, magnitude_prune: prune each update, then add up.",
         ),
-    ] = Way.linear,
+    ] = "linear",
     rank: Annotated[
         int | None,
         typer.Option(
             min=1,
             metavar="R",
-            help="Rank for svd and the pruning methods; by default the largest of the adapters.",
-            show_default=False,
+            help="Rank for svd and the pruning methods; by default the adapters' largest.",
         ),
     ] = None,
     density: Annotated[
         float | None,
-        typer.Option(
-            metavar="D",
-            help="Share of entries that the pruning methods keep; by default 0.5.",
-            show_default=False,
-        ),
+        typer.Option(metavar="D", help="Fraction of entries that pruning keeps; by default 0.5."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the entries that the DARE methods drop.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the DARE methods.")] = 0,
     force: Replace = False,
 ) -> None:
     """Combine adapters of one base into one. Prints the new adapter's folder."""
@@ -73,17 +51,9 @@ def combine(
     from peftkit.transform.combine import combine as combine_adapters
     from peftkit_cli.render import Renderer
 
+    settings = {"rank": rank, "density": density, "seed": seed, "force": force}
     with Renderer() as on_event:
-        combine_adapters(
-            weighted,
-            method.value,
-            out,
-            rank=rank,
-            density=density,
-            seed=seed,
-            force=force,
-            on_event=on_event,
-        )
+        combine_adapters(weighted, method, out, **settings, on_event=on_event)  # type: ignore[arg-type]
     typer.echo(out)
     note(f"Next: peftkit chat '{out}'")
 
@@ -113,46 +83,32 @@ def _weighted(adapters: list[str]) -> list[tuple[Path, float]]:
 
 def extract(
     base: Annotated[
-        str,
-        typer.Option(
-            metavar="MODEL",
-            help="The model before fine-tuning: folder or hub id.",
-            show_default=False,
-        ),
+        str, typer.Option(metavar="MODEL", help="The model before fine-tuning: folder or hub id.")
     ],
     tuned: Annotated[
-        str,
-        typer.Option(
-            metavar="MODEL", help="The fine-tuned model: folder or hub id.", show_default=False
-        ),
+        str, typer.Option(metavar="MODEL", help="The fine-tuned model: folder or hub id.")
     ],
-    rank: Annotated[
-        int, typer.Option(min=1, metavar="R", help="Rank of the adapter.", show_default=False)
-    ],
-    out: Out,
+    rank: Annotated[int, typer.Option(min=1, metavar="R", help="Rank of the adapter.")],
+    out: OutFolder,
     targets: Annotated[
         str,
         typer.Option(
             metavar="ROLES", help="Roles, groups or module names, separated by commas: q,v or ffn."
         ),
     ] = "all-linear",
-    seed: Annotated[int, typer.Option(help="Seed of the decompositions of large matrices.")] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="Seed of the decomposition of large matrices.")
+    ] = 0,
     force: Replace = False,
 ) -> None:
     """Extract the best adapter of a given rank from a full fine-tune. Prints its folder."""
     from peftkit.transform.extract import extract as extract_adapter
     from peftkit_cli.render import Renderer
 
+    names = [target.strip() for target in targets.split(",")]
     with Renderer() as on_event:
         extract_adapter(
-            base,
-            tuned,
-            rank,
-            out,
-            targets=[target.strip() for target in targets.split(",")],
-            seed=seed,
-            force=force,
-            on_event=on_event,
+            base, tuned, rank, out, targets=names, seed=seed, force=force, on_event=on_event
         )
     typer.echo(out)
     note(f"Next: peftkit eval '{out}' --data FILE.jsonl, or peftkit chat '{out}'")

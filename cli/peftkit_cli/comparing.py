@@ -30,24 +30,27 @@ def show_updates(updates: Sequence[RoleUpdate]) -> None:
     """Print a table of an adapter's updates, on stdout."""
     if not updates:
         return
+    from peftkit_cli.render import print_table
+
     columns = ("role", "layers", "norm of the update", "rank", "effective rank")
     rows = [
         (u.role, str(u.num_layers), f"{u.norm:.4g}", str(u.rank), f"{u.effective_rank:.1f}")
         for u in updates
     ]
-    _table("", columns, rows)
+    print_table("", columns, rows)
 
 
 def show_comparison(one: Path, other: Path, *, as_json: bool) -> None:
     """Print how two adapters differ, on stdout: what they are, then their updates by role."""
     from peftkit.transform.compare import compare
+    from peftkit_cli.render import print_table
 
     found = compare(one, other)
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
         return
     facts = [(name, first, second) for name, (first, second) in found.facts.items()]
-    _table("", ("", str(one), str(other)), facts)
+    print_table("", ("", str(one), str(other)), facts)
     rows = [
         (
             role.role,
@@ -58,15 +61,6 @@ def show_comparison(one: Path, other: Path, *, as_json: bool) -> None:
         for role in (*found.roles, found.all)
     ]
     columns = ("role", "layers A", "layers B", "norm A", "norm B", "cosine")
-    _table("The updates of A and B", columns, rows)
+    print_table("The updates of A and B", columns, rows)
     if found.same:
         typer.echo("Both hold the same numbers.")
-
-
-def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    from rich.console import Console
-
-    from peftkit.events import Table
-    from peftkit_cli.render import show_table
-
-    show_table(Console(highlight=False), Table(title, columns, tuple(rows)))

@@ -17,28 +17,20 @@ BAR, NUM_BARS = 40, 12
 
 
 def data(
-    file: Annotated[
-        str,
-        typer.Argument(metavar="FILE", help="A file or data set of rows.", show_default=False),
-    ],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A file or data set of rows.")],
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Count tokens as this model's tokenizer makes them; no weights are loaded.",
-            show_default=False,
-        ),
+        typer.Option(metavar="MODEL", help="Count tokens with this model's tokenizer."),
     ] = None,
     max_length: Annotated[
-        int, typer.Option(min=2, help="Longer rows are cut: data.max_length.")
+        int, typer.Option(min=2, metavar="N", help="data.max_length: longer rows are truncated.")
     ] = 1024,
     chat_template: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE", help="As data.chat_template.", show_default=False),
+        str | None, typer.Option(metavar="NAME|FILE", help="data.chat_template.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what is in a file: its format, fields, duplicates, and how many tokens rows have."""
+    """Show what is in a data file: format, fields, duplicates and lengths in tokens."""
     from peftkit.data.chat import choose_template
     from peftkit.data.survey import survey
     from peftkit_cli.render import Renderer
@@ -65,18 +57,14 @@ def data(
 
 
 def _show(found: Survey) -> None:
-    from rich.console import Console
-
-    from peftkit.events import Table
     from peftkit.report.figures import count
     from peftkit.tasks.rows import named
-    from peftkit_cli.render import show_table
+    from peftkit_cli.render import print_table
 
-    console = Console(highlight=False)
     lines = [
         ("rows", f"{found.num_rows:,}"),
         ("format", found.format or "none of causal_lm's"),
-        ("for the task", ", ".join(found.tasks) or "none by these names; see docs/data.md"),
+        ("fits the task", ", ".join(found.tasks) or "none by these names; see docs/data.md"),
         ("duplicates", f"{found.num_duplicates:,}"),
     ]
     if (tokens := found.tokens) is not None:
@@ -87,8 +75,8 @@ def _show(found: Survey) -> None:
             ("tokens of an epoch", f"{count(total)}, of which {count(tokens.num_targets)} learnt"),
             ("tokens of a row", ", ".join(f"{k} {v:,}" for k, v in _quantiles(tokens).items())),
         ]
-    show_table(console, Table(f"Data: {found.where}", ("", ""), tuple(lines)))
-    rows = tuple(
+    print_table(f"Data: {found.where}", ("", ""), lines)
+    rows = [
         (
             field.name,
             f"{field.num_rows:,}",
@@ -97,9 +85,8 @@ def _show(found: Survey) -> None:
             ", ".join(f"{script} {share:.0%}" for script, share in field.scripts.items()) or "-",
         )
         for field in found.fields
-    )
-    columns = ("field", "rows", "empty", "characters", "scripts")
-    show_table(console, Table("Fields", columns, rows))
+    ]
+    print_table("Fields", ("field", "rows", "empty", "mean characters", "scripts"), rows)
     if tokens is not None and tokens.lengths:
         _histogram(tokens)
 

@@ -3,85 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from peftkit.errors import ConfigError, PeftkitError
-from peftkit_cli.arguments import Adapter, note
+from peftkit_cli.arguments import Adapter, Base, OutFolder, Replace, note
 
-Replace = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
-OutFolder = Annotated[
-    Path, typer.Option(metavar="DIR", help="A new folder for the adapter.", show_default=False)
-]
-
-
-class Format(str, Enum):
-    """Names that --to takes."""
-
-    peft = "peft"
-    gguf = "gguf"
-    mlx = "mlx"
-
-
-class Profile(str, Enum):
-    """Names that --profile takes."""
-
-    serving = "serving"
-
-
-class TensorDtype(str, Enum):
-    """Names that --dtype takes."""
-
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
-    q8_0 = "q8_0"
+Format = Literal["peft", "gguf", "mlx"]
+TensorDtype = Literal["fp32", "fp16", "bf16", "q8_0"]
 
 
 def export(
     adapter: Adapter,
-    to: Annotated[Format, typer.Option(help="Format to write.", show_default=False)],
-    out: Annotated[
-        Path,
-        typer.Option(
-            metavar="PATH", help="A new folder; for gguf, a new file.", show_default=False
-        ),
-    ],
+    to: Annotated[Format, typer.Option(metavar="FORMAT", help="peft, gguf or mlx.")],
+    out: Annotated[Path, typer.Option(metavar="PATH", help="New folder; for gguf, a new file.")],
     profile: Annotated[
-        Profile | None,
-        typer.Option(help="With --to peft: write what vLLM accepts.", show_default=False),
+        Literal["serving"] | None,
+        typer.Option(metavar="serving", help="With --to peft: write what vLLM accepts."),
     ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Base model, if not the one recorded; only its config is read, for gguf.",
-            show_default=False,
-        ),
-    ] = None,
+    base: Base = None,
     dtype: Annotated[
-        TensorDtype, typer.Option(help="dtype of the tensors; q8_0 only for gguf.")
-    ] = TensorDtype.fp32,
+        TensorDtype,
+        typer.Option(
+            metavar="TYPE", help="Type of the tensors: fp32, fp16, bf16; for gguf also q8_0."
+        ),
+    ] = "fp32",
     rank: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Reduce higher ranks to this one by SVD, and print the error.",
-            show_default=False,
-        ),
+        typer.Option(min=1, metavar="R", help="Reduce higher ranks to R by SVD; prints the error."),
     ] = None,
     max_rank: Annotated[
-        int, typer.Option(min=1, max=512, help="With --profile: the server's --max-lora-rank.")
+        int,
+        typer.Option(
+            min=1, max=512, metavar="R", help="With --profile: the server's --max-lora-rank."
+        ),
     ] = 512,
     force: Replace = False,
 ) -> None:
-    """Write an adapter for PEFT, vLLM, llama.cpp or MLX. Prints its path."""
-    if profile and to is not Format.peft:
+    """Write an adapter for PEFT, vLLM, llama.cpp or MLX. Prints its path.
+
+    Of the base only the config is read, for gguf.
+    """
+    if profile and to != "peft":
         raise ConfigError(
-            f"there is no --profile {profile.value} of {to.value}", fix="Use it with --to peft."
+            f"--profile {profile} cannot be used with --to {to}", fix="Use it with --to peft."
         )
     from peftkit.transform.exchange import export_adapter
     from peftkit_cli.render import Renderer
@@ -90,10 +57,10 @@ def export(
         done = export_adapter(
             adapter,
             out,
-            to=to.value,
-            serving=profile is Profile.serving,
+            to=to,
+            serving=profile == "serving",
             base=base,
-            dtype=dtype.value,
+            dtype=dtype,
             rank=rank,
             max_rank=max_rank,
             force=force,
@@ -107,33 +74,24 @@ def export(
 
 
 def _lost(errors: Mapping[str, float]) -> str:
-    """Say what a lower rank cost, of the relative error of each layer's update."""
+    """Return what a lower rank cost: the relative error of the layers' updates."""
     worst, largest = max(errors.items(), key=lambda error: error[1])
     mean = sum(errors.values()) / len(errors)
     return (
         f"{len(errors)} layers reduced; relative error of their updates "
-        f"{mean:.2%} in the mean, {largest:.2%} at most ({worst})."
+        f"{mean:.2%} on average, {largest:.2%} at most ({worst})."
     )
 
 
 def import_(
     path: Annotated[
         Path,
-        typer.Argument(
-            metavar="PATH",
-            help="A folder of mlx-lm or PEFT, or a GGUF LoRA file.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="PATH", help="Folder of mlx-lm or PEFT, or a GGUF LoRA file."),
     ],
     out: OutFolder,
     base: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Base model it was trained on: hub id, folder or short name; by default the one "
-            "that the adapter names.",
-            show_default=False,
-        ),
+        typer.Option(metavar="MODEL", help="Base it was trained on, if the adapter names none."),
     ] = None,
     force: Replace = False,
 ) -> None:
@@ -149,12 +107,9 @@ def import_(
 
 def push(
     adapter: Adapter,
-    name: Annotated[
-        str,
-        typer.Argument(metavar="USER/NAME", help="Repository to upload to.", show_default=False),
-    ],
+    name: Annotated[str, typer.Argument(metavar="USER/NAME", help="Repository to upload to.")],
     private: Annotated[
-        bool, typer.Option("--private", help="Create it as a private repository.")
+        bool, typer.Option("--private", help="Create the repository as a private one.")
     ] = False,
 ) -> None:
     """Upload an adapter to the hub, in one commit. Prints the commit's page."""
@@ -171,10 +126,7 @@ def push(
 
 
 def pull(
-    name: Annotated[
-        str,
-        typer.Argument(metavar="ID[@REVISION]", help="USER/NAME on the hub.", show_default=False),
-    ],
+    name: Annotated[str, typer.Argument(metavar="ID[@REVISION]", help="USER/NAME on the hub.")],
     out: OutFolder,
     force: Replace = False,
 ) -> None:

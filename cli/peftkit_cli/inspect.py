@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,20 +53,19 @@ def inspect(
         str,
         typer.Argument(
             metavar="ADAPTER|MODEL",
-            help="An adapter's folder; or a model: hub id, folder, .gguf file or short name.",
-            show_default=False,
+            help="An adapter folder; or a model: hub id, folder, .gguf file or short name.",
         ),
     ],
     other: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="OTHER", help="Another adapter: show how the two differ.", show_default=False
-        ),
+        str | None, typer.Argument(metavar="OTHER", help="A second adapter, to compare.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a model's roles and what each method would train on it; what an adapter is and changes;
-    or how two adapters differ."""
+    """Show what a model or an adapter consists of, or compare two adapters.
+
+    Of a model: its roles, and what each method would train. Of an adapter: its settings, tensors
+    and the size of its updates. No weights are loaded.
+    """
     if other is not None:
         show_comparison(adapter_folder(what), adapter_folder(other), as_json=as_json)
         return
@@ -226,33 +226,33 @@ def starred(path: str) -> str:
 
 def show(facts: Mapping[str, Any], groups: Sequence[Group]) -> None:
     """Print the facts as lines and the groups as a table, on stdout."""
-    from rich.console import Console
-
-    from peftkit.events import Table
     from peftkit.report.figures import count, size
-    from peftkit_cli.render import show_table
+    from peftkit_cli.render import print_table
 
-    texts = {name: str(value) for name, value in facts.items() if value not in (None, {}, [])}
+    texts = {name: _text(value) for name, value in facts.items() if value not in (None, {}, [])}
     texts["num_parameters"] = count(facts["num_parameters"])
     if "num_bytes" in facts:
         texts["num_bytes"] = size(facts["num_bytes"])
     width = max(len(name) for name in texts)
     for name, text in texts.items():
         typer.echo(f"{name:{width}}  {text}")
-    rows = tuple((g.role, g.modules, str(g.count), g.shape, count(g.parameters)) for g in groups)
+    rows = [(g.role, g.modules, str(g.count), g.shape, count(g.parameters)) for g in groups]
     first = "role" if facts["kind"] == "model" else "tensor"
-    columns = (first, "modules", "count", "shape", "parameters")
-    show_table(Console(highlight=False), Table("", columns, rows))
+    print_table("", (first, "modules", "count", "shape", "parameters"), rows)
+
+
+def _text(value: Any) -> str:
+    """Return a fact's value; paths that differ in the number of a layer alone are told once."""
+    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+        counts = Counter(starred(name) for name in value)
+        return ", ".join(f"{name} ({n} x)" if n > 1 else name for name, n in counts.items())
+    return str(value)
 
 
 def show_methods(methods: list[MethodFacts], num_parameters: int) -> None:
     """Print what each method would train, on stdout; nothing where there is no model."""
-    from rich.console import Console
-
-    from peftkit.events import Table
-    from peftkit_cli.render import show_table
+    from peftkit_cli.render import print_table
 
     if methods:
-        rows = tuple(method_rows(methods, num_parameters))
-        title = "Methods, each with its defaults"
-        show_table(Console(highlight=False), Table(title, COLUMNS, rows))
+        rows = method_rows(methods, num_parameters)
+        print_table("Methods, each with its defaults", COLUMNS, rows)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -12,47 +11,28 @@ from peftkit.errors import ConfigError
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit_cli.arguments import Adapter, Base, Force, note
 
-
-class Dtype(str, Enum):
-    """Names that --dtype takes; the last five with --into."""
-
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
-    q8_0 = "q8_0"
-    q5_1 = "q5_1"
-    q5_0 = "q5_0"
-    q4_1 = "q4_1"
-    q4_0 = "q4_0"
-
-
-FLOATS = (Dtype.bf16, Dtype.fp16, Dtype.fp32)
+Dtype = Literal["bf16", "fp16", "fp32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+FLOATS = ("bf16", "fp16", "fp32")
 
 
 def merge(
     adapter: Adapter,
     out: Annotated[
-        Path,
-        typer.Option(
-            metavar="PATH",
-            help="A new folder for the model; with --into, a new file.",
-            show_default=False,
-        ),
+        Path, typer.Option(metavar="PATH", help="New folder for the model; with --into, a file.")
     ],
     into: Annotated[
         Path | None,
         typer.Option(
-            metavar="BASE.gguf",
-            help="Merge into this GGUF file of the base, and write another one.",
-            show_default=False,
+            metavar="BASE.gguf", help="Merge into this GGUF file of the base; write a new file."
         ),
     ] = None,
     base: Base = None,
     dtype: Annotated[
         Dtype | None,
         typer.Option(
-            help="Type of the merged weights; by default the base's. q8_0 to q4_0: with --into.",
-            show_default=False,
+            metavar="TYPE",
+            help="Type of the merged weights: bf16, fp16, fp32; with --into also q8_0, q5_1, "
+            "q5_0, q4_1, q4_0. By default the base's.",
         ),
     ] = None,
     force: Force = False,
@@ -60,23 +40,23 @@ def merge(
         bool,
         typer.Option(
             "--from-quantized",
-            help="Merge into the quantised weights used in training, not into the original ones.",
+            help="Merge into the quantised weights used in training instead of the originals.",
         ),
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the model that is there.")
     ] = False,
 ) -> None:
-    """Merge an adapter into its base, which gives an ordinary model. Prints its path."""
+    """Merge an adapter into its base, giving an ordinary model. Prints its path."""
     if into is not None and from_quantized:
         raise ConfigError(
-            "--from-quantized does not go with --into",
+            "--from-quantized cannot be used with --into",
             found="the weights of a GGUF file are merged into as they are",
             fix="Leave it out.",
         )
     if into is None and dtype not in (None, *FLOATS):
         raise ConfigError(
-            f"there are no weights in {dtype.value} in a folder of transformers",
+            f"a transformers folder has no {dtype} weights",
             fix="Merge into a GGUF file: --into BASE.gguf. Or choose bf16, fp16 or fp32.",
         )
     folder = adapter_folder(adapter)
@@ -84,16 +64,14 @@ def merge(
     from peftkit.merging.merge import merge as merge_adapter
     from peftkit_cli.render import Renderer
 
-    how: dict[str, Any] = {"base": base, "dtype": None if dtype is None else dtype.value}
-    how |= {"force": force, "overwrite": overwrite}
+    how: dict[str, Any] = {"base": base, "dtype": dtype, "force": force, "overwrite": overwrite}
     with Renderer() as on_event:
         if into is None:
-            how["from_quantized"] = from_quantized
-            merge_adapter(folder, out, **how, on_event=on_event)
+            merge_adapter(folder, out, **how, from_quantized=from_quantized, on_event=on_event)
         else:
             merge_into_gguf(folder, into, out, **how, on_event=on_event)
     typer.echo(out)
     if into is None:
-        note(f"Next: load '{out}' in transformers, vLLM or llama.cpp's converter as any model.")
+        note(f"Next: load '{out}' in transformers, vLLM or llama.cpp's converter, like any model.")
     else:
         note(f"Next: llama-server -m '{out}'")

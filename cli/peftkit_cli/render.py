@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import IO, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import IO, Any, cast
 
 from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.markup import escape
-from rich.progress_bar import ProgressBar
-from rich.spinner import Spinner
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table as Grid
 from rich.text import Text
 
 from peftkit import events
 from peftkit.events import Event, Listener
 from peftkit.report.figures import count, duration, metric, size
-from peftkit.report.plot import plot
-from peftkit_cli.unfailing import Unfailing
 
-CURVE_COLUMNS, CURVE_LINES = 64, 7
+SPARKS, SPARK_COLUMNS = "▁▂▃▄▅▆▇█", 24
 SHOWN = ("accuracy", "margin")  # of a task's figures; metrics.jsonl has them all
 PLAIN_LINES = 40  # about as many lines of steps as a log should hold
-PLAIN_BYTES = 1 << 30  # less is loaded in a second or two
 PLAIN_SECONDS = 60.0  # and a sign of life at least this often
+PROGRESS_SECONDS = 5.0  # work that takes less has no lines of progress
 
 
 class Renderer:
@@ -37,29 +35,72 @@ class Renderer:
     Args:
         tables: Console of tables, if they are the command's output rather than a remark.
         transient: Remove finished stages from the terminal.
+        brief: Show tables that have a summary as that one line.
+        quiet: Show notices alone.
     """
 
-    def __init__(self, *, tables: Console | None = None, transient: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        tables: Console | None = None,
+        transient: bool = False,
+        brief: bool = False,
+        quiet: bool = False,
+    ) -> None:
         console = Console(file=cast("IO[str]", Unfailing(sys.stderr)), highlight=False)
         self._live: LiveScreen | None = None
         if os.environ.get("RANK", "0") != "0":  # under `accelerate launch` one process draws
             self._listener = events.ignore
-        elif not console.is_terminal or console.is_dumb_terminal:
-            self._listener = PlainScreen(console, tables or console).on_event
+        elif quiet or not console.is_terminal or console.is_dumb_terminal:
+            screen = PlainScreen(console, tables or console, brief=brief, quiet=quiet)
+            self._listener = screen.on_event
         else:
             if tables is None or tables.is_terminal:
                 tables = console  # on one terminal, all go through the console that redraws it
-            self._live = LiveScreen(console, tables, transient=transient)
+            self._live = LiveScreen(console, tables, transient=transient, brief=brief)
             self._listener = self._live.on_event
 
     def __enter__(self) -> Listener:
         if self._live is not None:
-            self._live.live.start()
+            self._live.start()
         return self._listener
 
     def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.finish(failed=error[0] is not None)
+
+
+class Unfailing:
+    """A stream that ignores that its reader has closed or its disk is full.
+
+    A closed terminal or a full log loses only its output, not the run.
+    """
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write; after a failure, discard."""
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._abandon()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush; after a failure, discard."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            self._stream.flush()
 
 
 class PlainScreen:
@@ -70,19 +111,24 @@ class PlainScreen:
         console: Console,
         tables: Console,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        brief: bool = False,
+        quiet: bool = False,
     ) -> None:
         self.console, self.tables, self.clock = console, tables, clock
+        self.brief, self.quiet = brief, quiet
         self._last_line = clock()
         self._last_tenth = ("", 0)
 
     def on_event(self, event: Event) -> None:
         """Print the event, or nothing if it is one of many alike."""
+        if self.quiet and not isinstance(event, events.Notice):
+            return
         if isinstance(event, events.Table):
-            show_table(self.tables, event)
+            show_table(self.tables, event, brief=self.brief)
         elif isinstance(event, events.Progress):
             tenth = (event.text, 10 * event.done // max(event.total, 1))
-            is_short = event.unit == "B" and event.total < PLAIN_BYTES
-            if tenth != self._last_tenth and tenth[1] > 0 and not is_short:
+            if tenth != self._last_tenth and self._waited(PROGRESS_SECONDS):
                 self._last_tenth = tenth
                 self._line(f"{event.text} {how_far(event)}")
         elif isinstance(event, events.StepDone):
@@ -93,11 +139,11 @@ class PlainScreen:
 
     def _is_due(self, event: events.StepDone) -> bool:
         every = max(1, round(event.num_steps / PLAIN_LINES))
-        return (
-            event.step in (1, event.num_steps)
-            or event.step % every == 0
-            or self.clock() - self._last_line >= PLAIN_SECONDS
-        )
+        is_end = event.step in (1, event.num_steps)
+        return is_end or event.step % every == 0 or self._waited(PLAIN_SECONDS)
+
+    def _waited(self, seconds: float) -> bool:
+        return self.clock() - self._last_line >= seconds
 
     def _line(self, text: str) -> None:
         self._last_line = self.clock()
@@ -105,91 +151,110 @@ class PlainScreen:
         self.console.print(text, markup=False, soft_wrap=True)
 
 
-class LiveScreen:
+class LiveScreen(Progress):
     """Redraws the current work in place; finished work is printed above it."""
 
-    def __init__(self, console: Console, tables: Console, *, transient: bool) -> None:
-        self.tables, self.transient = tables, transient
+    def __init__(
+        self, console: Console, tables: Console, *, transient: bool, brief: bool = False
+    ) -> None:
+        self.tables, self.transient, self.brief = tables, transient, brief
         self._stage: tuple[str, float] | None = None
-        self._progress: events.Progress | None = None
-        self._spinner = Spinner("dots", style="cyan")
         self._step: events.StepDone | None = None
-        self._losses: list[tuple[int, float]] = []
-        self._evals: list[tuple[int, float]] = []
-        self.live = Live(
-            console=console, refresh_per_second=8, transient=transient, get_renderable=self._draw
+        self._losses: list[float] = []
+        super().__init__(
+            SpinnerColumn(style="cyan"),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[how_far]}"),
+            console=console,
+            transient=transient,
+            refresh_per_second=8,
         )
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Return what is redrawn: the figures of the last step, above the bar."""
+        if self._step is not None:
+            curve = Text(sparkline(self._losses), style="cyan")
+            yield curve + Text("  ".join(["", *step_parts(self._step)]))
+        yield self.make_tasks_table(self.tasks)
 
     def on_event(self, event: Event) -> None:
         """Show an event."""
         if isinstance(event, events.StepDone):
-            self._end_stage()
             self._step = event
-            self._losses.append((event.step, event.loss))
+            self._losses.append(event.loss)
+            self._bar(events.Progress("step", event.step, event.num_steps))
         elif isinstance(event, events.Progress):
-            self._progress = event
-        elif isinstance(event, events.Stage):
+            self._bar(event)
+        elif isinstance(event, events.Notice):
+            self.console.print(_styled(event, f"note: {event.text}"))
+        else:
             self._end_stage()
-            self._stage = (event.text, time.monotonic())
-        elif isinstance(event, events.Table):
-            self._end_stage()
-            show_table(self.tables, event)
-        elif (text := describe(event)) is not None:
-            if isinstance(event, events.EvalDone) and "loss" in event.metrics:
-                self._evals.append((event.step, event.metrics["loss"]))
-            if not isinstance(event, events.Notice):
-                self._end_stage()
-            self.live.console.print(_styled(event, text))
+            if isinstance(event, events.Stage):
+                self._stage = (event.text, time.monotonic())
+                self.add_task(event.text, total=None, how_far="")
+            elif isinstance(event, events.Table):
+                show_table(self.tables, event, brief=self.brief)
+            elif (text := describe(event)) is not None:
+                self.console.print(_styled(event, text))
 
     def finish(self, *, failed: bool = False) -> None:
         """Stop redrawing."""
         if failed:  # a stage that broke off is not done
-            self._stage = self._progress = None
+            self._stage = None
         self._end_stage()
-        self.live.stop()
+        self.stop()
+
+    def _bar(self, event: events.Progress) -> None:
+        if not self.tasks:
+            self.add_task("", how_far="")
+        (task,) = self.task_ids
+        told = {"description": event.text, "how_far": how_far(event)}
+        self.update(task, completed=event.done, total=max(event.total, 1), **told)
 
     def _end_stage(self) -> None:
-        self._progress = None
-        if self._stage is None:
-            return
-        (text, began), self._stage = self._stage, None
-        if not self.transient:
-            seconds = time.monotonic() - began
-            done = f"[green]✓[/] {escape(text.rstrip('. '))} [dim]{seconds:.1f} s[/]"
-            self.live.console.print(done)
-
-    def _draw(self) -> RenderableType:
-        parts: list[RenderableType] = []
-        if self._step is not None:
-            parts.append(self._draw_training(self._step))
-        if self._progress is not None:
-            seconds = 0.0 if self._stage is None else time.monotonic() - self._stage[1]
-            parts.append(_bar(self._progress, seconds))
-        elif self._stage is not None:
-            self._spinner.update(text=Text(self._stage[0]))
-            parts.append(self._spinner)
-        return Group(*parts)
-
-    def _draw_training(self, step: events.StepDone) -> RenderableType:
-        figures = Grid.grid(padding=(0, 2))
-        figures.add_row(*(Text(part) for part in step_parts(step)))
-        width = min(CURVE_COLUMNS, self.live.console.width - 24)
-        lines = plot(self._losses, self._evals, width, CURVE_LINES)
-        curve = Text("\n").join(
-            Text.assemble((axis, "dim"), (dots, "cyan"), (key, "dim")) for axis, dots, key in lines
-        )
-        return Group(curve, _bar(events.Progress("step", step.step, step.num_steps), 0.0), figures)
+        for task in self.task_ids:
+            self.remove_task(task)
+        if self._stage is not None and not self.transient:
+            text, began = self._stage
+            took = f" {time.monotonic() - began:.1f} s"
+            done = ("✓ ", "green"), text.rstrip(". "), (took, "dim")
+            self.console.print(Text.assemble(*done))
+        self._stage = None
 
 
-def show_table(console: Console, table: events.Table) -> None:
-    """Print a table; off a terminal as wide as its text, so that no cell is cut."""
+def sparkline(values: Sequence[float], columns: int = SPARK_COLUMNS) -> str:
+    """Return numbers as one line of bars, each the mean of as many numbers in turn."""
+    columns = min(columns, len(values))
+    edges = [len(values) * n // columns for n in range(columns + 1)] if columns else []
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    finite = [value for value in means if math.isfinite(value)]
+    low = min(finite, default=0.0)
+    spread = max(finite, default=0.0) - low or 1.0
+    last = len(SPARKS) - 1
+    return "".join(
+        SPARKS[round(last * (value - low) / spread)] if math.isfinite(value) else " "
+        for value in means
+    )
+
+
+def print_table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+    """Print a table as a command's output."""
+    show_table(Console(highlight=False), events.Table(title, columns, tuple(rows)))
+
+
+def show_table(console: Console, table: events.Table, *, brief: bool = False) -> None:
+    """Print a table; off a terminal as wide as its text, so that no cell is cut.
+
+    Args:
+        brief: Print its summary instead, if it has one.
+    """
+    if brief and table.summary:
+        console.print(Text(table.summary), soft_wrap=True)
+        return
     if table.title:  # by itself: a grid's own title is as narrow as its columns
         console.print(Text(table.title, style="bold"), soft_wrap=True)
-    grid = Grid(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        show_header=any(table.columns),
-    )
+    grid = Grid(box=box.SIMPLE_HEAD, show_edge=False, show_header=any(table.columns))
     for column in table.columns:
         grid.add_column(Text(column), overflow="fold")
     for row in table.rows:
@@ -206,33 +271,33 @@ def show_table(console: Console, table: events.Table) -> None:
 
 
 def describe(event: Event) -> str | None:
-    """Return the one line that tells of an event, or None if it has no line of its own."""
-    if isinstance(event, events.Stage):
-        return event.text
-    if isinstance(event, events.Notice):
-        return f"note: {event.text}"
-    if isinstance(event, events.RunStarted):
-        share = 100 * event.num_trainable / max(event.num_parameters, 1)
-        start = f", from step {event.start_step}" if event.start_step else ""
-        return (
-            f"Training {count(event.num_trainable)} of {count(event.num_parameters)} parameters "
-            f"({share:.2f} %) on {event.device}: {event.num_rows:,} rows, "
-            f"{event.num_steps:,} steps{start}" + (f" ({event.paths})" if event.paths else "")
-        )
-    if isinstance(event, events.EvalDone):
-        best = " (best so far)" if event.best else ""
-        return f"eval at step {event.step}: {metrics_line(event.metrics)}{best}"
-    if isinstance(event, events.Sampled):
-        return "\n".join([f"samples at step {event.step}:", *map(_said, event.samples)])
-    if isinstance(event, events.Saved):
-        return f"saved {event.kind}: {event.path}"
-    if isinstance(event, events.RunDone):
-        took = f"Done: {event.step:,} steps in {duration(event.seconds)}"
-        return f"{took}; {metrics_line(event.metrics)}" if event.metrics else took
+    """Return the lines that tell of an event, or None if it has none of its own."""
+    match event:
+        case events.Stage(text):
+            return text
+        case events.Notice(text):
+            return f"note: {text}"
+        case events.RunStarted():
+            share = 100 * event.num_trainable / max(event.num_parameters, 1)
+            start = f", from step {event.start_step}" if event.start_step else ""
+            return (
+                f"Training {count(event.num_trainable)} of {count(event.num_parameters)} "
+                f"parameters ({share:.2f} %) on {event.device}: {event.num_rows:,} rows, "
+                f"{event.num_steps:,} steps{start}"
+            ) + (f"\n  computed by: {event.paths}" if event.paths else "")
+        case events.EvalDone(step, metrics, best):
+            return f"eval at step {step}: {metrics_line(metrics)}{' (best so far)' * best}"
+        case events.Sampled(step, samples):
+            return "\n".join([f"samples at step {step}:", *map(_sample_line, samples)])
+        case events.Saved(kind, path):
+            return f"saved {kind}: {path}"
+        case events.RunDone(step, seconds, metrics):
+            took = f"Done: {step:,} steps in {duration(seconds)}"
+            return f"{took}; {metrics_line(metrics)}" if metrics else took
     return None
 
 
-def _said(sample: events.Sample) -> str:
+def _sample_line(sample: events.Sample) -> str:
     """Return a sample as one line: the end of the prompt, and the beginning of the answer."""
     prompt, answer = " ".join(sample.prompt.split()), " ".join(sample.completion.split())
     prompt = prompt if len(prompt) <= 48 else f"...{prompt[-45:]}"
@@ -264,19 +329,6 @@ def how_far(event: events.Progress) -> str:
     """Return how much is done of how much: 3/14, 1.2 GiB/4.5 GiB."""
     shown = size if event.unit == "B" else "{:,}".format
     return f"{shown(event.done)}/{shown(event.total)}"
-
-
-def _bar(event: events.Progress, seconds: float) -> RenderableType:
-    """Return a bar of what is done, and where bytes are counted the time left."""
-    row, total = Grid.grid(padding=(0, 1)), max(event.total, 1)
-    bar = ProgressBar(total=total, completed=event.done, width=40)
-    cells: list[RenderableType] = [Text(event.text), bar, Text(how_far(event))]
-    cells.append(Text(f"{100 * event.done // total} %"))
-    if event.unit == "B" and event.done and seconds > 1:
-        left = seconds * (event.total - event.done) / event.done
-        cells.append(Text(f"{duration(left)} left"))
-    row.add_row(*cells)
-    return row
 
 
 def _styled(event: Event, text: str) -> Text:

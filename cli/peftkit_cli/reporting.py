@@ -15,49 +15,37 @@ SHOWN_SETTINGS = 6
 
 
 def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False),
-    ],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="The file to write; by default report.html in the folder of the run.",
-            show_default=False,
-        ),
+        typer.Option(metavar="FILE", help="File to write; by default RUN/report.html."),
     ] = None,
-    png: Annotated[
-        bool, typer.Option("--png", help="Write the curves as a PNG, which needs Pillow.")
-    ] = False,
 ) -> None:
-    """Show what a run did, or compare several: curves, samples, data, recipe, in one HTML file.
-    Prints the file's path."""
-    from peftkit.report.write import write_report
+    """Write a run's report, or compare several runs, as one HTML file. Prints its path.
 
-    name = "report.png" if png else "report.html"
-    where = out or (runs[0] / name if len(runs) == 1 else Path(name))
-    typer.echo(write_report(runs, where, png=png))
+    It shows the curves, samples, data, recipe and versions.
+    """
+    from peftkit.report.live import REPORT
+    from peftkit.report.page import write_report
+
+    typer.echo(write_report(runs, out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))))
 
 
 def runs(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A folder with runs in it, at any depth.")
+        Path, typer.Argument(metavar="DIR", help="Folder with runs in it, at any depth.")
     ] = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """List the runs below a folder, the newest first: state, steps, losses, what differs."""
+    """List the runs below a folder, newest first: state, steps, losses, differing settings."""
     from peftkit.report.runs import list_runs
 
     found = list_runs(folder)
     if as_json:
         typer.echo(json.dumps([asdict(run) for run in found], indent=2))
         return
-    from rich.console import Console
-
-    from peftkit.events import Table
     from peftkit.report.figures import duration, size
-    from peftkit_cli.render import show_table
+    from peftkit_cli.render import print_table
 
     settings = list(dict.fromkeys(key for run in found for key in run.differs))
     shown, more = settings[:SHOWN_SETTINGS], settings[SHOWN_SETTINGS:]
@@ -75,9 +63,9 @@ def runs(
         )
         for run in found
     ]
-    show_table(Console(highlight=False), Table("", (*columns, *shown), tuple(rows)))
+    print_table("", (*columns, *shown), rows)
     if more:
-        note(f"They differ too in {', '.join(more)}: see --json, or peftkit report RUN RUN.")
+        note(f"They also differ in {', '.join(more)}: see --json, or peftkit report RUN RUN.")
 
 
 def _figure(value: float | None) -> str:

@@ -10,30 +10,26 @@ import typer
 
 from peftkit.errors import ConfigError
 from peftkit_cli.about import unknown_recipe_file
-from peftkit_cli.arguments import Json, Overrides, note
+from peftkit_cli.arguments import Json, Overrides, Quiet, note
 
 
 def sweep(
     recipes: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="RECIPE.yaml...", help="A recipe; several with --each.", show_default=False
-        ),
+        typer.Argument(metavar="RECIPE.yaml...", help="A recipe; several with --each."),
     ],
     over: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE,VALUE",
-            help="Train with each of these values, as method.rank=8,16,64. Repeatable: the grid.",
-            show_default=False,
+            help="Train with each of these values: method.rank=8,16,64. Repeatable: a grid.",
         ),
     ] = None,
     pick: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Train the members that a YAML file names: {NAME: {method.rank: 8}}.",
-            show_default=False,
+            help="Train the runs defined in a YAML file: {NAME: {method.rank: 8}}.",
         ),
     ] = None,
     each: Annotated[
@@ -41,20 +37,21 @@ def sweep(
     ] = False,
     overrides: Overrides = None,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="A folder for each member is made in it.")
+        Path, typer.Option(metavar="DIR", help="Folder for the sweep; each run has a folder in it.")
     ] = Path("runs/sweep"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the sweep in DIR.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the sweep in DIR.")] = False,
     halve: Annotated[
         bool,
-        typer.Option("--halve", help="After each third of the steps stop the worse half."),
+        typer.Option("--halve", help="Successive halving: stop the worse half after each third."),
     ] = False,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train many adapters over one base in one pass. Prints the folder of the best."""
     ways = [over, pick, each]
     if sum(bool(way) for way in ways) != 1 or (len(recipes) > 1 and not each):
         raise ConfigError(
-            "a sweep is RECIPE with --over or with --pick, or several recipes with --each",
+            "a sweep takes a recipe with --over or --pick, or several recipes with --each",
             fix="peftkit sweep RECIPE.yaml --over method.rank=8,16 --out runs/sweep",
         )
     for path in recipes:
@@ -72,7 +69,7 @@ def sweep(
         members = made.pick(recipes[0], pick, overrides or (), out=out)
     else:
         members = made.grid(recipes[0], over or (), overrides or (), out=out)
-    with Renderer() as on_event:
+    with Renderer(brief=True, quiet=quiet) as on_event:
         train_together(members, out, resume=resume, halve=halve, on_event=on_event)
     if as_json:
         typer.echo(json.dumps(json.loads((out / SWEEP).read_text(encoding="utf-8"))))

@@ -13,49 +13,38 @@ import typer
 
 from peftkit.errors import ConfigError, neighbours
 from peftkit_cli.about import unknown_recipe_file
-from peftkit_cli.arguments import Overrides, note
+from peftkit_cli.arguments import Overrides, Quiet, note
 
 if TYPE_CHECKING:
     from peftkit.run.config import Recipe
 
-RecipeFile = Annotated[
-    Path, typer.Argument(metavar="RECIPE.yaml", help="The recipe to run.", show_default=False)
-]
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="The recipe.")]
 
 
 def train(
     recipe: Annotated[
-        Path | None,
-        typer.Argument(metavar="[RECIPE.yaml]", help="A recipe.", show_default=False),
+        Path | None, typer.Argument(metavar="RECIPE.yaml", help="A recipe; or use --from.")
     ] = None,
     overrides: Overrides = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Output folder; the same as --set train.output_dir=DIR."),
+        typer.Option(metavar="DIR", help="Output folder: train.output_dir of the recipe."),
     ] = None,
     run_folder: Annotated[
         Path | None,
-        typer.Option(
-            "--from",
-            metavar="RUN",
-            help="Train anew by the recipe of a finished run; with --set and --out.",
-            show_default=False,
-        ),
+        typer.Option("--from", metavar="RUN", help="Start a new run from a finished run's recipe."),
     ] = None,
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Continue exactly where the run in that folder stopped."),
+        bool, typer.Option("--resume", help="Continue where the run in that folder stopped.")
     ] = False,
     overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Start a new run in a folder that already holds one."),
+        bool, typer.Option("--overwrite", help="Replace the run in that folder.")
     ] = False,
     allow_changes: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY",
-            help="Resume even if this part of the recipe or data differs. Repeatable.",
-            show_default=False,
+            help="Resume even if this part of the recipe or data has changed. Repeatable.",
         ),
     ] = None,
     metrics: Annotated[
@@ -63,11 +52,11 @@ def train(
         typer.Option(
             "--metric",
             metavar="MODULE:FUNCTION",
-            help="A function of completion and reference, whose mean train.eval_generate tells "
-            "too. Repeatable.",
-            show_default=False,
+            help="Function of completion and reference; its mean is reported with "
+            "train.eval_generate. Repeatable.",
         ),
     ] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Train an adapter from a recipe. Prints the adapter's folder."""
     file = _recipe_file(recipe, run_folder)
@@ -75,7 +64,7 @@ def train(
     from peftkit.recipe import run
     from peftkit_cli.render import Renderer
 
-    with Renderer() as on_event:
+    with Renderer(brief=True, quiet=quiet) as on_event:
         result = run(
             settings,
             resume=resume,
@@ -89,7 +78,7 @@ def train(
         note(f"Next: {settings.task.command.format(folder=settings.train.output_dir)}")
 
 
-def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
+def check(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) -> None:
     """Check recipe, data, base and targets without training; show the first rows."""
     settings = _load(recipe, overrides or ())
     from rich.console import Console
@@ -97,7 +86,7 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
     from peftkit.recipe import check as check_recipe
     from peftkit_cli.render import Renderer
 
-    with Renderer(tables=Console(highlight=False)) as on_event:
+    with Renderer(tables=Console(highlight=False), quiet=quiet) as on_event:
         check_recipe(settings, on_event=on_event)
 
 

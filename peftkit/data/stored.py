@@ -26,6 +26,7 @@ class StoredRows(LazyRows):
     Attributes:
         digests: A number for each row (rows,), equal where rows teach the same.
         num_read: Records of the file, which is rows and dropped ones where each makes one row.
+        num_dropped: Of them, without a row.
         counts, agreed, unused: See `encoding.EncodedRows`.
     """
 
@@ -35,6 +36,7 @@ class StoredRows(LazyRows):
         self._kept = (status == KEPT).nonzero().flatten()
         self._dropped = (status != KEPT).nonzero().flatten()
         self._why = status[self._dropped] - 1
+        self.num_dropped = len(self._dropped)
         self.digests = _numbers(table.column("digest"))[self._kept]
         self.num_read: int = facts["num_read"]
         self.counts: dict[str, int] = Counter(facts["counts"])

@@ -135,7 +135,9 @@ def adapter_table(adapter: Adapter) -> Table:
     ]
     total = ("all", "", str(len(adapter.modules)), f"{adapter.num_trainable:,}")
     columns = ("role", "module", "layers", "trained values")
-    return Table(f"Adapter: {adapter.method.type}", columns, (*rows, total))
+    title = f"Adapter: {adapter.method.type}"
+    summary = f"{title}, {adapter.num_trainable:,} values in {len(adapter.modules)} modules"
+    return Table(title, columns, (*rows, total), summary)
 
 
 def small_reach(adapter: Adapter, base: Audit) -> str:

@@ -108,7 +108,11 @@ class Audit:
             size = _size(self.copy_bytes)
             rows.append(("copies kept for speed", "16 or 32 bits", "", "", size, ""))
         columns = ("weights", "stored as", "tensors", "parameters", "size", "not quantised because")
-        return Table("The base in memory", columns, tuple(rows))
+        summary = (
+            f"The base in memory: {self.num_parameters:,} parameters, {self.quantized_as}, "
+            f"{bits}, {_size(self.num_bytes + self.copy_bytes)}"
+        )
+        return Table("The base in memory", columns, tuple(rows), summary)
 
 
 def audit(model: nn.Module) -> Audit:

@@ -5,15 +5,19 @@ The curves' own numbers are not there twice: the script under the pointer reads 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from peftkit.report.chart import Chart, Line
-from peftkit.report.html import Html, element, joined
+from peftkit.report.html import text
 
 WIDTH, HEIGHT = 1000, 300
 """Units of the drawing, which is stretched."""
 NUM_COLORS = 8
+MAX_DOTS = 60
+"""Of more points only the last has a dot."""
 
 
-def drawn(chart: Chart) -> Html:
+def drawn(chart: Chart) -> str:
     """Return a chart as a figure."""
     lines = sorted(chart.lines, key=lambda line: line.style != "raw")
     shapes = [
@@ -21,98 +25,72 @@ def drawn(chart: Chart) -> Html:
         *(_seam(chart, step) for step in chart.seams),
         *(_line(chart, line) for line in lines),
     ]
-    svg = element(
-        "svg",
-        shapes,
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        preserveAspectRatio="none",
-        role="img",
-        aria_label=f"{chart.title}, by step",
-    )
-    y_axis = [
-        element("span", chart.text(value), style=f"bottom:{100 * chart.y(value):.2f}%")
+    dots = [_dots(chart, line) for line in lines if line.style == "points"]
+    y_axis = (
+        f'<span style="bottom:{100 * chart.y(value):.2f}%">{text(chart.text(value))}</span>'
         for value in chart.y_ticks()
-    ]
-    x_axis = [
-        element(
-            "span",
-            f"{step:,}",
-            style=f"left:{100 * chart.x(step):.2f}%",
-            cls="end" if chart.x(step) > 0.95 else None,
-        )
-        for step in chart.x_ticks()
-    ]
-    plot = element(
-        "div",
-        svg,
-        [_dots(chart, line) for line in lines if line.style == "points"],
-        element("div", cls="pointer"),
-        cls="plot",
-        data_low=f"{chart.low:.6g}",
-        data_high=f"{chart.high:.6g}",
-        data_last=chart.last,
-        data_kind="bytes" if chart.text(2048) == "2.0 KiB" else "number",
     )
-    return element(
-        "figure",
-        element("figcaption", element("b", chart.title), _legend(chart), element("output")),
-        element("div", element("div", y_axis, cls="y"), plot, cls="frame"),
-        element("div", x_axis, cls="x"),
-    )
+    unit = "bytes" if chart.text(2048) == "2.0 KiB" else "number"
+    return f"""<figure>
+<figcaption><b>{text(chart.title)}</b>{_legend(chart)}<output></output></figcaption>
+<div class="frame"><div class="y">{"".join(y_axis)}</div>
+<div class="plot" data-low="{chart.low:.6g}" data-high="{chart.high:.6g}"
+ data-last="{chart.last}" data-kind="{unit}">
+<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img"
+ aria-label="{text(chart.title)}, by step">{"".join(shapes)}</svg>
+{"".join(dots)}<div class="pointer"></div></div></div>
+<div class="x">{"".join(_x_tick(chart, step) for step in chart.x_ticks())}</div>
+</figure>
+"""
 
 
-def histogram(bars: list[tuple[str, int]], label: str) -> Html:
-    """Return counts as horizontal-less columns with their numbers below; (what, how many)."""
+def histogram(bars: Sequence[tuple[str, int]], label: str) -> str:
+    """Return columns with what they count below them; (what, how many)."""
     most = max((number for _, number in bars), default=0) or 1
-    columns = [
-        element(
-            "div",
-            element("i", style=f"height:{100 * number / most:.1f}%"),
-            element("span", text),
-            title=f"{text}: {number:,}",
-        )
-        for text, number in bars
-    ]
-    return element("div", columns, cls="bars", role="img", aria_label=label)
-
-
-def _legend(chart: Chart) -> Html:
-    if len(chart.lines) < 2:
-        return Html("")
-    return joined(
-        element("span", line.label, cls=f"key {line.style} c{line.color % NUM_COLORS}")
-        for line in chart.lines
+    columns = (
+        f'<div title="{text(what)}: {number:,}"><i style="height:{100 * number / most:.1f}%"></i>'
+        f"<span>{text(what)}</span></div>"
+        for what, number in bars
     )
+    return f'<div class="bars" role="img" aria-label="{text(label)}">{"".join(columns)}</div>'
 
 
-def _rule(chart: Chart, value: float) -> Html:
+def _legend(chart: Chart) -> str:
+    keys = (f'<span class="key {_kind(line)}">{text(line.label)}</span>' for line in chart.lines)
+    return "".join(keys) if len(chart.lines) > 1 else ""
+
+
+def _kind(line: Line) -> str:
+    return f"{line.style} c{line.color % NUM_COLORS}"
+
+
+def _x_tick(chart: Chart, step: int) -> str:
+    end = ' class="end"' if chart.x(step) > 0.95 else ""
+    return f'<span{end} style="left:{100 * chart.x(step):.2f}%">{step:,}</span>'
+
+
+def _rule(chart: Chart, value: float) -> str:
     y = _y(chart, value)
-    return element("line", cls="rule", x1=0, x2=WIDTH, y1=y, y2=y)
+    return f'<line class="rule" x1="0" x2="{WIDTH}" y1="{y}" y2="{y}"></line>'
 
 
-def _seam(chart: Chart, step: int) -> Html:
+def _seam(chart: Chart, step: int) -> str:
     x = f"{WIDTH * chart.x(step):.1f}"
-    title = element("title", f"resumed after step {step:,}")
-    return element("line", title, cls="seam", x1=x, x2=x, y1=0, y2=HEIGHT)
+    title = f"<title>resumed after step {step:,}</title>"
+    return f'<line class="seam" x1="{x}" x2="{x}" y1="0" y2="{HEIGHT}">{title}</line>'
 
 
-def _line(chart: Chart, line: Line) -> Html:
-    text = " ".join(f"{WIDTH * chart.x(s):.1f},{_y(chart, v)}" for s, v in line.points)
-    kind = f"{line.style} c{line.color % NUM_COLORS}"
-    return element("polyline", cls=kind, points=text, data_label=line.label)
+def _line(chart: Chart, line: Line) -> str:
+    points = " ".join(f"{WIDTH * chart.x(s):.1f},{_y(chart, v)}" for s, v in line.points)
+    label = text(line.label)
+    return f'<polyline class="{_kind(line)}" points="{points}" data-label="{label}"></polyline>'
 
 
-def _dots(chart: Chart, line: Line) -> Html:
-    """Return marks of points, which a stretched drawing would make ovals; none of very many."""
-    shown = line.points if len(line.points) <= 60 else line.points[-1:]
-    return joined(
-        element(
-            "i",
-            cls=f"dot c{line.color % NUM_COLORS}",
-            style=f"left:{100 * chart.x(step):.2f}%;bottom:{100 * chart.y(value):.2f}%",
-        )
-        for step, value in shown
-    )
+def _dots(chart: Chart, line: Line) -> str:
+    """Return marks of points, as HTML: a stretched drawing would make them ovals."""
+    shown = line.points if len(line.points) <= MAX_DOTS else line.points[-1:]
+    places = (f"left:{100 * chart.x(s):.2f}%;bottom:{100 * chart.y(v):.2f}%" for s, v in shown)
+    return "".join(f'<i class="dot c{line.color % NUM_COLORS}" style="{at}"></i>' for at in places)
 
 
 def _y(chart: Chart, value: float) -> str:

@@ -58,7 +58,13 @@ class BeforeRun:
             identity: What the numbers of the run depend on, besides versions and machine.
         """
         tables = [
-            {"title": t.title, "columns": list(t.columns), "rows": [list(row) for row in t.rows]}
+            {
+                "title": t.title,
+                "columns": list(t.columns),
+                "rows": [list(row) for row in t.rows],
+                "source": t.source,
+                "counts": dict(t.counts),
+            }
             for t in self.tables
         ]
         first = rows["train"][0]

@@ -50,6 +50,11 @@ class Series:
             del self.steps[keep:]
             del self.values[keep:]
 
+    def best(self) -> tuple[int, float] | None:
+        """Return the step and the value of the lowest; None of no value."""
+        at = min(range(len(self)), key=lambda n: self.values[n], default=None)
+        return None if at is None else (self.steps[at], self.values[at])
+
     def smoothed(self) -> Series:
         """Return the mean around each step, over a fiftieth of all steps and at least five.
 
@@ -72,7 +77,7 @@ class History:
     """All that is known of a run.
 
     Attributes:
-        name: What the run is called in pictures: its folder.
+        name: How the run is called: its folder.
         curves: By name, over steps (CURVES).
         evals: By metric, over steps.
         seams: Steps at which the run was resumed.
@@ -118,6 +123,11 @@ class History:
         """How long the run took so far, pauses between its parts included unless it is done."""
         known = _number((self.done or {}).get("seconds"))
         return known or max(0.0, self.changed - self.began)
+
+    @property
+    def eval_loss(self) -> Series:
+        """The loss of the eval rows; without values if none was measured."""
+        return self.evals.get("loss", Series())
 
     @property
     def recipe(self) -> Mapping[str, Any]:
@@ -197,6 +207,7 @@ class History:
             self.seams = [*(seam for seam in self.seams if seam < start), start]
         for series in (*self.curves.values(), *self.evals.values()):
             series.cut(start - (start == 0))
+        self.evals = {name: series for name, series in self.evals.items() if series}
         self.started = line
 
 

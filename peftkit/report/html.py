@@ -1,76 +1,46 @@
-"""HTML as values: every text is escaped unless it is HTML already."""
+"""Pieces of HTML. Every text of a run goes through `text` on its way into a page."""
 
 from __future__ import annotations
 
+import html
+import shlex
 from collections.abc import Iterable, Sequence
-from html import escape
 from pathlib import Path
 
 
-class Html(str):
-    """Text that is HTML."""
-
-    __slots__ = ()
-
-
-Child = object
-"""Html stands as it is, None is left out, lists are joined, all else is escaped text."""
-
-
-def element(name: str, /, *children: Child, **attributes: object) -> Html:
-    """Return an element; of attributes `cls` is class, `_` is written `-`, None is left out."""
-    parts = [
-        f' {"class" if key == "cls" else key.replace("_", "-")}="{escape(clean(str(value)))}"'
-        for key, value in attributes.items()
-        if value is not None
-    ]
-    start = f"<{name}{''.join(parts)}>"
-    return Html(start if name in ("meta", "link") else f"{start}{joined(children)}</{name}>")
-
-
-def joined(children: Iterable[Child]) -> Html:
-    """Return children one after the other."""
-    return Html("".join(_one(child) for child in children))
-
-
-def _one(child: Child) -> str:
-    if child is None:
-        return ""
-    if isinstance(child, Html):
-        return child
-    if isinstance(child, list | tuple):
-        return joined(child)
-    return escape(clean(str(child)))
-
-
-def clean(text: str) -> str:
-    """Return a text without what no HTML file can hold: lone surrogates and control characters."""
-    known = text.encode("utf-8", "replace").decode("utf-8")
-    return "".join(c if c in "\n\t" or ord(c) >= 32 else "\N{REPLACEMENT CHARACTER}" for c in known)
+def text(value: object) -> str:
+    """Return a value as HTML text or as an attribute's value, without what no HTML file can hold:
+    lone surrogates and control characters."""
+    known = str(value).encode("utf-8", "replace").decode("utf-8")
+    clean = (c if c in "\n\t" or ord(c) >= 32 else "\N{REPLACEMENT CHARACTER}" for c in known)
+    return html.escape("".join(clean))
 
 
 def table(
-    columns: Sequence[str], rows: Iterable[Sequence[Child]], *, numbers: bool = False
-) -> Html:
-    """Return a table in a box that scrolls by itself where the page is narrow.
+    columns: Sequence[object], rows: Iterable[Sequence[object]], *, numbers: bool = False
+) -> str:
+    """Return a table of texts, in a box that scrolls by itself where the page is narrow.
 
     Args:
-        numbers: All columns but the first stand at the right.
+        numbers: All columns but the first are aligned to the right.
     """
-    head = element("thead", element("tr", [element("th", text) for text in columns]))
-    body = [element("tr", [element("td", cell) for cell in row]) for row in rows]
-    kind = "numbers" if numbers else None
-    whole = element("table", head if any(columns) else None, element("tbody", body), cls=kind)
-    return element("div", whole, cls="scroll")
+    head = "".join(f"<th>{text(name)}</th>" for name in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    kind = ' class="numbers"' if numbers else ""
+    top = f"<thead><tr>{head}</tr></thead>" if any(columns) else ""
+    return f'<div class="scroll"><table{kind}>{top}<tbody>{body}</tbody></table></div>'
 
 
-def code(text: str) -> Html:
+def paragraph(value: object, kind: str = "soft") -> str:
+    """Return a paragraph of text; nothing if there is none."""
+    return f'<p class="{kind}">{text(value)}</p>' if value else ""
+
+
+def code(value: object) -> str:
     """Return a block of code or of a file's text."""
-    return element("pre", element("code", text))
+    return f"<pre><code>{text(value)}</code></pre>"
 
 
 def shell_word(word: str | Path) -> str:
     """Return a word as a shell takes it."""
-    import shlex
-
     return shlex.quote(str(word))

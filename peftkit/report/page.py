@@ -4,140 +4,146 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from peftkit.report import sections
 from peftkit.report.chart import charts
 from peftkit.report.drawing import drawn
 from peftkit.report.figures import count, duration, size
-from peftkit.report.history import History
-from peftkit.report.html import Html, element, joined, table
+from peftkit.report.history import History, read_history, shorten_names
+from peftkit.report.html import paragraph, table, text
 from peftkit.report.look import POLICY, SCRIPT, STYLE
 from peftkit.report.verdict import verdict, warnings
 
 REFRESH_SECONDS = 30
-"""How often a browser reads the report of a run that goes on again."""
+"""How often a browser reloads the report of a run that is going on."""
+
+
+def write_report(runs: Sequence[str | Path], out: str | Path) -> Path:
+    """Write the report of runs as one HTML file, and return its path.
+
+    Args:
+        runs: Their folders; the recipes of several are compared.
+        out: The file to write.
+
+    Raises:
+        DataError: A folder holds no run.
+        OutputError, RunError: The file cannot be written.
+    """
+    from peftkit.files.disk import write_text  # torch comes with it
+
+    histories = [read_history(run) for run in runs]
+    if len(histories) > 1:
+        shorten_names(histories)
+    write_text(page(histories), Path(out))
+    return Path(out)
 
 
 def page(runs: Sequence[History]) -> str:
     """Return the report as HTML."""
     one = len(runs) == 1
-    body = _one(runs[0]) if one else _several(runs)
     title = runs[0].name if one else f"{len(runs)} runs"
-    reload = REFRESH_SECONDS if one and runs[0].state() == "running" else None
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", http_equiv="refresh", content=reload) if reload else None,
-        element("title", f"{title} - peftkit"),
-        element("link", rel="icon", href="data:,"),
-        element("style", Html(STYLE)),
-    )
-    whole = element("html", head, element("body", body, element("script", Html(SCRIPT))), lang="en")
-    return f"<!doctype html>\n{whole}\n"
+    is_running = one and runs[0].state() == "running"
+    reload = f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">\n' if is_running else ""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{text(POLICY)}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+{reload}<title>{text(title)} - peftkit</title>
+<link rel="icon" href="data:,">
+<style>{STYLE}</style>
+</head>
+<body>
+{_one(runs[0]) if one else _several(runs)}
+<script>{SCRIPT}</script>
+</body>
+</html>
+"""
 
 
-def _one(run: History) -> Html:
+def _one(run: History) -> str:
+    state = run.state()
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime())
-    return joined(
-        [
-            element("h1", run.name, " ", element("span", run.state(), cls=f"state {_word(run)}")),
-            element("p", verdict(run), cls="verdict"),
-            [element("p", text, cls="warning") for text in warnings(run)],
-            _tiles(run),
-            element("h2", "Curves"),
-            _curves([run]),
-            sections.samples(run),
-            sections.data(run),
-            sections.model(run),
-            sections.recipe(run),
-            sections.machine(run),
-            sections.notices(run),
-            sections.commands(run),
-            element("p", f"Written by peftkit, {written}.", cls="soft"),
-        ]
-    )
+    parts = [
+        f'<h1>{text(run.name)} <span class="state {state.replace(" ", "-")}">{state}</span></h1>',
+        paragraph(verdict(run), "verdict"),
+        *(paragraph(warning, "warning") for warning in warnings(run)),
+        _tiles(run),
+        "<h2>Curves</h2>",
+        _curves([run]),
+        sections.samples(run),
+        sections.data(run),
+        sections.model(run),
+        sections.recipe(run),
+        sections.machine(run),
+        sections.notices(run),
+        sections.commands(run),
+        paragraph(f"Written by peftkit, {written}."),
+    ]
+    return "\n".join(filter(None, parts))
 
 
-def _several(runs: Sequence[History]) -> Html:
+def _several(runs: Sequence[History]) -> str:
     rows = [
-        (
-            element("a", run.name, href=f"#run-{number}"),
-            run.state(),
-            f"{run.step:,}",
-            *_losses(run),
-            duration(run.seconds),
-        )
-        for number, run in enumerate(runs)
+        (run.name, run.state(), f"{run.step:,}", *_losses(run), duration(run.seconds))
+        for run in runs
     ]
     columns = ("run", "state", "steps", "loss", "eval loss, best", "eval loss, last", "time")
-    parts: list[object] = [
-        element("h1", f"{len(runs)} runs"),
+    parts = [
+        f"<h1>{len(runs)} runs</h1>",
         table(columns, rows, numbers=True),
-        element("h2", "What differs"),
+        "<h2>What differs</h2>",
         sections.differences(runs),
-        element("h2", "Curves"),
+        "<h2>Curves</h2>",
         _curves(runs),
     ]
-    for number, run in enumerate(runs):
+    for run in runs:
         parts += [
-            element("h2", run.name, id=f"run-{number}"),
-            element("p", verdict(run)),
-            [element("p", text, cls="warning") for text in warnings(run)],
+            f"<h2>{text(run.name)}</h2>",
+            paragraph(verdict(run), "said"),
+            *(paragraph(warning, "warning") for warning in warnings(run)),
             sections.commands(run, title="h3"),
         ]
-    return joined(parts)
+    return "\n".join(parts)
 
 
 def _losses(run: History) -> tuple[str, str, str]:
-    loss = run.curves["loss"].smoothed().values
-    evals = run.evals["loss"].values if "loss" in run.evals else ()
+    loss, evals = run.curves["loss"].smoothed().values, run.eval_loss
+    best = evals.best()
     return (
         f"{loss[-1]:.4g}" if loss else "-",
-        f"{min(evals):.4g}" if evals else "-",
-        f"{evals[-1]:.4g}" if evals else "-",
+        f"{best[1]:.4g}" if best else "-",
+        f"{evals.values[-1]:.4g}" if evals else "-",
     )
 
 
-def _curves(runs: Sequence[History]) -> Html:
-    figures = [drawn(chart) for chart in charts(runs)]
+def _curves(runs: Sequence[History]) -> str:
+    figures = "".join(drawn(chart) for chart in charts(runs))
     if not figures:
-        return element("p", "No step is done yet.", cls="soft")
-    seams = runs[0].seams if len(runs) == 1 else ()
-    note = ", ".join(f"{step:,}" for step in seams)
-    return joined(
-        [
-            element("div", figures, cls="charts"),
-            element("p", f"Resumed after step {note} (dotted lines).", cls="soft")
-            if note
-            else None,
-        ]
-    )
+        return paragraph("No step is done yet.")
+    seams = ", ".join(f"{step:,}" for step in runs[0].seams) if len(runs) == 1 else ""
+    note = paragraph(f"Resumed after step {seams} (dotted lines).") if seams else ""
+    return f'<div class="charts">\n{figures}</div>{note}'
 
 
-def _tiles(run: History) -> Html:
+def _tiles(run: History) -> str:
     started, loss = run.started, run.curves["loss"].smoothed().values
-    evals = run.evals.get("loss")
     peak = run.curves["peak_bytes"].values
     trainable, total = started.get("num_trainable"), started.get("num_parameters")
-    tiles = [("steps", f"{run.step:,} of {run.num_steps:,}"), ("time", duration(run.seconds))]
+    tiles = {"steps": f"{run.step:,} of {run.num_steps:,}", "time": duration(run.seconds)}
     if loss:
-        tiles.append(("loss, first to last", f"{loss[0]:.4g} → {loss[-1]:.4g}"))
-    if evals:
-        at = min(range(len(evals)), key=lambda n: evals.values[n])
-        tiles.append(("best eval loss", f"{evals.values[at]:.4g} at step {evals.steps[at]:,}"))
+        tiles["loss, first to last"] = f"{loss[0]:.4g} → {loss[-1]:.4g}"
+    if best := run.eval_loss.best():
+        tiles["best eval loss"] = f"{best[1]:.4g} at step {best[0]:,}"
     if isinstance(trainable, int) and isinstance(total, int) and total:
-        tiles.append(("trained", f"{count(trainable)} ({100 * trainable / total:.2f}\u202f%)"))
+        tiles["trained"] = f"{count(trainable)} ({100 * trainable / total:.2f}\u202f%)"
     if run.num_tokens:
-        tiles.append(("tokens", count(run.num_tokens)))
+        tiles["tokens"] = count(run.num_tokens)
     if peak and max(peak) > 0:
-        tiles.append(("peak memory", size(max(peak))))
+        tiles["peak memory"] = size(max(peak))
     if started.get("device"):
-        tiles.append(("device", str(started["device"])))
-    return element("div", [element("div", element("span", a), element("b", b)) for a, b in tiles],
-                   cls="tiles")  # fmt: skip
-
-
-def _word(run: History) -> str:
-    return run.state().replace(" ", "-")
+        tiles["device"] = str(started["device"])
+    shown = (f"<div><span>{a}</span><b>{text(b)}</b></div>" for a, b in tiles.items())
+    return f'<div class="tiles">{"".join(shown)}</div>'

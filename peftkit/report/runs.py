@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from peftkit.errors import DataError
 from peftkit.report.history import METRICS, History
-from peftkit.report.sections import flat
+from peftkit.report.sections import differing
 
 MAX_DEPTH = 4
 SKIPPED = {"checkpoints", "node_modules", "__pycache__"}
@@ -60,7 +59,7 @@ def list_runs(folder: str | Path = "runs") -> list[RunRow]:
             f"there are no runs in '{top}'", found=f"No folder in it holds a {METRICS}."
         )
     histories.sort(key=lambda run: -run.changed)
-    differs = _differences(histories)
+    differs = differing([run.recipe for run in histories])
     return [_row(run, settings) for run, settings in zip(histories, differs, strict=True)]
 
 
@@ -78,22 +77,10 @@ def _folders(top: Path) -> list[Path]:
     return found
 
 
-def _differences(runs: Sequence[History]) -> list[dict[str, str]]:
-    """Return for each run the settings in which not all agree."""
-    recipes = [flat(run.recipe) if run.recipe else {} for run in runs]
-    keys = dict.fromkeys(key for known in recipes for key in known)
-    told = [
-        key
-        for key in keys
-        if key != "train.output_dir" and len({known.get(key) for known in recipes if known}) > 1
-    ]
-    return [{key: known[key] for key in told if key in known} for known in recipes]
-
-
 def _row(run: History, differs: dict[str, str]) -> RunRow:
     loss = run.curves["loss"].smoothed().values
-    evals = run.evals.get("loss")
-    best = min(range(len(evals)), key=lambda at: evals.values[at]) if evals else None
+    evals = run.eval_loss
+    best_step, best = evals.best() or (None, None)
     adapter = run.folder / ADAPTER
     return RunRow(
         run=run.name,
@@ -102,8 +89,8 @@ def _row(run: History, differs: dict[str, str]) -> RunRow:
         num_steps=run.num_steps,
         loss=loss[-1] if loss else None,
         eval_loss=evals.values[-1] if evals else None,
-        best_eval_loss=evals.values[best] if evals and best is not None else None,
-        best_step=evals.steps[best] if evals and best is not None else None,
+        best_eval_loss=best,
+        best_step=best_step,
         num_bytes=adapter.stat().st_size if adapter.is_file() else None,
         seconds=run.seconds,
         changed=run.changed,

@@ -9,44 +9,42 @@ from typing import Any
 
 from peftkit.report.drawing import histogram
 from peftkit.report.history import History
-from peftkit.report.html import Html, code, element, joined, shell_word, table
+from peftkit.report.html import code, paragraph, shell_word, table, text
 
-NOTHING = Html("")
 MAX_SAMPLE_STEPS = 12
 
 
-def samples(run: History) -> Html:
-    """Return what the model said to the same prompts, before, during and after."""
+def samples(run: History) -> str:
+    """Return what the model answered to the same prompts, before, during and after."""
     steps = sorted({line["step"] for line in run.samples})
     if not steps:
-        return NOTHING
+        return ""
     shown = {steps[n * (len(steps) - 1) // (MAX_SAMPLE_STEPS - 1)] for n in range(MAX_SAMPLE_STEPS)}
     prompts: dict[str, list[Mapping[str, Any]]] = {}
     for line in run.samples:
         if line["step"] in shown:
             prompts.setdefault(str(line.get("prompt", "")), []).append(line)
-    parts: list[Html] = []
+    parts = ["<h2>Samples</h2>"]
     for prompt, lines in prompts.items():
         reference = lines[-1].get("reference")
         rows = [("reference", str(reference))] if reference else []
         for said in sorted(lines, key=lambda line: line["step"]):
             when = "before" if said["step"] == 0 else f"step {said['step']:,}"
             rows.append((when, str(said.get("completion", ""))))
-        parts += [code(prompt), element("blockquote", table(("", ""), rows))]
-    return joined([element("h2", "Samples"), parts])
+        parts.append(f"{code(prompt)}<blockquote>{table(('', ''), rows)}</blockquote>")
+    return "\n".join(parts)
 
 
-def data(run: History) -> Html:
+def data(run: History) -> str:
     """Return what became of the rows, how long they are, and one as the loss sees it."""
     facts = run.facts.get("data")
-    sets = facts if isinstance(facts, dict) else {}
-    parts = [_tables(run, is_data=True)]
-    for name, found in sets.items():
+    parts = [_tables(run, of_files=True)]
+    for name, found in facts.items() if isinstance(facts, dict) else ():
         if isinstance(found, dict) and (bars := _bars(found.get("lengths"))):
             label = f"Lengths of the {name} rows, in tokens"
-            parts += [element("h3", label), histogram(bars, label)]
+            parts.append(f"<h3>{text(label)}</h3>{histogram(bars, label)}")
     parts.append(_row(run.facts.get("row")))
-    return joined([element("h2", "Data"), parts]) if any(parts) else NOTHING
+    return "\n".join(["<h2>Data</h2>", *parts]) if any(parts) else ""
 
 
 def _bars(found: Any) -> list[tuple[str, int]]:
@@ -58,67 +56,61 @@ def _bars(found: Any) -> list[tuple[str, int]]:
     return [(f"{a:,}", n) for a, n in zip(edges, counts, strict=True)] if whole else []
 
 
-def _row(found: Any) -> Html:
+def _row(found: Any) -> str:
     if not isinstance(found, dict) or not isinstance(found.get("pieces"), list):
-        return NOTHING
+        return ""
     pieces = [piece for piece in found["pieces"] if isinstance(piece, list) and len(piece) == 2]
-    kinds = {str(kind) for kind, _ in pieces if kind}
-    text: Html
-    if kinds <= {"learnt"}:
-        text = joined(
-            element("mark", str(piece)) if kind == "learnt" else str(piece)
-            for kind, piece in pieces
-        )
-        text = element("pre", text)
-        note = "What is marked is learnt; the rest is only read."
+    if {kind for kind, _ in pieces if kind} <= {"learnt"}:
+        marked = (f"<mark>{text(p)}</mark>" if kind else text(p) for kind, p in pieces)
+        shown = f"<pre>{''.join(marked)}</pre>"
+        note = "The loss is on what is marked; the rest is context."
     else:
-        text = table(("", "text"), [(str(kind), str(piece)) for kind, piece in pieces])
+        shown = table(("", "text"), pieces)
         note = "Its parts, as the task names them."
-    title = f"A row as the loss sees it: {found.get('source', '')}"
-    return joined([element("h3", title), text, element("p", note, cls="soft")])
+    title = text(f"A row as the loss sees it: {found.get('source', '')}")
+    return f"<h3>{title}</h3>{shown}{paragraph(note)}"
 
 
-def model(run: History) -> Html:
+def model(run: History) -> str:
     """Return the audit of the base and what is trained beside it."""
-    told = _tables(run, is_data=False)
-    paths = str(run.started.get("paths", ""))
-    how = element("p", f"Computed by: {paths}.", cls="soft") if paths else None
-    return joined([element("h2", "Base and adapter"), told, how]) if told or paths else NOTHING
+    told, paths = _tables(run, of_files=False), run.started.get("paths")
+    how = paragraph(f"Computed by: {paths}.") if paths else ""
+    return f"<h2>Base and adapter</h2>{told}{how}" if told or how else ""
 
 
-def _tables(run: History, *, is_data: bool) -> Html:
+def _tables(run: History, *, of_files: bool) -> str:
     found = run.facts.get("tables")
     parts = []
     for known in found if isinstance(found, list) else []:
-        if not isinstance(known, dict):
-            continue
-        title, rows = str(known.get("title", "")), known.get("rows")
-        if title.startswith("Data: ") is is_data and isinstance(rows, list):
-            columns = [str(name) for name in known.get("columns") or ()]
-            cells = [[str(cell) for cell in row] for row in rows if isinstance(row, list)]
-            parts += [element("h3", title), table(columns, cells)]
-    return joined(parts)
+        rows = known.get("rows") if isinstance(known, dict) else None
+        if isinstance(rows, list) and bool(known.get("source")) is of_files:
+            cells = [row for row in rows if isinstance(row, list)]
+            title = text(known.get("title", ""))
+            parts.append(f"<h3>{title}</h3>{table(known.get('columns') or (), cells)}")
+    return "\n".join(parts)
 
 
-def recipe(run: History) -> Html:
-    """Return the recipe, settings that are not the default's alone."""
-    text = run.facts.get("recipe_yaml")
-    if not isinstance(text, str):
-        return NOTHING
-    return joined([element("h2", "Recipe"), code(text)])
+def recipe(run: History) -> str:
+    """Return the recipe, without the settings that are at their defaults."""
+    shown = run.facts.get("recipe_yaml")
+    return f"<h2>Recipe</h2>{code(shown)}" if isinstance(shown, str) else ""
 
 
-def differences(runs: Sequence[History]) -> Html:
+def differing(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return of each recipe the settings in which not all agree; of an empty one nothing."""
+    settings = [flat(recipe) if recipe else {} for recipe in recipes]
+    keys = dict.fromkeys(key for known in settings for key in known if key != "train.output_dir")
+    told = [key for key in keys if len({known.get(key) for known in settings if known}) > 1]
+    return [{key: known[key] for key in told if key in known} for known in settings]
+
+
+def differences(runs: Sequence[History]) -> str:
     """Return the settings in which runs differ, a column each."""
-    recipes = [flat(run.recipe) for run in runs]
-    keys = dict.fromkeys(key for known in recipes for key in known)
-    rows = []
-    for key in keys:
-        values = [known.get(key, "-") for known in recipes]
-        if key != "train.output_dir" and len(set(values)) > 1:
-            rows.append((key, *values))
-    if not rows:
-        return element("p", "The recipes are the same.", cls="soft")
+    settings = differing([run.recipe for run in runs])
+    keys = dict.fromkeys(key for known in settings for key in known)
+    if not keys:
+        return paragraph("The recipes are the same.")
+    rows = [(key, *(known.get(key, "-") for known in settings)) for key in keys]
     return table(("setting", *(run.name for run in runs)), rows)
 
 
@@ -134,38 +126,35 @@ def flat(values: Any, prefix: str = "") -> dict[str, str]:
     return found
 
 
-def machine(run: History) -> Html:
+def machine(run: History) -> str:
     """Return where it was trained, with which versions, and what identifies its parts."""
     found = run.facts.get("machine")
-    rows = list(flat(found).items()) if isinstance(found, dict) and found else []
-    title = element("h2", "Machine, versions, hashes")
-    return joined([title, table(("", ""), rows)]) if rows else NOTHING
+    rows = flat(found).items() if isinstance(found, dict) and found else ()
+    return f"<h2>Machine, versions, hashes</h2>{table(('', ''), rows)}" if rows else ""
 
 
-def notices(run: History) -> Html:
-    """Return all that the run said to be careful of, once each."""
+def notices(run: History) -> str:
+    """Return the notices of the run, repeated ones once."""
     found = run.facts.get("notices")
-    before = [(0, str(text)) for text in found] if isinstance(found, list) else []
+    before = [(0, str(notice)) for notice in found] if isinstance(found, list) else []
     told = [*before, *run.notices]
-    if not told:
-        return NOTHING
     rows = []
-    for text, same in groupby(told, key=lambda pair: pair[1]):
-        step, *_ = [step for step, _ in same]
-        rows.append(("before" if step == 0 else f"step {step:,}", text))
-    return joined([element("h2", "Notes of the run"), table(("", ""), rows)])
+    for notice, same in groupby(told, key=lambda pair: pair[1]):
+        step, _ = next(same)
+        rows.append(("before" if step == 0 else f"step {step:,}", notice))
+    return f"<h2>Notices</h2>{table(('', ''), rows)}" if rows else ""
 
 
-def commands(run: History, title: str = "h2") -> Html:
+def commands(run: History, title: str = "h2") -> str:
     """Return what to type next."""
     folder, next_ = shell_word(run.folder), run.facts.get("command")
     lines = [next_.replace("{folder}", folder)] if isinstance(next_, str) else []
-    finished = run.state() == "finished"
-    if not finished:
+    if run.state() != "finished":
         lines = [f"peftkit train RECIPE.yaml --resume --out {folder}"]
-    elif run.facts.get("mergeable", True):
-        lines.append(f"peftkit merge {folder} --out {shell_word(str(run.folder) + '-merged')}")
-    if finished:
+    else:
+        if run.facts.get("mergeable", True):
+            lines.append(f"peftkit merge {folder} --out {shell_word(str(run.folder) + '-merged')}")
         again = shell_word(str(run.folder) + "-again")
         lines.append(f"peftkit train {shell_word(run.folder / 'recipe.yaml')} --out {again}")
-    return joined([element(title, "Next"), code("\n".join(lines))])
+    joined = "\n".join(lines)
+    return f"<{title}>Next</{title}>{code(joined)}"

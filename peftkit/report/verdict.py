@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from peftkit.report.figures import duration
-from peftkit.report.history import History, Series
+from peftkit.report.history import History
 
 RISEN, SPIKE, MANY_CUT = 1.02, 10.0, 0.1
 """Eval loss this many times its best has risen; a gradient norm this many times the median is a
 spike; this share of rows that are cut is worth a word."""
+ROW_COUNTS = ("num_read", "num_cut", "num_dropped")
 AROUND = 5
 """Steps before and after one that say what is usual there."""
 MIN_STEPS = 20
@@ -70,7 +71,7 @@ def _broken(run: History) -> Iterator[str]:
 
 
 def _nothing(run: History) -> Iterator[str]:
-    norms, evals = run.curves["grad_norm"].values, run.evals.get("loss", Series()).values
+    norms, evals = run.curves["grad_norm"].values, run.eval_loss.values
     if norms and not any(norms):
         yield "The adapter changes nothing: every gradient is zero."
     elif len(evals) > 1 and max(evals) - min(evals) <= 1e-6 * abs(evals[0]):
@@ -85,18 +86,18 @@ def _nothing(run: History) -> Iterator[str]:
 
 
 def _rising(run: History) -> Iterator[str]:
-    series = run.evals.get("loss", Series())
-    if len(series) < 2:
-        return
-    best = min(range(len(series)), key=lambda at: series.values[at])
-    low, last = series.values[best], series.values[-1]
-    if best < len(series) - 1 and last > RISEN * low:
+    series = run.eval_loss
+    step, low = series.best() or (0, 0.0)
+    if series and step < series.steps[-1] and series.values[-1] > RISEN * low:
         kept = _at(run.recipe, "train", "keep_best") == "True"
         yield (
-            f"The eval loss rises since step {series.steps[best]:,} ({low:.4g} → {last:.4g}): the "
-            "model learns its training rows by heart. "
-            + ("The adapter has the best step's weights." if kept else "Try train.keep_best, ")
-            + ("" if kept else "train.early_stopping or fewer epochs.")
+            f"The eval loss rises since step {step:,} ({low:.4g} → {series.values[-1]:.4g}): the "
+            "model is overfitting. "
+            + (
+                "The adapter has the best step's weights."
+                if kept
+                else "Try train.keep_best, train.early_stopping or fewer epochs."
+            )
         )
 
 
@@ -120,16 +121,12 @@ def _spikes(run: History) -> Iterator[str]:
 
 
 def _rows(run: History) -> Iterator[str]:
-    for facts in data_tables(run):
-        counts = {str(name): leading_count(value) for name, value in facts["rows"]}
-        read = counts.get("rows read") or 0
-        cut = sum(number or 0 for name, number in counts.items() if name.startswith("cut at"))
-        dropped = sum(n or 0 for name, n in counts.items() if name.startswith("dropped"))
-        where = str(facts["title"]).removeprefix("Data: ")
-        if read and cut >= MANY_CUT * read:
+    for where, counts in files_read(run):
+        read, cut, dropped = (counts[name] for name in ROW_COUNTS)
+        if cut and cut >= MANY_CUT * read:
             yield f"{cut:,} of {read:,} rows of {where} are cut: raise data.max_length."
-        if read and dropped:
-            yield f"{dropped:,} of {read:,} rows of {where} teach nothing and were dropped."
+        if dropped:
+            yield f"{dropped:,} of {read:,} rows of {where} have nothing to learn and were dropped."
 
 
 def _slowing(run: History) -> Iterator[str]:
@@ -145,23 +142,14 @@ def _torn(run: History) -> Iterator[str]:
         yield f"{run.num_torn:,} lines of metrics.jsonl could not be read and are left out."
 
 
-def data_tables(run: History) -> list[dict[str, list[tuple[str, str]]]]:
-    """Return the tables that say what became of the rows of each file."""
-    found = run.facts.get("tables")
-    tables = [t for t in found if isinstance(t, dict)] if isinstance(found, list) else []
-    return [
-        t
-        for t in tables
-        if str(t.get("title", "")).startswith("Data: ")
-        and isinstance(t.get("rows"), list)
-        and all(isinstance(row, list) and len(row) == 2 for row in t["rows"])
-    ]
-
-
-def leading_count(text: object) -> int | None:
-    """Return the count that a cell begins with: 1,204 of "1,204 (a.jsonl:3, ...)"."""
-    found = re.match(r"\d[\d,]*", str(text))
-    return int(found[0].replace(",", "")) if found else None
+def files_read(run: History) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yield each file of rows that a run read, with its numbers of rows, as run.json has them."""
+    tables: Any = run.facts.get("tables")
+    for table in tables if isinstance(tables, list) else ():
+        counts = table.get("counts") if isinstance(table, dict) else None
+        numbers = [counts.get(name) for name in ROW_COUNTS] if isinstance(counts, dict) else [None]
+        if all(isinstance(number, int) for number in numbers):
+            yield str(table["source"]), counts
 
 
 def _at(values: object, *names: str) -> str:

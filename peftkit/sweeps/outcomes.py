@@ -15,7 +15,7 @@ from peftkit.files.disk import read_json, writable_folder, write_json
 from peftkit.files.folders import new_folder
 from peftkit.report.history import is_run
 from peftkit.report.live import REPORT
-from peftkit.report.write import write_report
+from peftkit.report.page import write_report
 from peftkit.sweeps.members import Member
 
 SWEEP, BEST = "sweep.json", "best"

@@ -174,6 +174,9 @@ class MaskedLM(TokenTask):
             ("learnt tokens", f"{rows.counts['targets']:,}"),
         ]
 
+    def num_cut(self, rows: StoredRows) -> int:
+        return 0 if self.config.long_texts == "split" else rows.counts["long"]
+
     def check(self, rows: StoredRows) -> None:
         check_dropped(rows.where, rows.num_read, {"No words": rows.dropped(0)}, self.data)
 

@@ -76,7 +76,18 @@ class Task(loop.Task, ABC):
         lines = [*self.counts(rows)]
         if rows.unused:
             lines.append(("fields not used", ", ".join(rows.unused)))
-        self._on_event(Table(f"Data: {where}", ("what", "how many"), tuple(lines)))
+        counts = {
+            "num_read": rows.num_read,
+            "num_cut": self.num_cut(rows),
+            "num_dropped": rows.num_dropped,
+        }
+        summary = (
+            f"{where}: {counts['num_read']:,} rows read, {counts['num_cut']:,} cut, "
+            f"{counts['num_dropped']:,} dropped"
+        )
+        columns = ("what", "how many")
+        table = Table(f"Data: {where}", columns, tuple(lines), summary, where, counts)
+        self._on_event(table)
         self.check(rows)
         self._tell_repeated(rows)
         return rows
@@ -84,6 +95,10 @@ class Task(loop.Task, ABC):
     @abstractmethod
     def counts(self, rows: StoredRows) -> Sequence[tuple[str, str]]:
         """Return what to tell of a file's rows: what, and how many."""
+
+    def num_cut(self, rows: StoredRows) -> int:
+        """Return how many rows of a file lost tokens to a maximum length."""
+        return rows.counts.get("cut", 0)
 
     def check(self, rows: StoredRows) -> None:
         """Refuse a file that cannot be learnt from, as a whole, and note what all rows share.

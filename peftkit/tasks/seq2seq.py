@@ -82,6 +82,9 @@ class Seq2Seq(TokenTask):
             ("learnt tokens", f"{targets:,}"),
         ]
 
+    def num_cut(self, rows: StoredRows) -> int:
+        return rows.counts["cut sources"] + rows.counts["cut targets"]
+
     def check(self, rows: StoredRows) -> None:
         why = {"Source or target is empty": rows.dropped(0)}
         check_dropped(rows.where, rows.num_read, why, self.data)

@@ -17,13 +17,13 @@ from tests.cli.conftest import Run, environment
 COMMANDS: dict[str, list[str]] = {
     "quickstart": [],
     "train": [
-        "[RECIPE.yaml]", "--set", "--out", "--from", "--resume", "--overwrite", "--allow-changes",
-        "--metric",
+        "RECIPE.yaml", "--set", "--out", "--from", "--resume", "--overwrite", "--allow-changes",
+        "--metric", "--quiet",
     ],
-    "check": ["RECIPE.yaml", "--set"],
+    "check": ["RECIPE.yaml", "--set", "--quiet"],
     "sweep": [
         "RECIPE.yaml...", "--over", "--pick", "--each", "--set", "--out", "--resume", "--halve",
-        "--json",
+        "--json", "--quiet",
     ],
     "plan": ["RECIPE|MODEL", "--memory", "--ranks", "--link", "--set", "--json"],
     "generate": [
@@ -45,7 +45,7 @@ COMMANDS: dict[str, list[str]] = {
         "--overwrite",
     ],
     "combine": [
-        "ADAPTER=WEIGHT...", "--out", "--method", "--rank", "--density", "--seed", "--force",
+        "ADAPTER[=WEIGHT]...", "--out", "--method", "--rank", "--density", "--seed", "--force",
     ],
     "extract": ["--base", "--tuned", "--rank", "--out", "--targets", "--seed", "--force"],
     "export": [
@@ -57,7 +57,7 @@ COMMANDS: dict[str, list[str]] = {
     "pull": ["ID[@REVISION]", "--out", "--force"],
     "inspect": ["ADAPTER|MODEL", "OTHER", "--json"],
     "data": ["FILE", "--model", "--max-length", "--chat-template", "--json"],
-    "report": ["RUN...", "--out", "--png"],
+    "report": ["RUN...", "--out"],
     "runs": ["DIR", "--json"],
     "base ls": ["--json"],
     "base rm": ["NAME"],

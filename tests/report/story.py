@@ -73,13 +73,9 @@ FACTS: dict[str, Any] = {
         {
             "title": "Data: data/train.jsonl",
             "columns": ["what", "how many"],
-            "rows": [
-                ["format", "alpaca"],
-                ["rows read", "650"],
-                ["rows kept", "640"],
-                ["cut at 256 tokens", "3"],
-                ["dropped: nothing to learn", "10 (data/train.jsonl:7, data/train.jsonl:9, ...)"],
-            ],
+            "rows": [["format", "alpaca"], ["rows read", "650"], ["rows kept", "640"]],
+            "source": "data/train.jsonl",
+            "counts": {"num_read": 650, "num_cut": 3, "num_dropped": 10},
         },
     ],
     "notices": [],

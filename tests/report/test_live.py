@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from peftkit.errors import DataError
 from peftkit.events import EvalDone, Event, Notice, StepDone
 from peftkit.report.live import LiveReport
-from peftkit.report.plot import plot
 from peftkit.report.runs import list_runs
 from peftkit_cli.app import app
 from tests.report.story import STARTED, step, write_run
@@ -90,17 +89,3 @@ def test_report_prints_where_it_is(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["report", str(folder)])
     assert done.stdout.strip() == str(folder / "report.html")
     assert (folder / "report.html").stat().st_size > 10_000
-
-
-def test_a_curve_in_the_terminal_falls_from_the_left_to_the_right() -> None:
-    curve = [(n, float(100 - n)) for n in range(1, 101)]
-    lines = plot(curve, [(50, 50.0)], columns=20, lines=4)
-    assert [axis.strip() for axis, _, _ in lines] == ["98", "", "", "1.5"] or len(lines) == 4
-    first, last = lines[0][1], lines[-1][1]
-    assert first[0] != "\u2800"
-    assert first[-1] == "\u2800"
-    assert last[0] == "\u2800"
-    assert last[-1] != "\u2800"
-    assert sum(line.count("•") for _, line, _ in lines) == 1
-    assert plot([]) == []
-    assert len(plot([(1, 2.0)])) == 7

@@ -17,8 +17,7 @@ import pytest
 from peftkit.errors import DataError
 from peftkit.report.chart import charts, points
 from peftkit.report.history import History, Series, read_history
-from peftkit.report.page import page
-from peftkit.report.write import write_report
+from peftkit.report.page import page, write_report
 from tests.report.story import FACTS, STARTED, evaluation, step, write_run
 
 BAD = "<script>alert(1)</script><img src=x onerror=alert(2)>\x00\x1b"
@@ -145,14 +144,6 @@ def test_a_run_that_goes_on_is_read_again_by_the_browser(tmp_path: Path) -> None
     folder = write_run(tmp_path / "run", [{**STARTED, "time": time.time()}, step(1)])
     assert 'http-equiv="refresh"' in page([read_history(folder)])
     assert 'http-equiv="refresh"' not in page([read_history(write_run(tmp_path / "done"))])
-
-
-def test_the_pictures_are_a_png_too(tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
-    out = write_report([write_run(tmp_path / "run")], tmp_path / "r.png", png=True)
-    with image.open(out) as opened:
-        assert opened.format == "PNG"
-        assert len(opened.convert("RGB").getcolors(1 << 20)) > 20
 
 
 def test_no_run_is_one_message(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from peftkit.report.history import History, read_history
-from peftkit.report.verdict import warnings
+from peftkit.report.page import page
+from peftkit.report.verdict import verdict, warnings
 from tests.report.story import FACTS, STARTED, done, evaluation, step, write_run
 
 CLEAN = copy.deepcopy(FACTS)
@@ -52,8 +53,15 @@ def test_large_gradients_at_the_start_are_no_spike(tmp_path: Path) -> None:
 
 def test_rows_that_are_cut_or_dropped_are_counted(tmp_path: Path) -> None:
     facts = copy.deepcopy(FACTS)
-    facts["tables"][1]["rows"][3] = ["cut at 256 tokens", "1,650"]
-    facts["tables"][1]["rows"][1] = ["rows read", "6,500"]
+    facts["tables"][1]["counts"] |= {"num_read": 6_500, "num_cut": 1_650}
+    facts["tables"][1]["rows"] = [["in other words", "many"]]
     told = warnings(run_of(tmp_path / "run", *STEPS, done(), facts=facts))
     assert told[0].startswith("1,650 of 6,500 rows of data/train.jsonl are cut")
     assert told[1].startswith("10 of 6,500 rows")
+
+
+def test_a_run_that_was_rewound_before_its_first_evaluation_has_a_verdict(tmp_path: Path) -> None:
+    again = {**STARTED, "start_step": 3}
+    run = run_of(tmp_path / "run", *STEPS[:6], evaluation(6, 0.5), again, step(4))
+    assert "eval" not in verdict(run)
+    assert page([run])
