@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, Notice, Table, ignore
 from peftkit.execution.environment import default_device
+from peftkit.files.disk import check_folder
 from peftkit.inference.watch import Metric, TextWatch
 from peftkit.report.facts import BeforeRun
 from peftkit.report.live import LiveReport
@@ -99,12 +100,14 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
         PeftkitError: The first thing that would have stopped the run.
     """
     require_trackers(recipe.train.log_to)
+    check_folder(recipe.train.output_dir)
     whole = recipe.train.model_copy(
         update={"shard": "none", "context_parallel": 1}
     )  # this is one process
     recipe = recipe.model_copy(update={"train": whole})
     ready = prepare(recipe, on_event=on_event)
-    for row in ready.train[:num_rows]:
+    documents = getattr(ready.train, "documents", ready.train)  # of packed rows, one by one
+    for row in documents[:num_rows]:
         pieces = tuple(ready.task.spans(row))
         on_event(Table(f"{row.source}, as the loss sees it", ("", "text"), pieces))
     num_steps = recipe.train.num_steps(len(ready.train))

@@ -14,10 +14,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +59,42 @@ def work(
     launched = launcher if processes > 1 else []
     command = [python, "-m", *launched, f"benchmarks.workers.{worker}", str(file)]
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=os.environ | settings, capture_output=True, timeout=seconds
-        )
+        code, out, err = run_group(command, os.environ | settings, seconds)
     except subprocess.TimeoutExpired:
         return {"failed": f"not done after {seconds:.0f} s"}
     finally:
         shutil.rmtree(output, ignore_errors=True)
-    lines = done.stdout.decode(errors="replace").strip().splitlines()
-    if done.returncode == -9:
+    lines = out.decode(errors="replace").strip().splitlines()
+    if code == -signal.SIGKILL:
         return {"failed": "killed: out of memory"}
-    if done.returncode != 0 or not lines:
-        said = done.stderr.decode(errors="replace")[-3000:]
-        raise WorkerFailed(f"{worker} failed ({done.returncode}):\n{said}")
+    if code != 0 or not lines:
+        said = err.decode(errors="replace")[-3000:]
+        raise WorkerFailed(f"{worker} failed ({code}):\n{said}")
     return json.loads(lines[-1])
+
+
+def run_group(
+    command: Sequence[str], environ: Mapping[str, str], seconds: float | None
+) -> tuple[int, bytes, bytes]:
+    """Run a command in a process group of its own; return its exit code, stdout and stderr.
+
+    Whatever ends the wait (a time limit, Ctrl-C, SIGTERM) also ends all processes of the group.
+    """
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)  # not reaped yet: the number is still its own
+        process.wait()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return process.returncode, out, err

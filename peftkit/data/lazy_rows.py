@@ -145,7 +145,7 @@ class PackedRows(LazyRows):
     """Whole documents together in rows of at most `max_length` tokens; see `pack.pack`."""
 
     def __init__(self, rows: LazyRows, max_length: int) -> None:
-        self._rows = rows
+        self.documents = self._rows = rows
         self._members, sizes = packing(rows.num_tokens, max_length)
         self._stops = sizes.cumsum(0)
         stops = torch.cat([torch.zeros(1, dtype=torch.int64), self._stops])

@@ -195,6 +195,18 @@ def writable_folder(folder: Path) -> Path:
     return folder
 
 
+def check_folder(folder: Path) -> None:
+    """Raise OutputError where a folder cannot be made or written to; creates nothing."""
+    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+        kind = "not writable" if nearest.is_dir() else "a file"
+        raise OutputError(
+            f"cannot write into {folder}",
+            found=f"{nearest} is {kind}.",
+            fix="Choose another output folder.",
+        )
+
+
 @contextlib.contextmanager
 def replacing(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
     """Yield a file that takes the place of `path`, complete and durable, when the block ends well.

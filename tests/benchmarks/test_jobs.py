@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 from statistics import median
@@ -15,6 +19,7 @@ from benchmarks import families, growth
 from benchmarks.orders import make_rows
 from benchmarks.profile import kind_of, shares
 from benchmarks.shapes import FAMILIES, build
+from benchmarks.workers import run_group
 from benchmarks.workers.peft_loop import collate
 
 
@@ -95,3 +100,24 @@ def test_time_is_sorted_by_what_was_called_for() -> None:
     assert kind_of(["aten::mul", "aten::silu_backward"]) == "pointwise"
     assert kind_of(["graph_0_cpp_fused_add_1"]) == "compiled"
     assert kind_of(["aten::view"]) == "other"
+
+
+FAMILY = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+open(sys.argv[1], "w").write(str(child.pid))
+time.sleep(60)
+"""
+
+
+def test_a_worker_out_of_time_takes_its_children_along(tmp_path: Path) -> None:
+    told = tmp_path / "child"
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_group([sys.executable, "-c", FAMILY, str(told)], os.environ, seconds=5)
+    child = int(told.read_text())
+    for _ in range(100):
+        state = Path(f"/proc/{child}/stat")
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {child} is still there")

@@ -105,6 +105,23 @@ def test_check_shows_the_rows_as_the_loss_sees_them_and_writes_nothing(
     assert sorted(project.rglob("*")) == before
 
 
+def test_check_shows_two_documents_of_packed_rows(project: Path, peftkit: Run) -> None:
+    done = peftkit("check", "recipe.yaml", "--set", "data.max_length=256")
+    titles = [line for line in done.out.splitlines() if line.endswith("as the loss sees it")]
+    assert [title.split(",")[0] for title in titles] == ["train.jsonl:1", "train.jsonl:2"]
+    assert "Packed 12 documents" in done.err
+    quiet = peftkit("check", "recipe.yaml", "--quiet")
+    assert quiet.out == ""
+    assert all(line.startswith("note: ") for line in quiet.err.splitlines())
+
+
+def test_train_tells_each_table_in_a_line(trained: Path) -> None:
+    lines = (trained / "err.txt").read_text().splitlines()
+    assert any(line.startswith("The base in memory: ") for line in lines)
+    assert any(line.startswith("train.jsonl: 12 rows read, 0 cut, 0 dropped") for line in lines)
+    assert not any("───" in line for line in lines)
+
+
 def test_generate_prints_the_completion_and_nothing_else(inside: Run, trained: Path) -> None:
     opened = open_adapter(trained / "runs" / "demo")
     (expected,) = generate(
@@ -206,7 +223,7 @@ def test_merge_into_a_gguf_file_writes_another(
     assert not torch.equal(found["blk.0.attn_q.weight"], tensors["blk.0.attn_q.weight"])
     assert torch.equal(found["token_embd.weight"].half(), tensors["token_embd.weight"].half())
     whole = inside("merge", "runs/demo", "--out", tmp_path / "x", "--dtype", "q8_0")
-    assert "ConfigError: there are no weights in q8_0" in whole.err
+    assert "ConfigError: a transformers folder has no q8_0 weights" in whole.err
     both = inside("merge", "runs/demo", "--into", base, "--out", out, "--from-quantized")
     assert "ConfigError: --from-quantized does not go with --into" in both.err
 
@@ -317,12 +334,13 @@ def test_wrong_input_is_told_with_exit_code_2(
     assert not [path for path in (project / "runs").rglob("*") if path.is_file()]
 
 
+@pytest.mark.parametrize("command", ["train", "check"])
 @pytest.mark.parametrize("out", ["eval.jsonl", "eval.jsonl/run"])
 def test_an_output_folder_that_cannot_be_is_told_before_the_base_is_loaded(
-    out: str, project: Path, peftkit: Run
+    out: str, command: str, project: Path, peftkit: Run
 ) -> None:
     before = (project / "eval.jsonl").read_bytes()
-    done = peftkit("train", "recipe.yaml", "--out", out)
+    done = peftkit(command, "recipe.yaml", "--set", f"train.output_dir={out}")
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("OutputError: ")
     assert out in done.err

@@ -115,7 +115,7 @@ def test_what_a_pipe_cannot_hold_is_replaced(
     process = start("data", "rows.jsonl", cwd=tmp_path)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert "rows           1" in out
+    assert "rows            1" in out
 
 
 def test_on_windows_no_other_process_is_signalled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,6 +273,21 @@ def test_every_link_within_the_house_leads_somewhere(page: Path) -> None:
             assert anchor in anchors(target), f"{page.name}: {link}"
 
 
+TRACKED = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("[!.]*/**/*.py")]
+CODE = "\n".join((ROOT / path).read_text(encoding="utf-8") for path in TRACKED)
+EXAMPLES = {"test_fresh_adapter_leaves_the_base_unchanged"}
+"""Names that the pages make up."""
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_files_and_names_that_a_page_mentions_exist(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for file in re.findall(r"`([\w/]+\.py)`", text):
+        assert any(f"/{path}".endswith(f"/{file}") for path in TRACKED), file
+    for name in set(re.findall(r"`([a-z]\w*_\w+)`", text)) - EXAMPLES:
+        assert re.search(rf"\b{name}\b", CODE), name
+
+
 def test_every_page_is_in_the_menu_of_the_site() -> None:
     menu = set(re.findall(r"(?m)^ +- .+: (\S+\.md)$", SITE.read_text(encoding="utf-8")))
     hooks = (ROOT / "docs" / "hooks.py").read_text(encoding="utf-8")

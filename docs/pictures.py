@@ -1,0 +1,132 @@
+"""Draws the picture of a run that README shows: its curve, and what the model answered.
+
+    python docs/pictures.py runs/orders      # writes docs/run-light.svg and docs/run-dark.svg
+
+The run needs eval rows and train.sample_every.
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from peftkit.report.chart import Chart, Line, charts
+from peftkit.report.history import History, read_history
+from peftkit.report.html import text
+from peftkit.report.look import DARK, LIGHT
+from peftkit.report.verdict import verdict
+
+HERE = Path(__file__).parent
+WIDTH, HEIGHT = 960, 330
+LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT = 46, 92, 420, 190
+SAMPLES_LEFT, LINE_CHARS, LINE_HEIGHT = 520, 56, 17
+THEMES = {
+    "light": {"ground": "#ffffff", "text": "#1b1f26", "soft": "#5c6675", "rule": "#dde1e7"},
+    "dark": {"ground": "#14171c", "text": "#e6e9ee", "soft": "#9aa5b4", "rule": "#343b46"},
+}
+COLORS = {"light": LIGHT, "dark": DARK}
+MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
+
+
+def picture(run: History, theme: str) -> str:
+    """Return the picture as SVG."""
+    look, chart = THEMES[theme], charts([run])[0]
+    parts = [
+        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="{look["ground"]}"/>',
+        write(LEFT - 22, 34, "What this run learnt", 17, look["text"], bold=True),
+        write(LEFT - 22, 56, verdict(run).split(":")[0] + ".", 12.5, look["soft"]),
+        *curve(chart, look, COLORS[theme]),
+        *answers(run, look, COLORS[theme]),
+    ]
+    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+    font = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
+    body = "\n".join(parts)
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{font}">\n{body}\n</svg>\n'
+
+
+def curve(chart: Chart, look: dict[str, str], colors: tuple[str, ...]) -> Iterator[str]:
+    """Yield the chart of the losses, with its axes and its legend."""
+    bottom = TOP + PLOT_HEIGHT
+    for value in chart.y_ticks():
+        y = bottom - PLOT_HEIGHT * chart.y(value)
+        yield f'<path d="M{LEFT} {y:.1f}h{PLOT_WIDTH}" stroke="{look["rule"]}"/>'
+        yield write(LEFT - 6, y + 4, chart.text(value), 11, look["soft"], anchor="end")
+    for step in chart.x_ticks():
+        x = LEFT + PLOT_WIDTH * chart.x(step)
+        yield write(x, bottom + 17, f"{step:,}", 11, look["soft"], anchor="middle")
+    yield write(LEFT + PLOT_WIDTH / 2, bottom + 36, "step", 11, look["soft"], anchor="middle")
+    legend = LEFT + PLOT_WIDTH - 200
+    for line in sorted(chart.lines, key=lambda line: line.style != "raw"):
+        color = colors[line.color]
+        places = " ".join(f"{x:.1f},{y:.1f}" for x, y in places_of(chart, line))
+        faint = ' opacity="0.35" stroke-width="1"' if line.style == "raw" else ' stroke-width="2"'
+        yield f'<polyline points="{places}" fill="none" stroke="{color}"{faint}/>'
+        if line.style == "raw":
+            continue
+        if line.style == "points":
+            for x, y in places_of(chart, line):
+                yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{color}"/>'
+        label = {"smoothed": "train loss"}.get(line.label, line.label)
+        yield f'<path d="M{legend} {TOP + 8}h18" stroke="{color}" stroke-width="3"/>'
+        yield write(legend + 24, TOP + 12, label, 12, look["text"])
+        legend += 108
+
+
+def places_of(chart: Chart, line: Line) -> list[tuple[float, float]]:
+    """Return where a line's points lie in the picture."""
+    return [
+        (LEFT + PLOT_WIDTH * chart.x(step), TOP + PLOT_HEIGHT * (1 - chart.y(value)))
+        for step, value in line.points
+    ]
+
+
+def answers(run: History, look: dict[str, str], colors: tuple[str, ...]) -> Iterator[str]:
+    """Yield what the model answered to the first prompt, before and after."""
+    prompt = str(run.samples[0]["prompt"])
+    said = [line for line in run.samples if line["prompt"] == prompt]
+    first, last = said[0], said[-1]
+    y = TOP - 2
+    for title, words, color in (
+        ("prompt", last_turn(prompt), look["soft"]),
+        ("before", str(first["completion"]), colors[1]),
+        (f"after {last['step']} steps", str(last["completion"]), colors[2]),
+    ):
+        yield write(SAMPLES_LEFT, y, title, 12, color, bold=True)
+        shown = textwrap.wrap(" ".join(words.split()), LINE_CHARS)[:3]
+        for number, line in enumerate(shown):
+            y += LINE_HEIGHT
+            more = " ..." if number == 2 and len(" ".join(words.split())) > 3 * LINE_CHARS else ""
+            yield write(SAMPLES_LEFT, y, line + more, 12, look["text"], font=MONO)
+        y += 1.7 * LINE_HEIGHT
+
+
+def last_turn(prompt: str) -> str:
+    """Return the user's last words of a prompt in ChatML; another prompt as it is."""
+    return prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
+
+
+def write(
+    x: float,
+    y: float,
+    words: str,
+    size: float,
+    color: str,
+    *,
+    anchor: str = "start",
+    bold: bool = False,
+    font: str = "",
+) -> str:
+    """Return a line of text."""
+    more = ' font-weight="600"' * bold + (f' font-family="{font}"' if font else "")
+    place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
+    return f'<text {place} fill="{color}"{more}>{text(words)}</text>'
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path)
+    history = read_history(parser.parse_args().run)
+    for name in THEMES:
+        (HERE / f"run-{name}.svg").write_text(picture(history, name), encoding="utf-8")
