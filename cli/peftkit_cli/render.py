@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 
 from rich import box
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table as Grid
 from rich.text import Text
 
@@ -159,6 +159,8 @@ class LiveScreen(Progress):
     ) -> None:
         self.tables, self.transient, self.brief = tables, transient, brief
         self._stage: tuple[str, float] | None = None
+        self._work: TaskID | None = None
+        self._training: TaskID | None = None
         self._step: events.StepDone | None = None
         self._losses: list[float] = []
         super().__init__(
@@ -181,18 +183,20 @@ class LiveScreen(Progress):
     def on_event(self, event: Event) -> None:
         """Show an event."""
         if isinstance(event, events.StepDone):
+            self._end_stage()
             self._step = event
             self._losses.append(event.loss)
-            self._bar(events.Progress("step", event.step, event.num_steps))
+            step = events.Progress("step", event.step, event.num_steps)
+            self._training = self._bar(self._training, step)
         elif isinstance(event, events.Progress):
-            self._bar(event)
+            self._work = self._bar(self._work, event)
         elif isinstance(event, events.Notice):
             self.console.print(_styled(event, f"note: {event.text}"))
         else:
             self._end_stage()
             if isinstance(event, events.Stage):
                 self._stage = (event.text, time.monotonic())
-                self.add_task(event.text, total=None, how_far="")
+                self._work = self.add_task(event.text, total=None, how_far="")
             elif isinstance(event, events.Table):
                 show_table(self.tables, event, brief=self.brief)
             elif (text := describe(event)) is not None:
@@ -205,16 +209,19 @@ class LiveScreen(Progress):
         self._end_stage()
         self.stop()
 
-    def _bar(self, event: events.Progress) -> None:
-        if not self.tasks:
-            self.add_task("", how_far="")
-        (task,) = self.task_ids
-        told = {"description": event.text, "how_far": how_far(event)}
-        self.update(task, completed=event.done, total=max(event.total, 1), **told)
+    def _bar(self, task: TaskID | None, event: events.Progress) -> TaskID:
+        """Show how far a piece of work is; return its task, a new one for None."""
+        if task is None:
+            task = self.add_task("", how_far="")
+        done, total = event.done, max(event.total, 1)
+        text, far = event.text, how_far(event)
+        self.update(task, description=text, completed=done, total=total, how_far=far)
+        return task
 
     def _end_stage(self) -> None:
-        for task in self.task_ids:
-            self.remove_task(task)
+        if self._work is not None:
+            self.remove_task(self._work)
+            self._work = None
         if self._stage is not None and not self.transient:
             text, began = self._stage
             took = f" {time.monotonic() - began:.1f} s"
