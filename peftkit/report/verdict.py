@@ -121,8 +121,7 @@ def _spikes(run: History) -> Iterator[str]:
 
 
 def _rows(run: History) -> Iterator[str]:
-    for where, counts in files_read(run):
-        read, cut, dropped = (counts[name] for name in ROW_COUNTS)
+    for where, (read, cut, dropped) in files_read(run):
         if cut and cut >= MANY_CUT * read:
             yield f"{cut:,} of {read:,} rows of {where} are cut: raise data.max_length."
         if dropped:
@@ -142,14 +141,14 @@ def _torn(run: History) -> Iterator[str]:
         yield f"{run.num_torn:,} lines of metrics.jsonl could not be read and are left out."
 
 
-def files_read(run: History) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yield each file of rows that a run read, with its numbers of rows, as run.json has them."""
+def files_read(run: History) -> Iterator[tuple[str, list[int]]]:
+    """Yield each file of rows that a run read, with its ROW_COUNTS, as run.json has them."""
     tables: Any = run.facts.get("tables")
     for table in tables if isinstance(tables, list) else ():
         counts = table.get("counts") if isinstance(table, dict) else None
         numbers = [counts.get(name) for name in ROW_COUNTS] if isinstance(counts, dict) else [None]
         if all(isinstance(number, int) for number in numbers):
-            yield str(table["source"]), counts
+            yield str(table.get("source")), numbers
 
 
 def _at(values: object, *names: str) -> str:
