@@ -146,8 +146,9 @@ def files_read(run: History) -> Iterator[tuple[str, list[int]]]:
     tables: Any = run.facts.get("tables")
     for table in tables if isinstance(tables, list) else ():
         counts = table.get("counts") if isinstance(table, dict) else None
-        numbers = [counts.get(name) for name in ROW_COUNTS] if isinstance(counts, dict) else [None]
-        if all(isinstance(number, int) for number in numbers):
+        known = counts if isinstance(counts, dict) else {}
+        numbers = [n for name in ROW_COUNTS if isinstance(n := known.get(name), int)]
+        if len(numbers) == len(ROW_COUNTS):
             yield str(table.get("source")), numbers
 
 

@@ -225,7 +225,7 @@ def test_merge_into_a_gguf_file_writes_another(
     whole = inside("merge", "runs/demo", "--out", tmp_path / "x", "--dtype", "q8_0")
     assert "ConfigError: a transformers folder has no q8_0 weights" in whole.err
     both = inside("merge", "runs/demo", "--into", base, "--out", out, "--from-quantized")
-    assert "ConfigError: --from-quantized does not go with --into" in both.err
+    assert "ConfigError: --from-quantized cannot be used with --into" in both.err
 
 
 def test_inspect_tells_what_an_adapter_is(inside: Run, model_folder: Path) -> None:
