@@ -32,7 +32,8 @@ from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.base.locate import locate
 from peftkit.formats.peft.folder import Provenance, save_adapter
-from peftkit.inference.generate import generate_ids, left_padded
+from peftkit.inference.generate import generate_ids
+from peftkit.inference.plain import left_padded
 from peftkit.methods.lora import LoRA
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

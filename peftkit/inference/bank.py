@@ -17,8 +17,8 @@ take a lock around `use` if requests come in on several threads.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -31,14 +31,16 @@ from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.open_adapter import base_of, require_causal, task_of
 from peftkit.formats.peft.folder import AdapterFile, check_weights, read_adapter
 from peftkit.formats.peft.low_rank import layers_of, read_low_rank
-from peftkit.inference.bank_layer import BankLinear, Routing, Switch, make_update
-from peftkit.inference.generate import MAX_NEW_TOKENS, generate_ids
+from peftkit.inference.bank_layer import BankLinear, InUse, Routing, Switch, make_update
+from peftkit.inference.engine import Engine, Limits
+from peftkit.inference.open_engine import open_engine
+from peftkit.inference.sampling import MAX_NEW_TOKENS, Sampling
+from peftkit.inference.text import decoded
 from peftkit.methods.protocol import ADAPTER_DTYPES
 from peftkit.model.places import unwrap_adapter
 
 NAME = re.compile(r"\w[\w.-]*")
 """Allowed names of adapters; `..` is refused too."""
-BATCH_SIZE = 8
 
 
 class AdapterBank:
@@ -139,9 +141,8 @@ class AdapterBank:
                 del self._layers[path]
                 self.base.model.set_submodule(path, layer.base)
 
-    @contextmanager
-    def use(self, rows: str | Sequence[str | None] | None) -> Iterator[None]:
-        """Switch the adapter within the context.
+    def use(self, rows: str | Sequence[str | None] | None) -> InUse:
+        """Return a context within which the adapter is switched; it may be entered again.
 
         Args:
             rows: One adapter for every row; or an entry for each row of the batches that follow.
@@ -154,14 +155,7 @@ class AdapterBank:
         routing = Routing.of(rows)
         for name in routing.names:
             self._known(name)
-        before = self._switch.routing
-        self._held.append(routing)
-        self._switch.routing = routing
-        try:
-            yield
-        finally:
-            self._switch.routing = before
-            self._held.remove(routing)
+        return InUse(self._switch, self._held, routing)
 
     def num_bytes(self, name: str) -> int:
         """Return the memory that an adapter takes.
@@ -196,42 +190,24 @@ class AdapterBank:
         max_new_tokens: int = MAX_NEW_TOKENS,
         temperature: float = 0.0,
         top_p: float = 1.0,
+        top_k: int = 0,
         seed: int | None = None,
-        batch_size: int = BATCH_SIZE,
+        batch_size: int | None = None,
     ) -> list[list[int]]:
         """Return the token ids that follow each prompt, each by its own adapter.
 
         Args:
             prompts: Token ids of each prompt.
             names: The adapter of each; None is the bare base.
-            stops, max_new_tokens, temperature, top_p, seed: As in `generate_ids`.
-            batch_size: Prompts run together, whatever their adapters.
+            stops, max_new_tokens, temperature, top_p, top_k, seed: As in `generate_ids`.
+            batch_size: Most answers made at once, whatever their adapters; None: 64.
 
         Raises:
             AdapterError: There is no adapter of a name.
             DataError: Not one name for each prompt; or as `generate_ids`.
         """
-        _check_number(prompts, names)
-        answers: list[list[int]] = [[] for _ in prompts]
-        # the order that generate_ids() itself takes, so that its batches are those routed here
-        order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-        for start in range(0, len(order), batch_size):
-            chosen = order[start : start + batch_size]
-            with self.use([names[index] for index in chosen]):
-                done = generate_ids(
-                    self.base.model,
-                    self.base.tokenizer,
-                    [prompts[index] for index in chosen],
-                    stops=stops,
-                    max_new_tokens=max_new_tokens,
-                    temperature=temperature,
-                    top_p=top_p,
-                    seed=None if seed is None else seed + start,
-                    batch_size=len(chosen),
-                )
-            for index, ids in zip(chosen, done, strict=True):
-                answers[index] = ids
-        return answers
+        sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed, tuple(stops))
+        return self._answer(prompts, names, [sampling] * len(prompts), batch_size)
 
     def generate(
         self,
@@ -241,36 +217,48 @@ class AdapterBank:
         max_new_tokens: int = MAX_NEW_TOKENS,
         temperature: float = 0.0,
         top_p: float = 1.0,
+        top_k: int = 0,
         seed: int | None = None,
-        batch_size: int = BATCH_SIZE,
+        batch_size: int | None = None,
     ) -> list[str]:
         """Return the answer to each prompt by its own adapter, in that adapter's prompt format.
 
-        Adapters with the same stop tokens share batches. Arguments and errors: as in
-        `generate_ids`.
+        Arguments and errors: as in `generate_ids`.
         """
         _check_number(prompts, names)
         tokenizer = self.base.tokenizer
         styles = {name: self.style(name) for name in set(names)}
-        ends = {name: tuple(stop_ids(tokenizer, style)) for name, style in styles.items()}
-        texts = [""] * len(prompts)
-        for stops in dict.fromkeys(ends[name] for name in names):
-            chosen = [index for index, name in enumerate(names) if ends[name] == stops]
-            answers = self.generate_ids(
-                [prompt_ids(tokenizer, prompts[i], styles[names[i]]) for i in chosen],
-                [names[i] for i in chosen],
-                stops=stops,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                seed=seed,
-                batch_size=batch_size,
-            )
-            for index, ids in zip(chosen, answers, strict=True):
-                texts[index] = tokenizer.decode(
-                    ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-                )
-        return texts
+        sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
+        by_name = {
+            name: replace(sampling, stops=tuple(stop_ids(tokenizer, style)))
+            for name, style in styles.items()
+        }
+        ids = [
+            prompt_ids(tokenizer, prompt, styles[name])
+            for prompt, name in zip(prompts, names, strict=True)
+        ]
+        answers = self._answer(ids, names, [by_name[name] for name in names], batch_size)
+        return [decoded(tokenizer, answer) for answer in answers]
+
+    def engine(self, limits: Limits | None = None) -> Engine:
+        """Return an engine, to be entered, whose requests name their adapters."""
+        return open_engine(self.base.model, self.base.tokenizer, limits, self.use)
+
+    def _answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        names: Sequence[str | None],
+        settings: Sequence[Sampling],
+        batch_size: int | None,
+    ) -> list[list[int]]:
+        _check_number(prompts, names)
+        for name in names:
+            if name is not None:
+                self._known(name)
+        limits = Limits() if batch_size is None else Limits(rows=batch_size)
+        with self.engine(limits) as engine:
+            made = engine.answers(prompts, settings, adapters=names, log_probs=False)
+        return [answer.ids for (answer,) in made]
 
     def _known(self, name: str) -> None:
         if name in self._files:

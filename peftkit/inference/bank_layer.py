@@ -143,6 +143,27 @@ class Switch:
     routing: Routing = field(default_factory=Routing)
 
 
+class InUse:
+    """A context within which a routing holds, and what was made for it stays.
+
+    Args:
+        held: Of the bank: the routings that hold.
+    """
+
+    def __init__(self, switch: Switch, held: list[Routing], routing: Routing) -> None:
+        self._switch, self._held, self._routing = switch, held, routing
+        self._before: list[Routing] = []
+
+    def __enter__(self) -> None:
+        self._before.append(self._switch.routing)
+        self._held.append(self._routing)
+        self._switch.routing = self._routing
+
+    def __exit__(self, *raised: object) -> None:
+        self._switch.routing = self._before.pop()
+        self._held.remove(self._routing)
+
+
 @dataclass(frozen=True, slots=True)
 class _Stack:
     """The updates of one layer that a mixed batch needs.

@@ -15,9 +15,10 @@ from peftkit.data.image_row import ImageRow
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.events import Listener, Progress, Stage, ignore
-from peftkit.inference.generate import decoded, generate_ids
+from peftkit.inference.generate import generate_ids
 from peftkit.inference.generate_images import ImagePrompt
 from peftkit.inference.generate_images import complete as complete_images
+from peftkit.inference.text import decoded
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.image_text import ImageText
 from peftkit.tasks.measure import BATCH_SIZE
@@ -105,30 +106,23 @@ def _answers(base: Base, task: Any, rows: Sequence[Row], on_event: Listener) -> 
     tokenizer = base.tokenizer
     asked = [task.last_answer(row) for row in rows]
     longest = max(len(row.input_ids) - len(ids) for row, (ids, _) in zip(rows, asked, strict=True))
-    answers = []
-    for start in range(0, len(rows), 4 * BATCH_SIZE):
-        on_event(Progress("Completing", start, len(rows)))
-        part = asked[start : start + 4 * BATCH_SIZE]
-        completions = generate_ids(
-            base.model,
-            tokenizer,
-            [ids for ids, _ in part],
-            max_new_tokens=math.ceil(MARGIN * longest),
-            stops=stop_ids(tokenizer, task.style),
-            batch_size=4 * BATCH_SIZE,
+    completions = generate_ids(
+        base.model,
+        tokenizer,
+        [ids for ids, _ in asked],
+        max_new_tokens=math.ceil(MARGIN * longest),
+        stops=stop_ids(tokenizer, task.style),
+        on_answer=lambda number: on_event(Progress("Completing", number, len(rows))),
+    )
+    return [
+        Answer(
+            row.source,
+            tokenizer.decode(ids, skip_special_tokens=True),
+            reference,
+            tokenizer.decode(completion, skip_special_tokens=True),
         )
-        answers += [
-            Answer(
-                row.source,
-                tokenizer.decode(ids, skip_special_tokens=True),
-                reference,
-                tokenizer.decode(completion, skip_special_tokens=True),
-            )
-            for row, (ids, reference), completion in zip(
-                rows[start : start + len(part)], part, completions, strict=True
-            )
-        ]
-    return answers
+        for row, (ids, reference), completion in zip(rows, asked, completions, strict=True)
+    ]
 
 
 def _answers_to_images(

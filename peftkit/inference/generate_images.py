@@ -13,15 +13,10 @@ from peftkit.data.images import Picture
 from peftkit.data.load import DataConfig
 from peftkit.errors import AdapterError
 from peftkit.formats.open_adapter import Opened
-from peftkit.inference.generate import (
-    MAX_NEW_TOKENS,
-    decoded,
-    room_left,
-    run_batch,
-    sampling,
-    settings_of,
-    until_end,
-)
+from peftkit.inference.plain import PlainEngine
+from peftkit.inference.request import Request
+from peftkit.inference.sampling import MAX_NEW_TOKENS, Sampling, seed_of
+from peftkit.inference.text import decoded
 from peftkit.tasks.image_text import ImageText, ImageTextConfig
 
 
@@ -45,12 +40,13 @@ def generate_with_images(
     max_new_tokens: int = MAX_NEW_TOKENS,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    top_k: int = 0,
     seed: int | None = None,
 ) -> str:
     """Return the completion of one prompt, before which images stand.
 
     Args:
-        max_new_tokens, temperature, top_p, seed: As in `generate_ids`.
+        max_new_tokens, temperature, top_p, top_k, seed: As in `generate_ids`.
 
     Raises:
         AdapterError: The adapter was not trained on images.
@@ -65,6 +61,7 @@ def generate_with_images(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
+        top_k=top_k,
         seed=seed,
     )
     return decoded(task.tokenizer, ids)
@@ -94,26 +91,30 @@ def complete(
     max_new_tokens: int = MAX_NEW_TOKENS,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    top_k: int = 0,
     seed: int | None = None,
     batch_size: int = 8,
 ) -> list[list[int]]:
     """Return the token ids that follow each prompt, as `generate_ids` does."""
-    stops = task.encoder.stop_ids(task.style)
-    settings = settings_of(model, task.tokenizer, stops, temperature, top_p)
+    sampling = Sampling(
+        max_new_tokens, temperature, top_p, top_k, seed, tuple(task.encoder.stop_ids(task.style))
+    )
     answers: list[list[int]] = [[] for _ in prompts]
     groups: dict[int, list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(task.kind_of(len(prompt.images)), []).append(index)
-    with sampling(model, seed):
+    with PlainEngine(model, task.tokenizer) as engine:
         for group in groups.values():
             for start in range(0, len(group), batch_size):
                 chosen = group[start : start + batch_size]
                 inputs = inputs_of(model, task, [prompts[index] for index in chosen])
-                ids = inputs["input_ids"].tolist()
-                settings.max_new_tokens = room_left(model, ids, max_new_tokens)
-                new = run_batch(model, inputs, settings)
-                for index, found in zip(chosen, new.tolist(), strict=True):
-                    answers[index] = until_end(settings.eos_token_id or (), found)
+                rows = [
+                    engine.running(Request(ids, sampling, seed_of(sampling, index)))
+                    for index, ids in zip(chosen, inputs["input_ids"].tolist(), strict=True)
+                ]
+                engine.answer(rows, inputs)
+                for index, row in zip(chosen, rows, strict=True):
+                    answers[index] = row.ids
     return answers
 
 

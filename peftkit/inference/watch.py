@@ -18,7 +18,8 @@ from peftkit.data.pack import IGNORE, Row, last_answer
 from peftkit.data.pairs import Pair, PairRow
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Listener, Notice, Sample, ignore
-from peftkit.inference.generate import generate_ids, room_left
+from peftkit.inference.engine import room_left
+from peftkit.inference.generate import generate_ids
 from peftkit.model.modes import evaluating
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.preference.rows import Compared
@@ -126,18 +127,16 @@ class TextWatch:
         self._task.forget_layout()  # what the last training step set is not of these rows
         if isinstance(self._task, Seq2Seq):
             return self._translated(self._task, rows, max_new_tokens)
-        task, tokenizer, answers = self._task, self._base.tokenizer, []
+        task, tokenizer = self._task, self._base.tokenizer
         asked = [_asked(tokenizer, row) for row in rows]
-        for start in range(0, len(rows), BATCH_SIZE):
-            part = asked[start : start + BATCH_SIZE]
-            answers += generate_ids(
-                self._base.model,
-                tokenizer,
-                [ids for ids, _ in part],
-                max_new_tokens=max_new_tokens,
-                stops=stop_ids(tokenizer, task.style),
-                batch_size=BATCH_SIZE,
-            )
+        answers = generate_ids(
+            self._base.model,
+            tokenizer,
+            [ids for ids, _ in asked],
+            max_new_tokens=max_new_tokens,
+            stops=stop_ids(tokenizer, task.style),
+            batch_size=BATCH_SIZE,
+        )
         return [
             Sample(
                 prompt=str(tokenizer.decode(ids, skip_special_tokens=True)).strip(),

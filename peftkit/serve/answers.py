@@ -12,8 +12,8 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from peftkit.errors import PeftkitError
-from peftkit.inference.rows import Whole
 from peftkit.serve.requests import RequestError
+from peftkit.serve.worker import Piece, Whole
 
 
 def status_of(error: PeftkitError) -> int:
@@ -75,8 +75,9 @@ class ReplyFormat:
             self._object([self._choice(index, "delta", delta, "")], True) if self.is_chat else None
         )
 
-    def piece(self, index: int, text: str) -> dict[str, Any]:
+    def piece(self, index: int, piece: Piece) -> dict[str, Any]:
         """Return the chunk with a piece of text."""
+        text = piece.text
         return self._object([self._choice(index, "delta", {"content": text}, text)], True)
 
     def end(self, index: int, reason: str) -> dict[str, Any]:

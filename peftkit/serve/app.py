@@ -21,15 +21,21 @@ from starlette.routing import Route
 from peftkit.data.encode import Style, prompt_ids, stop_ids
 from peftkit.errors import PeftkitError, did_you_mean
 from peftkit.inference.bank import AdapterBank
-from peftkit.inference.generate import room_left
+from peftkit.inference.engine import Limits as EngineLimits
+from peftkit.inference.engine import room_left
+from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.serve.answers import ReplyFormat, refusal, status_of
-from peftkit.serve.engine import Engine, Job, Told
 from peftkit.serve.gate import Gate
 from peftkit.serve.replies import streamed, whole_answers
 from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
+from peftkit.serve.worker import Job, Told, Worker
 
 BARE = "base"
 """Name of the base without an adapter."""
+PREFILL_TOKENS = 256
+"""Tokens of prompts that are computed between two tokens of all answers."""
+KEPT_TOKENS = 8192
+"""Tokens of common beginnings of prompts that are kept for those to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +43,22 @@ class Limits:
     """What one server takes on, and what it does where a request leaves the choice.
 
     Args:
-        max_batch: Prompts in one batch, and of one request.
+        max_batch: Answers made at once, and of one request.
         max_waiting: Prompts that may wait; further requests are refused with 429.
         max_body: Bytes of a request; larger ones are refused with 413.
         max_new_tokens: Length of an answer, unless the request says.
         temperature: 0 is greedy; unless the request says.
     """
 
-    max_batch: int = 8
+    max_batch: int = 32
     max_waiting: int = 64
     max_body: int = 1 << 20
     max_new_tokens: int = 1024
     temperature: float = 0.0
+
+    def of_engine(self) -> EngineLimits:
+        """Return what the engine is to take on."""
+        return EngineLimits(rows=self.max_batch, prefill=PREFILL_TOKENS, kept=KEPT_TOKENS)
 
 
 def make_app(
@@ -60,16 +70,16 @@ def make_app(
         key: Asked of every request but /health; None serves programs on this machine only.
     """
     limits = limits or Limits()
-    engine = Engine(bank, max_batch=limits.max_batch, max_waiting=limits.max_waiting)
-    service = _Service(bank, engine, limits)
+    worker = Worker(bank, limits=limits.of_engine(), max_waiting=limits.max_waiting)
+    service = _Service(bank, worker, limits)
 
     @asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:
-        engine.start()
+        worker.start()
         try:
             yield
         finally:
-            await asyncio.to_thread(engine.stop)
+            await asyncio.to_thread(worker.stop)
 
     return Starlette(
         routes=[
@@ -87,14 +97,14 @@ def make_app(
 
 
 class _Service:
-    def __init__(self, bank: AdapterBank, engine: Engine, limits: Limits) -> None:
-        self._bank, self._engine, self._limits = bank, engine, limits
+    def __init__(self, bank: AdapterBank, worker: Worker, limits: Limits) -> None:
+        self._bank, self._worker, self._limits = bank, worker, limits
         self._began = time.time()
         self._requests: Counter[tuple[str, int]] = Counter()
         self._stops = cache(lambda style: tuple(stop_ids(bank.base.tokenizer, style)))
 
     async def health(self, request: Request) -> Response:
-        alive = self._engine.is_alive
+        alive = self._worker.is_alive
         return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
 
     async def metrics(self, request: Request) -> Response:
@@ -140,7 +150,7 @@ class _Service:
         jobs = self._jobs(body, adapter, prompts, told)
         form = ReplyFormat(isinstance(body, ChatBody), body.model)
         num_prompt = sum(map(len, prompts))
-        self._engine.submit(jobs)
+        self._worker.submit(jobs)
         if body.stream:
             self._requests[body.model, 200] += 1
             chunks = streamed(form, jobs, told, num_prompt, body.wants_usage)
@@ -174,17 +184,23 @@ class _Service:
                 with suppress(RuntimeError):  # the loop has been closed
                     loop.call_soon_threadsafe(told.put_nowait, (index, what))
 
+            sampling = Sampling(
+                max_new_tokens=room_left(self._bank.base.model, [ids], asked),
+                temperature=_given(body.temperature, self._limits.temperature),
+                top_p=_given(body.top_p, 1.0),
+                seed=body.seed,
+                stops=self._stops(self._bank.style(adapter)),
+                top_logprobs=body.num_top,
+            )
             jobs.append(
                 Job(
-                    adapter=adapter,
-                    ids=ids,
-                    stops=self._stops(self._bank.style(adapter)),
+                    adapter,
+                    ids,
+                    sampling,
+                    tell,
+                    seed=seed_of(sampling, index),
                     stop_texts=body.stop_texts,
-                    max_new_tokens=room_left(self._bank.base.model, [ids], asked),
-                    temperature=_given(body.temperature, self._limits.temperature),
-                    top_p=_given(body.top_p, 1.0),
-                    seed=None if body.seed is None else body.seed + index,
-                    tell=tell,
+                    log_probs=body.wants_log_probs,
                 )
             )
         return jobs
@@ -239,7 +255,7 @@ class _Service:
         return described if name == BARE else {**described, "parent": BARE}
 
     def _metrics(self) -> str:
-        counts = self._engine.counts
+        counts = self._worker.counts
         lines = [
             _metric("requests_total", "counter", "Requests by model and status.")
             + "".join(
@@ -251,8 +267,8 @@ class _Service:
             lines += [_metric(f"{name}_total", "counter", what)]
             lines += [f"peftkit_{name}_total {counts[name]}"]
         for name, what, value in (
-            ("waiting", "Prompts that wait.", self._engine.num_waiting),
-            ("running", "Prompts that are being answered.", self._engine.num_running),
+            ("waiting", "Prompts that wait.", self._worker.num_waiting),
+            ("running", "Prompts that are being answered.", self._worker.num_running),
             ("uptime_seconds", "Since the start.", round(time.time() - self._began, 1)),
         ):
             lines += [_metric(name, "gauge", what), f"peftkit_{name} {value}"]
@@ -263,8 +279,7 @@ _UNCACHED = {"Cache-Control": "no-cache"}
 _COUNTED = {
     "prompt_tokens": "Tokens of prompts.",
     "generated_tokens": "Tokens of answers.",
-    "batches": "Batches run.",
-    "rows": "Prompts in these batches.",
+    "answers": "Answers begun.",
 }
 
 

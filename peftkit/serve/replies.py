@@ -8,13 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 from starlette.requests import Request
 
 from peftkit.errors import PeftkitError, RunError
-from peftkit.inference.rows import Whole
 from peftkit.serve.answers import ReplyFormat, error_fields, event
-from peftkit.serve.engine import Job, Told
 from peftkit.serve.requests import RequestError
-
-SECONDS_BETWEEN_LOOKS = 1.0
-"""How often a request that is not streamed looks whether its client has gone."""
+from peftkit.serve.worker import Job, Piece, Told, Whole
 
 
 async def whole_answers(
@@ -22,22 +18,30 @@ async def whole_answers(
 ) -> list[Whole]:
     """Return the whole answers, in order; if the client goes away, nobody works on."""
     found: dict[int, Whole] = {}
+    gone = asyncio.create_task(_gone(request))
     try:
         while len(found) < len(jobs):
-            try:
-                index, what = await asyncio.wait_for(told.get(), SECONDS_BETWEEN_LOOKS)
-            except asyncio.TimeoutError:
-                if await request.is_disconnected():
-                    raise RequestError("the client has gone.", status=499) from None
-                continue
+            coming = asyncio.create_task(told.get())
+            await asyncio.wait((coming, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                coming.cancel()
+                raise RequestError("the client has gone.", status=499)
+            index, what = coming.result()
             if isinstance(what, Exception):
                 raise what
             if isinstance(what, Whole):
                 found[index] = what
     finally:
+        gone.cancel()
         for job in jobs:
-            job.cancelled.set()
+            job.cancel()
     return [found[index] for index in range(len(jobs))]
+
+
+async def _gone(request: Request) -> None:
+    """Return when the client has gone; its body has been read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def streamed(
@@ -59,7 +63,7 @@ async def streamed(
                 problem = what if isinstance(what, PeftkitError) else RunError(str(what))
                 yield event(error_fields(problem))
                 return
-            if isinstance(what, str):
+            if isinstance(what, Piece):
                 yield event(form.piece(index, what))
             else:
                 found.append(what)
@@ -69,4 +73,4 @@ async def streamed(
         yield event(None)
     finally:
         for job in jobs:
-            job.cancelled.set()
+            job.cancel()

@@ -120,6 +120,16 @@ class Body(_Strict):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
+    def wants_log_probs(self) -> bool:
+        """Whether log-probabilities of the tokens are wanted."""
+        return False
+
+    @property
+    def num_top(self) -> int:
+        """How many of the likeliest tokens are told with each."""
+        return 0
+
+    @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with the numbers of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from peftkit.adapter import Adapter, attach
-from peftkit.inference import ready, shared_prefix
+from peftkit.inference import ready
 from peftkit.inference.generate import generate_ids
-from peftkit.inference.shared_prefix import num_common, padded_between, shared_cache
+from peftkit.inference.open_engine import why_plain
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_groups import FusedWeightGroup, SeparateWeightGroup, ServingGroup
 from peftkit.methods.lora_linear import LoRALinear
-from peftkit.methods.prefix import PrefixTuning
 from peftkit.quant.quantize import quantize_model
 from tests.families import ARCHITECTURES, FAMILIES
 from tests.further import FURTHER
@@ -26,25 +25,6 @@ MODELS = {**ARCHITECTURES, **FURTHER}
 Tokenizer = PreTrainedTokenizerFast
 COMMON = [11, 45, 200, 7, 90, 33, 34, 35, 36]
 PROMPTS = [[*COMMON, *rest] for rest in ([9, 41, 77, 130], [55], [33, 8, 99, 120, 61], [17, 18])]
-SHARING = ["llama", "qwen3", "gpt2", "gpt_neox", "mixtral"]
-NOT = ["gemma2", "mistral_swa", "jamba"]
-"""Windows and states, to which padding in the middle is not nothing."""
-
-
-@pytest.fixture
-def sharing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Share what is in common however short; tell when that was done."""
-    monkeypatch.setattr(shared_prefix, "MIN_SAVED", 1)
-    done: list[bool] = []
-    whole = shared_prefix.shared_cache
-
-    def counted(*args: Any) -> Any:
-        cache = whole(*args)
-        done.append(cache is not None)
-        return cache
-
-    monkeypatch.setattr("peftkit.inference.generate.shared_cache", counted)
-    return done
 
 
 def adapted(model: nn.Module, rank: int = 3) -> Adapter:
@@ -54,36 +34,6 @@ def adapted(model: nn.Module, rank: int = 3) -> Adapter:
         for parameter in adapter.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     return adapter
-
-
-@pytest.mark.parametrize("name", [*SHARING, *NOT])
-def test_answers_are_those_of_prompts_computed_whole(
-    name: str, sharing: list[bool], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model: Any = MODELS[name]().eval()
-    adapted(model)
-    found = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
-    assert sharing == [name in SHARING]
-    monkeypatch.setattr("peftkit.inference.generate.shared_cache", lambda *args: None)
-    assert found == generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
-    alone = [generate_ids(model, tokenizer, [p], max_new_tokens=7)[0] for p in PROMPTS]
-    assert found == alone
-
-
-def test_a_prompt_that_is_how_others_begin_has_a_token_of_its_own() -> None:
-    assert num_common([[3, 4], [3, 4, 5]]) == 1
-    assert num_common([[3], [3, 4]]) == 0
-    batch = padded_between([[3, 4, 5], [3, 6]], 1, 0)
-    assert batch["input_ids"].tolist() == [[3, 4, 5], [3, 0, 6]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 1]]
-
-
-def test_little_in_common_and_virtual_tokens_are_computed_whole() -> None:
-    model: Any = FAMILIES["llama"]().eval()
-    assert shared_cache(model, PROMPTS) is None  # 27 tokens spared
-    attach(model, PrefixTuning(num_virtual_tokens=3))
-    with torch.no_grad():
-        assert shared_cache(model, [[*range(3, 203), n] for n in (5, 6)]) is None
 
 
 def groups_of(model: nn.Module) -> set[type]:
@@ -99,6 +49,7 @@ def test_layers_that_are_ready_say_what_they_say_alone(
     if kind != "none":
         quantize_model(model, kind)
     adapter = adapted(model)
+    assert why_plain(model, tokenizer) is None  # which it is asked as it is
     seen: list[set[type]] = []
     watch = model.register_forward_pre_hook(lambda *_: seen.append(groups_of(model)))
     found = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
@@ -131,6 +82,7 @@ def test_generating_within_training_leaves_its_groups(tokenizer: Tokenizer) -> N
 
 def test_the_head_is_given_rows_without_gaps(tokenizer: Tokenizer) -> None:
     model: Any = FAMILIES["llama"]().eval()
+    assert why_plain(model, tokenizer) is None
     given: list[bool] = []
 
     def look(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -138,10 +90,10 @@ def test_the_head_is_given_rows_without_gaps(tokenizer: Tokenizer) -> None:
 
     handle = model.lm_head.register_forward_hook(look)
     generate_ids(model, tokenizer, PROMPTS, max_new_tokens=3)
-    assert given == [True] * 3
+    assert given == [True] * 4  # the prompts, and three tokens
     with torch.no_grad():
         model(input_ids=torch.tensor([[3, 4, 5]] * 2), logits_to_keep=1)
-    assert given[3:] == [False]  # as transformers gives them
+    assert given[4:] == [False]  # as transformers gives them
     handle.remove()
 
 

@@ -149,5 +149,5 @@ def test_metrics_count_what_was_done(client: Any) -> None:
     lines = told.text.splitlines()
     assert 'peftkit_requests_total{model="one",status="200"} 1' in lines
     assert 'peftkit_requests_total{model="",status="404"} 1' in lines
-    assert "peftkit_batches_total 1" in lines
+    assert "peftkit_answers_total 1" in lines
     assert client.get("/health").json() == {"status": "ok"}

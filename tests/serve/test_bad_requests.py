@@ -66,7 +66,7 @@ def test_a_request_that_cannot_be_answered(
     error = done.json()["error"]
     assert told in error["message"]
     assert error["type"] == "invalid_request_error"
-    assert "peftkit_batches_total 0" in client.get("/metrics").text
+    assert "peftkit_answers_total 0" in client.get("/metrics").text
 
 
 def test_fields_that_ask_for_nothing_are_no_error(client: Any) -> None:

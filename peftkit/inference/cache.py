@@ -1,0 +1,176 @@
+"""Keys and values of many answers at once, each written where it stays.
+
+A prompt's are made piece by piece in a `Span` of just its size. A span that several answers begin
+with is kept and read by all of them; any other moves into an `Arena`, in whose slots answers of
+about equal length grow, a token at a time, without a copy. An answer that outgrows its arena moves
+to one of twice the length.
+
+Shapes: S slots, K heads of keys, C tokens of a slot, P tokens of a span, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Pair = tuple[Tensor, Tensor]
+SMALLEST = 128
+"""Tokens of a slot in the smallest arena."""
+
+
+@dataclass(eq=False)
+class Span:
+    """Keys and values of consecutive tokens of one sequence.
+
+    Attributes:
+        tokens: Those that it is for. start: Position of the first.
+        filled: How many are there already.
+        layers: Of each layer (1, K, P, D) twice; made when a layer is first written.
+        adapter: Whose keys and values they are.
+        base: A span that it goes on from, without a copy.
+        is_read: Whether answers read it where it is; else each takes a copy.
+        num_users: Answers that read it now. used_at: When it was last of use.
+    """
+
+    tokens: list[int]
+    adapter: str | None
+    start: int = 0
+    filled: int = 0
+    layers: dict[int, Pair] = field(default_factory=dict)
+    base: Span | None = None
+    is_read: bool = False
+    num_users: int = 0
+    used_at: int = 0
+
+    @property
+    def end(self) -> int:
+        """Position after the last token that is there."""
+        return self.start + self.filled
+
+    @property
+    def num_left(self) -> int:
+        """How many of its tokens are not there yet."""
+        return len(self.tokens) - self.filled
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all of its tokens are there."""
+        return self.filled == len(self.tokens)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write (1, K, T, D) after what is there; `filled` is not changed."""
+        if layer not in self.layers:
+            self.layers[layer] = (self._like(keys), self._like(values))
+        size = keys.shape[2]
+        for kept, new in zip(self.layers[layer], (keys, values), strict=True):
+            kept[:, :, self.filled : self.filled + size] = new
+
+    def _like(self, new: Tensor) -> Tensor:
+        return new.new_empty(1, new.shape[1], len(self.tokens), new.shape[3])
+
+    def copy_from(self, other: Span) -> None:
+        """Begin with the tokens of another span, which begins where this one does."""
+        for layer, (keys, values) in other.layers.items():
+            self.write(layer, keys[:, :, : other.filled], values[:, :, : other.filled])
+        self.filled = other.filled
+
+
+@dataclass(eq=False)
+class Row:
+    """An answer that grows in an arena.
+
+    Attributes:
+        owner: Whose it is.
+        base: A span that it begins with, read by others too.
+        length: Its own tokens after that whose keys and values are there.
+        slot: Where in the arena.
+    """
+
+    owner: Any
+    base: Span | None
+    length: int
+    arena: Arena | None = None
+    slot: int = 0
+
+    @property
+    def start(self) -> int:
+        """Position of the first token of its own."""
+        return 0 if self.base is None else self.base.end
+
+
+class Arena:
+    """Slots of one size. The rows in it have the first slots, in the order of `rows`."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.rows: list[Row] = []
+        self.layers: dict[int, Pair] = {}
+
+    def add(self, row: Row, layers: dict[int, Pair]) -> None:
+        """Give a row the next slot, and copy what it has: of each layer (1, K, >= length, D)."""
+        row.arena, row.slot = self, len(self.rows)
+        self.rows.append(row)
+        for layer, pair in layers.items():
+            for kept, new in zip(self._room(layer, pair), pair, strict=True):
+                kept[row.slot, :, : row.length] = new[0, :, : row.length]
+
+    def remove(self, row: Row, slot: int) -> None:
+        """Take a row out of its slot; the last one gets it."""
+        last = self.rows.pop()
+        if last is row:
+            return
+        for pair in self.layers.values():
+            for kept in pair:
+                if len(kept) > last.slot:
+                    kept[slot, :, : last.length] = kept[last.slot, :, : last.length]
+        self.rows[slot], last.slot = last, slot
+
+    def of_row(self, row: Row) -> dict[int, Pair]:
+        """Return what is there of a row: of each layer (1, K, C, D) twice."""
+        at = slice(row.slot, row.slot + 1)
+        return {layer: (keys[at], values[at]) for layer, (keys, values) in self.layers.items()}
+
+    def write(self, layer: int, places: Pair, keys: Tensor, values: Tensor) -> Pair:
+        """Write one token of each row, (rows, K, 1, D); return all slots of the layer.
+
+        Args:
+            places: Of each row its slot, and the place in it.
+        """
+        pair = self._room(layer, (keys, values))
+        for kept, new in zip(pair, (keys, values), strict=True):
+            kept[places[0], :, places[1]] = new[:, :, 0]
+        return pair
+
+    def _room(self, layer: int, like: Pair) -> Pair:
+        """Return a layer's tensors, with slots for all rows."""
+        found = self.layers.get(layer)
+        if found is None or len(found[0]) < len(self.rows):
+            size = 1 << (len(self.rows) - 1).bit_length()
+            # zeros: what is not a number would be one beneath a mask too
+            grown = [new.new_zeros(size, new.shape[1], self.capacity, new.shape[3]) for new in like]
+            for new, old in zip(grown, found or (), strict=False):
+                new[: len(old)] = old
+            self.layers[layer] = found = (grown[0], grown[1])
+        return found
+
+
+def capacity_for(length: int) -> int:
+    """Return the size of the smallest slots that hold so many tokens."""
+    return max(SMALLEST, 1 << (length - 1).bit_length())
+
+
+def joined(spans: Sequence[Span], layer: int, lengths: Sequence[int]) -> Pair:
+    """Return the first tokens of spans that follow each other, so many of each."""
+    if len(spans) == 1:
+        keys, values = spans[0].layers[layer]
+        return keys[:, :, : lengths[0]], values[:, :, : lengths[0]]
+    parts = [span.layers[layer] for span in spans]
+    keys, values = (
+        torch.cat([pair[n][:, :, :size] for pair, size in zip(parts, lengths, strict=True)], 2)
+        for n in (0, 1)
+    )
+    return keys, values

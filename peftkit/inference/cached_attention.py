@@ -1,0 +1,338 @@
+"""Attention over `peftkit.inference.cache`, through transformers' own extension point.
+
+What a query may see is still said by transformers: its mask function is asked for the positions of
+the queries and keys at hand, so that windows hold and nothing is known of any architecture.
+
+Shapes: B rows, H heads of queries, K of keys, G = H / K, T tokens, L keys, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from peftkit.inference.cache import Arena, Row, Span, joined
+from peftkit.tasks.attention import MaskKind, kind_of
+from peftkit.tasks.attention_kernels import PLAIN
+
+_numbers = count()
+
+
+class Scores(NamedTuple):
+    """How a layer makes its scores: their scale, a cap, and what each head may leave unseen.
+
+    Attributes:
+        is_even: Keys and values are of one size.
+    """
+
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+    is_even: bool
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether torch's SDPA makes them."""
+        return self.softcap is None and self.sinks is None and self.is_even
+
+
+class Seen:
+    """What a kind of layer may see in one forward pass, by transformers' mask function."""
+
+    def __init__(self, function: Callable[..., Tensor], window: int | None) -> None:
+        self._function, self._window = function, window
+        self.made: dict[Any, Tensor] = {}
+
+    @cached_property
+    def is_causal(self) -> bool:
+        """Whether a query sees all keys up to itself."""
+        return kind_of(self._function, self._window) == MaskKind(True, None)
+
+    def __call__(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what is added to scores, by positions that are broadcast."""
+        seen = self._function(0, 0, queries, keys) & (keys <= queries)
+        return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+class Prefill:
+    """A forward pass over the next tokens of some spans, padded on the right.
+
+    Args:
+        pieces: Of each row its span, and how many tokens come.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[Span, int]]) -> None:
+        self._pieces = pieces
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        for row, (own, size) in enumerate(self._pieces):
+            at = slice(row, row + 1)
+            own.write(layer, keys[at, :, :size], values[at, :, :size])
+
+    def attend(self, layer: int, query: Tensor, seen: Seen, scores: Scores) -> Tensor:
+        out = query.new_zeros((*query.shape[:3], self._pieces[0][0].layers[layer][1].shape[-1]))
+        for row, (own, size) in enumerate(self._pieces):
+            spans = [own] if own.base is None else [own.base, own]
+            lengths = [*(span.filled for span in spans[:-1]), own.filled + size]
+            keys, values = joined(spans, layer, lengths)
+            q, mask = query[row : row + 1, :, :size], None
+            if keys.shape[2] > size or not (seen.is_causal and scores.are_plain):
+                if row not in seen.made:
+                    places = torch.arange(keys.shape[2], device=q.device)
+                    seen.made[row] = seen(places[-size:, None], places, q.dtype)
+                mask = seen.made[row]
+            out[row, :, :size] = _whole(q.contiguous(), keys, values, mask, scores)[0]
+        return out
+
+
+class Decode:
+    """Forward passes over one token of each row, for as long as the rows are the same.
+
+    Attributes:
+        rows: In the order of the batch: arena by arena, slot by slot.
+        positions: (B, 1) of the tokens that come next.
+    """
+
+    def __init__(self, arenas: Sequence[Arena], device: torch.device) -> None:
+        self.rows: list[Row] = [row for arena in arenas for row in arena.rows]
+        self.device = device
+        self._blocks: list[tuple[Arena, slice]] = []
+        begin = 0
+        for arena in arenas:
+            self._blocks.append((arena, slice(begin, begin + len(arena.rows))))
+            begin += len(arena.rows)
+        numbers = [[row.slot, row.length, row.start] for row in self.rows]
+        self._slots, self._places, self._starts = torch.tensor(numbers, device=device).unbind(1)
+        self._places = self._places.clone()
+        users: dict[Span, list[int]] = {}
+        for index, row in enumerate(self.rows):
+            if row.base is not None:
+                users.setdefault(row.base, []).append(index)
+        self._bases = [(span, torch.tensor(at, device=device)) for span, at in users.items()]
+
+    @property
+    def positions(self) -> Tensor:
+        return (self._starts + self._places)[:, None]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether each row's slot has a place for its next token."""
+        return all(row.length < row.arena.capacity for row in self.rows if row.arena is not None)
+
+    def advance(self) -> None:
+        """Go on to the next tokens."""
+        self._places += 1
+        for row in self.rows:
+            row.length += 1
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        for arena, at in self._blocks:
+            arena.write(layer, (self._slots[at], self._places[at]), keys[at], values[at])
+
+    def attend(self, layer: int, query: Tensor, seen: Seen, scores: Scores) -> Tensor:
+        blocks = [self._block(layer, query, seen, arena, at) for arena, at in self._blocks]
+        if not self._bases and scores.are_plain:
+            out = [
+                functional.scaled_dot_product_attention(q, k, v, mask, scale=scores.scale)
+                for q, k, v, mask in blocks
+            ]
+            return (out[0] if len(out) == 1 else torch.cat(out)).view((*query.shape[:3], -1))
+        parts = [_part(*block, scores) for block in blocks]
+        found = Part(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+        grouped = query.view(len(query), found.top.shape[1], -1, query.shape[-1])
+        for span, rows in self._bases:
+            found.add(rows, self._shared(layer, grouped[rows], rows, span, seen, scores))
+        return found.normalised(scores.sinks).to(query.dtype).view((*query.shape[:3], -1))
+
+    def _block(
+        self, layer: int, query: Tensor, seen: Seen, arena: Arena, at: slice
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return queries (b, K, G, D), keys and values (b, K, L, D) and the mask of an arena."""
+        keys, values = arena.layers[layer]
+        if query.device.type == "cpu":
+            longest = 1 + max(row.length for row in arena.rows)
+        else:  # shapes that stay the same
+            longest = arena.capacity
+        keys, values = (t[: len(arena.rows), :, :longest] for t in (keys, values))
+        q = query[at].view(len(keys), keys.shape[1], -1, query.shape[-1])
+        if at.start not in seen.made:
+            first = self._starts[at, None]
+            places = first + torch.arange(longest, device=query.device)
+            mask = seen(first + self._places[at, None], places, query.dtype)
+            seen.made[at.start] = mask[:, None, None]
+        return q, keys, values, seen.made[at.start]
+
+    def _shared(
+        self, layer: int, query: Tensor, rows: Tensor, span: Span, seen: Seen, scores: Scores
+    ) -> Part:
+        """Return what rows find in a span that all of them begin with."""
+        keys, values = joined([span], layer, [span.filled])
+        count, heads, group, size = query.shape
+        q = query.transpose(0, 1).reshape(1, heads, count * group, size)
+        mask = None
+        if not seen.is_causal:
+            if span not in seen.made:
+                places = torch.arange(span.filled, device=query.device)
+                mask = seen(self.positions[rows], places, query.dtype)
+                seen.made[span] = mask.repeat_interleave(group, 0)
+            mask = seen.made[span]
+        part = _part(q, keys, values, mask, scores)
+        return Part(*(t.view(heads, count, group, t.shape[-1]).transpose(0, 1) for t in part))
+
+
+class Part(NamedTuple):
+    """Attention over a part of the keys, not yet divided by the sum of its weights; float32.
+
+    Attributes:
+        out: (B, K, G, D). top: (B, K, G, 1), the highest score. total: Sum of exp(score - top).
+    """
+
+    out: Tensor
+    top: Tensor
+    total: Tensor
+
+    def add(self, rows: Tensor, other: Part) -> None:
+        """Take in what some rows found in other keys."""
+        before = Part(*(t[rows] for t in self))
+        top = torch.maximum(before.top, other.top)
+        here, there = (before.top - top).exp(), (other.top - top).exp()
+        self.out[rows] = before.out * here + other.out * there
+        self.total[rows] = before.total * here + other.total * there
+        self.top[rows] = top
+
+    def normalised(self, sinks: Tensor | None) -> Tensor:
+        """Return the weighted mean of the values; sinks (H,) are scores that have none."""
+        if sinks is None:
+            return self.out / self.total
+        own = sinks.float().reshape(self.top.shape[1], self.top.shape[2], 1)
+        top = torch.maximum(self.top, own)
+        weight = (self.top - top).exp()
+        return self.out * weight / (self.total * weight + (own - top).exp())
+
+
+def _part(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores) -> Part:
+    """Attend to a part of the keys: q (b, K, M, D), keys and values (b, K, L, D)."""
+    found = torch.matmul(q, keys.transpose(2, 3)).float() * scores.scale
+    if scores.softcap is not None:
+        found = (found / scores.softcap).tanh() * scores.softcap
+    if mask is not None:
+        found = found + mask
+    top = found.amax(-1, keepdim=True)
+    weights = (found - top).exp()
+    out = torch.matmul(weights.to(values.dtype), values).float()
+    return Part(out, top, weights.sum(-1, keepdim=True))
+
+
+def _whole(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """Attend to all keys: q (1, H, T, D), keys and values (1, K, L, D); without a mask: causal."""
+    heads, length = keys.shape[1], q.shape[2]
+    grouped = q.view(heads, -1, length, q.shape[-1])  # (K, G, T, D)
+    group = grouped.shape[1]
+    if scores.are_plain:
+        keys, values = (t[0, :, None].expand(-1, group, -1, -1) for t in (keys, values))
+        out = functional.scaled_dot_product_attention(
+            grouped, keys, values, mask, is_causal=mask is None, scale=scores.scale
+        )
+        return out.reshape(1, q.shape[1], length, -1)
+    assert mask is not None
+    flat = grouped.reshape(1, heads, group * length, -1)
+    part = _part(flat, keys, values, mask.repeat(group, 1), scores)
+    part = Part(*(t.view(1, heads * group, length, -1) for t in part))
+    sinks = None if scores.sinks is None else scores.sinks.view(-1, 1).expand(-1, length)
+    return part.normalised(sinks).to(q.dtype)
+
+
+class CachedAttention(Cache):
+    """The cache and the attention of one model, while answers are made with it.
+
+    Attributes:
+        now: The forward pass that goes on.
+        window: One that the model may have.
+    """
+
+    def __init__(self, num_layers: int, window: int | None) -> None:
+        super().__init__(layers=[_Layer() for _ in range(num_layers)])
+        self.now: Prefill | Decode | None = None
+        self._window, self._layer = window, 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the new keys and values; attention reads them where they are."""
+        assert self.now is not None
+        self._layer = layer_idx
+        self.now.write(layer_idx, key_states, value_states)
+        return key_states, value_states
+
+    def mask(self, *, mask_function: Callable[..., Tensor], **_: Any) -> Seen:
+        """Return what attention may see, for a kind of layer."""
+        return Seen(mask_function, self._window)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **more: Any,
+    ) -> tuple[Tensor, None]:
+        """Return what transformers' attention functions do, and no probabilities."""
+        assert self.now is not None
+        others = {name for name, value in more.items() if value is not None} - PLAIN
+        if others or not isinstance(attention_mask, Seen):
+            raise RuntimeError(f"attention asks for more than is known here: {sorted(others)}")
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scores = Scores(scale, softcap, s_aux, key.shape[-1] == value.shape[-1])
+        out = self.now.attend(self._layer, query.contiguous(), attention_mask, scores)
+        return out.transpose(1, 2).contiguous(), None
+
+
+class _Layer(CacheLayerMixin):
+    """What transformers asks of a layer of a cache; the lengths are those of the rows."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        raise AssertionError("the cache writes")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+@contextmanager
+def registered(model: Any, attention: CachedAttention) -> Iterator[None]:
+    """Let a model call this attention within the context."""
+    before, name = model.config._attn_implementation, f"peftkit_cached_{next(_numbers)}"
+    AttentionInterface.register(name, attention.attend)
+    AttentionMaskInterface.register(name, attention.mask)
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        for table in (AttentionInterface, AttentionMaskInterface):
+            table._global_mapping.pop(name, None)

@@ -1,0 +1,263 @@
+"""The engine whose rows join and leave at any token.
+
+A prompt's tokens but its last are computed in pieces, what several prompts begin with once; then
+an answer grows by one token a step, beginning with its prompt's last. All rows of a step wait for
+the device once, where their tokens are read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager, ExitStack
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peftkit.inference.cache import Arena, Row, Span, capacity_for
+from peftkit.inference.cached_attention import CachedAttention, Decode, Prefill, registered
+from peftkit.inference.engine import Engine
+from peftkit.inference.prefixes import MIN_READ, Prefixes, worth_sharing
+from peftkit.inference.request import Running, masked, table_of
+
+PASS_TOKENS = 2048
+"""Tokens of prompts in one forward pass."""
+LOOK = 128
+"""Prompts that wait in which a common beginning is looked for."""
+
+
+class CachedEngine(Engine):
+    """Keeps keys and values of all answers in a cache of its own, which attention reads."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._prompts: dict[Span, Running | None] = {}
+        self._arenas: dict[int, Arena] = {}
+        self._batch: _Batch | None = None
+        self._prefixes = Prefixes(self.limits.kept)
+        self._recent: deque[Running] = deque(maxlen=32 if self.limits.kept else 0)
+
+    def _prepare(self, stack: ExitStack) -> None:
+        config = self.model.config.get_text_config()
+        window = getattr(config, "sliding_window", None)
+        self._attention = CachedAttention(config.num_hidden_layers, window)
+        stack.enter_context(registered(self.model, self._attention))
+
+    @property
+    def num_running(self) -> int:
+        return len(self._growing()) + sum(one is not None for one in self._prompts.values())
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Compute some tokens of prompts, and the next token of each answer that grows."""
+        self._drop_ended()
+        left = self.limits.prefill
+        self._admit()
+        while self._prompts and left > 0:
+            left -= self._prefill(min(left, PASS_TOKENS))
+            self._admit()
+        if self._growing():
+            self._decode()
+        self._prefixes.trim(one.request.ids for one in self._waiting)
+
+    # ------------------------------------------------------------- prompts
+
+    def _growing(self) -> list[Row]:
+        return [row for arena in self._arenas.values() for row in arena.rows]
+
+    def _admit(self) -> None:
+        """Begin with requests that wait, as long as there is room for them."""
+        held = sum(row.owner.num_tokens for row in self._growing())
+        held += sum(one.num_tokens for one in self._prompts.values() if one is not None)
+        held += self._prefixes.num_tokens
+        room = self.limits.rows - self.num_running
+        for running in list(self._waiting):
+            full = self.limits.tokens is not None and held + running.num_tokens > self.limits.tokens
+            if room <= 0 or (full and held):
+                return
+            if full:
+                self._prefixes.drop()
+            if self._begin(running):
+                self._waiting.remove(running)
+                held, room = held + running.num_tokens, room - 1
+
+    def _begin(self, running: Running) -> bool:
+        """Begin with a request; False if its beginning is still computed for all that share it."""
+        request = running.request
+        target = list(request.ids[:-1])
+        base = self._prefixes.find(target, request.adapter)
+        if base is not None and not base.is_ready:
+            return False
+        known = 0 if base is None else len(base.tokens)
+        others = [
+            list(one.request.ids[:-1])
+            for one in (*islice(self._waiting, LOOK), *self._recent)
+            if one is not running and one.request.adapter == request.adapter
+        ]
+        size, users = worth_sharing(target, others)
+        if size > known:
+            self._share(target[:size], request.adapter, base, users)
+            return False
+        if base is not None:
+            self._prefixes.touch(base)
+        self._recent.append(running)
+        if base is not None and base.is_read:
+            span = Span(target[len(base.tokens) :], request.adapter, len(base.tokens), base=base)
+            base.num_users += 1
+        else:
+            span = Span(target, request.adapter)
+            if base is not None:
+                span.copy_from(base)
+        self._prompts[span] = running
+        self._finish_prompts()
+        return True
+
+    def _share(
+        self, tokens: list[int], adapter: str | None, begins: Span | None, users: int
+    ) -> None:
+        """Begin to compute what this prompt and others begin with."""
+        span = Span(tokens, adapter, is_read=len(tokens) * users >= MIN_READ)
+        if begins is not None:
+            span.copy_from(begins)
+        self._prompts[span] = None
+        self._prefixes.add(span)
+
+    def _prefill(self, most: int) -> int:
+        """Compute the next tokens of some prompts; return how many."""
+        pieces = self._pieces(most)
+        width = max(size for _, size in pieces)
+        ids = torch.zeros(len(pieces), width, dtype=torch.long)
+        positions = torch.zeros_like(ids)
+        for row, (span, size) in enumerate(pieces):
+            ids[row, :size] = torch.tensor(span.tokens[span.filled : span.filled + size])
+            positions[row, :size] = torch.arange(span.end, span.end + size)
+        self._run(
+            Prefill(pieces), ids, positions, self._using([span.adapter for span, _ in pieces])
+        )
+        for span, size in pieces:
+            span.filled += size
+        self._finish_prompts()
+        return len(pieces) * width
+
+    def _pieces(self, most: int) -> list[tuple[Span, int]]:
+        """Choose prompts, and how many tokens of each.
+
+        In turn the one that came first, so that none waits for ever, and the one that is done
+        soonest, so that none waits for a long one. Others of about the same length join it.
+        """
+        spans = [span for span in self._prompts if not span.is_ready]
+        if self.num_passes % 2:
+            spans.sort(key=lambda span: span.num_left)
+        width = min(spans[0].num_left, most)
+        pieces: list[tuple[Span, int]] = []
+        for span in spans:
+            size = min(span.num_left, width)
+            if (len(pieces) + 1) * width <= max(most, width) and 2 * size >= width:
+                pieces.append((span, size))
+        return pieces
+
+    def _finish_prompts(self) -> None:
+        """Let answers grow whose prompts are there."""
+        for span in [span for span in self._prompts if span.is_ready]:
+            running = self._prompts.pop(span)
+            if running is not None:
+                self._place(Row(running, span.base, span.filled), span.layers)
+                self._batch = None
+
+    # ------------------------------------------------------------- answers
+
+    def _place(self, row: Row, layers: dict[int, tuple[Tensor, Tensor]]) -> None:
+        size = capacity_for(row.length + 1)
+        self._arenas.setdefault(size, Arena(size)).add(row, layers)
+
+    def _decode(self) -> None:
+        """Compute the next token of each answer that grows."""
+        if self._batch is None or not self._batch.decode.has_room:
+            self._make_room()
+            arenas = [self._arenas[size] for size in sorted(self._arenas)]
+            rows = [row for arena in arenas for row in arena.rows]
+            names = [row.owner.request.adapter for row in rows]
+            self._batch = _Batch(Decode(arenas, self.model.device), self._using(names))
+        batch = self._batch
+        logits = self._run(batch.decode, batch.tokens, batch.decode.positions, batch.using)
+        batch.take(logits)
+        self._drop_ended()
+
+    def _make_room(self) -> None:
+        """Move answers that have filled their slots to larger ones."""
+        for size in sorted(self._arenas):
+            arena = self._arenas[size]
+            for row in [row for row in arena.rows if row.length >= size]:
+                layers = arena.of_row(row)
+                slot = row.slot
+                self._place(row, layers)
+                arena.remove(row, slot)
+        self._arenas = {size: arena for size, arena in self._arenas.items() if arena.rows}
+
+    def _drop_ended(self) -> None:
+        """Free the places of answers that are over, by a token or because nobody wants the rest."""
+        for row in [row for row in self._growing() if row.owner.ended_by is not None]:
+            assert row.arena is not None
+            row.arena.remove(row, row.slot)
+            self._release(row.base)
+            self._batch = None
+        for span, running in list(self._prompts.items()):
+            if running is not None and running.ended_by is not None:
+                del self._prompts[span]
+                self._release(span.base)
+        for running in [one for one in self._waiting if one.ended_by is not None]:
+            self._waiting.remove(running)
+        self._arenas = {size: arena for size, arena in self._arenas.items() if arena.rows}
+
+    def _release(self, base: Span | None) -> None:
+        if base is not None:
+            base.num_users -= 1
+            self._prefixes.touch(base)
+
+    # ------------------------------------------------------------- the model
+
+    def _run(
+        self,
+        now: Prefill | Decode,
+        ids: Tensor,
+        positions: Tensor,
+        using: AbstractContextManager[None],
+    ) -> Tensor:
+        """Return the logits of the last column."""
+        self.num_passes += 1
+        self._attention.now = now
+        device = self.model.device
+        try:
+            with using:
+                out = self.model(
+                    input_ids=ids.to(device),
+                    position_ids=positions.to(device),
+                    past_key_values=self._attention,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
+        finally:
+            self._attention.now = None
+        logits: Tensor = out.logits[:, -1]
+        return logits
+
+
+class _Batch:
+    """The rows that grow, for as long as they are the same, and their tokens on the device."""
+
+    def __init__(self, decode: Decode, using: AbstractContextManager[None]) -> None:
+        self.decode, self.using = decode, using
+        self._owners: list[Running] = [row.owner for row in decode.rows]
+        last = [[one.ids[-1] if one.ids else one.request.ids[-1]] for one in self._owners]
+        self.tokens = torch.tensor(last, device=decode.device)
+        self._table = table_of(self._owners, decode.device)
+
+    def take(self, logits: Tensor) -> None:
+        """Choose the next tokens, keep them as the model's next input, and give each its answer."""
+        chosen = self._table.choose(masked(logits, self._owners))
+        self.tokens = chosen[:, :1].long()
+        self.decode.advance()
+        told = self._table.told(chosen.tolist())  # the one wait for the device
+        for owner, one in zip(self._owners, told, strict=True):
+            owner.take(one)

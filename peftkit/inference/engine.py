@@ -1,0 +1,203 @@
+"""Answers of a model, many at once: what every engine has.
+
+    with open_engine(model, tokenizer) as engine:
+        running = engine.submit(Request(ids, Sampling(max_new_tokens=64)))
+        while running.ended_by is None:
+            engine.step()
+
+`CachedEngine` has rows join and leave at any token; `PlainEngine` answers batch after batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from peftkit.errors import DataError
+from peftkit.inference.ready import ready_for_tokens
+from peftkit.inference.request import Answer, Request, Running
+from peftkit.inference.sampling import Sampling, end_tokens, seed_of
+from peftkit.model.modes import evaluating
+from peftkit.tasks.length import num_virtual
+
+AnEngine = TypeVar("AnEngine", bound="Engine")
+
+MAX_ROWS = 64
+"""Answers that grow at once."""
+
+Use = Callable[[Sequence[str | None]], AbstractContextManager[None]]
+"""Switches the model to the adapters of the rows of a batch (`AdapterBank.use`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine takes on at once.
+
+    Attributes:
+        rows: Answers that grow at once.
+        tokens: Of prompts and answers, whose keys and values are held; None: as many as come.
+        prefill: Tokens of prompts in a step; while they are computed, answers do not grow.
+        kept: Tokens of common beginnings that are kept when nobody reads them.
+    """
+
+    rows: int = MAX_ROWS
+    tokens: int | None = None
+    prefill: int = 1 << 30
+    kept: int = 0
+
+
+class Engine(ABC):
+    """Makes answers, each with its own settings, adapter and end.
+
+    Within its context the model is in eval mode, and it must not be called by others.
+
+    Attributes:
+        num_passes: Forward passes so far.
+        ends: Tokens that end every answer.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, limits: Limits | None = None, use: Use | None = None
+    ) -> None:
+        self.model, self.limits = model, limits or Limits()
+        self.num_passes = 0
+        self.ends = end_tokens(model, tokenizer)
+        self._pad = tokenizer.pad_token_id
+        self._use = use
+        self._waiting: deque[Running] = deque()
+        self._stack = ExitStack()
+
+    def __enter__(self: AnEngine) -> AnEngine:
+        with ExitStack() as stack:
+            stack.enter_context(evaluating(self.model))
+            stack.enter_context(ready_for_tokens(self.model))
+            self._prepare(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.close()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests of which nothing is computed yet."""
+        return len(self._waiting)
+
+    @property
+    @abstractmethod
+    def num_running(self) -> int:
+        """Answers that grow, or whose prompts are computed."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Go on with what was submitted: by a token of each answer, or by a batch."""
+
+    @abstractmethod
+    def _prepare(self, stack: ExitStack) -> None:
+        """Make the model ready, until the stack is closed."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left to do."""
+        return not (self._waiting or self.num_running)
+
+    def submit(self, request: Request) -> Running:
+        """Let an answer be made by the steps that follow.
+
+        Raises:
+            DataError: The prompt is empty, fills the context, or needs more than the limits.
+        """
+        running = self.running(request)
+        if self.limits.tokens is not None and running.num_tokens > self.limits.tokens:
+            raise DataError(
+                f"prompt and answer may take {running.num_tokens:,} tokens.",
+                found=f"There is memory for {self.limits.tokens:,} at once.",
+                fix="Ask for fewer tokens, or free memory.",
+            )
+        self._waiting.append(running)
+        return running
+
+    def running(self, request: Request) -> Running:
+        """Return an answer that has not begun.
+
+        Raises:
+            DataError: The prompt is empty or fills the context.
+        """
+        room = room_left(self.model, [request.ids], request.sampling.max_new_tokens)
+        return Running(request, room, self.ends | frozenset(request.sampling.stops))
+
+    def answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | Sequence[Sampling],
+        *,
+        n: int = 1,
+        seeds: Sequence[Sequence[int]] | None = None,
+        adapters: Sequence[str | None] | None = None,
+        log_probs: bool = True,
+        on_answer: Callable[[int], None] = lambda number: None,
+    ) -> list[list[Answer]]:
+        """Return n answers to each prompt; a prompt is computed once for all of its answers.
+
+        Args:
+            sampling: Of all prompts, or of each.
+            seeds: Of each prompt one for each answer; by default made of `sampling.seed`.
+            adapters: Of each prompt.
+            log_probs: Return the log-probability of each token too.
+            on_answer: Called with the number of answers that are over, as it grows.
+        """
+        settings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
+        made: list[list[Running | None]] = [[None] * n for _ in prompts]
+        # Longest first: those of like length are computed together.
+        for index in sorted(range(len(prompts)), key=lambda index: -len(prompts[index])):
+            for number in range(n):
+                if seeds is not None:
+                    seed = seeds[index][number]
+                else:
+                    seed = seed_of(settings[index], index * n + number)
+                request = Request(
+                    prompts[index],
+                    settings[index],
+                    seed,
+                    None if adapters is None else adapters[index],
+                    log_probs,
+                )
+                made[index][number] = self.submit(request)
+        all_made = [one for of_prompt in made for one in of_prompt if one is not None]
+        number = 0
+        while not self.is_idle:
+            self.step()
+            if (over := sum(one.ended_by is not None for one in all_made)) > number:
+                on_answer(number := over)
+        return [[one.answer for one in of_prompt if one is not None] for of_prompt in made]
+
+    def run(self) -> None:
+        """Make all answers that were submitted."""
+        while not self.is_idle:
+            self.step()
+
+    def _using(self, names: Sequence[str | None]) -> AbstractContextManager[None]:
+        return nullcontext() if self._use is None else self._use(names)
+
+
+def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+    """Return how many tokens may follow the longest prompt."""
+    if max_new_tokens < 1:
+        raise DataError(f"max_new_tokens is {max_new_tokens}.", fix="Give a number above 0.")
+    if not all(prompts):
+        raise DataError("the prompt is empty: it has no tokens.", fix="Give at least one word.")
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is None or not prompts:
+        return max_new_tokens
+    longest = max(len(prompt) for prompt in prompts) + num_virtual(model)
+    if longest >= limit:
+        raise DataError(
+            f"the prompt leaves no room for an answer: it has {longest:,} tokens.",
+            found=f"The context of {type(model).__name__} is {limit:,} tokens.",
+            fix="Shorten it.",
+        )
+    return min(max_new_tokens, int(limit) - longest)

@@ -1,0 +1,210 @@
+"""How the next token is chosen, for each row of a batch by its own settings.
+
+A row's randomness is a function of its seed and of how many tokens it has: what is drawn depends
+neither on the rows beside it nor on the order in which they came.
+
+Shapes: B rows, V tokens of the vocabulary, K of them told beside the chosen one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from peftkit.errors import DataError
+
+MAX_NEW_TOKENS = 256
+_GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as SplitMix64 steps
+_MIX = (-4658895280553007687, -7723592293110705685)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How an answer is made.
+
+    Attributes:
+        max_new_tokens: Maximum; an answer also ends at the model's context length.
+        temperature: 0: greedy; above: samples from softmax(logits / temperature).
+        top_p: Samples only from the most likely tokens with this total probability.
+        top_k: Samples only from so many of the most likely tokens; 0: from all.
+        seed: Of the sampling; None: drawn from torch's global generator.
+        stops: Token ids that end an answer, besides the tokenizer's and the model's end tokens.
+        top_logprobs: How many of the likeliest tokens are told with each chosen one.
+
+    Raises:
+        DataError: A value is out of its range.
+    """
+
+    max_new_tokens: int = MAX_NEW_TOKENS
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stops: tuple[int, ...] = ()
+    top_logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise DataError(
+                f"max_new_tokens is {self.max_new_tokens}.", fix="Give a number above 0."
+            )
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise DataError(
+                f"the temperature is {self.temperature}.",
+                fix="Use 0 for greedy decoding, or a number such as 0.7 to sample.",
+            )
+        if not 0 < self.top_p <= 1:
+            raise DataError(f"top_p is {self.top_p}.", fix="Give a number above 0, at most 1.")
+        if self.top_k < 0 or self.top_logprobs < 0:
+            low = min(self.top_k, self.top_logprobs)
+            raise DataError(f"top_k or top_logprobs is {low}.", fix="Give 0 or more.")
+
+
+class Constraint(Protocol):
+    """What an answer may consist of, token by token."""
+
+    def allowed(self) -> Tensor:
+        """Return (V,) bool, on the CPU: the tokens that may come next."""
+
+    def take(self, token: int) -> None:
+        """Go on by a token."""
+
+
+class Chosen(NamedTuple):
+    """What was chosen for one row.
+
+    Attributes:
+        log_prob: Of the token, by softmax(logits / temperature), before top_p and top_k; of greedy
+            answers by softmax(logits).
+        top: The likeliest tokens with their log-probabilities, if asked for.
+    """
+
+    token: int
+    log_prob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def seed_of(sampling: Sampling, number: int) -> int:
+    """Return the seed of the answer with this number among several that share their settings."""
+    if sampling.seed is None:
+        return int(torch.randint(1 << 62, ()).item()) if sampling.temperature > 0 else 0
+    return _wrapped(sampling.seed * 6364136223846793005 + number)
+
+
+def _wrapped(value: int) -> int:
+    """Return a whole number as the int64 that has its last 64 bits."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+class SamplingTable:
+    """The settings of the rows of a batch, as tensors on the model's device.
+
+    Args:
+        seeds, counts: Of each row its seed, and how many tokens it has.
+        wants_log_probs: Whether a row wants them.
+    """
+
+    def __init__(
+        self,
+        settings: Sequence[Sampling],
+        seeds: Sequence[int],
+        counts: Sequence[int],
+        device: torch.device | str,
+        *,
+        wants_log_probs: bool = False,
+    ) -> None:
+        self.is_greedy = all(one.temperature == 0 for one in settings)
+        self.is_cut = any(one.temperature and (one.top_p < 1 or one.top_k) for one in settings)
+        self.top = max((one.top_logprobs for one in settings), default=0)
+        self._greedy = torch.tensor([one.temperature == 0 for one in settings], device=device)
+        temperature = [one.temperature or 1.0 for one in settings]
+        self._temperature = torch.tensor(temperature, device=device)[:, None]
+        self._top_p = torch.tensor([one.top_p for one in settings], device=device)[:, None]
+        top_k = [one.top_k or (1 << 30) for one in settings]
+        self._top_k = torch.tensor(top_k, device=device)[:, None]
+        self._seeds = torch.tensor(seeds, device=device)
+        self._counts = torch.tensor(counts, device=device)
+        self._wants_log_probs = wants_log_probs
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """Choose a token for each row; all stays on the device.
+
+        Args:
+            logits: (B, V).
+
+        Returns:
+            (B, 2 + 2K) float64: token, its log-probability (0 if nobody wants it), and K tokens
+            with theirs.
+        """
+        if self.is_greedy and not (self._wants_log_probs or self.top):
+            tokens = logits.argmax(-1)
+            return torch.stack([tokens.double(), torch.zeros_like(tokens).double()], 1)
+        scaled = logits.float() / self._temperature
+        tokens = scaled.argmax(-1)
+        if not self.is_greedy:
+            tokens = torch.where(self._greedy, tokens, self._drawn(scaled))
+        self._counts += 1
+        total = scaled.logsumexp(-1)
+        found = [tokens.double(), (scaled.gather(1, tokens[:, None])[:, 0] - total).double()]
+        told = torch.stack(found, 1)
+        if not self.top:
+            return told
+        values, ids = scaled.topk(self.top)
+        return torch.cat([told, ids.double(), (values - total[:, None]).double()], 1)
+
+    def _drawn(self, scaled: Tensor) -> Tensor:
+        """Return (B,) tokens drawn by the inverse of the cumulative probabilities."""
+        probabilities, order = scaled.softmax(-1), None
+        if self.is_cut:
+            probabilities, order = probabilities.sort(-1, descending=True)
+            before = probabilities.cumsum(-1) - probabilities
+            place = torch.arange(scaled.shape[1], device=scaled.device)
+            keep = (before < self._top_p) & (place < self._top_k)
+            probabilities = probabilities * keep
+        cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+        wanted = uniform(self._seeds, self._counts)[:, None] * cumulative[:, -1:]
+        found = torch.searchsorted(cumulative, wanted, right=True)
+        found = found.clamp_max(scaled.shape[1] - 1)
+        return (found if order is None else order.gather(1, found))[:, 0]
+
+    def told(self, chosen: Sequence[Sequence[float]]) -> list[Chosen]:
+        """Return what `choose` chose, copied to the host."""
+        return [
+            Chosen(int(row[0]), row[1], tuple(_pairs(row[2 : 2 + self.top], row[2 + self.top :])))
+            for row in chosen
+        ]
+
+
+def _pairs(ids: Sequence[float], log_probs: Sequence[float]) -> list[tuple[int, float]]:
+    return [(int(token), value) for token, value in zip(ids, log_probs, strict=True)]
+
+
+def uniform(seeds: Tensor, counts: Tensor) -> Tensor:
+    """Return a number in [0, 1) for each seed and count (int64), by SplitMix64; float64."""
+    state = seeds + (counts + 1) * _GOLDEN
+    state = _mixed(_mixed(state, 30, _MIX[0]), 27, _MIX[1])
+    state = state ^ _shifted(state, 31)
+    return _shifted(state, 11).double() * 2.0**-53
+
+
+def _mixed(state: Tensor, bits: int, factor: int) -> Tensor:
+    return (state ^ _shifted(state, bits)) * factor
+
+
+def _shifted(state: Tensor, bits: int) -> Tensor:
+    """Shift to the right, zeros coming in."""
+    return (state >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end every answer: the model's and the tokenizer's."""
+    config = model.generation_config
+    found = config.eos_token_id if config is not None else None
+    of_model = [] if found is None else [found] if isinstance(found, int) else list(found)
+    of_tokenizer = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return frozenset(int(token) for token in (*of_model, *of_tokenizer))

@@ -1,0 +1,223 @@
+"""One thread that makes all answers: who comes joins those that grow, who goes leaves at once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from peftkit.errors import PeftkitError, RunError
+from peftkit.inference.bank import AdapterBank
+from peftkit.inference.engine import Engine, Limits
+from peftkit.inference.request import Request, Running
+from peftkit.inference.sampling import Chosen, Constraint, Sampling
+from peftkit.inference.text import TextStream
+from peftkit.serve.requests import RequestError
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What has come of an answer since the last piece.
+
+    Attributes:
+        chosen: Its tokens, with their log-probabilities if asked for.
+    """
+
+    text: str
+    chosen: tuple[Chosen, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """An answer that is over.
+
+    Attributes:
+        reason: stop: an end token or a stop text; length: its maximum, or the model's context.
+        num_tokens: How many tokens were made for it.
+    """
+
+    text: str
+    reason: Literal["stop", "length"]
+    num_tokens: int
+    chosen: tuple[Chosen, ...] = ()
+
+
+Told = Piece | Whole | Exception
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One answer that a client wants.
+
+    Args:
+        adapter: Its adapter; None is the bare base.
+        ids: Tokens of the prompt.
+        stop_texts: Texts that end it.
+        tell: Takes the pieces of the answer, then the whole or what went wrong; called by the
+            worker's thread.
+    """
+
+    adapter: str | None
+    ids: Sequence[int]
+    sampling: Sampling
+    tell: Callable[[Told], None]
+    seed: int = 0
+    stop_texts: tuple[str, ...] = ()
+    log_probs: bool = False
+    constraint: Constraint | None = None
+    running: Running | None = None
+    is_cancelled: bool = False
+    is_over: bool = False
+    num_told: int = 0
+
+    def cancel(self) -> None:
+        """Nobody wants the rest: its place is free at the next token."""
+        self.is_cancelled = True
+        if self.running is not None:
+            self.running.finish()
+
+
+class Worker:
+    """Makes the answers of jobs in a thread of its own.
+
+    Args:
+        limits: What is taken on at once.
+        max_waiting: Prompts that may wait; more are refused.
+    """
+
+    def __init__(
+        self, bank: AdapterBank, *, limits: Limits | None = None, max_waiting: int = 64
+    ) -> None:
+        self.bank, self.limits, self.max_waiting = bank, limits or Limits(), max_waiting
+        self.counts: Counter[str] = Counter()
+        self._new: list[Job] = []
+        self._jobs: list[Job] = []
+        self._engine: Engine | None = None
+        self._changed = threading.Condition()
+        self._ended = False
+        self._thread = threading.Thread(target=self._work, name="peftkit-serve", daemon=True)
+
+    def start(self) -> None:
+        """Start to answer."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Answer nothing more: running answers stop at the next token; all are told."""
+        with self._changed:
+            self._ended = True
+            for job in self._jobs:
+                if job.running is not None:
+                    job.running.finish()
+            self._changed.notify_all()
+        self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether jobs are answered."""
+        return self._thread.is_alive()
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of prompts that wait."""
+        return len(self._new) + (self._engine.num_waiting if self._engine else 0)
+
+    @property
+    def num_running(self) -> int:
+        """Number of prompts that are answered."""
+        return max(0, len(self._jobs) + len(self._new) - self.num_waiting)
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Let jobs be answered; all of them or none.
+
+        Raises:
+            RequestError: Too many wait already, or the worker has stopped.
+        """
+        with self._changed:
+            if self._ended:
+                raise _shutting_down()
+            if self.num_waiting + len(jobs) > self.max_waiting:
+                raise RequestError(
+                    "too many requests wait.",
+                    found=f"{self.num_waiting} prompts wait, of {self.max_waiting} that may.",
+                    fix="Try again later.",
+                    status=429,
+                    code="queue_full",
+                )
+            self._new += jobs
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while not self._ended:
+            try:
+                with self.bank.engine(self.limits) as self._engine:
+                    while self._wait(self._engine):
+                        self._engine.step()
+                        self._jobs = [job for job in self._jobs if self._ended or _goes_on(job)]
+            except Exception as problem:  # the thread goes on: others may well succeed
+                _LOG.exception("%d answers failed", len(self._jobs))
+                error = RunError(f"the model failed: {type(problem).__name__}: {problem}")
+                self._tell_all(error)
+        self._tell_all(_shutting_down())
+
+    def _tell_all(self, error: Exception) -> None:
+        with self._changed:
+            left, self._jobs = self._jobs, []
+            if self._ended:
+                left, self._new = [*left, *self._new], []
+        for job in left:
+            if not job.is_over:
+                job.tell(error)
+
+    def _wait(self, engine: Engine) -> bool:
+        """Wait for something to do, and take on what has come; False at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._new or self._ended or not engine.is_idle)
+            new, self._new = [job for job in self._new if not job.is_cancelled], []
+            self._jobs += new
+        for job in new:
+            self._begin(engine, job)
+        return not self._ended
+
+    def _begin(self, engine: Engine, job: Job) -> None:
+        text = TextStream(self.bank.base.tokenizer, job.stop_texts)
+
+        def tell(running: Running) -> None:
+            self.counts["generated_tokens"] += 1
+            piece = text.take(running)
+            chosen = tuple(running.chosen[job.num_told : len(running.ids)]) if job.log_probs else ()
+            if piece or chosen:
+                job.num_told += len(chosen)
+                job.tell(Piece(piece, chosen))
+            if running.ended_by in ("stop", "length"):
+                reason: Literal["stop", "length"] = (
+                    "stop" if text.is_stopped or running.ended_by == "stop" else "length"
+                )
+                said = tuple(running.chosen[: len(running.ids)]) if job.log_probs else ()
+                job.is_over = True
+                job.tell(Whole(text.text, reason, len(running.ids), said))
+
+        request = Request(
+            job.ids, job.sampling, job.seed, job.adapter, job.log_probs, job.constraint, tell
+        )
+        try:
+            job.running = engine.submit(request)
+            self.counts["prompt_tokens"] += len(job.ids)
+            self.counts["answers"] += 1
+        except PeftkitError as error:
+            job.tell(error)
+            job.is_cancelled = True
+        if job.is_cancelled:
+            job.cancel()
+
+
+def _goes_on(job: Job) -> bool:
+    return job.running is not None and job.running.ended_by is None
+
+
+def _shutting_down() -> RequestError:
+    return RequestError("the server is shutting down.", status=503, code="shutting_down")

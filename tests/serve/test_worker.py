@@ -1,0 +1,154 @@
+"""Prompts that wait are answered together, each by its adapter, and nobody is forgotten."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from peftkit.errors import RunError
+from peftkit.inference.bank import AdapterBank
+from peftkit.inference.cached_engine import CachedEngine
+from peftkit.inference.engine import Limits
+from peftkit.inference.request import Request, Running
+from peftkit.inference.sampling import Chosen, Sampling
+from peftkit.inference.text import TextStream
+from peftkit.serve.requests import RequestError
+from peftkit.serve.worker import Job, Piece, Whole, Worker
+
+
+class Asked:
+    """A job, and what it is told."""
+
+    def __init__(self, adapter: str | None, ids: list[int], seed: int = 0, **settings: Any) -> None:
+        self.queue: SimpleQueue[Any] = SimpleQueue()
+        sampling = Sampling(**{"max_new_tokens": 4, **settings})
+        self.job = Job(adapter, ids, sampling, self.queue.put, seed=seed)
+
+    def end(self) -> Any:
+        """Return the whole answer, or the error."""
+        while isinstance(what := self.queue.get(timeout=20), Piece):
+            pass
+        return what
+
+
+def answered(bank: AdapterBank, asked: list[Asked], **limits: Any) -> tuple[list[Any], Worker]:
+    """Answer jobs that all wait already."""
+    worker = Worker(bank, limits=Limits(**limits))
+    worker.submit([one.job for one in asked])
+    worker.start()
+    try:
+        return [one.end() for one in asked], worker
+    finally:
+        worker.stop()
+
+
+def test_two_adapters_and_the_base_share_a_batch(bank: AdapterBank) -> None:
+    prompts = [[7, 8, 9], [10, 11], [12, 13, 14, 15], [7, 8, 9]]
+    names = ["one", "two", None, "two"]
+    lengths = [6, 3, 5, 4]
+    expected = [
+        bank.base.tokenizer.decode(
+            bank.generate_ids([ids], [name], max_new_tokens=length)[0], skip_special_tokens=True
+        )
+        for ids, name, length in zip(prompts, names, lengths, strict=True)
+    ]
+    asked = [
+        Asked(name, ids, max_new_tokens=length)
+        for name, ids, length in zip(names, prompts, lengths, strict=True)
+    ]
+    answers, worker = answered(bank, asked)
+    assert [answer.text for answer in answers] == expected
+    assert len(set(expected)) == 4
+    assert [answer.num_tokens for answer in answers] == lengths
+    assert worker.counts["generated_tokens"] == sum(lengths)
+
+
+def test_each_row_has_its_own_settings_and_seed(bank: AdapterBank) -> None:
+    asked = [
+        Asked("one", [7, 8]),
+        Asked("one", [7, 8], temperature=2.0, seed=3),
+        Asked("one", [7, 8], temperature=2.0, seed=3, max_new_tokens=3),
+        Asked("one", [7, 8], temperature=2.0, seed=4),
+        Asked("one", [7, 8]),
+    ]
+    together, _ = answered(bank, asked)
+    for one in asked:
+        one.job.running, one.job.is_over = None, False
+    one_by_one, _ = answered(bank, asked, rows=1)
+    assert together == one_by_one
+    assert together[0] == together[4]
+    assert together[1].text.startswith(together[2].text)
+    assert len({answer.text for answer in together}) == 4
+
+
+def test_a_full_queue_takes_all_prompts_of_a_request_or_none(bank: AdapterBank) -> None:
+    worker = Worker(bank, max_waiting=3)
+    worker.submit([Asked("one", [7]).job] * 2)
+    with pytest.raises(RequestError, match="too many") as error:
+        worker.submit([Asked("one", [7]).job] * 2)
+    assert error.value.status == 429
+    assert worker.num_waiting == 2
+
+
+def test_what_fails_is_told_and_those_after_it_are_answered(
+    bank: AdapterBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank.engine()  # which steps one too, to see how the model takes it
+    real = CachedEngine.step
+
+    def fails_once(self: CachedEngine) -> None:
+        monkeypatch.setattr(CachedEngine, "step", real)
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(CachedEngine, "step", fails_once)
+    worker, first, second = Worker(bank), Asked("one", [7]), Asked("one", [8])
+    worker.submit([first.job])
+    worker.start()
+    failed = first.end()
+    worker.submit([second.job])
+    assert isinstance(second.end(), Whole)
+    worker.stop()
+    assert isinstance(failed, RunError)
+    assert "no more" in str(failed)
+
+
+def test_stopping_tells_those_who_wait(bank: AdapterBank) -> None:
+    worker, asked = Worker(bank), Asked("one", [7])
+    worker.submit([asked.job])
+    worker._ended = True  # before its thread has looked
+    worker.start()
+    worker.stop()
+    assert asked.end().status == 503
+    with pytest.raises(RequestError, match="shutting down"):
+        worker.submit([asked.job])
+
+
+def test_who_goes_leaves_at_the_next_token_while_the_others_go_on(bank: AdapterBank) -> None:
+    gone, stays = Asked("one", [7, 8], max_new_tokens=90), Asked("two", [7, 8], max_new_tokens=9)
+    told: list[Any] = []
+
+    def leave(what: Any) -> None:
+        told.append(what)
+        gone.job.cancel()
+
+    gone.job.tell = leave
+    worker = Worker(bank)
+    worker.submit([gone.job, stays.job])
+    worker.start()
+    assert stays.end().num_tokens == 9
+    worker.stop()
+    assert len(told) == 1
+    assert worker.counts["generated_tokens"] <= 11
+
+
+def test_a_text_that_may_become_a_stop_text_is_held_back(tokenizer: Any) -> None:
+    ids = tokenizer("the quick the quiet")["input_ids"]
+    running = Running(Request([1]), 50, frozenset())
+    text, pieces = TextStream(tokenizer, ["quiet", "quit"]), []
+    for token in ids:
+        running.take(Chosen(token, 0.0, ()))
+        pieces.append(text.take(running))
+    assert "".join(pieces) == text.text == "the quick the "
+    assert running.ended_by == "stop"
