@@ -132,12 +132,12 @@ def stream(
 
     def work() -> None:
         try:
-            kind = PlainEngine if isinstance(prompt, Mapping) else open_engine
-            with kind(model, tokenizer) as engine:
+            images = PlainEngine(model, tokenizer) if isinstance(prompt, Mapping) else None
+            with images or open_engine(model, tokenizer) as engine:
                 running.append(engine.submit(request))
                 asked.set()
-                if isinstance(prompt, Mapping):
-                    engine.answer(running, prompt)
+                if images is not None and isinstance(prompt, Mapping):
+                    images.answer(running, prompt)
                 else:
                     engine.run()
         except Exception as error:  # raised again below, in the thread that reads

@@ -15,7 +15,7 @@ from peftkit.inference import ready
 from peftkit.inference.generate import generate_ids
 from peftkit.inference.open_engine import why_plain
 from peftkit.methods.lora import LoRA
-from peftkit.methods.lora_groups import FusedWeightGroup, SeparateWeightGroup, ServingGroup
+from peftkit.methods.lora_groups import FusedWeightGroup, ServingGroup
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.quant.quantize import quantize_model
 from tests.families import ARCHITECTURES, FAMILIES
@@ -105,7 +105,6 @@ def test_a_serving_group_is_for_generation_alone() -> None:
     with layout.serving():
         group = model.model.layers[0].self_attn.q_proj.group
         assert isinstance(group, ServingGroup)
-        assert not isinstance(group, SeparateWeightGroup)
         assert not group.takes(x)
         model.eval()
         assert not group.takes(x)
