@@ -6,8 +6,9 @@ is walked along the config classes to find the key it means and what was declare
 
 from __future__ import annotations
 
+import re
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -24,21 +25,6 @@ _NAMES: dict[Any, str] = {
     str: "text",
     Path: "a path",
     types.NoneType: "null",
-}
-# pydantic's error type -> words over its context. What is not here and not in _TYPE_ERRORS keeps
-# pydantic's own sentence.
-_RULES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "greater_than": lambda ctx: f"must be greater than {ctx['gt']}",
-    "greater_than_equal": lambda ctx: f"must be at least {ctx['ge']}",
-    "less_than": lambda ctx: f"must be less than {ctx['lt']}",
-    "less_than_equal": lambda ctx: f"must be at most {ctx['le']}",
-    "multiple_of": lambda ctx: f"must be a multiple of {ctx['multiple_of']}",
-    "finite_number": lambda ctx: "must be a finite number",
-    "string_too_short": lambda ctx: _at_least(ctx["min_length"], "character"),
-    "string_too_long": lambda ctx: f"must have at most {ctx['max_length']} characters",
-    "string_pattern_mismatch": lambda ctx: f"must match the pattern {ctx['pattern']}",
-    "too_short": lambda ctx: _at_least(ctx["min_length"], "item"),
-    "too_long": lambda ctx: f"must have at most {ctx['max_length']} items",
 }
 _TRUTH_LIKE = {"yes", "no", "on", "off", "y", "n", "true", "false"}
 _TYPE_ERRORS = {"literal_error", "is_instance_of", "int_from_float", "int_parsing_size"}
@@ -73,10 +59,6 @@ def options_of(declared: Any) -> tuple[Any, ...]:
     if origin in (Union, types.UnionType):
         return tuple(option for arg in get_args(declared) for option in options_of(arg))
     return (declared,)
-
-
-def _at_least(count: int, unit: str) -> str:
-    return "must not be empty" if count == 1 else f"must have at least {count} {unit}s"
 
 
 def _place(places: Mapping[Key, SourceLocation], key: Key) -> SourceLocation:
@@ -163,12 +145,13 @@ def _told(root: type[BaseModel], spot: _Spot, found: Mapping[str, Any]) -> tuple
             (error.asked, error.found, error.fix) if isinstance(error, PeftkitError) else (error,)
         )
         return spot.key, " ".join(" ".join(str(part).split()) for part in parts if str(part))
-    if kind in _RULES:
-        return spot.key, f"{_RULES[kind](context)}; found {show(value)}"
     if _is_type_error(kind):
         text = f"expected {describe(spot.declared)}; found {show(value)}"
         return spot.key, " ".join(filter(None, (text + ".", _hint(spot, value)))).removesuffix(".")
-    return spot.key, f"{found['msg']}; found {show(value)}"
+    declared = options_of(spot.declared)
+    rule = re.sub(r"^\w+ should", "must", found["msg"])  # pydantic's own sentence
+    hint = ". Write null for none" if value == 0 and types.NoneType in declared else ""
+    return spot.key, f"{rule}; found {show(value)}{hint}"
 
 
 def _wrong_tag(spot: _Spot, kind: str, value: Any, context: Mapping[str, Any]) -> tuple[Key, str]:
@@ -204,7 +187,7 @@ def _near(word: object, options: Iterable[Any]) -> str:
     words = [option for option in options if isinstance(option, str)]
     if not isinstance(word, str) or not word:
         return ""
-    initials = {"".join(part[:1] for part in name.split("_")): name for name in words}
+    initials = {"".join(part[:1] for part in name.split("_")): name for name in reversed(words)}
     within = [name for name in words if len(name) > 3 and name in word.lower()]
     guess = did_you_mean(word.lower(), words)
     if not guess and (name := initials.get(word.lower()) if len(word) > 1 else None):

@@ -2,16 +2,16 @@
 
 PyYAML alone reads `2e-4` as text, `yes` as true, and keeps the last of two equal keys. Here `2e-4`
 is a number, only `true` and `false` are booleans, and a duplicate key, an anchor, an alias or a tag
-is an error with its line. All errors of a file are collected, not only the first. Values are built
-from the parser's events, so that no tag creates an object and no alias expands.
+is an error with its line. All errors of a file are collected, not only the first. Values are read
+from PyYAML's nodes: no tag creates an object, no alias expands.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -28,6 +28,7 @@ _BASED = {"0o": (8, re.compile(r"0o[0-7]+")), "0x": (16, re.compile(r"0x[0-9a-fA
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _ODD_BREAK = re.compile("[\x85\u2028\u2029]")  # YAML 1.1 breaks lines here, 1.2 does not
+_ALIAS = "alias"
 _LONGEST_NUMBER = 400  # characters; int() of thousands of digits is refused by Python itself
 
 
@@ -69,10 +70,6 @@ class ParsedYaml:
     readable: bool = True
 
 
-class _Unreadable(Exception):
-    """Stop reading; the error has been noted."""
-
-
 def dotted(key: Key) -> str:
     """Write a key as users do: train.epochs, method.targets[0]."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key)
@@ -110,132 +107,96 @@ def parse(text: str, place: Callable[[int], SourceLocation]) -> ParsedYaml:
     Args:
         place: Maps a line number, from 1, to the place to name in a problem.
     """
+    found = ParsedYaml()
     if odd := _ODD_BREAK.search(text):
         line = text.count("\n", 0, odd.start()) + 1
         words = f"character U+{ord(odd[0]):04X} is a line break to some readers; remove it"
-        return ParsedYaml(problems=[Problem(place(line), (), words)], readable=False)
-    reader = _Reader(yaml.parse(text, Loader=yaml.SafeLoader), place)
+        found.problems.append(Problem(place(line), (), words))
+        found.readable = False
+        return found
+    loader = None
     try:
-        reader.parsed.data = reader.document()
-    except _Unreadable:
-        reader.parsed.readable = False
-    except yaml.YAMLError as error:
-        line, words = _explain(error, text)
-        reader.parsed.problems.append(Problem(place(line), (), words))
-        reader.parsed.readable = False
-    return reader.parsed
-
-
-class _Reader:
-    """Builds values out of parser events."""
-
-    def __init__(
-        self, events: Iterator[yaml.Event], place: Callable[[int], SourceLocation]
-    ) -> None:
-        self.events, self.place = events, place
-        self.parsed = ParsedYaml()
-        self.num_values = 0
-
-    def document(self) -> object:
-        next(self.events)  # the stream starts
-        if isinstance(next(self.events), yaml.StreamEndEvent):
-            return None
-        value = self.value(next(self.events), (), 0)
-        next(self.events)  # the document ends
-        if not isinstance(extra := next(self.events), yaml.StreamEndEvent):
-            self.note(extra, (), "a second document begins ('---'); keep one to a file")
-        return value
-
-    def note(self, event: yaml.Event, key: Key, text: str) -> None:
-        self.parsed.problems.append(Problem(self.place(_line(event)), key, text))
-
-    def value(self, event: yaml.Event, key: Key, depth: int) -> object:
-        self.num_values += 1
-        if depth > MAX_DEPTH or self.num_values > MAX_VALUES:
-            deep = f"nested deeper than {MAX_DEPTH} levels"
-            many = f"more than {MAX_VALUES:,} values"
-            self.note(event, key[:3], deep if depth > MAX_DEPTH else many)
-            raise _Unreadable
-        self.parsed.places.setdefault(key, self.place(_line(event)))
-        if isinstance(event, yaml.AliasEvent):
-            self.note(event, key, f"alias '*{event.anchor}'; write the value out instead")
-            return None
-        assert isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent)
-        if event.anchor is not None:
-            self.note(event, key, f"anchor '&{event.anchor}'; write values out where needed")
-        if event.tag is not None:
-            self.note(event, key, f"tag '{event.tag}'; tags are not accepted, remove it")
-        if isinstance(event, yaml.MappingStartEvent):
-            return self.mapping(key, depth)
-        if isinstance(event, yaml.ScalarEvent):
-            return plain_value(event.value) if event.implicit[0] else event.value
-        return self.sequence(key, depth)
-
-    def sequence(self, key: Key, depth: int) -> list[object]:
-        items: list[object] = []
-        while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
-            items.append(self.value(event, (*key, len(items)), depth + 1))
-        return items
-
-    def mapping(self, key: Key, depth: int) -> dict[str, object]:
-        values: dict[str, object] = {}
-        lines: dict[str, int] = {}
-        while not isinstance(event := next(self.events), yaml.MappingEndEvent):
-            name = self.name(event, key, depth)
-            if name in lines:
-                words = f"is given twice, first at line {lines[name]}; keep one"
-                self.note(event, (*key, name), words)
-            lines.setdefault(name, _line(event))
-            self.parsed.places[(*key, name)] = self.place(_line(event))
-            values[name] = self.value(next(self.events), (*key, name), depth + 1)
-        return values
-
-    def name(self, event: yaml.Event, key: Key, depth: int) -> str:
-        if not isinstance(event, yaml.ScalarEvent):
-            self.note(event, key, "a list, a section or an alias cannot be a key")
-            raise _Unreadable
-        meaning = self.value(event, (*key, event.value), depth + 1)
-        if not isinstance(meaning, str):
-            words = f"a key must be text; put it in quotes: '{event.value}'"
-            self.note(event, (*key, event.value), words)
-        return str(event.value)
-
-
-def _line(event: yaml.Event) -> int:
-    assert event.start_mark is not None
-    return int(event.start_mark.line) + 1
-
-
-def _explain(error: yaml.YAMLError, text: str) -> tuple[int, str]:
-    """Return the line and plain words for what PyYAML could not read."""
-    if isinstance(error, yaml.reader.ReaderError):
+        loader = _Loader(text)  # which looks at all characters
+        node = loader.get_single_node()
+        found.data = None if node is None else _value(node, (), found, place)
+    except yaml.MarkedYAMLError as error:
+        found.problems.append(Problem(place(_line(error.problem_mark)), (), _told(error)))
+        found.readable = False
+    except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        return line, f"character U+{ord(text[error.position]):04X} is not allowed in YAML"
-    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        return 1, f"not valid YAML: {error}"
-    mark, problem = error.problem_mark, error.problem or ""
-    opened = error.context_mark.line + 1 if error.context_mark else mark.line + 1
-    line_text = [*text.splitlines(), ""][min(mark.line, text.count("\n"))]
-    char = line_text[mark.column : mark.column + 1]
-    if char == "\t":
-        words = "a tab; YAML takes spaces only, indent with spaces"
-    elif "cannot start any token" in problem:
-        words = f"a value cannot begin with '{char}'; put it in quotes"
-    elif "mapping values are not allowed" in problem:
-        words = (
-            "a ':' too many, or an indentation unlike the lines around it; "
-            "put text that holds ': ' in quotes"
-        )
-    elif "flow sequence" in (error.context or ""):
-        words = f"the list opened with '[' at line {opened} has no ',' or ']' here"
-    elif "flow mapping" in (error.context or ""):
-        words = f"the section opened with '{{' at line {opened} has no ',' or '}}' here"
-    elif "quoted scalar" in (error.context or "") and "end of stream" in problem:
-        return opened, "the quote opened on this line is never closed"
-    elif "<block end>" in problem:
-        words = "this line's indentation does not fit the lines above it"
-    elif "could not find expected ':'" in problem:
-        return opened, "a key without ':'"
-    else:
-        words = f"not valid YAML: {error.context or ''} {problem}".replace("  ", " ")
-    return mark.line + 1, words
+        words = f"character U+{ord(text[error.position]):04X} is not allowed in YAML"
+        found.problems.append(Problem(place(line), (), words))
+        found.readable = False
+    refused = loader.refused if loader else []
+    found.problems += [Problem(place(line), (), words) for line, words in refused]
+    return found
+
+
+def _told(error: yaml.MarkedYAMLError) -> str:
+    """Return PyYAML's words, with the line where what it was reading began."""
+    opened = error.context_mark
+    context = f"{error.context} from line {_line(opened)}" if opened else error.context
+    return f"not valid YAML: {': '.join(filter(None, (context, error.problem)))}"
+
+
+def _line(mark: yaml.Mark | None) -> int:
+    return int(mark.line) + 1 if mark else 1
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes nodes; notes anchors, aliases and tags, and stops where a file is too large."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.refused: list[tuple[int, str]] = []
+        self._depth = self._num_values = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        event = self.peek_event()
+        line, anchor, tag = _line(event.start_mark), event.anchor, getattr(event, "tag", None)
+        self._num_values += 1
+        if self._depth > MAX_DEPTH or self._num_values > MAX_VALUES:
+            words = f"nested deeper than {MAX_DEPTH} levels or more than {MAX_VALUES:,} values"
+            raise yaml.composer.ComposerError(None, None, words, event.start_mark)
+        if isinstance(event, yaml.AliasEvent):
+            self.get_event()
+            self.refused.append((line, f"alias '*{anchor}'; write the value out instead"))
+            return yaml.ScalarNode(_ALIAS, "", event.start_mark, event.end_mark)
+        if anchor is not None:
+            self.refused.append((line, f"anchor '&{anchor}'; write values out where needed"))
+            event.anchor = None
+        if tag is not None:
+            self.refused.append((line, f"tag '{tag}'; tags are not accepted, remove it"))
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+def _value(
+    node: yaml.Node, key: Key, found: ParsedYaml, place: Callable[[int], SourceLocation]
+) -> object:
+    """Return what a node means; notes where each key of it was written."""
+    found.places.setdefault(key, place(_line(node.start_mark)))
+    if isinstance(node, yaml.ScalarNode):
+        return plain_value(node.value) if node.style is None else node.value
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(item, (*key, n), found, place) for n, item in enumerate(node.value)]
+    values: dict[str, object] = {}
+    for name, inner in node.value:
+        line = _line(name.start_mark)
+        if not isinstance(name, yaml.ScalarNode) or name.tag == _ALIAS:
+            words = "a list, a section or an alias cannot be a key"
+            found.problems.append(Problem(place(line), key, words))
+            found.readable = False
+            continue
+        own = (*key, name.value)
+        if name.style is None and not isinstance(plain_value(name.value), str):
+            words = f"a key must be text; put it in quotes: '{name.value}'"
+            found.problems.append(Problem(place(line), own, words))
+        if name.value in values:
+            words = f"is given twice, first at line {found.places[own].line}; keep one"
+            found.problems.append(Problem(place(line), own, words))
+        found.places[own] = place(line)
+        values[name.value] = _value(inner, own, found, place)
+    return values
