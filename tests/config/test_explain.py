@@ -211,7 +211,7 @@ def test_errors_of_overrides_name_the_override_and_stand_after_the_file(tmp_path
 
 
 def test_short_names_mean_the_first_field_with_these_initials() -> None:
-    with pytest.raises(ConfigError, match="train.lr: .*'learning_rate'"):
+    with pytest.raises(ConfigError, match=r"train\.lr: .*'learning_rate'"):
         from_dict(Recipe, {"train": {"lr": 3}}, "recipe.yaml")
 
 
