@@ -136,6 +136,15 @@ class RunDone(Event):
     metrics: Mapping[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class RunStopped(Event):
+    """Training ended before its last step; `state` is "failed" or, after a signal, "stopped"."""
+
+    step: int
+    state: str
+    text: str
+
+
 Listener = Callable[[Event], None]
 
 

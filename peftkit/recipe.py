@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, Notice, Table, ignore
@@ -14,6 +16,7 @@ from peftkit.report.live import LiveReport
 from peftkit.run.config import Recipe
 from peftkit.run.prepare import Prepared, prepare
 from peftkit.run.results import adapter_folder, identity, save_result, write_facts
+from peftkit.train.checkpoints.checkpoint import StartPolicy, locked
 from peftkit.train.checkpoints.identity import flat
 from peftkit.train.checkpoints.manifest import versions
 from peftkit.train.config import SHARDED
@@ -49,18 +52,22 @@ def run(
         PeftkitError: What was asked, what was found, what to do.
         Interrupted: SIGINT or SIGTERM came; what was reached is saved.
     """
-    with monitored_ranks(default_device) as company:
+    start = StartPolicy(resume, overwrite, allow_changes)
+    with monitored_ranks(default_device) as company, ExitStack() as stack:
         folder = recipe.train.output_dir
         if recipe.train.shard in SHARDED:
             check_sharding(recipe.train, recipe.method.type)
         check_context(recipe.train)
-        check_output(recipe.train, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
+        check_output(recipe.train, start)
         if company is not None:
-            changes = {"resume": resume, "overwrite": overwrite, "allowed": [*allow_changes]}
             company.check_equal_across_ranks(
-                recipe=flat(recipe.model_dump(mode="json")), version=versions(), command=changes
+                recipe=flat(recipe.model_dump(mode="json")),
+                version=versions(),
+                command=asdict(start),
             )
             company.check_shared(folder)
+        if company is None or company.rank == 0:
+            stack.enter_context(locked(folder))
         with stopping_at_once("stopped before the first step; what was there is as it was."):
             before = BeforeRun(on_event)
             ready = prepare(recipe, resume=resume, company=company, on_event=before.on_event)
@@ -76,9 +83,7 @@ def run(
             recipe.train,
             weights=weights,
             identity=identity(recipe, ready),
-            resume=resume,
-            overwrite=overwrite,
-            allow_changes=allow_changes,
+            start=start,
             on_event=report.on_event,
             watch=watch,
             plan=ready.plan,

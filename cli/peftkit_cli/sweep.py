@@ -37,8 +37,14 @@ def sweep(
     ] = False,
     overrides: Overrides = None,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder for the sweep; each run has a folder in it.")
-    ] = Path("runs/sweep"),
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder for the sweep; each run has a folder in it. Default: train.output_dir of "
+            "the recipe, else runs/sweep.",
+            show_default=False,
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the sweep in DIR.")] = False,
     halve: Annotated[
         bool,
@@ -63,6 +69,7 @@ def sweep(
     from peftkit.sweeps.sweep import sweep as train_together
     from peftkit_cli.render import Renderer
 
+    out = out or made.folder_of(recipes, overrides or ())
     if each:
         members = made.each(recipes, overrides or (), out=out)
     elif pick:

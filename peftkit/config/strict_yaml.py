@@ -153,6 +153,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         event = self.peek_event()
+        mark: Any = event.start_mark
         line, anchor, tag = _line(event.start_mark), event.anchor, getattr(event, "tag", None)
         self._num_values += 1
         if self._depth > MAX_DEPTH or self._num_values > MAX_VALUES:
@@ -161,14 +162,14 @@ class _Loader(yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             self.get_event()
             self.refused.append((line, f"alias '*{anchor}'; write the value out instead"))
-            return yaml.ScalarNode(_ALIAS, "", event.start_mark, event.end_mark)
+            return yaml.ScalarNode(_ALIAS, "", mark, mark)
         if anchor is not None:
             self.refused.append((line, f"anchor '&{anchor}'; write values out where needed"))
             event.anchor = None
         if tag is not None:
             self.refused.append((line, f"tag '{tag}'; tags are not accepted, remove it"))
         self._depth += 1
-        node = super().compose_node(parent, index)
+        node: Any = super().compose_node(parent, index)
         self._depth -= 1
         return node
 

@@ -23,7 +23,7 @@ MAX_NOTICES, MAX_SAMPLES = 200, 5_000
 STILL_SECONDS = 120.0
 """A run that wrote nothing for so long, or for ten times its usual pause, goes on no more."""
 CURVES = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "peak_bytes")
-State = Literal["finished", "running", "stopped", "broken", "not begun"]
+State = Literal["finished", "running", "stopped", "failed", "not begun"]
 
 
 @dataclass(slots=True)
@@ -83,6 +83,7 @@ class History:
         seams: Steps at which the run was resumed.
         notices: (after which step, what was said).
         started: The newest RunStarted line. done: The RunDone line, if the run came to its end.
+        ended: "failed" or "stopped", if it ended before.
         facts: run.json: the recipe, the data, the machine. diagnosis: diagnosis.json.
         samples: Lines of samples.jsonl.
         num_torn: Lines that could not be read.
@@ -98,6 +99,7 @@ class History:
     notices: list[tuple[int, str]] = field(default_factory=list)
     started: dict[str, Any] = field(default_factory=dict)
     done: dict[str, Any] | None = None
+    ended: Literal["failed", "stopped"] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     diagnosis: dict[str, Any] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -140,9 +142,11 @@ class History:
         if self.done is not None:
             return "finished"
         if self.diagnosis:
-            return "broken"
+            return "failed"
         if not self.started:
             return "not begun"
+        if self.ended is not None:
+            return self.ended
         pause = (self.changed - self.began) / max(self.step, 1)
         quiet = (time.time() if now is None else now) - self.changed
         return "running" if quiet < max(STILL_SECONDS, 10 * pause) else "stopped"
@@ -195,10 +199,12 @@ class History:
                 self.evals.setdefault(str(name), Series()).add(step, value)
         elif kind == "RunDone":
             self.done = line
+        elif kind == "RunStopped":
+            self.ended = "stopped" if line.get("state") == "stopped" else "failed"
 
     def _start(self, line: dict[str, Any]) -> None:
         start = int(_number(line.get("start_step")))
-        self.done = None
+        self.done = self.ended = None
         if start == 0:
             self.notices.clear()
             self.seams.clear()

@@ -13,6 +13,7 @@ from peftkit.events import (
     Notice,
     RunDone,
     RunStarted,
+    RunStopped,
     Sampled,
     Saved,
     StepDone,
@@ -61,6 +62,10 @@ class LiveReport:
                 self.write()
         elif isinstance(event, RunDone):
             self._due = False
+        elif isinstance(event, RunStopped):
+            self.history.refresh()
+            self.history.ended = "stopped" if event.state == "stopped" else "failed"
+            self.write()
 
     def write(self) -> None:
         """Write the report of this moment."""

@@ -63,9 +63,9 @@ def _broken(run: History) -> Iterator[str]:
             f"Step {found.get('step')} had a loss of {found.get('loss')} and a gradient norm of "
             f"{found.get('grad_norm')}{where}: the run was stopped there."
         )
-    elif run.state() == "stopped":
+    elif run.state() in ("stopped", "failed"):
         yield (
-            f"The run stopped after step {run.step:,} of {run.num_steps:,}. "
+            f"The run {run.state()} after step {run.step:,} of {run.num_steps:,}. "
             "peftkit train with --resume goes on with it."
         )
 

@@ -123,6 +123,7 @@ class Loop:
 
     def _fail(self, one: Live, error: PeftkitError) -> None:
         one.outcome.state, one.outcome.error = "failed", str(error)
+        one.run.stopped(error)
         self.on_event(Notice(f"{one.member.name} has stopped, the others go on. {error}"))
         self._leave(one)
 
@@ -165,5 +166,5 @@ class Loop:
                 one.run.saver.save()
                 self._save(one, one.run.result())
             one.outcome.state = "halved"
-            self.on_event(Notice(f"{one.member.name} is of the worse half and stops."))
+            self.on_event(Notice(f"{one.member.name} was stopped by successive halving."))
             self._leave(one)

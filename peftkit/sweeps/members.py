@@ -39,6 +39,13 @@ class Member:
     settings: Mapping[str, Any]
 
 
+def folder_of(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Path:
+    """Return where a sweep goes that is not told: train.output_dir of its one recipe, if set."""
+    trains = [load(path, overrides).train for path in paths]
+    asked = len(trains) == 1 and "output_dir" in trains[0].model_fields_set
+    return trains[0].output_dir if asked else Path("runs/sweep")
+
+
 def grid(
     path: str | Path, over: Sequence[str], overrides: Sequence[str] = (), *, out: Path
 ) -> list[Member]:

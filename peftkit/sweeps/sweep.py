@@ -29,6 +29,7 @@ from peftkit.sweeps.members import Member, check_members
 from peftkit.sweeps.outcomes import Outcome, open_sweep, tell_outcomes, write_outcomes
 from peftkit.tasks.head import TokenTask
 from peftkit.tasks.loss import find_head
+from peftkit.train.checkpoints.checkpoint import StartPolicy, locked
 from peftkit.train.loop import check_output
 from peftkit.train.run import Run
 from peftkit.train.signals import StopRequest, stop_requests
@@ -77,14 +78,9 @@ def sweep(
     outcomes = open_sweep(members, out, resume)
     waiting = [m for m in members if outcomes[m.name].state == "waiting"]
     for member in waiting:
-        check_output(
-            member.recipe.train,
-            resume=resume and has_checkpoints(member),
-            overwrite=False,
-            allow_changes=(),
-        )
-    if waiting:
-        for part in rounds([member.recipe for member in waiting], on_event):
+        check_output(member.recipe.train, StartPolicy(resume and has_checkpoints(member)))
+    with locked(out):
+        for part in rounds([member.recipe for member in waiting], on_event) if waiting else ():
             some = waiting[part.start : part.stop]
             _train(some, outcomes, out, resume=resume, halve=halve, on_event=on_event)
     return tell_outcomes(out, outcomes, on_event)

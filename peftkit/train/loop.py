@@ -1,7 +1,7 @@
 """The training loop: the same weights whatever a batch is cut into, and after any interruption.
 
-A step's rows depend on the seed and the step alone (order.py), its learning rate on the step alone
-(optim.py); what else decides the next step is saved: weights, optimizer, generators, State.
+A step's rows depend on the seed and the step alone (sampler.py), its learning rate on the step
+alone (optim.py); what else decides the next step is saved: weights, optimizer, generators, State.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from torch import nn
 from peftkit.errors import DataError
 from peftkit.events import Listener, ignore
 from peftkit.execution.plan import ExecutionPlan
-from peftkit.train.checkpoints.checkpoint import delete_checkpoints, prepare_output
+from peftkit.train.checkpoints.checkpoint import (
+    StartPolicy,
+    delete_checkpoints,
+    locked,
+    prepare_output,
+)
 from peftkit.train.checkpoints.weights import TrainableWeights, Weights
 from peftkit.train.config import TrainConfig
 from peftkit.train.metrics import require_trackers
@@ -57,33 +62,29 @@ def fit(
         Interrupted: SIGINT or SIGTERM came; the run is saved.
     """
     config = config or TrainConfig()
-    check_output(config, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
-    return train_prepared(
-        model,
-        task,
-        train_rows,
-        eval_rows,
-        config,
-        weights=weights,
-        identity=identity,
-        resume=resume,
-        overwrite=overwrite,
-        allow_changes=allow_changes,
-        on_event=on_event,
-    )
+    start = StartPolicy(resume, overwrite, allow_changes)
+    check_output(config, start)
+    with locked(config.output_dir):
+        return train_prepared(
+            model,
+            task,
+            train_rows,
+            eval_rows,
+            config,
+            start=start,
+            weights=weights,
+            identity=identity,
+            on_event=on_event,
+        )
 
 
-def check_output(
-    config: TrainConfig, *, resume: bool, overwrite: bool, allow_changes: Sequence[str]
-) -> None:
+def check_output(config: TrainConfig, start: StartPolicy) -> None:
     """Make sure, before anything heavy, that a run can write its results where it is to.
 
     Raises:
         PeftkitError: As `prepare_output` and `require_trackers`.
     """
-    prepare_output(
-        config.output_dir, resume=resume, overwrite=overwrite, allow_changes=allow_changes
-    )
+    prepare_output(config.output_dir, start)
     require_trackers(config.log_to)
 
 
@@ -94,25 +95,22 @@ def train_prepared(
     eval_rows: Sequence[Any],
     config: TrainConfig,
     *,
+    start: StartPolicy,
     weights: Weights | None,
     identity: Mapping[str, Any] | None,
-    resume: bool,
-    overwrite: bool,
-    allow_changes: Sequence[str],
     on_event: Listener,
     watch: GenerationEvaluator | None = None,
     plan: ExecutionPlan | None = None,
 ) -> Result:
-    """Do what `fit` does after `check_output`; the arguments are those of `fit`.
+    """Do what `fit` does after `check_output`, in a locked folder; arguments as there.
 
     Args:
         watch: Asked for samples and metrics of generated answers, on the main process.
-        plan: How rows go through the model; by default as `config` and the model say.
     """
     parameters = trainable_parameters(model)
     if not train_rows:
         raise DataError("there are no rows to train on")
-    if overwrite:
+    if start.overwrite:
         delete_checkpoints(config.output_dir)
     with stop_requests() as stop:
         run = Run(
@@ -130,4 +128,4 @@ def train_prepared(
             plan=plan,
         )
         with run.prepared():
-            return run.train(allow_changes if resume else None)
+            return run.train(start.allow_changes if start.resume else None)

@@ -14,12 +14,22 @@ import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from peftkit.errors import ConfigError
-from peftkit.events import EvalDone, Event, Notice, RunDone, RunStarted, Sampled, Saved, StepDone
+from peftkit.events import (
+    EvalDone,
+    Event,
+    Notice,
+    RunDone,
+    RunStarted,
+    RunStopped,
+    Sampled,
+    Saved,
+    StepDone,
+)
 from peftkit.kernels.device import gpu_of
 from peftkit.kernels.host_memory import peak_resident_bytes
 
 FILE, SAMPLES = "metrics.jsonl", "samples.jsonl"
-RECORDED = (RunStarted, StepDone, EvalDone, Saved, Notice, RunDone)
+RECORDED = (RunStarted, StepDone, EvalDone, Saved, Notice, RunDone, RunStopped)
 Complain = Callable[[str], None]
 
 

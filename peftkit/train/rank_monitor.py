@@ -1,8 +1,10 @@
-"""The processes of a run beside what they compute: what they agree on, and one end for all.
+"""The ranks of a run beside what they compute: equal settings, and one end for all.
 
-A process that waits for another's part waits for ever if that one is gone, or breaks with an error
-that says nothing of the cause. So each tells through the launcher's store that it lives, in a
-thread, and looks whether the others do. Who fails first says so there, and alone gives a message.
+A rank that waits for another in a collective waits forever if that one is gone or hangs, or fails
+with an error that does not name the cause. So each rank sends a heartbeat through the launcher's
+store every second, from a thread, and checks the others'. The first to fail notes it there, and
+only that one prints a message. Values go through the store too, not through the process group,
+whose timeout of minutes is shorter than a download of the base.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from peftkit.train.signals import Interrupted
 from peftkit.train.world import World
 
 HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, GRACE = 1.0, 40.0, 10.0
-"""Seconds: between signs of life; without one until a process counts as gone; in which a process is
-to end by itself once another has ended."""
+"""Seconds: between heartbeats; without one until a rank counts as gone; for a rank to end by itself
+after another has ended."""
 LONG = timedelta(days=2)
 _runs = count()
 """The same in all processes: they do the same runs."""
@@ -65,7 +67,7 @@ def monitored_ranks(device: Callable[[], torch.device]) -> Iterator[RankMonitor 
 
 
 class RankMonitor:
-    """This process among those of a run.
+    """Watches the ranks of a run.
 
     Attributes:
         is_first_here: Whether it is the first of its machine.
@@ -80,7 +82,7 @@ class RankMonitor:
         self._has_heard = self._has_lost = False
 
     def all_gather(self, own: Any) -> list[Any]:
-        """Return what each process says, as plain JSON, in their order; waits for all."""
+        """Return every rank's value, as plain JSON, in rank order; waits for all."""
         name = f"said/{next(self._asked)}"
         self._store.set(f"{name}/{self.rank}", json.dumps(own))
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
@@ -92,7 +94,7 @@ class RankMonitor:
         self.all_gather(None)
 
     def check_equal_across_ranks(self, **own: Mapping[str, Any]) -> None:
-        """Make sure that all processes say the same under all names.
+        """Make sure that every rank has the same values under all names.
 
         Raises:
             ConfigError: They do not; lists what differs.
@@ -108,7 +110,7 @@ class RankMonitor:
         ]
         if differing:
             raise ConfigError(
-                "the processes of this run do not agree.",
+                "ranks have different settings",
                 found="\n".join(differing[:8]),
                 fix="Give all of them the same recipe, files and versions.",
             )
@@ -138,7 +140,7 @@ class RankMonitor:
             )
 
     def final_error(self, error: Exception) -> Exception:
-        """Return what this process ends with: its error, silent if another process has spoken."""
+        """Return the error to end with; it is silent if another rank has printed one."""
         if not isinstance(error, PeftkitError | Interrupted) and _is_lost(error):
             error, self._has_lost = _gone("another process", str(error)), True
         if not self._is_first_to_end():
@@ -146,7 +148,7 @@ class RankMonitor:
         return error
 
     def leave(self) -> None:
-        """Go; the first process, which may have the store, waits for who has yet to hear of it."""
+        """Leave; rank 0, which may host the store, waits until the others have heard of the end."""
         until = time.monotonic() + (0 if self._has_lost else 3 * HEARTBEAT_INTERVAL)
         try:
             self._store.set(f"heard/{self.rank}", "")
@@ -166,7 +168,7 @@ class RankMonitor:
             return self.rank == 1
 
     def watch(self, stop: threading.Event) -> None:
-        """Give signs of life until told to stop; end the process if another one is at its end."""
+        """Send heartbeats until told to stop; end this process if another has ended."""
         store = _connected(self._prefix)  # the process's own may be waiting
         began = time.monotonic()
         seen = {rank: ("", began) for rank in range(self.world_size) if rank != self.rank}
@@ -211,7 +213,7 @@ def _is_lost(error: Exception) -> bool:
 
 def _gone(who: str, found: str) -> RunError:
     return RunError(
-        f"{who} has ended without a word.",
+        f"{who} terminated unexpectedly.",
         found="It was killed, or its machine or the network is gone."
         + (f" {_short(found)}" if found else ""),
         fix="Its own output may say more. Go on from the newest checkpoint with --resume.",

@@ -21,6 +21,7 @@ from peftkit.events import (
     Notice,
     RunDone,
     RunStarted,
+    RunStopped,
     Sampled,
     StepDone,
 )
@@ -127,6 +128,7 @@ class Run:
         self.saver = Saver(self.learner, self.order, config, weights, known, self.say)
         self.has_eval = bool(eval_rows)
         self._agreed_stop = 0
+        self._is_going = False  # from its header to its end
         self._listeners = [on_event] if self.ranks.is_main else []
         self._began = time.perf_counter()  # less what earlier parts of the run took
         self._resumed = (0, 0.0)  # steps and seconds of these
@@ -158,9 +160,20 @@ class Run:
         trackers = self._record() if self.ranks.is_main else None
         try:
             yield
+        except BaseException as error:
+            self.stopped(error)
+            raise
         finally:
             if trackers is not None:
                 trackers.finish()
+
+    def stopped(self, error: BaseException) -> None:
+        """Tell that the run ends here, unless it came to its end before or never began."""
+        asked = isinstance(error, Interrupted | KeyboardInterrupt | SystemExit)
+        if self._is_going:
+            state = "stopped" if asked else "failed"
+            self.say(RunStopped(self.learner.state.step, state, str(error)))
+        self._is_going = False
 
     @contextmanager
     def _laid_out(self) -> Iterator[None]:
@@ -397,7 +410,8 @@ class Run:
         )
 
     def header(self) -> RunStarted:
-        """Return the run's header."""
+        """Return the run's header; it is going from here on."""
+        self._is_going = True
         return RunStarted(
             num_steps=self.num_steps,
             start_step=self.learner.state.step,
@@ -449,6 +463,7 @@ class Run:
         if state.best_loss is not None:
             metrics["best_eval_loss"] = state.best_loss
         seconds = time.perf_counter() - self._began
+        self._is_going = False
         self.say(RunDone(state.step, seconds, metrics))
         best = None if state.best_step is None else folder / f"step-{state.best_step}"
         return Result(

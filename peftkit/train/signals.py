@@ -54,12 +54,16 @@ class StopRequest:
 
 @contextmanager
 def stop_requests(at_once: bool = False) -> Iterator[StopRequest]:
-    """Take SIGINT and SIGTERM for as long as the block runs; in the main thread only."""
+    """Take SIGINT and SIGTERM for as long as the block runs; in the main thread only.
+
+    A signal that is ignored, as `nohup` and a script's `&` have it, stays ignored.
+    """
     request = StopRequest(at_once)
     if threading.current_thread() is not threading.main_thread():
         yield request  # python gives signals to the main thread, and its handlers are not ours
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: known for number, known in before.items() if known is not signal.SIG_IGN}
     try:
         for number in before:
             signal.signal(number, request.receive)

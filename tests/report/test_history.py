@@ -66,7 +66,7 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
     assert run.state(now=run.changed + 130) == "running"
     (run.folder / "diagnosis.json").write_text('{"step": 3, "loss": "nan"}')
     run.refresh()
-    assert run.state() == "broken"
+    assert run.state() == "failed"
     assert read_history(write_run(tmp_path / "done")).state() == "finished"
 
 

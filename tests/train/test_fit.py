@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 
 from peftkit.errors import ConfigError, DataError, OutputError
 from peftkit.events import EvalDone, Event, Notice, RunDone, RunStarted, Saved, StepDone
+from peftkit.report.history import read_history
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
-from tests.train.toy import Played, Row, Toy, ToyTask, config_of, make_rows, play, same
+from tests.train.toy import Crash, Played, Row, Toy, ToyTask, config_of, make_rows, play, same
 
 
 def test_only_what_requires_a_gradient_is_trained(tmp_path: Path) -> None:
@@ -279,3 +281,35 @@ def test_checkpoints_hold_what_the_weights_write(tmp_path: Path) -> None:
 
 def test_a_run_without_trouble_has_no_notices(tmp_path: Path) -> None:
     assert not any(isinstance(event, Notice) for event in play(tmp_path).events)
+
+
+def test_a_second_run_into_a_folder_is_refused_and_names_the_first(tmp_path: Path) -> None:
+    found: list[Played] = []
+
+    def again(event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == 1:
+            found.append(play(tmp_path, resume=False, save_every=None))
+
+    first = play(tmp_path, on_event=again, save_every=None)
+    assert first.error is None
+    assert isinstance(found[0].error, OutputError)
+    assert f"Process {os.getpid()} on " in str(found[0].error)
+    assert found[0].losses == []
+    assert play(tmp_path, resume=True).error is None
+
+
+@pytest.mark.parametrize(
+    ("error", "state"), [(Crash(), "failed"), (KeyboardInterrupt(), "stopped")]
+)
+def test_the_log_of_a_run_has_its_end(tmp_path: Path, error: BaseException, state: str) -> None:
+    def end(event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == 3:
+            raise error
+
+    run = play(tmp_path, on_event=end)
+    assert run.error is error
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["step"], last["state"]) == ("RunStopped", 3, state)
+    assert read_history(tmp_path).state() == state
+    assert play(tmp_path, resume=True).error is None
+    assert read_history(tmp_path).state() == "finished"

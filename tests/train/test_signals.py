@@ -215,3 +215,15 @@ def test_a_signal_that_a_launcher_relays_is_one_request(monkeypatch: pytest.Monk
 def test_without_a_signal_nothing_is_requested() -> None:
     with stop_requests() as stop:
         assert stop.signum == 0
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_a_signal_that_a_parent_ignores_stays_ignored(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with stop_requests() as request:
+            os.kill(os.getpid(), number)
+        assert request.signum == 0
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +27,12 @@ from typing import Any
 from peftkit.errors import CheckpointError, OutputError, RunError
 from peftkit.events import Listener, Notice
 from peftkit.files.disk import free_bytes, fsync_dir, writable_folder, write_text
+from peftkit.files.folders import LOCKS, alone
 from peftkit.train.checkpoints import manifest
 from peftkit.train.checkpoints.manifest import Writer
 
 FOLDER, LATEST = "checkpoints", "latest"
+HOLDER = "holder"
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 _TEMPORARY = re.compile(r"step-[0-9]+\.(?:tmp|old)-([0-9]+)")
 
@@ -192,43 +196,80 @@ class Checkpoints:
         return self.folder / f"step-{step}"
 
 
-def prepare_output(
-    output_dir: Path,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    allow_changes: Sequence[str] = (),
-) -> None:
-    """Make sure, before anything heavy, that a run can write its results and destroys no others.
+@dataclass(frozen=True, slots=True)
+class StartPolicy:
+    """What becomes of a run that is in the output folder already.
 
-    Args:
-        resume: The run that is there is to be continued.
-        overwrite: The checkpoints that are there may be deleted, once the new run can begin.
-        allow_changes: What a resumed run may change.
+    Attributes:
+        resume: Continue from its newest valid checkpoint.
+        overwrite: Delete its checkpoints, once the new run can begin.
+        allow_changes: Dotted keys of the identity, "train" or "rows" that may differ from it.
+
+    Raises:
+        CheckpointError: There is no way to do all that was asked.
+    """
+
+    resume: bool = False
+    overwrite: bool = False
+    allow_changes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.resume and self.overwrite:
+            raise CheckpointError("a run is either resumed or overwritten, not both")
+        if self.allow_changes and not self.resume:
+            fix = "Add --resume, or leave out --allow-changes."
+            raise CheckpointError("changes can only be allowed to a run that is resumed", fix=fix)
+
+
+def prepare_output(output_dir: Path, start: StartPolicy) -> None:
+    """Make sure, before anything heavy, that a run can write its results and destroys no others.
 
     Raises:
         OutputError: The folder cannot be written to, or holds a run.
-        CheckpointError: There is nothing to resume, or no way to do all that was asked.
+        CheckpointError: There is nothing to resume.
     """
-    if resume and overwrite:
-        raise CheckpointError("a run is either resumed or overwritten, not both")
-    if allow_changes and not resume:
-        fix = "Add --resume, or leave out --allow-changes."
-        raise CheckpointError("changes can only be allowed to a run that is resumed", fix=fix)
     checkpoints = Checkpoints(output_dir, keep=1)
     found = [f"step-{step}" for step in checkpoints.steps()]
-    if resume and not found:
+    if start.resume and not found:
         raise checkpoints.nothing_to_resume([])
     writable_folder(output_dir)
     found += sorted(path.name for path in output_dir.glob("*.safetensors"))
-    if found and not (resume or overwrite):
+    if found and not (start.resume or start.overwrite):
         raise OutputError(
             f"{output_dir} already holds a run",
             found=", ".join(found[-4:]),
-            fix="Go on with it (--resume), train into another folder (--out DIR), or train anew in "
-            "this one (--overwrite).",
+            fix="Go on with it (--resume), train into another folder (--out DIR), or start "
+            "again in this one (--overwrite).",
         )
     writable_folder(checkpoints.folder)
+
+
+@contextlib.contextmanager
+def locked(output_dir: Path) -> Iterator[None]:
+    """Keep other processes from training into a folder meanwhile.
+
+    Raises:
+        OutputError: One does; names it.
+    """
+    holder = output_dir / LOCKS / HOLDER
+
+    def refuse() -> None:
+        found = ""
+        with contextlib.suppress(OSError):
+            found = holder.read_text(encoding="utf-8").strip()
+        raise OutputError(
+            f"another process is training into {output_dir}",
+            found=found,
+            fix="Wait for its end, or train into another folder (--out DIR).",
+        )
+
+    with alone(output_dir / "run", on_wait=refuse):
+        began = time.strftime("%Y-%m-%d %H:%M:%S")
+        write_text(f"Process {os.getpid()} on {platform.node()}, since {began}.\n", holder)
+        try:
+            yield
+        finally:
+            holder.unlink(missing_ok=True)
 
 
 def delete_checkpoints(output_dir: Path) -> None:
