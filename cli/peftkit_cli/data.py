@@ -64,6 +64,7 @@ def _show(found: Survey) -> None:
     lines = [
         ("rows", f"{found.num_rows:,}"),
         ("format", found.format or "none of causal_lm's"),
+        *([("mixed", f"{found.mixed}: give rows of one format")] if found.mixed else []),
         ("fits the task", ", ".join(found.tasks) or "none by these names; see docs/data.md"),
         ("duplicates", f"{found.num_duplicates:,}"),
     ]

@@ -142,7 +142,7 @@ def _told(
     """Pass blocks on, and tell how far it is; what has to be the same in all of them is."""
     done, first = 0, None
     for block in found:
-        first = first or block
+        first = first if first and first.agreed else block
         for name, value in block.agreed.items():
             if value != (other := first.agreed.get(name)):
                 raise DataError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from peftkit.data.load import Record, iterate_records
 from peftkit.errors import DataError
 
-DATA_FILES = {".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow"}
+DATA_FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow"}
 
 
 def class_folders(where: str, image: str, label: str) -> list[Record] | None:

@@ -100,6 +100,8 @@ def _named(row: Fields, features: Mapping[str, Any]) -> Fields:
     return {key: name(value, features.get(key)) for key, value in row.items()}
 
 
-def _first_lines(problem: Exception) -> str:
+def _first_lines(problem: BaseException) -> str:
+    while problem.__cause__ is not None:  # "An error occurred while generating the dataset"
+        problem = problem.__cause__
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     return " ".join(lines[:3])[:400] or type(problem).__name__

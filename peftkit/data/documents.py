@@ -10,7 +10,7 @@ from peftkit.data.cache import tokenizer_key
 from peftkit.data.columns import Dropped
 from peftkit.data.encode import STYLES, Encoder, Style
 from peftkit.data.encoding import EncodedRows, RowEncoder
-from peftkit.data.format import ParsedRow, parse
+from peftkit.data.format import FieldNames, ParsedRow, parse
 from peftkit.data.load import FormatName, Record
 from peftkit.data.pack import IGNORE, Row, cut_document
 
@@ -23,9 +23,14 @@ class DocumentEncoder(RowEncoder):
 
     Args:
         template: A chat template's text, used instead of the tokenizer's own.
+        fields: Names of those with prompt and completion, whatever the format.
     """
 
     kind: ClassVar[type[Row]] = Row
+    drops: Mapping[str, str] = {
+        "nothing to learn": "give these rows an answer",
+        "the answer lies beyond the cut": "raise data.max_length",
+    }
 
     def __init__(
         self,
@@ -33,17 +38,18 @@ class DocumentEncoder(RowEncoder):
         template: str | None,
         format: Literal["auto"] | FormatName,
         max_length: int,
+        fields: FieldNames | None = None,
     ) -> None:
         self._encoder = Encoder(tokenizer, template)
         self._tokenizer, self._template = tokenizer, template
-        self._format, self._max_length = format, max_length
+        self._format, self._max_length, self._fields = format, max_length, fields
 
     def key(self, where: str) -> object:
-        known = (self._template, self._format, self._max_length)
+        known = (self._template, self._format, self._max_length, self._fields)
         return (*tokenizer_key(self._tokenizer), *known)
 
     def read(self, records: Sequence[Record], where: str) -> ParsedRow:
-        return parse(records, self._format, where=where)
+        return parse(records, self._format, where=where, fields=self._fields)
 
     def rows(self, read: ParsedRow) -> EncodedRows:
         encoder, counts = self._encoder, Counter[str]()

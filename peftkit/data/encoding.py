@@ -13,11 +13,12 @@ import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from peftkit.data import load
@@ -54,11 +55,14 @@ class RowEncoder(ABC):
         kind: The rows' class, a dataclass; see columns.py.
         in_processes: Whether several processes may encode a file.
         at_once: Records that are encoded before progress is told.
+        drops: Why a record becomes no row, and what may be done instead; a `Dropped.why` is the
+            number of one of them.
     """
 
     kind: ClassVar[type[Any]]
     in_processes: ClassVar[bool] = True
     at_once: ClassVar[int] = 1_000
+    drops: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def key(self, where: str) -> object:

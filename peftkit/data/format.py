@@ -13,9 +13,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+from peftkit.data.cache import cache_folder
 from peftkit.data.load import FormatName, Record
 from peftkit.data.messages import (
     Message,
@@ -25,7 +28,7 @@ from peftkit.data.messages import (
     parse_tools,
     text_of,
 )
-from peftkit.errors import DataError, first_few
+from peftkit.errors import ConfigError, DataError, first_few
 
 MAX_SHOWN = 5
 
@@ -107,14 +110,54 @@ _OTHER_TASKS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """Fields that a recipe names instead of a format: of the prompt, and of what completes it.
+
+    Attributes:
+        settings: The keys of the recipe that name them.
+    """
+
+    prompt: str
+    completion: str
+    settings: tuple[str, str]
+
+    @classmethod
+    def given(cls, **named: str | None) -> FieldNames | None:
+        """Return the names that two settings give; None where they give none.
+
+        Raises:
+            ConfigError: One is given, and the other is not.
+        """
+        first, second = named
+        prompt, completion = named.values()
+        if prompt is not None and completion is not None:
+            return cls(prompt, completion, (f"task.{first}", f"task.{second}"))
+        if prompt is not None or completion is not None:
+            raise ConfigError(
+                f"{first} and {second} are named together or not at all.",
+                fix=f"Name both: {first}: question, {second}: answer.",
+            )
+        return None
+
+
 def parse(
-    records: Sequence[Record], name: Literal["auto"] | FormatName, *, where: str
+    records: Sequence[Record],
+    name: Literal["auto"] | FormatName,
+    *,
+    where: str,
+    fields: FieldNames | None = None,
 ) -> ParsedRow:
     """Give every record its meaning; `auto` goes by the first record, and all must agree.
+
+    Args:
+        fields: Read as prompt and completion, whatever the format.
 
     Raises:
         DataError: With file, line and field of the first few rows that cannot be used.
     """
+    if fields is not None:
+        return _parse_named(records, fields, where)
     first = records[0]
     found = detect(first.fields) if name == "auto" else name
     if found is None:
@@ -124,15 +167,37 @@ def parse(
     used: set[str] = set()
     for record in records:
         try:
-            example, fields = _example(record, found, auto=name == "auto")
+            example, read = _example(record, found, auto=name == "auto")
             examples.append(example)
-            used.update(fields)
+            used.update(read)
         except WrongField as problem:
             problems.append(f"{record.source}: {problem}")
     if problems:
         raise bad_rows(problems, len(records), found, where)
     names = dict.fromkeys(key for record in records for key in record.fields)
     return ParsedRow(found, tuple(examples), tuple(key for key in names if key not in used))
+
+
+def _parse_named(records: Sequence[Record], names: FieldNames, where: str) -> ParsedRow:
+    known = {names.prompt, names.completion}
+    lacking = [record for record in records if not known <= record.fields.keys()]
+    if lacking:
+        settings = ", ".join(names.settings)
+        raise DataError(
+            f"Cannot use {len(lacking)} of {len(records)} rows of {where}.",
+            found=f"{lacking[0].source} lacks '{names.prompt}' or '{names.completion}' "
+            f"({settings}); its fields: {', '.join(lacking[0].fields) or 'none'}.",
+            fix="Name fields that every row has.",
+        )
+    renamed = [
+        Record(
+            {"prompt": r.fields[names.prompt], "completion": r.fields[names.completion]}, r.source
+        )
+        for r in records
+    ]
+    parsed = parse(renamed, "prompt_completion", where=where)
+    others = dict.fromkeys(name for record in records for name in record.fields)
+    return ParsedRow(parsed.format, parsed.examples, tuple(n for n in others if n not in known))
 
 
 def detect(fields: Mapping[str, Any]) -> FormatName | None:
@@ -254,9 +319,19 @@ def _unknown_fields(record: Record, where: str) -> DataError:
 
 
 def bad_rows(problems: Sequence[str], total: int, name: str, where: str) -> DataError:
-    """Return the error that names the first of the rows that cannot be used, and their number."""
+    """Return the error that names the first of the rows that cannot be used, and their number.
+
+    Where there are more, all of them go into a file beside the encoded rows.
+    """
+    found = first_few(problems, MAX_SHOWN)
+    if len(problems) > MAX_SHOWN:
+        file = cache_folder() / f"bad rows of {Path(where).name or 'data'}.txt"
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("\n".join(problems) + "\n", encoding="utf-8", errors="replace")
+            found += f"\nAll are listed in {file}"
     return DataError(
         f"Cannot use {len(problems)} of {total} rows of {where} (format '{name}').",
-        found=first_few(problems, MAX_SHOWN),
+        found=found,
         fix="Mend or remove these rows.",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import math
 import warnings
@@ -10,7 +11,17 @@ from typing import Any
 
 from peftkit.data.image_template import image_mark
 from peftkit.data.images import blank_image
-from peftkit.errors import DataError
+from peftkit.errors import BaseError, DataError
+
+
+def unsuited(name: str, found: str) -> BaseError:
+    """Return the error of a processor or a model that takes no conversations with images."""
+    fix = "Give another base; docs/data.md lists families that are tested."
+    if importlib.util.find_spec("torchvision") is None:
+        fix = (
+            "It may need the package torchvision: pip install torchvision. Else give another base."
+        )
+    return BaseError(f"Cannot use {name} for conversations with images.", found=found, fix=fix)
 
 
 class Asked:
@@ -35,7 +46,10 @@ class Asked:
         self._processor, self._image_id, self._patch_size = processor, image_id, patch_size
         self.mark = image_mark(processor)
         self.takes_suffix = "suffix" in inspect.signature(type(processor).__call__).parameters
-        self.of_tokens, self.is_nested = self._asked()
+        try:
+            self.of_tokens, self.is_nested = self._asked()
+        except DataError as problem:  # it is not the row's: a blank image has nothing wrong
+            raise unsuited(type(processor).__name__, problem.found) from problem
         self._known: dict[tuple[tuple[int, int], ...], tuple[tuple[str, ...], int]] = {}
 
     def _asked(self) -> tuple[frozenset[str], bool]:

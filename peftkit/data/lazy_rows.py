@@ -1,4 +1,4 @@
-"""Rows that are made when they are asked for: of a table, some of others, or packed together.
+"""Rows that are made when they are asked for: of a file, a view of others, or packed together.
 
 What is kept of each row is 8 to 24 bytes; see docs/performance.md.
 """
@@ -6,8 +6,11 @@ What is kept of each row is 8 to 24 bytes; see docs/performance.md.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, overload
 
 import torch
@@ -48,7 +51,7 @@ class LazyRows(Sequence[Any]):
     def __getitem__(self, index: slice) -> Sequence[Any]: ...
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return RowView(self, range(len(self))[index])
+            return View([self], range(len(self))[index])
         place = range(len(self))[index]
         found = self._in_hand.get(place)
         if found is None:
@@ -75,11 +78,30 @@ class LazyRows(Sequence[Any]):
         raise NotImplementedError
 
 
-class RowView(Sequence[Any]):
-    """Some rows of others, made when they are asked for."""
+class View(LazyRows):
+    """Rows of other sequences, in an order of its own: a slice, a split, several files as one.
 
-    def __init__(self, rows: Sequence[Any], places: Sequence[int]) -> None:
-        self._rows, self._places = rows, places
+    Args:
+        parts: The others. places: Of the rows in the parts one after the other; None: all rows.
+    """
+
+    def __init__(
+        self, parts: Sequence[Sequence[Any]], places: Sequence[int] | Tensor | None = None
+    ) -> None:
+        self._parts, self._stops = parts, [*accumulate(map(len, parts))]
+        self._places = range(self._stops[-1]) if places is None else places
+
+    @cached_property
+    def num_tokens(self) -> Tensor:  # type: ignore[override]
+        """Tokens of each row (rows,)."""
+        known = torch.cat([tokens_of_each(part) for part in self._parts])
+        return known[torch.as_tensor(self._places, dtype=torch.int64)]
+
+    @cached_property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        """Of what the rows teach."""
+        told = [part.fingerprint for part in self._parts if isinstance(part, LazyRows)]
+        return fingerprint_of(*told, torch.as_tensor(self._places, dtype=torch.int64))
 
     def __len__(self) -> int:
         return len(self._places)
@@ -90,55 +112,33 @@ class RowView(Sequence[Any]):
     def __getitem__(self, index: slice) -> Sequence[Any]: ...
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return RowView(self._rows, self._places[index])
-        return self._rows[self._places[index]]
-
-    @property
-    def num_tokens(self) -> Tensor:
-        """Tokens of each row."""
-        return tokens_of_each(self._rows)[torch.tensor(self._places, dtype=torch.int64)]
-
-
-class Joined(RowView):
-    """Rows of several sequences, one after the other."""
-
-    def __init__(self, *parts: Sequence[Any]) -> None:
-        super().__init__((), range(sum(map(len, parts))))
-        self._parts = parts
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return RowView(self, self._places[index])
-        place = self._places[index]
-        for part in self._parts:
-            if place < len(part):
-                return part[place]
-            place -= len(part)
-        raise AssertionError
-
-    @property
-    def num_tokens(self) -> Tensor:
-        """Tokens of each row."""
-        return torch.cat([tokens_of_each(part) for part in self._parts])
-
-
-class Subset(LazyRows):
-    """Some of other rows, for good: a split of a file."""
-
-    def __init__(self, rows: LazyRows, places: Tensor) -> None:
-        super().__init__(rows.num_tokens[places], rows.fingerprint, places)
-        self._rows, self._places = rows, places
+            return View(self._parts, self._places[index])
+        return self.row(range(len(self))[index])
 
     def row(self, place: int) -> Any:
-        return self._rows.row(int(self._places[place]))
+        at = int(self._places[place])
+        part = bisect_right(self._stops, at)
+        return self._parts[part][at - (self._stops[part - 1] if part else 0)]
 
     def values(self, name: str) -> Tensor:
         """Return what a field of one number says of each row."""
-        return self._rows.values(name)[self._places]
+        known = [part.values(name) for part in self._parts if isinstance(part, LazyRows)]
+        return torch.cat(known)[torch.as_tensor(self._places, dtype=torch.int64)]
+
+
+def weighted(parts: Sequence[tuple[LazyRows, float]]) -> LazyRows:
+    """Return rows of several files as one, each file's as often as its weight says.
+
+    A weight of 2.5 has each row twice, and every second one a third time.
+    """
+    if [weight for _, weight in parts] == [1.0]:
+        return parts[0][0]
+    places, start = [], 0
+    for rows, weight in parts:
+        wanted = max(1, round(weight * len(rows))) if len(rows) else 0
+        places.append(start + torch.arange(wanted) * len(rows) // max(wanted, 1))
+        start += len(rows)
+    return View([rows for rows, _ in parts], torch.cat(places))
 
 
 class PackedRows(LazyRows):

@@ -29,7 +29,18 @@ def padded(*rows: Any) -> int:
     Encoder-decoder: the longer side, which sets the number of rows of a matrix product.
     """
     longest = map(max, zip(*map(_lengths, rows), strict=True))
-    return max(-(-max(longest) // MULTIPLE) * MULTIPLE, 1)
+    return max(rounded_up(max(longest)), 1)
+
+
+def rounded_up(length: int) -> int:
+    """Return how many tokens a row of this length takes."""
+    return -(-length // MULTIPLE) * MULTIPLE
+
+
+def padded_texts(rows: Sequence[Any]) -> int:
+    """Return how many tokens all texts of rows with several (`lengths`) take in one batch."""
+    lengths = [length for row in rows for length in row.lengths]
+    return len(lengths) * rounded_up(max(lengths))
 
 
 def _lengths(row: Any) -> tuple[int, int]:

@@ -42,7 +42,7 @@ class DataConfig(Config):
     """What to learn from, and how its rows become tokens."""
 
     train: str | tuple[Source, ...]
-    """A .jsonl, .json, .csv or .parquet file, a folder or a hub data set: "org/name",
+    """A .jsonl, .json, .csv, .tsv or .parquet file, a folder or a hub data set: "org/name",
     "org/name:split", "org/name:config:split", each also with "@revision" after the name; files by a
     pattern ("data/*.jsonl"); or a list of these: [{path: a.jsonl, weight: 2}, {path: b.jsonl}]."""
     eval: str | Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -204,6 +204,7 @@ _READERS: dict[str, Callable[[Path], Iterator[tuple[int, Fields]]]] = {
     ".ndjson": read_jsonl,
     ".json": read_json,
     ".csv": read_csv,
+    ".tsv": read_csv,
     ".parquet": read_parquet,
 }
 _DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?(:[^:]+){0,2}")
@@ -218,7 +219,7 @@ def _is_data_set(where: str) -> bool:
     in_a_folder = path.parent != Path(".") and path.parent.is_dir()
     return (
         _DATA_SET.fullmatch(where) is not None
-        and path.suffix.lower() not in {*_READERS, ".gz", ".tsv", ".txt", ".zip"}
+        and path.suffix.lower() not in {*_READERS, ".gz", ".txt", ".zip"}
         and not in_a_folder
         and not did_you_mean(path.name, _files_beside(path))
     )

@@ -13,6 +13,8 @@ from typing import Any
 from peftkit.errors import did_you_mean
 
 Message = Mapping[str, Any]
+MAX_CHARACTERS = 10_000_000
+"""Of one text: a tokenizer takes about a second for each million."""
 
 _ROLES = {
     "system": "system",
@@ -55,6 +57,8 @@ def text_of(fields: Mapping[str, Any], name: str, path: str = "") -> str:
     value = fields[name]
     if not isinstance(value, str):
         raise WrongField(path, f"expected text, found {kind_of(value)}")
+    if len(value) > MAX_CHARACTERS:
+        raise WrongField(path, f"{len(value):,} characters; at most {MAX_CHARACTERS:,} are read")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:

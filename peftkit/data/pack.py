@@ -6,7 +6,7 @@ Shapes: B rows, T tokens of the longest row, rounded up, n learnt tokens of the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import groupby
@@ -153,6 +153,16 @@ def collate(rows: Sequence[Row], pad_id: int, limit: int | None = None) -> dict[
     }
 
 
+def padded_rows(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Return rows of tokens padded on the right (B, T), and a mask: 1 where a token is."""
+    ids = torch.full((len(rows), max(map(len, rows))), pad)
+    mask = torch.zeros_like(ids)
+    for number, row in enumerate(rows):
+        ids[number, : len(row)] = torch.tensor(row)
+        mask[number, : len(row)] = 1
+    return ids, mask
+
+
 def last_answer(tokenizer: Any, row: Row) -> tuple[list[int], str]:
     """Return what comes before a document's last learnt answer, and the answer's text."""
     stop = max(n for n, label in enumerate(row.labels) if label != IGNORE) + 1
@@ -161,6 +171,15 @@ def last_answer(tokenizer: Any, row: Row) -> tuple[list[int], str]:
         start -= 1
     answer = tokenizer.decode(row.input_ids[start:stop], skip_special_tokens=True)
     return list(row.input_ids[:start]), str(answer)
+
+
+def labelled_pieces(row: Row, text: Callable[[list[int]], str], name: str) -> list[tuple[str, str]]:
+    """Return a row's text in pieces, each learnt one with a name before it, others with ""."""
+    pairs = zip(row.input_ids, row.labels, strict=True)
+    return [
+        (name if learnt else "", text([token for token, _ in some]))
+        for learnt, some in groupby(pairs, key=lambda pair: pair[1] != IGNORE)
+    ]
 
 
 def joined(rows: Sequence[Row]) -> Row:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from peftkit.data.cache import tokenizer_key
 from peftkit.data.columns import Dropped
 from peftkit.data.encoding import EncodedRows, RowEncoder
-from peftkit.data.format import Completion, Example, Instruction, parse
-from peftkit.data.load import FormatName, Record
+from peftkit.data.format import (
+    Completion,
+    Example,
+    FieldNames,
+    Instruction,
+    ParsedRow,
+    parse,
+)
+from peftkit.data.load import Record
 from peftkit.data.special_tokens import SpecialTokens
 from peftkit.errors import DataError
 
@@ -48,9 +55,9 @@ class PairRow:
 
 
 def read_pairs(
-    records: Sequence[Record], name: Any, fields: tuple[str, str] | None, where: str
-) -> tuple[list[Pair], FormatName, tuple[str, ...]]:
-    """Return the pairs of a file, their format, and the fields that were not used.
+    records: Sequence[Record], name: Any, fields: FieldNames | None, where: str
+) -> tuple[list[Pair], ParsedRow]:
+    """Return the pairs of a file, and what it was read as.
 
     Args:
         name: The format, or "auto".
@@ -59,25 +66,8 @@ def read_pairs(
     Raises:
         DataError: Rows that are no pairs; names them.
     """
-    if fields is None:
-        parsed = parse(records, name, where=where)
-        return [_pair(example) for example in parsed.examples], parsed.format, parsed.unused
-    unknown = [r.source for r in records if not set(fields) <= r.fields.keys()]
-    if unknown:
-        raise DataError(
-            f"Cannot use {len(unknown)} of {len(records)} rows of {where}.",
-            found=f"{unknown[0]} lacks '{fields[0]}' or '{fields[1]}' (task.source, task.target); "
-            f"the first row has the fields: {', '.join(records[0].fields) or 'none'}.",
-            fix="Name fields that every row has.",
-        )
-    renamed = [
-        Record({"prompt": r.fields[fields[0]], "completion": r.fields[fields[1]]}, r.source)
-        for r in records
-    ]
-    parsed = parse(renamed, "prompt_completion", where=where)
-    names = dict.fromkeys(name for record in records for name in record.fields)
-    unused = tuple(name for name in names if name not in fields)
-    return [_pair(example) for example in parsed.examples], parsed.format, unused
+    parsed = parse(records, name, where=where, fields=fields)
+    return [_pair(example) for example in parsed.examples], parsed
 
 
 class PairEncoder(RowEncoder):
@@ -90,23 +80,21 @@ class PairEncoder(RowEncoder):
     """
 
     kind: ClassVar[type[PairRow]] = PairRow
+    drops: Mapping[str, str] = {"source or target is empty": "give these rows both"}
 
     def __init__(
         self,
         tokenizer: Any,
         name: Any,
-        fields: tuple[str, str] | None,
+        fields: FieldNames | None,
         *,
         prefix: str,
         max_source: int,
         max_target: int,
     ) -> None:
         self._tokenizer, self._name, self._fields = tokenizer, name, fields
-        self._end, self._prefix, self._frame = (
-            tokenizer.eos_token_id,
-            prefix,
-            SpecialTokens(tokenizer),
-        )
+        self._end, self._prefix = tokenizer.eos_token_id, prefix
+        self._frame = SpecialTokens(tokenizer)
         self._room, self._max_target = max_source - self._frame.size, max_target
         if self._room < 1:
             raise DataError(
@@ -119,16 +107,14 @@ class PairEncoder(RowEncoder):
         known = (self._name, self._fields, self._prefix, self._room, self._max_target)
         return (*tokenizer_key(self._tokenizer), *known)
 
-    def read(
-        self, records: Sequence[Record], where: str
-    ) -> tuple[list[Pair], FormatName, tuple[str, ...]]:
+    def read(self, records: Sequence[Record], where: str) -> tuple[list[Pair], ParsedRow]:
         return read_pairs(records, self._name, self._fields, where)
 
-    def rows(self, read: tuple[list[Pair], FormatName, tuple[str, ...]]) -> EncodedRows:
-        pairs, name, unused = read
+    def rows(self, read: tuple[list[Pair], ParsedRow]) -> EncodedRows:
+        pairs, parsed = read
         counts = Counter[str]()
         rows = [self.encode(pair, counts) or Dropped(pair.source, 0) for pair in pairs]
-        return EncodedRows(rows, {"format": name}, counts, unused)
+        return EncodedRows(rows, {"format": parsed.format}, counts, parsed.unused)
 
     def encode(self, pair: Pair, counts: Counter[str]) -> PairRow | None:
         """Return a row, cut where it is too long; None where one of the two texts is empty."""

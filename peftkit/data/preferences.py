@@ -15,7 +15,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from peftkit.data.format import Completion, Conversation, Example, Instruction, Text, parse
+from peftkit.data.columns import Dropped
+from peftkit.data.format import (
+    QUESTIONS,
+    TURNS,
+    Completion,
+    Conversation,
+    Example,
+    Instruction,
+    Text,
+    bad_rows,
+    parse,
+)
 from peftkit.data.load import Record
 from peftkit.data.messages import (
     Message,
@@ -27,13 +38,14 @@ from peftkit.data.messages import (
 )
 from peftkit.errors import DataError
 
-MAX_SHOWN = 5
-TURNS = ("messages", "conversations", "conversation")
-QUESTIONS = ("instruction", "question", "query", "input")
 SIDES = ("chosen", "rejected")
 LABEL = "label"
 ANSWERERS = ("assistant", "gpt", "model", "bot", "chatgpt", "function_call")
 """Whose turn begins an answer that is given without its prompt."""
+USELESS = 0
+"""Why a row is dropped: it has an empty answer, or two equal ones."""
+NOTHING_TO_COMPARE = {"an empty answer, or two equal ones": "give these rows two answers"}
+"""The first reason of encoders of pairs; see `RowEncoder.drops`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +75,10 @@ class Verdict:
 
 def read_pairs_of(
     records: Sequence[Record], where: str, *, margin: str | None = None
-) -> tuple[list[Pair], tuple[str, ...]]:
+) -> tuple[list[Pair | Dropped], tuple[str, ...]]:
     """Return the pairs of a file, and the fields that were not used.
+
+    A row with an empty answer, or with two equal ones, is dropped.
 
     Args:
         margin: Field with the margin, if there is to be one.
@@ -72,11 +86,14 @@ def read_pairs_of(
     Raises:
         DataError: With file, line and field of the first few rows that are no pairs.
     """
-    pairs: list[Pair] = []
+    pairs: list[Pair | Dropped] = []
     problems: list[str] = []
     used: set[str] = set()
     for record in records:
         try:
+            if _is_useless(record):
+                pairs.append(Dropped(record.source, USELESS))
+                continue
             pair, own = _pair(record)
             if margin is not None:
                 pair = replace(pair, margin=_number(record.fields, margin))
@@ -85,7 +102,8 @@ def read_pairs_of(
             used |= own
         except WrongField as problem:
             problems.append(f"{record.source}: {problem}")
-    _refuse(problems, len(records), where, "pairs of a chosen and a rejected answer")
+    if problems:
+        raise bad_rows(problems, len(records), "pairs of a chosen and a rejected answer", where)
     names = dict.fromkeys(key for record in records for key in record.fields)
     return pairs, tuple(key for key in names if key not in used)
 
@@ -104,7 +122,8 @@ def read_verdicts(
         if not isinstance(value, bool):
             found = "missing" if LABEL not in record.fields else f"found {value!r:.40}"
             problems.append(f"{record.source}: {LABEL}: expected true or false, {found}")
-    _refuse(problems, len(records), where, "answers with a label")
+    if problems:
+        raise bad_rows(problems, len(records), "answers with a label", where)
     bare = [
         Record({k: v for k, v in record.fields.items() if k != LABEL}, record.source)
         for record in records
@@ -117,10 +136,9 @@ def read_verdicts(
             continue
         if isinstance(example, Conversation) and parsed.format != "prompt_completion":
             example = replace(example, learnt=example.learnt[-1:])
-        if _is_empty(example):
-            problems.append(f"{record.source}: its answer is empty")
         verdicts.append(Verdict(example, record.fields[LABEL], record.source))
-    _refuse(problems, len(records), where, "answers with a label")
+    if problems:
+        raise bad_rows(problems, len(records), "answers with a label", where)
     return verdicts, parsed.unused, parsed.format
 
 
@@ -138,15 +156,20 @@ def check_both_labels(where: str, wanted: int, unwanted: int) -> None:
         )
 
 
+def _is_useless(record: Record) -> bool:
+    """Tell whether both answers are there, and one is empty or equal to the other."""
+    sides = [record.fields.get(side) for side in SIDES]
+    if any(side is None for side in sides):
+        return False
+    empty = [not side or (isinstance(side, str) and not side.strip()) for side in sides]
+    return any(empty) or sides[0] == sides[1]
+
+
 def _pair(record: Record) -> tuple[Pair, set[str]]:
     fields = record.fields
     for side in SIDES:
         if side not in fields or fields[side] is None:
             raise WrongField(side, "missing: a pair has a chosen and a rejected answer")
-        if not fields[side] or (isinstance(fields[side], str) and not fields[side].strip()):
-            raise WrongField(side, "empty")
-    if fields["chosen"] == fields["rejected"]:
-        raise WrongField("rejected", "equal to chosen: there is nothing to prefer")
     for key in ("images", "image", "videos", "audios", "audio"):
         if fields.get(key):
             raise WrongField(key, "the row holds more than text, which this task cannot learn from")
@@ -279,13 +302,3 @@ def _number(fields: Mapping[str, Any], name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise WrongField(name, f"expected a number (task.margin), found {value!r:.40}")
     return float(value)
-
-
-def _refuse(problems: Sequence[str], total: int, where: str, what: str) -> None:
-    if problems:
-        more = f"\n... and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
-        raise DataError(
-            f"Cannot use {len(problems)} of {total} rows of {where} ({what}).",
-            found="\n".join(problems[:MAX_SHOWN]) + more,
-            fix="Mend or remove these rows.",
-        )

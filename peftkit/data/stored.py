@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftkit.data.columns import KEPT, Columns, open_table, write_table
+from peftkit.data.columns import KEPT, Columns, checksum, open_table, write_table
 from peftkit.data.encoding import Block
-from peftkit.data.lazy_rows import LazyRows, Subset
-from peftkit.data.mixture import is_held_out
+from peftkit.data.lazy_rows import LazyRows, View
 from peftkit.errors import DataError
 
 ROWS, FACTS = "rows.arrow", "facts.json"
@@ -64,12 +64,12 @@ class StoredRows(LazyRows):
         """Whether all files that rows name are as they were."""
         return self._columns.is_current(self._table)
 
-    def held_out(self, share: float) -> tuple[Subset, Subset]:
+    def held_out(self, share: float) -> tuple[View, View]:
         """Return the rows that are left, and a share of them, by what each row says."""
         held = [is_held_out(digest, share) for part in self.digests.split(1 << 16)
                 for digest in part.tolist()]  # fmt: skip
         out = torch.tensor(held, dtype=torch.bool)
-        return Subset(self, (~out).nonzero().flatten()), Subset(self, out.nonzero().flatten())
+        return View([self], (~out).nonzero().flatten()), View([self], out.nonzero().flatten())
 
     @property
     def num_duplicates(self) -> int:
@@ -79,6 +79,12 @@ class StoredRows(LazyRows):
     def num_shared(self, other: StoredRows) -> int:
         """Return how many rows others teach too."""
         return int(torch.isin(self.digests, other.digests).sum())
+
+
+def is_held_out(digest: int, share: float) -> bool:
+    """Return whether a row of this digest is held out; equal rows are all or none of them."""
+    drawn = hashlib.blake2b(str(digest).encode(), digest_size=8).digest()
+    return int.from_bytes(drawn, "little") < share * 2**64
 
 
 def _numbers(column: Any) -> Tensor:
@@ -117,6 +123,7 @@ def write_rows(where: str, folder: Path, columns: Columns, found: Iterator[Block
         "unused": [name for name in names if name not in used],
         "num_read": num_read,
         "num_rows": num_rows,
+        "checksum": checksum(folder / ROWS),
     }
     (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
     return num_read
@@ -129,6 +136,8 @@ def open_rows(where: str, folder: Path, columns: Columns) -> StoredRows:
         OSError, ValueError, KeyError: It is not there, or harmed.
     """
     facts = json.loads((folder / FACTS).read_bytes())
+    if checksum(folder / ROWS) != facts["checksum"]:
+        raise ValueError("harmed")
     table = open_table(folder / ROWS)
     if len(table) != facts["num_rows"] or table.schema != columns.schema:
         raise ValueError("torn")

@@ -115,12 +115,16 @@ def read_json(path: Path) -> Iterator[tuple[int, Fields]]:
 
 
 def read_csv(path: Path) -> Iterator[tuple[int, Fields]]:
-    """Yield (line, cells by column) of a CSV file with a header row; every cell is text."""
+    """Yield (line, cells by column) of a CSV file with a header row; every cell is text.
+
+    Where the header is one cell for commas, semicolons or tabs in it are what separates cells.
+    """
     with open(path, "rb") as file:
         _check_text(path, file.read(4096))
     limit = csv.field_size_limit(2**31 - 1)  # the default refuses cells over 128 KiB
-    reader = csv.reader(_csv_lines(path), strict=True)
     try:
+        delimiter = _delimiter(path)
+        reader = csv.reader(_csv_lines(path), strict=True, delimiter=delimiter)
         header = next(reader)
         _check_header(path, header)
         line = reader.line_num + 1  # a cell may span lines: a row begins after the last one's end
@@ -129,7 +133,7 @@ def read_csv(path: Path) -> Iterator[tuple[int, Fields]]:
                 raise DataError(
                     f"Cannot read {path}:{line}.",
                     found=f"The row has {len(cells)} cells, the header {len(header)}.",
-                    fix='Put cells that hold commas or line breaks in double quotes ("").',
+                    fix="Put cells that hold line breaks or what separates cells in double quotes.",
                 )
             if cells:
                 yield line, dict(zip(header, cells, strict=True))
@@ -139,6 +143,15 @@ def read_csv(path: Path) -> Iterator[tuple[int, Fields]]:
         raise DataError(f"Cannot read {where} as CSV.", found=str(problem)) from None
     finally:
         csv.field_size_limit(limit)
+
+
+def _delimiter(path: Path) -> str:
+    if path.suffix.lower() == ".tsv":
+        return "\t"
+    header = next(csv.reader(_csv_lines(path), strict=True))
+    if len(header) > 1:
+        return ","
+    return next((sign for sign in ";\t" if sign in header[0]), ",")
 
 
 def _csv_lines(path: Path) -> Iterator[str]:

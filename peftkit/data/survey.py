@@ -82,6 +82,7 @@ class Survey:
     Attributes:
         format: As causal_lm reads them, by the first row; None where it does not.
         tasks: That the first row's fields are for.
+        mixed: The first row whose fields make another format, and which; "" if there is none.
         num_duplicates: Rows that are equal to one before.
     """
 
@@ -92,6 +93,7 @@ class Survey:
     fields: list[FieldFacts]
     num_duplicates: int
     tokens: TokenFacts | None
+    mixed: str = ""
 
 
 def survey(
@@ -111,13 +113,15 @@ def survey(
         DataError: Rows cannot be read; or, with a tokenizer, cannot be learnt from.
     """
     seen = array("q")  # a number for each row, equal for equal ones
-    number, found, tasks = 0, None, tuple[str, ...]()
+    number, found, tasks, mixed = 0, None, tuple[str, ...](), ""
     counts: dict[str, list[int]] = {}  # of each field: rows, empty ones, characters
     letters: dict[str, Counter[str]] = {}
     for record in iterate_records(where):
         if number == 0:
             found = detect(record.fields)
             tasks = _tasks_of(record.fields, found)
+        elif not mixed and (own := detect(record.fields)) != found:
+            mixed = f"{record.source} has the format {own or 'of none known'}"
         whole = json.dumps(record.fields, sort_keys=True, default=str)
         digest = hashlib.blake2b(whole.encode("utf-8", "replace"), digest_size=8).digest()
         seen.append(int.from_bytes(digest, "little", signed=True))
@@ -153,7 +157,7 @@ def survey(
             dropped=[*rows.dropped(NOTHING), *rows.dropped(BEYOND)],
         )
     duplicates = number - len(torch.tensor(seen).unique())
-    return Survey(where, number, found, tasks, fields, duplicates, tokens)
+    return Survey(where, number, found, tasks, fields, duplicates, tokens, mixed)
 
 
 def _tasks_of(fields: Mapping[str, Any], name: FormatName | None) -> tuple[str, ...]:

@@ -130,7 +130,7 @@ def _answers_to_images(
 ) -> list[Answer]:
     on_event(Stage(f"Completing {len(rows)} rows"))
     wanted = [task.last_answer(row) for row in rows]
-    longest = max(length for length, _ in wanted)
+    longest = max(task.answer_length(row) for row in rows)
     answers = []
     for start in range(0, len(rows), BATCH_SIZE):
         on_event(Progress("Completing", start, len(rows)))

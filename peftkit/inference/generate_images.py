@@ -80,7 +80,9 @@ def image_task(opened: Opened) -> ImageText:
             fix="Ask it without images; adapters of the task image_text read them.",
         )
     config = DataConfig(train="", max_length=None)
-    return opened.task.on(opened.base.model, opened.base.processor, config, style=opened.style)
+    task = opened.task.on(opened.base.model, opened.base.processor, config, style=opened.style)
+    assert isinstance(task, ImageText)
+    return task
 
 
 def complete(

@@ -22,10 +22,10 @@ from peftkit.inference.engine import room_left
 from peftkit.inference.generate import generate_ids
 from peftkit.model.modes import evaluating
 from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.metrics import rouge_l
 from peftkit.tasks.preference.rows import Compared
 from peftkit.tasks.preference.task import Preference
 from peftkit.tasks.protocol import Task
-from peftkit.tasks.rouge import rouge_l
 from peftkit.tasks.seq2seq import Seq2Seq
 from peftkit.train.config import TrainConfig
 

@@ -114,7 +114,7 @@ def prepare(
         on_event(Notice(f"Rows are not packed: {why}."))
     task = settings.on(base.model, base.processor, recipe.data, on_event=on_event)
     task.set_reference(*_reference(recipe, base, adapter, continued))
-    recipe = recipe.model_copy(update={"data": task.data_used(recipe.data)})
+    recipe = recipe.model_copy(update={"data": task.data})
     train, evaluation = load_splits(task, recipe.data)
     if company is not None:
         company.check_equal_across_ranks(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from peftkit.sweeps.layers import Mounted, Part
-from peftkit.tasks.head import TokenTask
+from peftkit.tasks.token_task import TokenTask
 from peftkit.train import rng
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory
 from peftkit.train.run import Run

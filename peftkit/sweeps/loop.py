@@ -17,7 +17,7 @@ from peftkit.sweeps.joint import JointLearner
 from peftkit.sweeps.layers import Mounted
 from peftkit.sweeps.members import Member
 from peftkit.sweeps.outcomes import Outcome, write_outcomes
-from peftkit.tasks.head import TokenTask
+from peftkit.tasks.token_task import TokenTask
 from peftkit.train.checkpoints.checkpoint import Checkpoints
 from peftkit.train.run import Result, Run
 from peftkit.train.signals import Interrupted, StopRequest

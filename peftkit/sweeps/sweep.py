@@ -27,8 +27,8 @@ from peftkit.sweeps.layers import Mounted
 from peftkit.sweeps.loop import Live, Loop, has_checkpoints
 from peftkit.sweeps.members import Member, check_members
 from peftkit.sweeps.outcomes import Outcome, open_sweep, tell_outcomes, write_outcomes
-from peftkit.tasks.head import TokenTask
 from peftkit.tasks.loss import find_head
+from peftkit.tasks.token_task import TokenTask
 from peftkit.train.checkpoints.checkpoint import StartPolicy, locked
 from peftkit.train.loop import check_output
 from peftkit.train.run import Run

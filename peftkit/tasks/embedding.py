@@ -12,6 +12,7 @@ Shapes: B rows of a batch, N of the step, m texts of a row (anchor, positive, ne
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -20,8 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.base.purpose import Purpose
-from peftkit.data.lengths import MULTIPLE
+from peftkit.data.lengths import padded_texts
 from peftkit.data.load import DataConfig, Record
 from peftkit.data.stored import StoredRows
 from peftkit.errors import DataError
@@ -50,16 +50,16 @@ class Embedding(Task):
         self,
         model: nn.Module,
         tokenizer: Any,
-        settings: EmbeddingConfig,
+        config: EmbeddingConfig,
         data: DataConfig,
-        *,
-        on_event: Listener = ignore,
+        **more: Any,
     ) -> None:
-        self.settings, self._on_event = settings, on_event
+        super().__init__(model, tokenizer, config, data, **more)
         self.texts = Texts(model, tokenizer, data.max_length)
-        fields = (settings.anchor, settings.positive, settings.negatives)
+        self.max_length = self.texts.max_length
+        fields = (config.anchor, config.positive, config.negatives)
         self.row_encoder = EmbeddingEncoder(self.texts, fields)
-        self.pooled: Pooled = pooling_of(unwrapped(model), settings.pooling, settings.normalize)
+        self.pooled: Pooled = pooling_of(unwrapped(model), config.pooling, config.normalize)
 
     @property
     def paths(self) -> dict[str, str]:
@@ -67,17 +67,10 @@ class Embedding(Task):
         return {"pooling": self.pooled.mode + ", normalized" * self.pooled.normalize}
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
-        return [
-            ("rows", f"{len(rows):,}"),
-            ("negatives of each", rows.agreed["number of negatives"]),
-            (f"cut at {self.texts.max_length:,} tokens", f"{rows.counts['cut']:,}"),
-            ("tokens", f"{int(rows.num_tokens.sum()):,}"),
-        ]
+        return [("negatives of each", rows.agreed["number of negatives"])]
 
     def num_positions(self, rows: Sequence[EmbeddingRow]) -> int:
-        """Return how many tokens the model reads of all texts of rows, padding included."""
-        lengths = [length for row in rows for length in row.lengths]
-        return len(lengths) * (-(-max(lengths) // MULTIPLE) * MULTIPLE)
+        return padded_texts(rows)
 
     def collate(self, rows: Sequence[EmbeddingRow]) -> dict[str, Tensor]:
         """Return a batch of tokens (B * m, T), and names (B, m, 2)."""
@@ -90,9 +83,7 @@ class Embedding(Task):
 
     def embed(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the vectors of a batch of texts, in fp32, normalized if asked."""
-        known = ("names", "step_values", "step_index")
-        inputs: dict[str, Any] = {n: t for n, t in batch.items() if n not in known}
-        hidden = model(**accepted(model, {**inputs, "use_cache": False})).last_hidden_state
+        hidden = model(**accepted(model, {**batch, "use_cache": False})).last_hidden_state
         return pooled(hidden, batch["attention_mask"], self.pooled)
 
     @torch.no_grad()
@@ -140,15 +131,15 @@ class Embedding(Task):
         vectors = functional.normalize(vectors, dim=-1)
         texts = vectors[:, 1:].transpose(0, 1).flatten(0, 1)  # all positives, then all negatives
         text_names = names[:, 1:].transpose(0, 1).flatten(0, 1)
-        scores = self.settings.scale * vectors[own, 0] @ texts.T
+        scores = self.config.scale * vectors[own, 0] @ texts.T
         # what equals the positive, or the anchor, or answers the same anchor elsewhere, is no wrong
         same = _equal(names[own, 1], text_names) | _equal(names[own, 0], text_names)
         same[:, :count] |= _equal(names[own, 0], names[:, 0])
         same[torch.arange(len(own), device=own.device), own] = False
         scores = scores.masked_fill(same, -torch.inf)
         losses = functional.cross_entropy(scores, own, reduction="none")
-        if self.settings.symmetric:
-            anchors = (self.settings.scale * vectors[own, 1] @ vectors[:, 0].T).masked_fill(
+        if self.config.symmetric:
+            anchors = (self.config.scale * vectors[own, 1] @ vectors[:, 0].T).masked_fill(
                 same[:, :count], -torch.inf
             )
             losses = (losses + functional.cross_entropy(anchors, own, reduction="none")) / 2
@@ -172,13 +163,11 @@ class Embedding(Task):
         self, model: nn.Module, rows: Sequence[EmbeddingRow], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return the loss among all rows, recall@k and MRR of each positive among all texts."""
-        found = []
-
-        def values(batch: Mapping[str, Tensor]) -> Tensor:
-            return self.row_values(model, batch)
-
-        for _, some in over_batches(self, model, rows, "Embedding", on_event, values):
-            found.append(some.cpu())
+        values = partial(self.row_values, model)
+        found = [
+            some.cpu()
+            for *_, some in over_batches(self, model, rows, "Embedding", on_event, values)
+        ]
         table, num_texts = torch.cat(found), len(rows[0].lengths)
         vectors, names = _apart(table, num_texts)
         vectors = functional.normalize(vectors, dim=-1)
@@ -218,11 +207,11 @@ class Embedding(Task):
         """Return the vector of each row's `text`, or else of its anchor, as `embedding`."""
         texts = []
         for record in records:
-            text = record.fields.get("text", record.fields.get(self.settings.anchor))
+            text = record.fields.get("text", record.fields.get(self.config.anchor))
             if not isinstance(text, str) or not text.strip():
                 raise DataError(
                     f"Cannot embed {record.source}: it has no text.",
-                    fix=f"Give rows a field text, or {self.settings.anchor}.",
+                    fix=f"Give rows a field text, or {self.config.anchor}.",
                 )
             texts.append(text)
         return [{"embedding": vector} for vector in self.vectors(model, texts, on_event)]
@@ -280,7 +269,3 @@ class EmbeddingConfig(TaskConfig):
 
     def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
         write_modules(folder, config, pooling_for(config, base, self.pooling, self.normalize))
-
-    @property
-    def purpose(self) -> Purpose:
-        return Purpose(self.type, self.auto_class, self.processor)

@@ -11,38 +11,23 @@ from typing import Any, ClassVar
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.load import Record
 from peftkit.errors import DataError
-from peftkit.tasks.texts import Encoded, Texts
+from peftkit.tasks.texts import Texts, TextsRow, joined_texts
 
 BITS = 23
 """Of a number that float32 holds exactly: texts are told apart by two of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingRow:
+class EmbeddingRow(TextsRow):
     """An anchor, what means the same, and what does not.
 
     Args:
-        input_ids, types, lengths: The tokens of all texts, one after the other, and how many of
-            each.
         names: Two numbers for each text, the same for the same text alone.
         source: "train.jsonl:7".
     """
 
-    input_ids: tuple[int, ...]
-    types: tuple[int, ...]
-    lengths: tuple[int, ...]
     names: tuple[tuple[int, int], ...]
     source: str
-
-    @property
-    def texts(self) -> list[Encoded]:
-        """Each text by itself."""
-        found, at = [], 0
-        for length in self.lengths:
-            part = slice(at, at + length)
-            found.append(Encoded(self.input_ids[part], self.types[part], False))
-            at += length
-        return found
 
 
 class EmbeddingEncoder(RowEncoder):
@@ -78,15 +63,8 @@ class EmbeddingEncoder(RowEncoder):
         for texts, source in read:
             encoded = [self._encode(text) for text in texts]
             counts["cut"] += any(text.is_cut for text in encoded)
-            rows.append(
-                EmbeddingRow(
-                    input_ids=tuple(token for text in encoded for token in text.input_ids),
-                    types=tuple(kind for text in encoded for kind in text.types),
-                    lengths=tuple(len(text.input_ids) for text in encoded),
-                    names=tuple(map(_name, texts)),
-                    source=source,
-                )
-            )
+            names = tuple(map(_name, texts))
+            rows.append(EmbeddingRow(**joined_texts(encoded), names=names, source=source))
         return EncodedRows(rows, {"number of negatives": str(len(read[0][0]) - 2)}, counts)
 
     def _texts(self, record: Record) -> list[str]:

@@ -5,31 +5,29 @@ Shapes: B images, C channels, H and W pixels as the image processor makes them, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
+from pydantic import field_validator
 from torch import Tensor, nn
 
-from peftkit.base.purpose import ClassHead, Processor, Purpose, labels_of
+from peftkit.base.purpose import ProblemType, Processor, labels_of
 from peftkit.data.class_folders import class_folders, iterate_images
-from peftkit.data.encode import Style
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.images import Picture, picture, require_pillow
 from peftkit.data.load import DataConfig, Part, Record
 from peftkit.data.stored import StoredRows
 from peftkit.errors import DataError
-from peftkit.events import Listener, ignore
 from peftkit.files.strict_json import shown
+from peftkit.tasks.classifier import Classifier, ClassifierConfig
 from peftkit.tasks.labels import field_of, label_name, number_of, sorted_names
 from peftkit.tasks.loss import unwrapped
-from peftkit.tasks.measure import over_batches
 from peftkit.tasks.metrics import class_metrics
-from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.protocol import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ class ClassifiedEncoder(RowEncoder):
         return found
 
 
-class ImageClassification(Task):
+class ImageClassification(Classifier):
     """Rows from class folders or data sets, pixels from rows, a loss over the labels.
 
     Args:
@@ -107,10 +105,10 @@ class ImageClassification(Task):
         model: nn.Module,
         processor: Any,
         config: ImageClassificationConfig,
-        *,
-        on_event: Listener = ignore,
+        data: DataConfig | None = None,
+        **more: Any,
     ) -> None:
-        self._processor, self._on_event = processor, on_event
+        super().__init__(model, processor, config, data or DataConfig(train=""), **more)
         settings = unwrapped(model).config
         self.labels = labels_of(settings)
         self._mode = "L" if getattr(settings, "num_channels", 3) == 1 else "RGB"
@@ -119,67 +117,51 @@ class ImageClassification(Task):
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
         counts = rows.values("label").bincount(minlength=len(self.labels)).tolist()
         each = zip(self.labels, counts, strict=True)
-        return [("images", f"{len(rows):,}"), *((name, f"{count:,}") for name, count in each)]
+        return [(name, f"{count:,}") for name, count in each]
 
     def collate(self, rows: Sequence[ImageRow]) -> dict[str, Tensor]:
-        """Return pixel_values (B, C, H, W) and labels (B,)."""
+        """Return pixel_values (B, C, H, W) and targets (B,)."""
         images = [row.image.decode(self._mode) for row in rows]
-        pixels: Tensor = self._processor(images, return_tensors="pt")["pixel_values"]
-        return {"pixel_values": pixels, "labels": torch.tensor([row.label for row in rows])}
-
-    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
-        """Return how many images there are."""
-        return len(batch["labels"])
-
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the cross entropy summed over the images of a batch, in fp32."""
-        return F.cross_entropy(self._logits(model, batch), batch["labels"], reduction="sum")
+        pixels: Tensor = self.processor(images, return_tensors="pt")["pixel_values"]
+        return {"pixel_values": pixels, "targets": torch.tensor([row.label for row in rows])}
 
     def spans(self, row: ImageRow) -> list[tuple[str, str]]:
         """Return an image's size as it is stored, and its label."""
         width, height = row.image.decode(self._mode).size
         return [("image", f"{width} x {height} pixels"), ("learnt", self.labels[row.label])]
 
-    @torch.no_grad()
-    def metrics(
-        self, model: nn.Module, rows: Sequence[ImageRow], *, on_event: Listener = ignore
-    ) -> dict[str, float]:
-        """Return loss, accuracy and F1 (see `peftkit.tasks.metrics.class_metrics`)."""
-        loss, predicted, true = 0.0, [], []
-        logits_of = partial(self._logits, model)
-        for batch, logits in over_batches(self, model, rows, "Classifying", on_event, logits_of):
-            loss += float(F.cross_entropy(logits, batch["labels"], reduction="sum"))
-            predicted.append(logits.argmax(-1).cpu())
-            true.append(batch["labels"].cpu())
-        return {"loss": loss / len(rows), **class_metrics(torch.cat(predicted), torch.cat(true))}
+    def measured(self, logits: Tensor, targets: Tensor, rows: Sequence[Any]) -> dict[str, float]:
+        return class_metrics(logits.argmax(-1), targets)
 
-    def _logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return logits (B, L) in fp32; the pixels go in as the weights are."""
         pixels = batch["pixel_values"].to(unwrapped(model).dtype)
-        logits: Tensor = model(pixel_values=pixels).logits
-        return logits.float()
+        return super().logits(model, {"pixel_values": pixels})
 
 
-class ImageClassificationConfig(TaskConfig):
+class ImageClassificationConfig(ClassifierConfig):
     """Image classification: one label for each image."""
 
     task_type: ClassVar[None] = None
     auto_class: ClassVar[str] = "AutoModelForImageClassification"
+    task: ClassVar[Callable[..., Task]] = ImageClassification
     processor: ClassVar[Processor] = "image_processor"
+    data_fields: ClassVar[frozenset[str]] = frozenset()
 
     type: Literal["image_classification"] = "image_classification"
     image: str = "image"
     """Field with the image, where data comes in rows: a path, or bytes."""
     label: str = "label"
     """Field with the label, where data comes in rows; of class folders the names are the labels."""
-    labels: tuple[str, ...] | None = None
-    """All labels there are, in the order of the head's outputs; null: those of the data."""
-    fresh_head: bool = False
-    """Train a new head even where the base has one."""
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _null(cls, value: object) -> object:
+        return () if value is None else value  # as it was written before
 
     def resolve(self, data: DataConfig) -> ImageClassificationConfig:
         require_pillow()
-        if self.labels is not None:
+        if self.labels:
             return self
         records = (
             record
@@ -190,18 +172,5 @@ class ImageClassificationConfig(TaskConfig):
         return self.model_copy(update={"labels": sorted_names(names, data.train_name)})
 
     @property
-    def purpose(self) -> Purpose:
-        assert self.labels is not None, "resolve comes first"
-        head = ClassHead(self.labels, "single_label_classification", self.fresh_head)
-        return Purpose(self.type, self.auto_class, self.processor, head)
-
-    def on(
-        self,
-        model: nn.Module,
-        processor: Any,
-        data: DataConfig,
-        *,
-        style: Style | None = None,
-        on_event: Listener = ignore,
-    ) -> ImageClassification:
-        return ImageClassification(model, processor, self, on_event=on_event)
+    def problem_type(self) -> ProblemType:
+        return "single_label_classification"

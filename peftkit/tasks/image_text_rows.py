@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,6 +38,10 @@ class ImageTextEncoder(RowEncoder):
     kind: ClassVar[type[ImageRow]] = ImageRow
     in_processes: ClassVar[bool] = False
     at_once: ClassVar[int] = 100
+    drops: Mapping[str, str] = {
+        "nothing to learn": "give these rows an answer",
+        "an image or the answer beyond the cut": "raise data.max_length or lower data.max_pixels",
+    }
 
     def __init__(
         self,

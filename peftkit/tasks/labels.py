@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from peftkit.data.load import DataConfig, Record, iterate_records
+from peftkit.data.messages import MAX_CHARACTERS
 from peftkit.errors import ConfigError, DataError, did_you_mean, first_few
 from peftkit.files.strict_json import shown
 
@@ -47,6 +48,12 @@ def text_of(record: Record, name: str, setting: str) -> str:
             f"Cannot use {record.source}: its {name!r} is not a text.",
             found=f"It is {shown(value)}.",
             fix=f"Mend the row, or name another field with {setting}.",
+        )
+    if len(value) > MAX_CHARACTERS:
+        raise DataError(
+            f"Cannot use {record.source}: its {name!r} is too long.",
+            found=f"It has {len(value):,} characters; at most {MAX_CHARACTERS:,} are read.",
+            fix="Cut or remove the row.",
         )
     return value
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from peftkit.errors import DataError
+from peftkit.errors import BaseError, DataError
 from peftkit.tasks.loss import unwrapped
 
 NO_LIMIT = 1_000_000  # tokenizers without a limit say 1e30
@@ -58,6 +58,26 @@ def _positions(model: nn.Module) -> int | None:
     names = ("max_position_embeddings", "max_seq_len")  # the latter is MPT's
     limit = next((getattr(config, name) for name in names if hasattr(config, name)), None)
     return None if limit is None else int(limit) - num_virtual(model)
+
+
+def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
+    """Refuse another model's tokenizer: one that has more words than the model has embeddings.
+
+    Tokens that were added to it may be more: some models replace those of images before the
+    embedding.
+
+    Raises:
+        BaseError: It is.
+    """
+    words = getattr(tokenizer, "vocab_size", None)
+    embedding = unwrapped(model).get_input_embeddings() if words else None
+    known = getattr(getattr(embedding, "weight", None), "shape", (words,))[0]
+    if words is not None and known is not None and words > known:
+        raise BaseError(
+            f"{type(unwrapped(model)).__name__} does not know all tokens of its tokenizer.",
+            found=f"The tokenizer has {words:,} tokens, the model {known:,} embeddings.",
+            fix="Give the base its own tokenizer.",
+        )
 
 
 def num_virtual(model: nn.Module) -> int:

@@ -29,16 +29,16 @@ from peftkit.data.columns import Dropped
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import ParsedRow, Text, parse
 from peftkit.data.load import DataConfig, Record
+from peftkit.data.pack import padded_rows
 from peftkit.data.special_tokens import SpecialTokens
 from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore
-from peftkit.tasks.head import TokenTask, head_of
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import accepted, target_logits, unwrapped
 from peftkit.tasks.measure import over_batches
 from peftkit.tasks.protocol import Task, TaskConfig
-from peftkit.tasks.rows import check_dropped, named
+from peftkit.tasks.token_task import TokenTask
 from peftkit.train.metrics import perplexity
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -63,6 +63,7 @@ class MaskedEncoder(RowEncoder):
     """Makes a row of each text, or several of a long one; of one without words none."""
 
     kind: ClassVar[type[MaskedRow]] = MaskedRow
+    drops: Mapping[str, str] = {"no words": "give these rows a text"}
 
     def __init__(
         self, tokenizer: Any, name: Any, max_length: int, *, splits: bool, share: float
@@ -98,7 +99,7 @@ class MaskedEncoder(RowEncoder):
         for example in read.examples:
             assert isinstance(example, Text)
             ids = self._frame.tokens(example.text)
-            counts["long"] += len(ids) > self._room
+            counts["split" if self._splits else "cut"] += len(ids) > self._room
             found = self._rows(ids, example.source)
             counts["targets"] += sum(num_chosen(row, self._share) for row in found)
             rows += found or [Dropped(example.source, 0)]
@@ -142,10 +143,10 @@ class MaskedLM(TokenTask):
         tokenizer: Any,
         config: MaskedLMConfig,
         data: DataConfig,
-        *,
-        on_event: Listener = ignore,
+        **more: Any,
     ) -> None:
-        self.model, self.tokenizer, self.config, self.data = model, tokenizer, config, data
+        super().__init__(model, tokenizer, config, data, **more)
+        self.model = model
         if tokenizer.mask_token_id is None:
             raise BaseError(
                 "Cannot learn to fill masks with this base.",
@@ -154,31 +155,17 @@ class MaskedLM(TokenTask):
                 "tokenizer_config.json.",
             )
         self.max_length = longest(model, tokenizer, data.max_length)
-        self._on_event = on_event
         splits = config.long_texts == "split"
         self.row_encoder = MaskedEncoder(
             tokenizer, data.format, self.max_length, splits=splits, share=config.share
         )
         known = unwrapped(model).get_input_embeddings().weight.shape[0]
         self._num_words = min(len(tokenizer), known)
-        self._head = head_of(model)
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
-        way = "split" if self.config.long_texts == "split" else "cut"
-        return [
-            ("texts read", f"{rows.num_read:,}"),
-            ("rows made", f"{len(rows):,}"),
-            (f"{way} at {self.max_length:,} tokens", f"{rows.counts['long']:,}"),
-            ("dropped: no words", named(rows.dropped(0))),
-            ("tokens", f"{int(rows.num_tokens.sum()):,}"),
-            ("learnt tokens", f"{rows.counts['targets']:,}"),
-        ]
-
-    def num_cut(self, rows: StoredRows) -> int:
-        return 0 if self.config.long_texts == "split" else rows.counts["long"]
-
-    def check(self, rows: StoredRows) -> None:
-        check_dropped(rows.where, rows.num_read, {"No words": rows.dropped(0)}, self.data)
+        if "split" not in rows.counts:
+            return []
+        return [(f"split at {self.max_length:,} tokens", f"{rows.counts['split']:,}")]
 
     def padded(self, rows: Sequence[MaskedRow]) -> dict[str, Tensor]:
         """Return a batch with tokens hidden, padded on the right.
@@ -186,15 +173,11 @@ class MaskedLM(TokenTask):
         input_ids and attention_mask (B, T); target_index (n,), the chosen places in the flattened
         (B * T) tokens; targets (n,), what stood there.
         """
-        shape = (len(rows), max(len(row.input_ids) for row in rows))
-        input_ids = torch.full(shape, int(self.tokenizer.pad_token_id))
-        attention_mask = torch.zeros(shape, dtype=torch.long)
+        hidden = [self._hidden(row) for row in rows]
+        input_ids, attention_mask = padded_rows([ids.tolist() for ids, _ in hidden], self._pad_id)
         index, targets = [], []
-        for number, row in enumerate(rows):
-            ids, chosen = self._hidden(row)
-            input_ids[number, : len(ids)] = ids
-            attention_mask[number, : len(ids)] = 1
-            index.append(chosen + number * shape[1])
+        for number, (row, (_, chosen)) in enumerate(zip(rows, hidden, strict=True)):
+            index.append(chosen + number * input_ids.shape[1])
             targets.append(torch.tensor(row.input_ids)[chosen])
         return {
             "input_ids": input_ids,
@@ -223,7 +206,7 @@ class MaskedLM(TokenTask):
         def logits_of(batch: Mapping[str, Tensor]) -> Tensor:
             return target_logits(model, self.inputs(model, batch), batch["target_index"])
 
-        for batch, logits in over_batches(self, model, rows, "Filling", on_event, logits_of):
+        for _, batch, logits in over_batches(self, model, rows, "Filling", on_event, logits_of):
             targets = batch["targets"]
             loss += float(nn.functional.cross_entropy(logits.float(), targets, reduction="sum"))
             num_right += int((logits.argmax(-1) == targets).sum())

@@ -29,7 +29,7 @@ def mean_loss(
     measured = over_batches(
         task, model, rows, "Measuring the loss", on_event, partial(task.loss_sum, model)
     )
-    for batch, loss in measured:
+    for _, batch, loss in measured:
         total += float(loss)
         num_targets += task.num_targets(batch)
     return total / num_targets, num_targets
@@ -42,8 +42,8 @@ def over_batches(
     text: str,
     on_event: Listener,
     compute: Callable[[Mapping[str, Tensor]], Tensor],
-) -> Iterator[tuple[Mapping[str, Tensor], Tensor]]:
-    """Yield rows, shortest first, as batches where the model is, each with what is computed of it.
+) -> Iterator[tuple[Sequence[Any], Mapping[str, Tensor], Tensor]]:
+    """Yield rows, shortest first, their batch where the model is, and what is computed of it.
 
     Batches that do not fit into memory are halved, they and those after them.
 
@@ -78,7 +78,7 @@ def over_batches(
         some = list(takewhile(lambda row: task.bucket_key(row) == kind, some))  # noqa: B023
         done = attempt(some)
         if done is not None:
-            yield done
+            yield some, *done
             start += len(some)
             continue
         release_memory()

@@ -11,7 +11,7 @@ class, head, processor, saving, opening, evaluating and checking follow from the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +21,8 @@ from torch import nn
 from peftkit.base.purpose import Processor, Purpose
 from peftkit.config.schema import Config
 from peftkit.data.cache import encoded
+from peftkit.data.chat import choose_template
+from peftkit.data.documents import style_of
 from peftkit.data.encode import Style
 from peftkit.data.encoding import RowEncoder
 from peftkit.data.lazy_rows import LazyRows
@@ -30,20 +32,50 @@ from peftkit.data.stored import StoredRows
 from peftkit.errors import DataError
 from peftkit.events import Listener, Notice, Stage, Table, ignore
 from peftkit.tasks.attention import training_attention
+from peftkit.tasks.length import check_vocabulary
 from peftkit.tasks.loss import unwrapped
+from peftkit.tasks.rows import NO_TEMPLATE, agreed_style, check_dropped, named, off_prompt
 from peftkit.train import task as loop
 
 
 class Task(loop.Task, ABC):
-    """What is learnt, on one model: what the training loop asks, and what is asked besides."""
+    """What is learnt, on one model: what the training loop asks, and what is asked besides.
+
+    Args:
+        processor: The base's tokenizer, image processor, or processor of both.
+        style: How the adapter in hand was trained to be prompted; None: the rows decide.
+
+    Attributes:
+        tokenizer: The processor, or its tokenizer.
+        template: The chat template's text that is used instead of the tokenizer's own, if any.
+        row_encoder: Makes rows of records.
+        max_length: Longest row in tokens.
+    """
 
     predicts_tokens: ClassVar[bool] = False
     """Whether the loss is that of each token of a text, so that its exp is a perplexity."""
     row_encoder: RowEncoder
-    """Makes rows of records."""
-    _on_event: Listener
-    _read: tuple[StoredRows, ...] = ()
-    """The files read so far."""
+    max_length: int
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processor: Any,
+        config: Any,
+        data: DataConfig,
+        *,
+        style: Style | None = None,
+        on_event: Listener = ignore,
+    ) -> None:
+        self.processor, self.config, self.data = processor, config, data
+        self.tokenizer: Any = getattr(processor, "tokenizer", processor)
+        check_vocabulary(model, self.tokenizer)
+        self._style, self._on_event = style, on_event
+        self._read: list[StoredRows] = []
+        if style is not None and style.kind == "chat":
+            self.template = style.chat_template
+        else:
+            self.template = choose_template(self.tokenizer, data.chat_template)
 
     @property
     def paths(self) -> Mapping[str, str]:
@@ -52,11 +84,7 @@ class Task(loop.Task, ABC):
     @property
     def style(self) -> Style | None:
         """How generation prompts what learnt it; None where nothing is generated from a prompt."""
-        return None
-
-    def data_used(self, data: DataConfig) -> DataConfig:
-        """Return the settings of the data as they are used: a default may give way to the model."""
-        return data
+        return self._style
 
     def load(self, where: str) -> LazyRows:
         """Read a file or data set (see `DataConfig.train`) as rows; emits the counts.
@@ -67,18 +95,21 @@ class Task(loop.Task, ABC):
             DataError: Rows cannot be used; names them.
             RunError: The disk has no room for them.
         """
-        return self.arranged(self.encode(where))
+        return self.prepare_rows(self.encode(where))
+
+    def split(self, where: str, share: float) -> tuple[LazyRows, LazyRows]:
+        """Return a file's rows and a share of them that is held out, by a hash of each row."""
+        left, held_out = self.encode(where).held_out(share)
+        return self.prepare_rows(left), self.prepare_rows(held_out)
 
     def encode(self, where: str) -> StoredRows:
         """Return a file's rows as the encoder makes them, and tell what became of them."""
         self._on_event(Stage(f"Reading {where}"))
         rows = encoded(where, self.row_encoder, on_event=self._on_event)
-        lines = [*self.counts(rows)]
-        if rows.unused:
-            lines.append(("fields not used", ", ".join(rows.unused)))
+        lines = [*self._lines(rows)]
         counts = {
             "num_read": rows.num_read,
-            "num_cut": self.num_cut(rows),
+            "num_cut": sum(n for name, n in rows.counts.items() if name.startswith("cut")),
             "num_dropped": rows.num_dropped,
         }
         summary = (
@@ -92,13 +123,27 @@ class Task(loop.Task, ABC):
         self._tell_repeated(rows)
         return rows
 
-    @abstractmethod
-    def counts(self, rows: StoredRows) -> Sequence[tuple[str, str]]:
-        """Return what to tell of a file's rows: what, and how many."""
+    def _lines(self, rows: StoredRows) -> Iterator[tuple[str, str]]:
+        """Yield what became of a file's rows: what, and how many."""
+        if "format" in rows.agreed:
+            yield "format", rows.agreed["format"]
+        yield "rows read", f"{rows.num_read:,}"
+        yield "rows kept", f"{len(rows):,}"
+        if "cut" in rows.counts:
+            yield f"cut at {self.max_length:,} tokens", f"{rows.counts['cut']:,}"
+        yield from self.counts(rows)
+        for number, reason in enumerate(self.row_encoder.drops):
+            yield f"dropped: {reason}", named(rows.dropped(number))
+        if tokens := int(rows.num_tokens.sum()):
+            yield "tokens", f"{tokens:,}"
+        if "targets" in rows.counts:
+            yield "learnt tokens", f"{rows.counts['targets']:,}"
+        if rows.unused:
+            yield "fields not used", ", ".join(rows.unused)
 
-    def num_cut(self, rows: StoredRows) -> int:
-        """Return how many rows of a file lost tokens to a maximum length."""
-        return rows.counts.get("cut", 0)
+    def counts(self, rows: StoredRows) -> Sequence[tuple[str, str]]:
+        """Return what else is told of a file's rows, beside what is told of all tasks'."""
+        return ()
 
     def check(self, rows: StoredRows) -> None:
         """Refuse a file that cannot be learnt from, as a whole, and note what all rows share.
@@ -106,9 +151,16 @@ class Task(loop.Task, ABC):
         Raises:
             DataError: Too many rows were dropped, or they are not of one kind.
         """
-        return None
+        if "style" in rows.agreed:
+            style = style_of(rows.agreed, self.template)
+            if self._style is None and style.kind == "alpaca":
+                self._on_event(Notice(NO_TEMPLATE))
+            self._style = agreed_style(self._style, style, rows.where)
+        check_dropped(rows, self.data, self.row_encoder.drops)
+        if number := rows.counts["off_prompt"]:
+            self._on_event(Notice(off_prompt(rows.where, number)))
 
-    def arranged(self, rows: LazyRows) -> LazyRows:
+    def prepare_rows(self, rows: LazyRows) -> LazyRows:
         """Return encoded rows as they are trained on: packed, for example."""
         return rows
 
@@ -120,14 +172,14 @@ class Task(loop.Task, ABC):
             )
             self._on_event(Notice(text))
         for other in self._read:
-            if other.where != rows.where and (number := rows.num_shared(other)):
-                self._on_event(
-                    Notice(
-                        f"{number:,} of {len(rows):,} rows of {rows.where} stand in {other.where} "
-                        "too: what is measured on them says nothing of other rows."
-                    )
+            if number := rows.num_shared(other):
+                same = "It is the same file." if other.where == rows.where else ""
+                text = (
+                    f"{number:,} of {len(rows):,} rows of {rows.where} stand in {other.where} too: "
+                    f"what is measured on them says nothing of other rows. {same}"
                 )
-        self._read = (*self._read, rows)
+                self._on_event(Notice(text.rstrip()))
+        self._read.append(rows)
 
     def num_positions(self, rows: Sequence[Any]) -> int:
         return len(rows) * padded(*rows)
@@ -143,11 +195,6 @@ class Task(loop.Task, ABC):
             key: Tells that from all others; "" where it is not known.
         """
         return None
-
-    def split(self, where: str, share: float) -> tuple[LazyRows, LazyRows]:
-        """Return a file's rows and a share of them that is held out, by what each row says."""
-        left, held_out = self.encode(where).held_out(share)
-        return self.arranged(left), self.arranged(held_out)
 
     @abstractmethod
     def spans(self, row: Any) -> list[tuple[str, str]]:
@@ -172,7 +219,7 @@ class Task(loop.Task, ABC):
         Raises:
             DataError: The task predicts nothing of rows, or rows lack what it reads.
         """
-        raise self._predicts_nothing()
+        raise _predicts_nothing(self)
 
     def predict_texts(
         self, model: nn.Module, texts: Sequence[str | tuple[str, str]]
@@ -182,13 +229,14 @@ class Task(loop.Task, ABC):
         Raises:
             DataError: The task predicts nothing of texts, or they are not what it reads.
         """
-        raise self._predicts_nothing()
+        raise _predicts_nothing(self)
 
-    def _predicts_nothing(self) -> DataError:
-        return DataError(
-            f"{type(self).__name__} predicts nothing of a text.",
-            fix="Adapters of sequence_classification, reward and embedding do.",
-        )
+
+def _predicts_nothing(task: Task) -> DataError:
+    return DataError(
+        f"{type(task).__name__} predicts nothing of a text.",
+        fix="Adapters of sequence_classification, reward and embedding do.",
+    )
 
 
 class TaskConfig(Config, ABC):
@@ -214,7 +262,7 @@ class TaskConfig(Config, ABC):
     """Texts of one row that the model reads, each at most data.max_length long; at least."""
 
     task: ClassVar[Callable[..., Task]]
-    """The task that it makes: of the model, the processor, this config and the data."""
+    """Makes the task, of what `on` is given."""
 
     type: str
 
@@ -262,4 +310,4 @@ class TaskConfig(Config, ABC):
         Raises:
             PeftkitError: The model or the settings do not suit the task.
         """
-        return self.task(model, processor, self, data, on_event=on_event)
+        return self.task(model, processor, self, data, style=style, on_event=on_event)

@@ -8,7 +8,7 @@ Shapes: B pairs, 2 B documents: all chosen ones, then all rejected ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -19,51 +19,40 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, Purpose
-from peftkit.data.chat import Chat, choose_template
+from peftkit.data.chat import Chat
 from peftkit.data.columns import Dropped
-from peftkit.data.documents import style_of
-from peftkit.data.encode import Encoder, Style
+from peftkit.data.encode import Encoder
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import Completion, Conversation, Example, Instruction, Text, parse
-from peftkit.data.lengths import MULTIPLE
+from peftkit.data.lengths import padded_texts
 from peftkit.data.load import DataConfig, Record
-from peftkit.data.preferences import Pair, read_pairs_of
-from peftkit.data.stored import StoredRows
+from peftkit.data.preferences import NOTHING_TO_COMPARE, Pair, read_pairs_of
 from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.loss import accepted
 from peftkit.tasks.measure import BATCH_SIZE, over_batches
 from peftkit.tasks.protocol import Task, TaskConfig
-from peftkit.tasks.rows import check_dropped, named
-from peftkit.tasks.texts import Encoded, Texts
+from peftkit.tasks.texts import Encoded, Texts, TextsRow, joined_texts
 
 OUTPUT = "reward"
 """Name of the head's one output."""
 
 
 @dataclass(frozen=True, slots=True)
-class RewardRow:
-    """A pair, as the tokens of both documents; `lengths` of each."""
+class RewardRow(TextsRow):
+    """A pair: the chosen document, then the rejected one."""
 
-    input_ids: tuple[int, ...]
-    types: tuple[int, ...]
-    lengths: tuple[int, int]
     margin: float
     source: str
-
-    @property
-    def documents(self) -> tuple[Encoded, Encoded]:
-        """The chosen one and the rejected one."""
-        at = self.lengths[0]
-        return (
-            Encoded(self.input_ids[:at], self.types[:at], False),
-            Encoded(self.input_ids[at:], self.types[at:], False),
-        )
 
 
 class RewardEncoder(RowEncoder):
     """Makes a row of each pair; of one that does not fit none: its value is read at its end."""
 
     kind: ClassVar[type[RewardRow]] = RewardRow
+    drops: Mapping[str, str] = {
+        **NOTHING_TO_COMPARE,
+        "an answer ends beyond data.max_length": "raise data.max_length",
+    }
 
     def __init__(self, texts: Texts, template: str | None, margin: str | None) -> None:
         self._texts, self._template, self._margin = texts, template, margin
@@ -75,28 +64,25 @@ class RewardEncoder(RowEncoder):
     def key(self, where: str) -> object:
         return (*self._texts.key, self._template, self._margin)
 
-    def read(self, records: Sequence[Record], where: str) -> tuple[list[Pair], tuple[str, ...]]:
+    def read(
+        self, records: Sequence[Record], where: str
+    ) -> tuple[list[Pair | Dropped], tuple[str, ...]]:
         return read_pairs_of(records, where, margin=self._margin)
 
-    def rows(self, read: tuple[list[Pair], tuple[str, ...]]) -> EncodedRows:
+    def rows(self, read: tuple[list[Pair | Dropped], tuple[str, ...]]) -> EncodedRows:
         pairs, unused = read
-        rows = [self._row(pair) or Dropped(pair.source, 0) for pair in pairs]
-        return EncodedRows(
-            rows, {"style": self._encoder.style(pairs[0].chosen).kind}, unused=unused
-        )
+        styles = (self._encoder.style(pair.chosen) for pair in pairs if isinstance(pair, Pair))
+        agreed: dict[str, str] = next(({"style": style.kind} for style in styles), {})
+        return EncodedRows([self._row(pair) for pair in pairs], agreed, unused=unused)
 
-    def _row(self, pair: Pair) -> RewardRow | None:
-        """Return a pair as tokens; None where one does not fit."""
+    def _row(self, pair: Pair | Dropped) -> RewardRow | Dropped:
+        if isinstance(pair, Dropped):
+            return pair
         chosen, rejected = self.encoded(pair.chosen), self.encoded(pair.rejected)
         if chosen.is_cut or rejected.is_cut:
-            return None
-        return RewardRow(
-            chosen.input_ids + rejected.input_ids,
-            chosen.types + rejected.types,
-            (len(chosen.input_ids), len(rejected.input_ids)),
-            pair.margin or 0.0,
-            pair.source,
-        )
+            return Dropped(pair.source, 1)
+        both = joined_texts([chosen, rejected])
+        return RewardRow(**both, margin=pair.margin or 0.0, source=pair.source)
 
     def encoded(self, example: Example) -> Encoded:
         """Return the tokens of a prompt and its answer: as training reads them all."""
@@ -130,54 +116,26 @@ class Reward(Task):
         self,
         model: nn.Module,
         tokenizer: Any,
-        settings: RewardConfig,
+        config: RewardConfig,
         data: DataConfig,
-        *,
-        style: Style | None = None,
-        on_event: Listener = ignore,
+        **more: Any,
     ) -> None:
-        self.settings, self.config, self._on_event = settings, data, on_event
-        self._style = style
+        super().__init__(model, tokenizer, config, data, **more)
         self.texts = Texts(model, tokenizer, data.max_length)
-        template = choose_template(tokenizer, data.chat_template)
-        if style is not None and style.kind == "chat":
-            template = style.chat_template
-        self._template = template
-        self.row_encoder = RewardEncoder(self.texts, template, settings.margin)
-
-    @property
-    def style(self) -> Style | None:
-        """How answers stand after their prompts in what was learnt."""
-        return self._style
+        self.max_length = self.texts.max_length
+        self.row_encoder = RewardEncoder(self.texts, self.template, config.margin)
 
     @property
     def paths(self) -> dict[str, str]:
         """A head of classes reads one document of each row."""
         return {"pairs": "two rows"}
 
-    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
-        most = self.texts.max_length
-        return [
-            ("rows read", f"{rows.num_read:,}"),
-            ("rows kept", f"{len(rows):,}"),
-            (f"dropped: longer than {most:,} tokens", named(rows.dropped(0))),
-            ("tokens", f"{int(rows.num_tokens.sum()):,}"),
-        ]
-
-    def check(self, rows: StoredRows) -> None:
-        self._style = self._style or style_of(rows.agreed, self._template)
-        why = {f"An answer ends beyond {self.texts.max_length} tokens": rows.dropped(0)}
-        check_dropped(rows.where, rows.num_read, why, self.config, "Raise data.max_length")
-
     def num_positions(self, rows: Sequence[RewardRow]) -> int:
-        """Return how many tokens the model reads of both documents of each row."""
-        lengths = [length for row in rows for length in row.lengths]
-        return len(lengths) * -(-max(lengths) // MULTIPLE) * MULTIPLE
+        return padded_texts(rows)
 
     def collate(self, rows: Sequence[RewardRow]) -> dict[str, Tensor]:
         """Return a batch of tokens (2 B, T), and margins (B,)."""
-        documents = [row.documents for row in rows]
-        ordered = [first for first, _ in documents] + [second for _, second in documents]
+        ordered = [row.texts[side] for side in (0, 1) for row in rows]
         margins = torch.tensor([row.margin for row in rows])
         return {**self.texts.collate(ordered), "margins": margins}
 
@@ -193,15 +151,14 @@ class Reward(Task):
         """Return the summed loss, rewards and right pairs; see `figures`."""
         chosen, rejected = self.values(model, batch).chunk(2)
         losses = -functional.logsigmoid(chosen - rejected - batch["margins"])
-        if self.settings.centring:
-            losses = losses + self.settings.centring * (chosen + rejected) ** 2
+        if self.config.centring:
+            losses = losses + self.config.centring * (chosen + rejected) ** 2
         told = (chosen > rejected, chosen.detach(), rejected.detach())
         return torch.stack([losses.sum(), *(each.to(losses).sum() for each in told)])
 
     def values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the reward of each document of a batch, in fp32."""
-        inputs: dict[str, Any] = {n: t for n, t in batch.items() if n != "margins"}
-        logits: Tensor = model(**accepted(model, {**inputs, "use_cache": False})).logits
+        logits: Tensor = model(**accepted(model, {**batch, "use_cache": False})).logits
         return logits[:, 0].float()
 
     def metric_means(self, means: Sequence[float]) -> dict[str, float]:
@@ -217,7 +174,7 @@ class Reward(Task):
     def spans(self, row: RewardRow) -> list[tuple[str, str]]:
         """Return both documents."""
         names = ("chosen", "rejected")
-        pairs = zip(names, row.documents, strict=True)
+        pairs = zip(names, row.texts, strict=True)
         return [(name, self.texts.pieces(document.input_ids)) for name, document in pairs]
 
     @torch.no_grad()
@@ -227,7 +184,7 @@ class Reward(Task):
         """Return the loss, and what is told at each step of training."""
         total = torch.zeros(1 + self.num_metrics)
         compute = partial(self.loss_and_metric_sums, model)
-        for _, sums in over_batches(self, model, rows, "Comparing", on_event, compute):
+        for *_, sums in over_batches(self, model, rows, "Comparing", on_event, compute):
             total += sums.cpu()
         loss, *means = (total / len(rows)).tolist()
         return {"loss": loss, **self.metric_means(means)}
@@ -282,6 +239,7 @@ class RewardConfig(TaskConfig):
 
     task_type: ClassVar[str] = "SEQ_CLS"
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
+    task: ClassVar[Callable[..., Task]] = Reward
     command: ClassVar[str] = "peftkit predict {folder} --data FILE --out scored.jsonl"
     num_texts: ClassVar[int] = 2
     data_fields: ClassVar[frozenset[str]] = frozenset(
@@ -298,14 +256,3 @@ class RewardConfig(TaskConfig):
     def purpose(self) -> Purpose:
         head = ClassHead((OUTPUT,), "regression")
         return Purpose(self.type, self.auto_class, self.processor, head)
-
-    def on(
-        self,
-        model: nn.Module,
-        processor: Any,
-        data: DataConfig,
-        *,
-        style: Style | None = None,
-        on_event: Listener = ignore,
-    ) -> Reward:
-        return Reward(model, processor, self, data, style=style, on_event=on_event)

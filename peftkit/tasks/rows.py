@@ -6,39 +6,40 @@ from collections.abc import Mapping, Sequence
 
 from peftkit.data.encode import Style
 from peftkit.data.load import DataConfig
+from peftkit.data.stored import StoredRows
 from peftkit.errors import DataError, first_few
 
 MAX_NAMED = 5
+NO_TEMPLATE = (
+    "The base has no chat template: prompts become '### Instruction: ...', as Stanford Alpaca's. "
+    "data.chat_template: chatml, or a .jinja file, gives it one."
+)
 
 
-def check_dropped(
-    where: str,
-    num_read: int,
-    dropped: Mapping[str, Sequence[str]],
-    config: DataConfig,
-    fix: str = "Mend these rows",
-) -> None:
+def check_dropped(rows: StoredRows, data: DataConfig, drops: Mapping[str, str]) -> None:
     """Refuse a file too many of whose rows have nothing to learn.
 
     Args:
-        dropped: Why rows were dropped, and the sources of these.
-        fix: What may be done instead of removing them.
+        drops: Why rows are dropped, and what may be done instead; see `RowEncoder.drops`.
 
     Raises:
         DataError: None is left, or a larger share than `data.max_dropped` was dropped.
     """
-    num_dropped = sum(map(len, dropped.values()))
-    if num_dropped == num_read:
-        asked = f"Cannot learn from {where}: no row has a token to learn."
-    elif num_dropped / num_read > config.max_dropped:
+    dropped = {why: rows.dropped(number) for number, why in enumerate(drops)}
+    number = sum(map(len, dropped.values()))
+    if not len(rows):
+        asked = f"Cannot learn from {rows.where}: no row has a token to learn."
+    elif number / rows.num_read > data.max_dropped:
         asked = (
-            f"Cannot use {where}: {num_dropped} of {num_read} rows have nothing to learn, more "
-            f"than data.max_dropped ({config.max_dropped:.0%}) allows."
+            f"Cannot use {rows.where}: {number} of {rows.num_read} rows have nothing to learn, "
+            f"more than data.max_dropped ({data.max_dropped:.0%}) allows."
         )
     else:
         return
-    found = [f"{why}: {named(sources)}" for why, sources in dropped.items() if sources]
-    raise DataError(asked, found="\n".join(found), fix=f"{fix}, or remove them.")
+    there = {why: sources for why, sources in dropped.items() if sources}
+    found = "\n".join(f"{why.capitalize()}: {named(sources)}" for why, sources in there.items())
+    fix = ", ".join([*(drops[why] for why in there), "or remove these rows."])
+    raise DataError(asked, found=found, fix=fix[:1].upper() + fix[1:])
 
 
 def agreed_style(known: Style | None, style: Style, where: str) -> Style:

@@ -17,19 +17,19 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from peftkit.data.format import FieldNames
 from peftkit.data.load import DataConfig
+from peftkit.data.pack import padded_rows
 from peftkit.data.pairs import PairEncoder, PairRow
 from peftkit.data.stored import StoredRows
-from peftkit.errors import BaseError, ConfigError
+from peftkit.errors import BaseError
 from peftkit.events import Listener, Progress, ignore
-from peftkit.tasks.head import TokenTask, head_of
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import unwrapped
-from peftkit.tasks.measure import BATCH_SIZE, mean_loss
+from peftkit.tasks.measure import BATCH_SIZE
+from peftkit.tasks.metrics import rouge_l
 from peftkit.tasks.protocol import Task, TaskConfig
-from peftkit.tasks.rouge import rouge_l
-from peftkit.tasks.rows import check_dropped, named
-from peftkit.train.metrics import perplexity
+from peftkit.tasks.token_task import TokenTask
 
 UNLIMITED = 999_999
 """Tokens of a source where nobody limits it: T5 counts distances, not positions."""
@@ -51,15 +51,12 @@ class Seq2Seq(TokenTask):
         tokenizer: Any,
         config: Seq2SeqConfig,
         data: DataConfig,
-        *,
-        on_event: Listener = ignore,
+        **more: Any,
     ) -> None:
-        self.tokenizer, self.config, self.data = tokenizer, config, data
-        self._start = _decoder_start(unwrapped(model))
+        self._start = decoder_start(unwrapped(model), "seq2seq")
+        super().__init__(model, tokenizer, config, data, **more)
         self.max_source = longest(model, tokenizer, data.max_length or UNLIMITED)
         self.max_target = longest(model, tokenizer, config.max_target_length)
-        self._on_event = on_event
-        self._head = head_of(model)
         self.row_encoder = PairEncoder(
             tokenizer,
             data.format,
@@ -70,24 +67,10 @@ class Seq2Seq(TokenTask):
         )
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
-        targets = rows.counts["targets"]
         return [
-            ("format", rows.agreed["format"]),
-            ("rows read", f"{rows.num_read:,}"),
-            ("rows kept", f"{len(rows):,}"),
             (f"sources cut at {self.max_source:,} tokens", f"{rows.counts['cut sources']:,}"),
             (f"targets cut at {self.max_target:,} tokens", f"{rows.counts['cut targets']:,}"),
-            ("dropped: source or target is empty", named(rows.dropped(0))),
-            ("source tokens", f"{int(rows.num_tokens.sum()) - targets:,}"),
-            ("learnt tokens", f"{targets:,}"),
         ]
-
-    def num_cut(self, rows: StoredRows) -> int:
-        return rows.counts["cut sources"] + rows.counts["cut targets"]
-
-    def check(self, rows: StoredRows) -> None:
-        why = {"Source or target is empty": rows.dropped(0)}
-        check_dropped(rows.where, rows.num_read, why, self.data)
 
     def padded(self, rows: Sequence[PairRow]) -> dict[str, Tensor]:
         """Return a batch, padded on the right.
@@ -96,10 +79,9 @@ class Seq2Seq(TokenTask):
         target_index (n,), where in the flattened (B * T) decoder states a token is learnt; targets
         (n,), those tokens.
         """
-        pad = int(self.tokenizer.pad_token_id)
-        input_ids, attention_mask = _padded([row.input_ids for row in rows], pad)
+        input_ids, attention_mask = padded_rows([row.input_ids for row in rows], self._pad_id)
         shifted = [(self._start, *row.labels[:-1]) for row in rows]
-        decoder_input_ids, learnt = _padded(shifted, pad)
+        decoder_input_ids, learnt = padded_rows(shifted, self._pad_id)
         return {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
@@ -126,15 +108,13 @@ class Seq2Seq(TokenTask):
         self, model: nn.Module, rows: Sequence[PairRow], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return loss and perplexity, and of greedy answers exact_match and the mean rouge_l."""
-        loss, num_tokens = mean_loss(self, model, rows, on_event=on_event)
+        found = super().metrics(model, rows, on_event=on_event)
         answers = self.answers(model, rows, on_event=on_event)
         pairs = [(text, row.target) for text, row in zip(answers, rows, strict=True)]
         return {
-            "loss": loss,
-            "perplexity": perplexity(loss),
+            **found,
             "exact_match": sum(a.strip() == b.strip() for a, b in pairs) / len(pairs),
             "rouge_l": sum(rouge_l(*pair) for pair in pairs) / len(pairs),
-            "num_tokens": num_tokens,
         }
 
     def answers(
@@ -150,12 +130,12 @@ class Seq2Seq(TokenTask):
         settings = self._settings(whole)
         settings.max_new_tokens = max_new_tokens or self.max_target
         order = sorted(range(len(rows)), key=lambda n: len(rows[n].input_ids))
-        with _generating(whole):
+        with own_settings_aside(whole):
             for start in range(0, len(order), BATCH_SIZE):
                 on_event(Progress("Answering", start, len(rows)))
                 chosen = order[start : start + BATCH_SIZE]
                 sources = [rows[n].input_ids for n in chosen]
-                ids, mask = _padded(sources, int(self.tokenizer.pad_token_id))
+                ids, mask = padded_rows(sources, self._pad_id)
                 made = whole.generate(
                     ids.to(whole.device),
                     attention_mask=mask.to(whole.device),
@@ -180,7 +160,7 @@ class Seq2Seq(TokenTask):
             use_cache=True,
             decoder_start_token_id=self._start,
             eos_token_id=sorted(ends),
-            pad_token_id=int(self.tokenizer.pad_token_id),
+            pad_token_id=self._pad_id,
         )
 
 
@@ -205,37 +185,23 @@ class Seq2SeqConfig(TaskConfig):
 
     @model_validator(mode="after")
     def _both(self) -> Seq2SeqConfig:
-        if (self.source is None) != (self.target is None):
-            raise ConfigError(
-                "source and target are named together or not at all.",
-                fix="Name both: source: document, target: summary.",
-            )
+        _ = self.fields
         return self
 
     @property
-    def fields(self) -> tuple[str, str] | None:
+    def fields(self) -> FieldNames | None:
         """The two named fields."""
-        return None if self.source is None or self.target is None else (self.source, self.target)
+        return FieldNames.given(source=self.source, target=self.target)
 
 
-def _padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Return rows as one tensor, padded on the right, and a mask: 1 where a token is."""
-    ids = torch.full((len(rows), max(map(len, rows))), pad)
-    mask = torch.zeros_like(ids)
-    for number, row in enumerate(rows):
-        ids[number, : len(row)] = torch.tensor(row)
-        mask[number, : len(row)] = 1
-    return ids, mask
-
-
-def _decoder_start(model: Any) -> int:
+def decoder_start(model: Any, task: str) -> int:
     """Return the token that the decoder is given first."""
     config = model.config
     if not getattr(config, "is_encoder_decoder", False):
         raise BaseError(
-            f"{type(model).__name__} cannot learn seq2seq.",
+            f"{type(model).__name__} cannot learn {task}.",
             found="It has no encoder and decoder.",
-            fix="Set task: causal_lm, or give a base such as T5 or BART.",
+            fix="Give a base with both, such as T5 or BART; for others there is task: causal_lm.",
         )
     start = getattr(config, "decoder_start_token_id", None)
     if start is None and model.generation_config is not None:
@@ -250,7 +216,7 @@ def _decoder_start(model: Any) -> int:
 
 
 @contextmanager
-def _generating(model: Any) -> Iterator[None]:
+def own_settings_aside(model: Any) -> Iterator[None]:
     """Set the model's own generation settings aside: transformers would mix them in."""
     own = model.generation_config
     model.generation_config = GenerationConfig()

@@ -5,7 +5,9 @@ Shapes: B rows, L labels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -15,27 +17,30 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, ProblemType, Purpose, labels_of
+from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.load import DataConfig, Record
 from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.files.strict_json import shown
-from peftkit.tasks.labelled import LabelledEncoder, LabelledRow
+from peftkit.tasks.classifier import Classifier, ClassifierConfig
 from peftkit.tasks.labels import (
     Problem,
     check_names,
     field_of,
     label_name,
     list_of,
+    number_of,
     problem_of,
     records_of,
     sorted_names,
     text_of,
+    value_of,
 )
-from peftkit.tasks.loss import accepted, unwrapped
-from peftkit.tasks.measure import BATCH_SIZE, over_batches
+from peftkit.tasks.loss import unwrapped
+from peftkit.tasks.measure import BATCH_SIZE
 from peftkit.tasks.metrics import class_metrics, multi_label_metrics, number_metrics
-from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.protocol import Task
 from peftkit.tasks.texts import Texts
 
 PROBLEM_TYPES: dict[Problem, ProblemType] = {
@@ -47,7 +52,72 @@ NUMBER = "value"
 """Name of the one output of a regression."""
 
 
-class SequenceClassification(Task):
+@dataclass(frozen=True, slots=True)
+class LabelledRow:
+    """A text and what it is.
+
+    Args:
+        input_ids, types: See `Encoded`.
+        target: (Number of the label,); for each label whether it has it, 1.0 or 0.0; or (the
+            number,).
+        source: "train.jsonl:7".
+    """
+
+    input_ids: tuple[int, ...]
+    types: tuple[int, ...]
+    target: tuple[float, ...]
+    source: str
+
+
+class LabelledEncoder(RowEncoder):
+    """Makes a row of each record with a text, or a pair of texts, and what is to be said of it.
+
+    Args:
+        fields: Names of those with the text, the second text, and the label.
+    """
+
+    kind: ClassVar[type[LabelledRow]] = LabelledRow
+
+    def __init__(
+        self,
+        texts: Texts,
+        fields: tuple[str, str | None, str],
+        problem: Problem,
+        labels: Sequence[str],
+    ) -> None:
+        self._texts, self._problem = texts, problem
+        self._text, self._pair, self._label = self._fields = fields
+        self._numbers = {label: number for number, label in enumerate(labels)}
+
+    def key(self, where: str) -> object:
+        return (*self._texts.key, *self._fields, self._problem, tuple(self._numbers))
+
+    def read(self, records: Sequence[Record], where: str) -> Sequence[Record]:
+        return records
+
+    def rows(self, read: Sequence[Record]) -> EncodedRows:
+        counts, rows = Counter[str](), list[Any]()
+        for record in read:
+            second = None if self._pair is None else text_of(record, self._pair, "task.pair")
+            text = self._texts.encode(text_of(record, self._text, "task.text"), second)
+            counts["cut"] += text.is_cut
+            target = self._target(record)
+            rows.append(LabelledRow(text.input_ids, text.types, target, record.source))
+        return EncodedRows(rows, counts=counts)
+
+    def _target(self, record: Record) -> tuple[float, ...]:
+        name, source = self._label, record.source
+        if self._problem == "regression":
+            return (value_of(field_of(record, name, "task.label"), source),)
+        if self._problem == "single_label":
+            label = label_name(field_of(record, name, "task.label"), source)
+            return (number_of(label, self._numbers, source),)
+        there = [label_name(value, source) for value in list_of(record, name, "task.label")]
+        found = {number_of(label, self._numbers, source) for label in there}
+        return tuple(float(number in found) for number in range(len(self._numbers)))
+
+
+class SequenceClassification(Classifier):
     """Rows from texts and labels, batches from rows, a loss from batches.
 
     Args:
@@ -60,11 +130,11 @@ class SequenceClassification(Task):
         tokenizer: Any,
         config: SequenceClassificationConfig,
         data: DataConfig,
-        *,
-        on_event: Listener = ignore,
+        **more: Any,
     ) -> None:
-        self.config, self._on_event = config, on_event
+        super().__init__(model, tokenizer, config, data, **more)
         self.texts = Texts(model, tokenizer, data.max_length)
+        self.max_length = self.texts.max_length
         settings = unwrapped(model).config
         ends = settings.eos_token_id if settings.is_encoder_decoder else None
         if ends is not None and self.texts.encode("a").input_ids[-1] != ends:
@@ -79,12 +149,7 @@ class SequenceClassification(Task):
         self.row_encoder = LabelledEncoder(self.texts, fields, self.problem, self.labels)
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
-        return [
-            ("rows", f"{len(rows):,}"),
-            self._of_each(rows),
-            (f"cut at {self.texts.max_length:,} tokens", f"{rows.counts['cut']:,}"),
-            ("tokens", f"{int(rows.num_tokens.sum()):,}"),
-        ]
+        return [self._of_each(rows)]
 
     def _of_each(self, rows: StoredRows) -> tuple[str, str]:
         values = rows.values("target")
@@ -105,14 +170,6 @@ class SequenceClassification(Task):
             targets = targets[:, 0]
         return {**self.texts.collate(rows), "targets": targets}
 
-    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
-        """Return the number of rows, or of pairs of row and label."""
-        return batch["targets"].numel()
-
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return cross entropy, binary cross entropy, or squared error, summed, in fp32."""
-        return self._loss(self._logits(model, batch), batch["targets"])
-
     def spans(self, row: LabelledRow) -> list[tuple[str, str]]:
         """Return the text, after the label or number that is learnt."""
         if self.problem == "multi_label":
@@ -123,24 +180,13 @@ class SequenceClassification(Task):
             label = f"{target:g}" if self.problem == "regression" else self.labels[int(target)]
         return [(label, self.texts.pieces(row.input_ids))]
 
-    @torch.no_grad()
-    def metrics(
-        self, model: nn.Module, rows: Sequence[LabelledRow], *, on_event: Listener = ignore
-    ) -> dict[str, float]:
-        """Return the loss, and accuracy and F1, or squared error and correlation."""
-        found, true, loss = [], [], 0.0
-        logits_of = partial(self._logits, model)
-        for batch, logits in over_batches(self, model, rows, "Classifying", on_event, logits_of):
-            loss += float(self._loss(logits, batch["targets"]))
-            found.append(logits.cpu())
-            true.append(batch["targets"].cpu())
-        logits, targets = torch.cat(found), torch.cat(true)
-        loss /= targets.numel()
+    def measured(self, logits: Tensor, targets: Tensor, rows: Sequence[Any]) -> dict[str, float]:
+        """Return accuracy and F1, or squared error and correlation."""
         if self.problem == "regression":
-            return {"loss": loss, **number_metrics(logits[:, 0], targets)}
+            return number_metrics(logits[:, 0], targets)
         if self.problem == "multi_label":
-            return {"loss": loss, **multi_label_metrics(logits > 0, targets > 0)}
-        return {"loss": loss, **class_metrics(logits.argmax(-1), targets)}
+            return multi_label_metrics(logits > 0, targets > 0)
+        return class_metrics(logits.argmax(-1), targets)
 
     @torch.no_grad()
     def predict(self, model: nn.Module, texts: Sequence[str | tuple[str, str]]) -> Tensor:
@@ -165,7 +211,7 @@ class SequenceClassification(Task):
                 )
         rows = [self.texts.encode(*pair) for pair in pairs]
         batch = {name: t.to(device) for name, t in self.texts.collate(rows).items()}
-        logits = self._logits(model, batch)
+        logits = self.logits(model, batch)
         if self.problem == "regression":
             return logits
         return logits.sigmoid() if self.problem == "multi_label" else logits.softmax(-1)
@@ -198,27 +244,22 @@ class SequenceClassification(Task):
             texts.append(text if pair is None else (text, pair))
         return [{"prediction": found} for found in self.predict_texts(model, texts)]
 
-    def _logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        inputs: dict[str, Any] = {n: t for n, t in batch.items() if n != "targets"}
-        logits: Tensor = model(**accepted(model, {**inputs, "use_cache": False})).logits
-        return logits.float()
-
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return cross entropy, binary cross entropy, or squared error, summed."""
         if self.problem == "regression":
             return functional.mse_loss(logits[:, 0], targets, reduction="sum")
         if self.problem == "multi_label":
             return functional.binary_cross_entropy_with_logits(logits, targets, reduction="sum")
-        return functional.cross_entropy(logits, targets, reduction="sum")
+        return super().loss(logits, targets)
 
 
-class SequenceClassificationConfig(TaskConfig):
+class SequenceClassificationConfig(ClassifierConfig):
     """Sequence classification: sentiment, topic, intent, entailment, a score."""
 
     task_type: ClassVar[str] = "SEQ_CLS"
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     task: ClassVar[Callable[..., Task]] = SequenceClassification
     command: ClassVar[str] = "peftkit predict {folder} --text TEXT"
-    data_fields: ClassVar[frozenset[str]] = frozenset({"max_length"})
 
     type: Literal["sequence_classification"] = "sequence_classification"
     text: str = "text"
@@ -227,12 +268,8 @@ class SequenceClassificationConfig(TaskConfig):
     """Field with a second text, for pairs; null: there is none."""
     label: str = "label"
     """Field with the label, the list of labels, or the number."""
-    labels: tuple[str, ...] = ()
-    """Names of all labels, in the order of the head's outputs; by default those in data.train."""
     problem: Literal["auto"] | Problem = "auto"
     """auto: lists are several labels, numbers with a point are regression, all else one label."""
-    fresh_head: bool = False
-    """Make a new head although the base has one."""
 
     @model_validator(mode="after")
     def _labels(self) -> SequenceClassificationConfig:
@@ -260,12 +297,13 @@ class SequenceClassificationConfig(TaskConfig):
         return self.model_copy(update={"problem": problem, "labels": labels})
 
     @property
+    def problem_type(self) -> ProblemType | None:
+        return None if self.problem == "auto" else PROBLEM_TYPES[self.problem]
+
+    @property
     def purpose(self) -> Purpose:
-        if self.problem == "auto":  # of a file of PEFT: as the base says
-            head = ClassHead(self.labels, None, self.fresh_head)
-        else:
-            labels = (NUMBER,) if self.problem == "regression" else self.labels
-            head = ClassHead(labels, PROBLEM_TYPES[self.problem], self.fresh_head)
+        labels = (NUMBER,) if self.problem == "regression" else self.labels
+        head = ClassHead(labels, self.problem_type, self.fresh_head)
         return Purpose(self.type, self.auto_class, self.processor, head)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from peftkit.data.lazy_rows import LazyRows
+from peftkit.data.lazy_rows import LazyRows, weighted
 from peftkit.data.load import DataConfig
-from peftkit.data.mixture import Mixture
 from peftkit.errors import DataError
 from peftkit.tasks.protocol import Task
 
@@ -36,9 +35,4 @@ def load_splits(task: Task, data: DataConfig) -> tuple[LazyRows, Sequence[Any]]:
                     found=f"No row is {what}.",
                     fix="Take another share, or name a file.",
                 )
-    return _as_one(trained), _as_one([(rows, 1.0) for rows in held]) if held else []
-
-
-def _as_one(parts: Sequence[tuple[LazyRows, float]]) -> LazyRows:
-    """Return rows as they are if they are all of one file, each once."""
-    return parts[0][0] if len(parts) == 1 and parts[0][1] == 1.0 else Mixture(parts)
+    return weighted(trained), weighted([(rows, 1.0) for rows in held]) if held else []

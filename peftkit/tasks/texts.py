@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from peftkit.data.cache import tokenizer_key
+from peftkit.data.pack import padded_rows
 from peftkit.errors import BaseError
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import unwrapped
@@ -33,6 +34,38 @@ class Encoded:
     types: tuple[int, ...]
     is_cut: bool
     offsets: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextsRow:
+    """A row of several texts, each read by itself.
+
+    Args:
+        input_ids, types, lengths: The tokens of all texts, one after the other, and how many of
+            each.
+    """
+
+    input_ids: tuple[int, ...]
+    types: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def texts(self) -> list[Encoded]:
+        """Each text by itself."""
+        stops = [*accumulate(self.lengths)]
+        parts = [
+            slice(stop - length, stop) for stop, length in zip(stops, self.lengths, strict=True)
+        ]
+        return [Encoded(self.input_ids[part], self.types[part], False) for part in parts]
+
+
+def joined_texts(texts: Sequence[Encoded]) -> dict[str, tuple[int, ...]]:
+    """Return the fields of a `TextsRow`."""
+    return {
+        "input_ids": tuple(token for text in texts for token in text.input_ids),
+        "types": tuple(kind for text in texts for kind in text.types),
+        "lengths": tuple(len(text.input_ids) for text in texts),
+    }
 
 
 class Texts:
@@ -85,19 +118,10 @@ class Texts:
         Args:
             texts: `Encoded`, or rows with its `input_ids` and `types`.
         """
-        shape = (len(texts), max(len(text.input_ids) for text in texts))
-        batch = {
-            "input_ids": torch.full(shape, self._pad_id),
-            "attention_mask": torch.zeros(shape, dtype=torch.long),
-        }
+        ids, mask = padded_rows([text.input_ids for text in texts], self._pad_id)
+        batch = {"input_ids": ids, "attention_mask": mask}
         if texts[0].types:
-            batch["token_type_ids"] = torch.zeros(shape, dtype=torch.long)
-        for number, text in enumerate(texts):
-            length = len(text.input_ids)
-            batch["input_ids"][number, :length] = torch.tensor(text.input_ids)
-            batch["attention_mask"][number, :length] = 1
-            if text.types:
-                batch["token_type_ids"][number, :length] = torch.tensor(text.types)
+            batch["token_type_ids"], _ = padded_rows([text.types for text in texts], 0)
         return batch
 
     def pieces(self, ids: Sequence[int]) -> str:

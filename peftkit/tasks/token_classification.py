@@ -11,21 +11,19 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
-from torch.nn import functional
 
-from peftkit.base.purpose import ClassHead, Purpose, labels_of
+from peftkit.base.purpose import labels_of
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.load import DataConfig, Record
 from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError, DataError
-from peftkit.events import Listener, ignore
 from peftkit.files.strict_json import shown
+from peftkit.tasks.classifier import Classifier, ClassifierConfig
 from peftkit.tasks.labels import (
     check_names,
     label_name,
@@ -34,10 +32,9 @@ from peftkit.tasks.labels import (
     records_of,
     sorted_names,
 )
-from peftkit.tasks.loss import accepted, unwrapped
-from peftkit.tasks.measure import over_batches
+from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.metrics import are_spans, entity_metrics, tag_metrics
-from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.protocol import Task
 from peftkit.tasks.texts import Texts
 
 
@@ -125,7 +122,7 @@ class TaggedEncoder(RowEncoder):
         return [label_name(tag, record.source) for tag in tags]
 
 
-class TokenClassification(Task):
+class TokenClassification(Classifier):
     """Rows from words and tags, batches from rows, a loss from batches.
 
     Args:
@@ -135,16 +132,17 @@ class TokenClassification(Task):
         BaseError: The tokenizer cannot say which piece belongs to which word.
     """
 
+    progress: ClassVar[str] = "Tagging"
+
     def __init__(
         self,
         model: nn.Module,
         tokenizer: Any,
         config: TokenClassificationConfig,
         data: DataConfig,
-        *,
-        on_event: Listener = ignore,
+        **more: Any,
     ) -> None:
-        self._on_event = on_event
+        super().__init__(model, tokenizer, config, data, **more)
         if not tokenizer.is_fast:
             raise BaseError(
                 "Cannot tag words with this base.",
@@ -152,41 +150,33 @@ class TokenClassification(Task):
                 fix="Put a tokenizer.json into its folder.",
             )
         self.texts = Texts(model, tokenizer, data.max_length)
+        self.max_length = self.texts.max_length
         self.labels = labels_of(unwrapped(model).config)
         self.row_encoder = TaggedEncoder(self.texts, config, self.labels)
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
         return [
-            ("rows", f"{len(rows):,}"),
             ("words", f"{rows.counts['words']:,}"),
-            (f"rows cut at {self.texts.max_length:,} tokens", f"{rows.counts['cut']:,}"),
             ("words without a token", f"{rows.counts['words'] - rows.counts['tagged']:,}"),
-            ("tokens", f"{int(rows.num_tokens.sum()):,}"),
         ]
 
     def check(self, rows: StoredRows) -> None:
+        super().check(rows)
         if not rows.counts["tagged"]:
             raise DataError(f"Cannot use {rows.where}.", found="No row has a word with a tag.")
 
     def collate(self, rows: Sequence[TaggedRow]) -> dict[str, Tensor]:
-        """Return a batch of tokens, and of the tagged words (n,): target_index, targets, row."""
+        """Return a batch of tokens, and of the tagged words (n,): target_index, targets."""
         batch = self.texts.collate(rows)
         width = batch["input_ids"].shape[1]
         places = [number * width + place for number, row in enumerate(rows) for place in row.places]
-        tags = [tag for row in rows for tag in row.tags]
-        owners = [number for number, row in enumerate(rows) for _ in row.places]
-        own = {"target_index": places, "targets": tags, "row": owners}
+        own = {"target_index": places, "targets": [tag for row in rows for tag in row.tags]}
         return batch | {name: torch.tensor(v, dtype=torch.long) for name, v in own.items()}
 
-    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
-        """Return how many words a batch teaches."""
-        return batch["targets"].numel()
-
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the cross entropy summed over the tagged words, in fp32."""
-        return functional.cross_entropy(
-            self._logits(model, batch), batch["targets"], reduction="sum"
-        )
+    def logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the logits of the tagged words (n, L), in fp32."""
+        every = super().logits(model, batch)
+        return every.flatten(0, 1).index_select(0, batch["target_index"])
 
     def spans(self, row: TaggedRow) -> list[tuple[str, str]]:
         """Return the pieces of the text, each first piece of a word after its tag."""
@@ -196,56 +186,32 @@ class TokenClassification(Task):
             for place, token in enumerate(row.input_ids)
         ]
 
-    @torch.no_grad()
-    def metrics(
-        self, model: nn.Module, rows: Sequence[TaggedRow], *, on_event: Listener = ignore
+    def measured(
+        self, logits: Tensor, targets: Tensor, rows: Sequence[TaggedRow]
     ) -> dict[str, float]:
-        """Return the loss, the share of words tagged right, and F1 of entities or of tags."""
-        found: list[list[str]] = []
-        true: list[list[str]] = []
-        loss, num_words = 0.0, 0
-        logits_of = partial(self._logits, model)
-        for batch, logits in over_batches(self, model, rows, "Tagging", on_event, logits_of):
-            targets = batch["targets"]
-            loss += float(functional.cross_entropy(logits, targets, reduction="sum"))
-            num_words += len(targets)
-            for texts, numbers in ((found, logits.argmax(-1)), (true, targets)):
-                new: list[list[str]] = [[] for _ in range(len(batch["input_ids"]))]
-                for owner, tag in zip(batch["row"].tolist(), numbers.tolist(), strict=True):
-                    new[owner].append(self.labels[tag])
-                texts += new
-        right = sum(
-            ours == theirs
-            for pair in zip(found, true, strict=True)
-            for ours, theirs in zip(*pair, strict=True)
+        """Return the share of words tagged right, and F1 of entities or of tags."""
+        numbers = logits.argmax(-1)
+        sizes = [len(row.places) for row in rows]
+        found, true = (
+            [[self.labels[tag] for tag in text.tolist()] for text in tags.split(sizes)]
+            for tags in (numbers, targets)
         )
         measure = entity_metrics if are_spans(self.labels) else tag_metrics
-        return {"loss": loss / num_words, "accuracy": right / num_words, **measure(found, true)}
-
-    def _logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        own = ("target_index", "targets", "row")
-        inputs: dict[str, Any] = {name: t for name, t in batch.items() if name not in own}
-        logits: Tensor = model(**accepted(model, {**inputs, "use_cache": False})).logits
-        return logits.flatten(0, 1).index_select(0, batch["target_index"]).float()
+        return {"accuracy": float((numbers == targets).double().mean()), **measure(found, true)}
 
 
-class TokenClassificationConfig(TaskConfig):
+class TokenClassificationConfig(ClassifierConfig):
     """Token classification: a tag for each word."""
 
     task_type: ClassVar[str] = "TOKEN_CLS"
     auto_class: ClassVar[str] = "AutoModelForTokenClassification"
     task: ClassVar[Callable[..., Task]] = TokenClassification
-    data_fields: ClassVar[frozenset[str]] = frozenset({"max_length"})
 
     type: Literal["token_classification"] = "token_classification"
     words: str = "words"
     """Field with the list of words."""
     tags: str = "tags"
     """Field with the list of their tags."""
-    labels: tuple[str, ...] = ()
-    """Names of all tags, in the order of the head's outputs; by default those in data.train."""
-    fresh_head: bool = False
-    """Make a new head although the base has one."""
 
     @model_validator(mode="after")
     def _labels(self) -> TokenClassificationConfig:
@@ -259,8 +225,3 @@ class TokenClassificationConfig(TaskConfig):
         lists = ((list_of(r, self.tags, "task.tags"), r.source) for r in records_of(data))
         names = (label_name(tag, source) for tags, source in lists for tag in tags)
         return self.model_copy(update={"labels": sorted_names(names, data.train_name)})
-
-    @property
-    def purpose(self) -> Purpose:
-        head = ClassHead(self.labels, None, self.fresh_head)
-        return Purpose(self.type, self.auto_class, self.processor, head)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from peftkit.data.lazy_rows import Joined
+from peftkit.data.lazy_rows import View
 from peftkit.errors import PeftkitError, RunError
 from peftkit.events import (
     EvalDone,
@@ -249,7 +249,7 @@ class Run:
         """Let the task compute what it needs once; that leaves the generators as they are."""
         before = rng.capture(self.ranks.device)
         context = SetupContext(
-            rows=Joined(self.rows, self.eval_rows),
+            rows=View([self.rows, self.eval_rows]),
             ranks=self.ranks,
             in_step=self.learner.in_step,
             folder=self.config.output_dir,

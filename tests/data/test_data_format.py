@@ -6,9 +6,19 @@ from typing import Any
 
 import pytest
 
-from peftkit.data.format import Completion, Conversation, Instruction, ParsedRow, Text, parse
+from peftkit.data import messages
+from peftkit.data.format import (
+    Completion,
+    Conversation,
+    FieldNames,
+    Instruction,
+    ParsedRow,
+    Text,
+    parse,
+)
 from peftkit.data.load import Record
-from peftkit.errors import DataError
+from peftkit.errors import ConfigError, DataError
+from peftkit.tasks.causal_lm import CausalLMConfig
 
 U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
@@ -17,6 +27,25 @@ HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
 def parsed(*rows: dict[str, Any], name: Any = "auto") -> ParsedRow:
     records = [Record(row, f"a.jsonl:{line}") for line, row in enumerate(rows, start=1)]
     return parse(records, name, where="a.jsonl")
+
+
+def test_two_named_fields_are_prompt_and_completion() -> None:
+    names = FieldNames("q", "a", ("task.prompt", "task.completion"))
+    records = [Record({"q": "1 ", "a": "2", "text": "3"}, "a.jsonl:1")]
+    found = parse(records, "auto", where="a.jsonl", fields=names)
+    assert found.examples == (Completion("1 ", "2", "a.jsonl:1"),)
+    assert found.unused == ("text",)
+    with pytest.raises(DataError, match=r"a\.jsonl:2 lacks 'q' or 'a' \(task\.prompt"):
+        parse([*records, Record({"q": "1"}, "a.jsonl:2")], "auto", where="a.jsonl", fields=names)
+    with pytest.raises(ConfigError, match="prompt and completion are named together"):
+        CausalLMConfig(prompt="q")
+
+
+def test_a_text_of_many_megabytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MAX_CHARACTERS", 9)
+    assert "a.jsonl:2: text: 10 characters; at most 9" in refused(
+        {"text": "a" * 9}, {"text": "a" * 10}
+    )
 
 
 def refused(*rows: dict[str, Any], name: Any = "auto") -> str:

@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 
+from peftkit.data.columns import Dropped
 from peftkit.data.format import Completion, Conversation, Instruction, Text
 from peftkit.data.load import Record
-from peftkit.data.preferences import check_both_labels, read_pairs_of, read_verdicts
+from peftkit.data.preferences import (
+    USELESS,
+    check_both_labels,
+    read_pairs_of,
+    read_verdicts,
+)
 from peftkit.errors import DataError
 
 USER = {"role": "user", "content": "who?"}
@@ -86,9 +92,6 @@ def test_systems_tools_and_turns_after_a_call_belong_to_the_answer() -> None:
 @pytest.mark.parametrize(
     ("row", "field"),
     [
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "rejected: equal"),
-        ({"prompt": "a", "chosen": "b", "rejected": " "}, "rejected: empty"),
-        ({"prompt": "a", "chosen": "", "rejected": "b"}, "chosen: empty"),
         ({"prompt": [USER], "chosen": [{**GOOD, "content": ""}], "rejected": [BAD]}, "chosen: e"),
         ({"prompt": "a", "chosen": "b"}, "rejected: missing"),
         ({"prompt": "what?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "prompt: chosen"),
@@ -108,6 +111,25 @@ def test_what_is_no_pair_is_named(row: dict[str, Any], field: str) -> None:
     fine = {"prompt": "a", "chosen": "b", "rejected": "c"}
     with pytest.raises(DataError, match=f"a.jsonl:2: {field}"):
         read_pairs_of(records(fine, row), "a.jsonl")
+
+
+@pytest.mark.parametrize("answers", [("b", "b"), ("b", " "), ("", "b"), ([GOOD], [GOOD])])
+def test_rows_with_nothing_to_prefer_are_dropped(answers: tuple[Any, Any]) -> None:
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    rows.append({"prompt": "a", "chosen": answers[0], "rejected": answers[1]})
+    pairs, _ = read_pairs_of(records(*rows), "a.jsonl")
+    assert pairs[1] == Dropped("a.jsonl:2", USELESS)
+
+
+def test_all_bad_rows_are_listed_in_a_file(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    with pytest.raises(
+        DataError, match=r"9 of 9 rows(.|\n)*and 4 more(.|\n)*a\.jsonl\.txt"
+    ) as error:
+        read_pairs_of(records(*[{"prompt": "a", "chosen": "b"}] * 9), "a.jsonl")
+    (listed,) = tmp_path.rglob("*.txt")
+    assert str(listed) in error.value.found
+    assert "a.jsonl:9: rejected: missing" in listed.read_text()
 
 
 def test_a_margin_is_a_number() -> None:
@@ -137,7 +159,6 @@ def test_verdicts_are_examples_with_a_label() -> None:
     [
         ([{"label": True}, {"label": 1}], "a.jsonl:2: label: expected true or false, found 1"),
         ([{"label": True}, {}], "a.jsonl:2: label: .* missing"),
-        ([{"label": True}, {"label": False, "completion": " "}], "a.jsonl:2: its answer is empty"),
     ],
 )
 def test_what_is_no_verdict_is_named(rows: list[dict[str, Any]], found: str) -> None:

@@ -113,8 +113,13 @@ def test_a_harmed_file_of_the_cache_is_made_again(tmp_path: Path, encoder: Docum
     before = list(encoded(str(path), encoder))
     (folder,) = cache_folder().glob("[!.]*")
     rows = folder / "rows.arrow"
-    rows.write_bytes(rows.read_bytes()[:200])
-    assert list(encoded(str(path), encoder)) == before
+    whole = rows.read_bytes()
+    middle = len(whole) // 2
+    flipped = bytes(255 - byte for byte in whole[middle : middle + 16])
+    for harmed in (whole[:200], whole[:middle] + flipped + whole[middle + 16 :]):
+        rows.write_bytes(harmed)
+        assert list(encoded(str(path), encoder)) == before
+        assert rows.read_bytes() == whole
 
 
 def test_of_two_that_need_one_cache_one_encodes_and_the_other_waits(

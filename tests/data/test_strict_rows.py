@@ -51,6 +51,21 @@ def test_csv_keeps_the_line_where_a_row_begins(tmp_path: Path) -> None:
     assert [row.source.rpartition(":")[2] for row in rows] == ["2", "5"]
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.tsv", "prompt\tcompletion\na, b\tc\n"),
+        ("a.csv", "prompt\tcompletion\na, b\tc\n"),
+        ("a.csv", 'prompt;completion\n"a, b";c\n'),
+    ],
+)
+def test_cells_may_be_separated_by_tabs_and_semicolons(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    (row,) = read(tmp_path, name, content)
+    assert row.fields == {"prompt": "a, b", "completion": "c"}
+
+
 def test_csv_cells_may_be_long(tmp_path: Path) -> None:
     assert len(read(tmp_path, "a.csv", "text\n" + "a" * 200_000)[0].fields["text"]) == 200_000
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -19,7 +20,7 @@ from transformers import (
 from peftkit.data.encode import Style, prompt_ids
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import IGNORE
-from peftkit.errors import DataError
+from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Notice, Progress, Stage, Table
 from peftkit.tasks.causal_lm import CausalLM
 
@@ -56,6 +57,34 @@ def counts(events: list[Event]) -> dict[str, str]:
     return {row[0]: row[1] for row in table.rows}
 
 
+def test_a_tokenizer_of_another_model_is_refused(
+    llama: PreTrainedModel, tokenizer: Tokenizer
+) -> None:
+    other = copy.deepcopy(tokenizer)
+    words = llama.get_input_embeddings().weight.shape[0]
+    other.add_tokens([f"<{n}>" for n in range(words)])
+    CausalLM(llama, other, DataConfig(train="", max_length=64))  # what was added may be more
+    vocabulary = json.loads(other.backend_tokenizer.to_str())
+    vocabulary["model"]["vocab"] |= {f"w{n}": 10_000 + n for n in range(words)}
+    other = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(json.dumps(vocabulary)))
+    with pytest.raises(BaseError, match=f"the model {words:,} embeddings"):
+        CausalLM(llama, other, DataConfig(train=""))
+
+
+def test_prompts_without_a_template_are_told(
+    llama: PreTrainedModel, tokenizer: Tokenizer, tmp_path: Path, events: list[Event]
+) -> None:
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    where = write(tmp_path / "a.jsonl", {"instruction": "a", "output": "b"})
+    for _ in range(2):
+        task = CausalLM(llama, bare, DataConfig(train="", max_length=200), on_event=events.append)
+        task.load(where)
+        task.load(where)
+        assert sum("no chat template" in str(event) for event in events) == 1
+        events.clear()
+
+
 def test_every_row_is_counted(tmp_path: Path, task: Build, events: list[Event]) -> None:
     rows = [said("the fox", "the dog")] * 17
     rows += [said("the fox", "a b c d e f " * 20)]  # line 18: cut
@@ -89,9 +118,9 @@ def test_dropping_more_than_was_allowed_is_an_error_that_names_the_rows(
         task(max_dropped=0.19).encode(where)
     message = str(caught.value)
     assert "2 of 10 rows have nothing to learn, more than data.max_dropped (19%)" in message
-    assert f"Nothing to learn (no answer): 1 ({where}:9)" in message
-    assert f"The answer lies beyond 64 tokens: 1 ({where}:10)" in message
-    assert "Raise data.max_length" in message
+    assert f"Nothing to learn: 1 ({where}:9)" in message
+    assert f"The answer lies beyond the cut: 1 ({where}:10)" in message
+    assert "raise data.max_length" in message
     assert counts(events)["rows kept"] == "8"  # told before the error
     assert len(task(max_dropped=0.2).encode(where)) == 8
 

@@ -56,8 +56,7 @@ def test_the_loss_is_its_formula(folder: Path, tmp_path: Path) -> None:
     expected = []
     for row in rows:
         c, r = (
-            model(input_ids=torch.tensor([d.input_ids])).logits[0, 0].detach()
-            for d in row.documents
+            model(input_ids=torch.tensor([d.input_ids])).logits[0, 0].detach() for d in row.texts
         )
         expected.append(-logsigmoid(c - r - row.margin) + 0.3 * (c + r) ** 2)
     found = task.loss_and_metric_sums(model, task.collate(rows))

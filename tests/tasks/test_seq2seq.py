@@ -24,7 +24,7 @@ from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
 from peftkit.methods.lora import LoRA
 from peftkit.tasks.causal_lm import CausalLM
-from peftkit.tasks.rouge import longest_common_subsequence, rouge_l
+from peftkit.tasks.metrics import longest_common_subsequence, rouge_l
 from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit

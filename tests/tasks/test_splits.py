@@ -13,9 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit import recipe
 from peftkit.config.schema import from_dict
-from peftkit.data.lazy_rows import LazyRows
+from peftkit.data.lazy_rows import LazyRows, weighted
 from peftkit.data.load import DataConfig, Source
-from peftkit.data.mixture import Mixture, is_held_out
+from peftkit.data.stored import is_held_out
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Event, Notice
 from peftkit.run.config import Recipe
@@ -93,7 +93,7 @@ class Numbers(LazyRows):
 
 
 def test_less_than_once_takes_every_so_many_rows() -> None:
-    rows = Mixture([(Numbers(100), 0.25)])
+    rows = weighted([(Numbers(100), 0.25)])
     assert list(rows) == list(range(0, 100, 4))
     assert list(rows[2:4]) == [8, 12]
     assert 0.1 < sum(is_held_out(n, 0.2) for n in range(500)) / 500 < 0.3
@@ -109,6 +109,11 @@ def test_repeated_rows_are_told(
     told = [event.text for event in events if isinstance(event, Notice)]
     assert any("1 of 4 rows teach what one before" in text for text in told)
     assert any("1 of 2 rows of" in text and "a.jsonl too" in text for text in told)
+    events.clear()
+    same = DataConfig(train=train, eval=train, max_length=64)
+    load_splits(task_of(llama, tokenizer, same, on_event=events.append), same)
+    told = [event.text for event in events if isinstance(event, Notice)]
+    assert any("4 of 4 rows of" in text and "the same file" in text for text in told)
 
 
 def test_a_run_learns_from_several_files_and_holds_rows_out(

@@ -122,7 +122,7 @@ def test_words_behind_the_cut_are_counted_and_not_learnt(bert, tmp_path) -> None
     assert 0 < num_kept < 10
     assert counts["words"] == "10"
     assert counts["words without a token"] == str(10 - num_kept)
-    assert int(counts["rows cut at 8 tokens"]) > 0
+    assert int(counts["cut at 8 tokens"]) > 0
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from torch import nn
 
-from peftkit.data.encode import Style
 from peftkit.data.load import DataConfig
 from peftkit.errors import ConfigError
-from peftkit.events import Listener, ignore
 from peftkit.tasks.preference.kto import KTO
 from peftkit.tasks.preference.losses import DEFAULTS, WITH_REFERENCE, LossName
 from peftkit.tasks.preference.pairs import PreferencePairs
@@ -73,14 +71,9 @@ class PreferenceConfig(TaskConfig):
         asked = getattr(self, name)
         return float(DEFAULTS[self.loss].get(name, 0.0) if asked is None else asked)
 
-    def on(
-        self,
-        model: nn.Module,
-        processor: Any,
-        data: DataConfig,
-        *,
-        style: Style | None = None,
-        on_event: Listener = ignore,
+    @staticmethod
+    def task(
+        model: nn.Module, tokenizer: Any, config: PreferenceConfig, data: DataConfig, **more: Any
     ) -> Preference:
-        kind = KTO if self.loss == "kto" else PreferencePairs
-        return kind(model, processor, self, data, style=style, on_event=on_event)
+        kind = KTO if config.loss == "kto" else PreferencePairs
+        return kind(model, tokenizer, config, data, **more)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from peftkit.data.columns import Dropped
 from peftkit.data.encoding import EncodedRows
 from peftkit.data.lazy_rows import LazyRows
-from peftkit.data.lengths import MULTIPLE
+from peftkit.data.lengths import rounded_up
 from peftkit.data.load import Record
 from peftkit.data.pack import cut_document
 from peftkit.data.preferences import Verdict, check_both_labels, read_verdicts
@@ -45,7 +45,7 @@ class JudgedEncoder(AnswerEncoder):
             row = cut_document(whole, self.max_length)
             counts["wanted" if verdict.wanted else "unwanted"] += 1
             if row.num_targets == 0:
-                rows.append(Dropped(verdict.source, 0))
+                rows.append(Dropped(verdict.source, 1 if whole.num_targets else 0))
                 continue
             is_cut = row is not whole
             counts.update(cut=is_cut, targets=row.num_targets)
@@ -97,7 +97,7 @@ class KTO(Preference):
         check_both_labels(rows.where, rows.counts["wanted"], rows.counts["unwanted"])
         super().check(rows)
 
-    def arranged(self, rows: LazyRows) -> LazyRows:
+    def prepare_rows(self, rows: LazyRows) -> LazyRows:
         return WithOtherAnswers(rows, rows.values("start"), self.max_length)
 
     @property
@@ -110,7 +110,7 @@ class KTO(Preference):
     def num_positions(self, rows: Sequence[Compared]) -> int:
         """Return how many positions the longer of the two documents of each row take."""
         lengths = [max(row.lengths) for row in rows]
-        padded = len(lengths) * (-(-max(lengths) // MULTIPLE) * MULTIPLE)
+        padded = len(lengths) * rounded_up(max(lengths))
         if self._attention is None:
             return padded
         return sum(lengths) if self._attention.takes_spans else min(padded, num_positions(lengths))
@@ -151,9 +151,9 @@ class KTO(Preference):
         reference = self.reference_of(model, batch)[:, 0]
         log_probs, wanted = self._own(model, batch), batch["wanted"]
         gain = log_probs - reference.to(log_probs)
-        losses = kto_losses(gain, wanted, z.to(gain), beta=self.settings.beta)
+        losses = kto_losses(gain, wanted, z.to(gain), beta=self.config.beta)
         gain, log_probs, on = gain.detach(), log_probs.detach(), wanted.to(gain)
-        rewards = self.settings.beta * gain
+        rewards = self.config.beta * gain
         told = (
             on,
             rewards * on,

@@ -19,7 +19,7 @@ from peftkit.tasks.preference.losses import Answers, pair_losses, rewards
 from peftkit.tasks.preference.rows import AnswerEncoder, Compared, after_common_tokens, compared
 from peftkit.tasks.preference.task import Preference, summed, whole_answers
 
-Read = tuple[list[Pair], tuple[str, ...]]
+Read = tuple[list[Pair | Dropped], tuple[str, ...]]
 
 
 class ComparedEncoder(AnswerEncoder):
@@ -34,13 +34,17 @@ class ComparedEncoder(AnswerEncoder):
         pairs, unused = read
         rows, counts = list[Any](), Counter[str]()
         for pair in pairs:
+            if isinstance(pair, Dropped):
+                rows.append(pair)
+                continue
             both = self.encode(pair.chosen), self.encode(pair.rejected)
             both = after_common_tokens(*both) if pair.shared else both
             row = compared(*both, self.max_length)
-            rows.append(row or Dropped(pair.source, 0))
+            rows.append(row or Dropped(pair.source, 1))
             if row is not None:
                 counts.update(cut=row.is_cut, targets=row.num_targets, common=row.common)
-        return EncodedRows(rows, self.agreed(pairs[0].chosen), counts, unused)
+        agreed = next((self.agreed(pair.chosen) for pair in pairs if isinstance(pair, Pair)), {})
+        return EncodedRows(rows, agreed, counts, unused)
 
 
 class PreferencePairs(Preference):
@@ -55,7 +59,7 @@ class PreferencePairs(Preference):
         return [*super().counts(rows), ("tokens common to both answers, once more", common)]
 
     def _batch(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
-        if self.settings.loss != "orpo":
+        if self.config.loss != "orpo":
             return super()._batch(rows)
         # ORPO also learns the prompt: all of the chosen document is scored
         pairs = [row.documents for row in rows]
@@ -72,7 +76,7 @@ class PreferencePairs(Preference):
 
     def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the summed loss, the rewards, and the log-probabilities; see `figures`."""
-        settings, count = self.settings, len(batch["cut"])
+        settings, count = self.config, len(batch["cut"])
         reference = self.reference_of(model, batch)
         tokens, document = self.token_log_probs(model, batch), batch["document"]
         answers = batch.get("answers")

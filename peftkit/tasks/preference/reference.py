@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.data.columns import columns_of
-from peftkit.data.lazy_rows import RowView
+from peftkit.data.lazy_rows import View
 from peftkit.data.lengths import tokens_of_each
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice, Progress, Stage
@@ -101,7 +101,7 @@ class ReferenceValues:
         missing = (~known).nonzero().flatten()
         if len(missing):
             context.say(Stage(f"Asking the reference about {len(missing):,} rows"))
-            made = self._missing(model, reference, RowView(rows, first[missing].tolist()), context)
+            made = self._missing(model, reference, View([rows], first[missing].tolist()), context)
             values[missing], known[missing] = made[:, :2], made[:, 2] > 0
             if reference.key and ranks.is_main:
                 _keep(path, keys[known], values[known], context)
@@ -113,13 +113,13 @@ class ReferenceValues:
         self._reference, self._keys, self._known = reference.key, keys, values
 
     def _missing(
-        self, model: nn.Module, reference: Reference, rows: RowView, context: SetupContext
+        self, model: nn.Module, reference: Reference, rows: View, context: SetupContext
     ) -> Tensor:
         """Return (rows, 3): values, and 1 where there are any, computed by all processes."""
         ranks, in_step = context.ranks, context.in_step
         order = tokens_of_each(rows).sort(descending=True, stable=True).indices
         places = order[ranks.rank :: ranks.world_size]
-        own = RowView(rows, places.tolist())
+        own = View([rows], places.tolist())
         made = torch.zeros(len(rows), 3, device=ranks.device)
         done, pending = 0, in_step.padded_passes(_parts(own, BATCH_SIZE))
         with evaluating(model), reference.state():

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from peftkit.data.cache import tokenizer_key
 from peftkit.data.encode import Encoder
 from peftkit.data.encoding import RowEncoder
 from peftkit.data.format import Example
 from peftkit.data.pack import IGNORE, Learnt, Row, cut_document
+from peftkit.data.preferences import NOTHING_TO_COMPARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,11 @@ class Judged:
 class AnswerEncoder(RowEncoder):
     """Makes rows of answers after their prompts, of at most `max_length` tokens."""
 
+    drops: Mapping[str, str] = {
+        **NOTHING_TO_COMPARE,
+        "no answer, or no difference, before the cut": "raise data.max_length",
+    }
+
     def __init__(self, tokenizer: Any, template: str | None, max_length: int) -> None:
         self._tokenizer, self._template, self.max_length = tokenizer, template, max_length
         self._encoder = Encoder(tokenizer, template)
@@ -140,22 +145,3 @@ def after_common_tokens(a: Row, b: Row) -> tuple[Row, Row]:
     shared = next((n for n, (x, y) in enumerate(pairs) if x != y), min(*a.lengths, *b.lengths))
     labels = [(IGNORE,) * shared + row.labels[shared:] for row in (a, b)]
     return replace(a, labels=labels[0]), replace(b, labels=labels[1])
-
-
-class Decoder(Protocol):
-    """The part of a tokenizer that turns tokens into text."""
-
-    def decode(self, ids: Sequence[int], **how: Any) -> Any:
-        """Return their text."""
-
-
-def pieces(row: Row, tokenizer: Decoder, name: str) -> list[tuple[str, str]]:
-    """Return a document's text in pieces, each of an answer with a name before it."""
-    found = []
-    for learnt, group in groupby(
-        zip(row.input_ids, row.labels, strict=True), key=lambda pair: pair[1] != IGNORE
-    ):
-        ids = [token for token, _ in group]
-        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        found.append((name if learnt else "", str(text)))
-    return found

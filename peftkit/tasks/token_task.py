@@ -1,0 +1,216 @@
+"""Tasks whose loss is that of tokens: rows without padding where the model can, chunks of logits.
+
+Shapes: B rows, T tokens, n learnt tokens of the batch.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.data.encode import Style
+from peftkit.data.pack import collate, labelled_pieces, last_answer
+from peftkit.events import Listener, ignore
+from peftkit.tasks.attention import TrainingAttention, training_attention
+from peftkit.tasks.head import head_of, token_loss, token_losses
+from peftkit.tasks.length import exact_length
+from peftkit.tasks.loss import accepted, unwrapped
+from peftkit.tasks.measure import mean_loss
+from peftkit.tasks.protocol import Task
+from peftkit.tasks.unpadding import (
+    can_unpad,
+    faster,
+    laid_out,
+    layout_in,
+    num_positions,
+    unpadded,
+)
+from peftkit.train.metrics import perplexity
+
+
+class TokenTask(Task):
+    """A task whose loss is that of each token of a text."""
+
+    predicts_tokens: ClassVar[bool] = True
+    is_causal: ClassVar[bool] = False
+    """Whether what is computed of a token depends on none after it."""
+    _attention: TrainingAttention | None = None
+    """While documents are in one row: the model's."""
+
+    def __init__(self, model: nn.Module, processor: Any, *config: Any, **more: Any) -> None:
+        super().__init__(model, processor, *config, **more)
+        self._head = head_of(model)
+        pads = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        self._pad_id: int = next(int(token) for token in pads if token is not None)
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Whether logits are made chunk by chunk, and whether rows are padded."""
+        loss = "label rows alone, in chunks" if self._head else "label rows, all logits at once"
+        if self._attention is None:
+            return {"loss": loss, "rows": "padded"}
+        rows = "without padding" + ", common beginnings once" * self.is_causal
+        return {"attention": self._attention.kernel, "loss": loss, "rows": rows}
+
+    @contextmanager
+    def training(self, model: nn.Module) -> Iterator[None]:
+        """Besides, have documents in one row, without padding, where the model can."""
+        with ExitStack() as stack:
+            bare = unwrapped(model)
+            attention = stack.enter_context(training_attention(bare, on_gpu=True))
+            if attention and can_unpad(model, attention, share=self.is_causal):
+                self._attention = attention
+            elif bare.device.type != "cpu":
+                stack.close()  # of no use to padded rows
+            try:
+                yield
+            finally:
+                self._attention = None
+
+    def forget_layout(self) -> None:
+        """Have attention take each row as one document again, after a training step."""
+        if self._attention is not None:
+            self._attention.layout = ()
+
+    @contextmanager
+    def training_with(self, other: TokenTask) -> Iterator[None]:
+        """Use the attention of another task on the same model, which is in its `training`."""
+        self._attention = other._attention
+        try:
+            yield
+        finally:
+            self._attention = None
+
+    def num_positions(self, rows: Sequence[Any]) -> int:
+        """Return how many positions rows take that go through the model at once."""
+        padded = super().num_positions(rows)
+        if self._attention is None:
+            return padded
+        alone = super().num_positions
+        lengths = [n for row in rows for n in getattr(row, "lengths", (alone([row]),))]
+        return sum(lengths) if self._attention.takes_spans else min(padded, num_positions(lengths))
+
+    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Return rows as a batch: padded, or in one row if that is faster."""
+        batch = self.padded(rows)
+        if self._attention is None:
+            return batch
+        if self._attention.takes_spans:
+            return unpadded(batch, share=self.is_causal, spans=True)
+        return faster(batch, unpadded(batch, share=self.is_causal))
+
+    @abstractmethod
+    def padded(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Return rows as a batch, padded on the right.
+
+        It has target_index (n,), places in the flattened tokens; targets (n,), the tokens to be
+        said there; and else what `unpadded` takes and `inputs` reads.
+        """
+
+    @abstractmethod
+    def inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return what the model is called with for a padded batch, as far as it takes that."""
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the cross entropy summed over the learnt tokens of a batch, in fp32."""
+        inputs = self.model_inputs(model, batch)
+        loss = token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
+        if not loss.requires_grad and self._attention:  # there is no backward pass that asks again
+            self._attention.layout = ()
+        return loss
+
+    def model_inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return what the model is called with; attention knows the layout of its documents."""
+        given: Mapping[str, Any] = laid_out(batch, self._attention)
+        if not layout_in(batch):
+            given = self.inputs(model, batch)
+        return accepted(model, {**given, "use_cache": False})
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        """Return how many tokens a batch teaches; it never waits for the GPU."""
+        return batch["targets"].numel()
+
+    def joined(
+        self, parts: Sequence[Sequence[Any]]
+    ) -> tuple[dict[str, Tensor], list[int], list[int]]:
+        """Return the rows of several adapters as one batch, each adapter's in one piece.
+
+        Returns:
+            The batch; of each part how many targets it has, and how many tokens in one row.
+        """
+        batch = self.padded([row for part in parts for row in part])
+        sizes = torch.tensor([len(part) for part in parts])
+        part_of = torch.repeat_interleave(torch.arange(len(parts)), sizes)  # (B,)
+        width = batch.get("decoder_input_ids", batch["input_ids"]).shape[1]
+        targets = part_of[batch["target_index"] // width].bincount(minlength=len(parts))
+        tokens = torch.zeros(len(parts))
+        if self._attention is not None and self.is_causal:
+            spans = self._attention.takes_spans
+            in_one_row = unpadded(batch, share=True, spans=spans, owners=part_of)
+            tokens = in_one_row.pop("owner_tokens")
+            batch = in_one_row if spans else faster(batch, in_one_row)
+        return batch, targets.tolist(), tokens.long().tolist()
+
+    def loss_sums(
+        self, model: nn.Module, batch: Mapping[str, Tensor], num_targets: Sequence[int]
+    ) -> list[Tensor]:
+        """Return the loss of each part of a batch of `joined`, summed over its targets, in fp32."""
+        inputs = self.model_inputs(model, batch)
+        return token_losses(
+            model, self._head, inputs, batch["target_index"], batch["targets"], num_targets
+        )
+
+    @torch.no_grad()
+    def metrics(
+        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        """Return loss (nats per learnt token) and perplexity."""
+        loss, num_tokens = mean_loss(self, model, rows, on_event=on_event)
+        return {"loss": loss, "perplexity": perplexity(loss), "num_tokens": num_tokens}
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """Return tokens as text, special ones too."""
+        return str(
+            self.tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+
+class AnswerTask(TokenTask):
+    """A task of a decoder that learns answers after their prompts.
+
+    Raises:
+        DataError: A chat template or a length that cannot be.
+    """
+
+    def __init__(self, model: nn.Module, processor: Any, *config: Any, **more: Any) -> None:
+        super().__init__(model, processor, *config, **more)
+        self.max_length = exact_length(model, self.tokenizer, self.data.max_length)
+
+    @property
+    def style(self) -> Style:
+        """How generation has to prompt a model that learnt from the rows encoded so far."""
+        assert self._style is not None, "no rows have been encoded"
+        return self._style
+
+    def padded(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Return a batch, padded on the right (see `peftkit.data.pack.collate`)."""
+        return collate(rows, self._pad_id, self.max_length)
+
+    def inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the tokens alone: a causal model needs no mask of padding."""
+        return {"input_ids": batch["input_ids"]}
+
+    def spans(self, row: Any) -> list[tuple[str, str]]:
+        """Return a row's text in pieces, each with "learnt" or "" before it."""
+        return labelled_pieces(row, self._text, "learnt")
+
+    def last_answer(self, row: Any) -> tuple[list[int], str]:
+        """Return what comes before a document's last learnt answer, and the answer's text."""
+        return last_answer(self.tokenizer, row)
