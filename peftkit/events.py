@@ -61,7 +61,7 @@ class Table(Event):
 
 @dataclass(frozen=True, slots=True)
 class RunStarted(Event):
-    """Training is about to begin; `paths` says in words how the model is computed."""
+    """Training is about to begin; `plan` and `paths` say in words how the model is computed."""
 
     num_steps: int
     start_step: int
@@ -70,6 +70,7 @@ class RunStarted(Event):
     num_parameters: int
     device: str
     paths: str = ""
+    plan: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, Notice, Table, ignore
-from peftkit.execution.environment import default_device
+from peftkit.execution.environment import default_device, world_size
 from peftkit.files.disk import check_folder
 from peftkit.inference.watch import Metric, TextWatch
+from peftkit.planning.resolve import resolve_plan
 from peftkit.report.facts import BeforeRun
 from peftkit.report.live import LiveReport
+from peftkit.run import rules
 from peftkit.run.config import Recipe
 from peftkit.run.prepare import Prepared, prepare
 from peftkit.run.results import adapter_folder, identity, save_result, write_facts
 from peftkit.train.checkpoints.checkpoint import StartPolicy, locked
 from peftkit.train.checkpoints.identity import flat
 from peftkit.train.checkpoints.manifest import versions
-from peftkit.train.config import SHARDED
-from peftkit.train.context import check_context
 from peftkit.train.loop import check_output, train_prepared
 from peftkit.train.metrics import require_trackers
 from peftkit.train.rank_monitor import monitored_ranks
 from peftkit.train.run import Result
-from peftkit.train.sharding import check_sharding, is_sharded
+from peftkit.train.sharding import is_sharded
 from peftkit.train.signals import Interrupted, stop_requests, stopping_at_once
 
 
@@ -55,9 +55,7 @@ def run(
     start = StartPolicy(resume, overwrite, allow_changes)
     with monitored_ranks(default_device) as company, ExitStack() as stack:
         folder = recipe.train.output_dir
-        if recipe.train.shard in SHARDED:
-            check_sharding(recipe.train, recipe.method.type)
-        check_context(recipe.train)
+        rules.check(recipe, world_size())
         check_output(recipe.train, start)
         if company is not None:
             company.check_equal_across_ranks(
@@ -106,16 +104,14 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
     """
     require_trackers(recipe.train.log_to)
     check_folder(recipe.train.output_dir)
-    whole = recipe.train.model_copy(
-        update={"shard": "none", "context_parallel": 1}
-    )  # this is one process
-    recipe = recipe.model_copy(update={"train": whole})
-    ready = prepare(recipe, on_event=on_event)
+    plan = resolve_plan(recipe, on_event)
+    ready = prepare(recipe, plan=replace(plan, shard="none"), on_event=on_event)  # one process
     documents = getattr(ready.train, "documents", ready.train)  # of packed rows, one by one
     for row in documents[:num_rows]:
         pieces = tuple(ready.task.spans(row))
         on_event(Table(f"{row.source}, as the loss sees it", ("", "text"), pieces))
     num_steps = recipe.train.num_steps(len(ready.train))
+    on_event(Notice(f"Plan: {plan.describe()}."))
     on_event(Notice(f"All is well: {len(ready.train)} rows, {num_steps} optimizer steps."))
 
 

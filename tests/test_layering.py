@@ -26,7 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("train/", "base/"),
     ("methods/", "tasks/"),
     ("adapter",),
-    ("formats/", "run/config"),
+    ("formats/", "run/config", "run/rules"),
     ("planning/",),
     ("inference/", "merging/", "report/"),
     ("transform/", "run/"),

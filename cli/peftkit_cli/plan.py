@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,20 +84,20 @@ def _show(plan: Plan, ranks: bool) -> None:
     note(
         f"{plan.model}: {count(plan.num_parameters)} parameters "
         f"({plan.dtype}, quantize {plan.quantize}), {count(plan.num_trained)} trained "
-        f"({100 * plan.num_trained / plan.num_parameters:.2f} %)."
+        f"({100 * plan.num_trained / (plan.num_parameters + plan.num_trained):.2f} % of all)."
     )
     title = (
         f"Memory of {plan.rows} x {plan.length:,} tokens at once on {where}: "
         f"{_gb(plan.usable_bytes)} usable of {_gb(plan.memory_bytes)}"
     )
-    show_table(console, Table(title, WAYS, tuple(_way(way) for way in plan.ways)))
+    show_table(console, Table(title, WAYS, tuple(_way(way, plan.rows) for way in plan.ways)))
     if ranks or (plan.cards and not plan.fits):
         show_table(console, _cards(plan))
     show_table(console, Table("", ("what", "how much"), tuple(_facts(plan).items())))
     typer.echo(_verdict(plan))
 
 
-def _way(way: Strategy) -> tuple[str, ...]:
+def _way(way: Strategy, rows: int) -> tuple[str, ...]:
     sizes = way.by_category
     adapter = sum(sizes[name] for name in ("adapters", "gradients", "optimizer"))
     return (
@@ -104,7 +105,7 @@ def _way(way: Strategy) -> tuple[str, ...]:
         way.activations,
         *(f"{size / 1e9:.2f}" for size in (way.peak_bytes, sizes["weights"], adapter)),
         f"{sizes['activations'] / 1e9:.2f}",
-        "yes" if way.fits else "no",
+        "yes" if way.fits else f"{way.most_rows} of {rows} rows" if way.most_rows else "no",
         f"{way.longest_row:,}",
     )
 
@@ -175,7 +176,9 @@ def _verdict(plan: Plan) -> str:
         chosen = plan.chosen
         how = "the base streamed, " * (chosen.placement == "stream")
         less = "" if chosen.fits else ", with fewer rows at a time"
-        return f"It fits: {how}activations: {chosen.activations}{less}."
+        told = f"It fits: {how}activations: {chosen.activations}{less}."
+        how = textwrap.fill(f"Plan: {plan.execution.describe()}.", 80)
+        return f"{told}\n{how}"
     several = next((share.cards for share in plan.cards if share.fits), 0)
     other = f"\n{several} such cards hold it with --set train.shard=base." if several else ""
     if plan.change:

@@ -7,13 +7,14 @@ Of a model only the config is read. The step that trains is counted on tensors w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from peftkit.base.shapes import read_config
 from peftkit.config.schema import from_dict
 from peftkit.execution.environment import gpu_of_size, this_machine
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.planning.cards import (
     CARDS,
     LINK,
@@ -22,6 +23,7 @@ from peftkit.planning.cards import (
 )
 from peftkit.planning.change import cheapest_change
 from peftkit.planning.memory import DeviceEstimate, MemoryEstimator, Strategy
+from peftkit.planning.resolve import plan_as_asked
 from peftkit.planning.step import plain_purpose
 from peftkit.run.config import Recipe, load
 from peftkit.train.optim import STATE_BYTES
@@ -46,6 +48,7 @@ class Plan:
         memory_bytes, usable_bytes: Of the machine asked about.
         fits: Whether at least one row of the asked length does, in some way.
         change: If it does not: what to add to the command line, or "".
+        execution: How the run would be carried out.
         num_rows, num_tokens: Of the data, by its size; None where it is not at hand.
     """
 
@@ -66,6 +69,7 @@ class Plan:
     members: int
     fits: bool
     change: str
+    execution: ExecutionPlan
     adapter_bytes: int
     disk_bytes: int
     num_rows: int | None
@@ -137,6 +141,7 @@ def plan_run(
         members=_members(costs),
         fits=fits,
         change="" if fits else cheapest_change(costs, chosen),
+        execution=_execution(costs, chosen),
         adapter_bytes=adapter,
         disk_bytes=adapter + (recipe.train.keep_checkpoints + 1) * (adapter + state),
         num_rows=num_rows,
@@ -160,6 +165,16 @@ def _recipe(target: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
         return load(target, overrides)
     bare = {"base": {"model": str(target)}, "data": {"train": ""}}
     return from_dict(Recipe, bare, "peftkit plan", overrides)
+
+
+def _execution(costs: MemoryEstimator, chosen: Strategy) -> ExecutionPlan:
+    """Return the plan of a run that keeps its base and activations in a way."""
+    dtype = str(costs.reckoner.setup.dtype).removeprefix("torch.")
+    asked = plan_as_asked(costs.recipe, costs.environment, dtype)
+    plan = replace(asked, placement=chosen.placement, activations=chosen.activations)
+    if chosen.fits or plan.tokens is None:
+        return plan if chosen.fits else replace(plan, rows=max(chosen.most_rows, 1))
+    return replace(plan, tokens=max(chosen.most_rows, 1) * costs.length)
 
 
 def _members(costs: MemoryEstimator) -> int:

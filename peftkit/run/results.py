@@ -148,6 +148,7 @@ def _provenance(recipe: Recipe, ready: Prepared) -> Provenance:
         prompt_style=ready.task.style,
         task_type=ready.settings.task_type,
         task=ready.settings.model_dump(mode="json"),
+        plan=ready.plan.as_dict(),
     )
 
 

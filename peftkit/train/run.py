@@ -36,7 +36,6 @@ from peftkit.train import rng
 from peftkit.train.checkpoints.identity import identity_of
 from peftkit.train.checkpoints.weights import Weights
 from peftkit.train.config import TrainConfig
-from peftkit.train.context import check_context
 from peftkit.train.evaluate import Evaluator
 from peftkit.train.lockstep import LockstepForward
 from peftkit.train.memory.prepare import plan_memory_and_compile
@@ -108,7 +107,6 @@ class Run:
     ) -> None:
         self.model, self.config, self.stop, self.watch = model, config, stop, watch
         self.rows, self.eval_rows = train_rows, eval_rows
-        check_context(config)
         self.ranks = ranks = World(next(iter(parameters.values())).device, config.context_parallel)
         self.order = StatelessSampler(
             len(train_rows), config.rows_per_step(ranks.dp_size), config.seed
@@ -420,6 +418,7 @@ class Run:
             num_parameters=audit(self.model).num_parameters,
             device=device_name(self.ranks.device, self.ranks.world_size),
             paths=paths(self.model, self.learner.blocks, self._told_paths()),
+            plan=self.learner.plan.describe(),
         )
 
     def _told_paths(self) -> dict[str, str]:

@@ -26,40 +26,14 @@ from torch.distributed.fsdp import (
 )
 
 from peftkit.errors import ConfigError
-from peftkit.execution.environment import world_size
 from peftkit.kernels.packing import packed_tensors
-from peftkit.train.config import TrainConfig
 from peftkit.train.memory.blocks import Blocks
 from peftkit.train.world import World
-
-METHODS = ("lora", "dora", "ia3", "vera")
-"""Methods whose modules read the base's weights within its blocks alone."""
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Tell whether a model's weights are spread over processes."""
     return isinstance(model, FSDPModule)
-
-
-def check_sharding(config: TrainConfig, method: str) -> None:
-    """Make sure that a run can be sharded, before anything is loaded.
-
-    Raises:
-        ConfigError: There is one process, or the method does not go with it.
-    """
-    asked = f"train.shard: {config.shard}"
-    if world_size() < 2:
-        raise ConfigError(
-            f"{asked} spreads the base over several processes",
-            found="There is one process.",
-            fix="accelerate launch --num_processes 2 -m peftkit_cli train RECIPE.yaml",
-        )
-    if method not in METHODS:
-        raise ConfigError(
-            f"{asked} does not go with method.type: {method}",
-            found=f"Methods that do: {', '.join(METHODS)}.",
-            fix="Set train.shard: none, or use one of these.",
-        )
 
 
 def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False) -> None:

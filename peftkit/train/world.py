@@ -46,6 +46,11 @@ class World:
         self.world_size = self._accelerator.num_processes
         self.device = device
         self._check(launched)
+        if self.world_size % cp_size:
+            raise RunError(
+                f"train.context_parallel: {cp_size} takes groups of {cp_size} processes",
+                found=f"There are {self.world_size}.",
+            )
         self.cp_size, self.dp_size = cp_size, self.world_size // cp_size
         self.dp_rank, cp_rank = divmod(self.rank, cp_size)
         self.context: Context | None = None

@@ -12,6 +12,7 @@ import transformers
 from peftkit import Recipe, plan_run
 from peftkit.config.schema import from_dict
 from peftkit.errors import BaseError
+from peftkit.execution.environment import PROCESS_BYTES
 from peftkit.planning.plan import Plan
 from peftkit_cli.app import run
 from tests.planning.test_step_estimator import llama
@@ -134,6 +135,24 @@ def test_a_batch_of_short_rows_is_planned(folder, tmp_path) -> None:
     found = plan.as_json()["by_category"]
     assert found["adapters"] == pytest.approx(4 * plan.num_trained, rel=0.02)
     assert found["weights"] >= 2 * plan.num_parameters
+
+
+def test_what_is_told_of_a_tight_run_agrees_with_its_table(folder, capsys) -> None:
+    asked = ["plan", str(folder), "--memory", "3GB", "--set", "data.max_length=1024"]
+    asked += ["--set", "base.quantize=nf4", "--set", "train.gradient_checkpointing=true"]
+    asked += ["--set", "train.batch_size=64", "--set", "train.tokens_per_batch=65536"]
+    assert run(asked) == 0
+    told = capsys.readouterr().out
+    assert " of 64 rows" in told
+    assert "It fits" in told
+    assert "activations are recomputed" in told
+
+
+def test_the_process_itself_is_part_of_what_is_told(folder) -> None:
+    plan = plan_run(str(folder), overrides=("data.max_length=16",), measure=False)
+    assert not plan.on_gpu
+    assert plan.chosen.by_category["process"] == PROCESS_BYTES["cpu"]
+    assert plan.chosen.peak_bytes == sum(plan.chosen.by_category.values())
 
 
 def test_model_without_a_config_is_refused(tmp_path) -> None:

@@ -15,8 +15,6 @@ from peftkit.errors import ConfigError
 from peftkit.formats.peft.folder import named_tensors
 from peftkit.recipe import check, run
 from peftkit.run.config import Recipe
-from peftkit.train.config import TrainConfig
-from peftkit.train.sharding import check_sharding
 from tests.train.children import exit_code, free_port, start
 
 WORDS = ("yes", "no", "perhaps", "of course not", "why do you ask me that again")
@@ -114,14 +112,6 @@ def test_one_process_cannot_share_a_base(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="There is one process"):
         run(from_dict(Recipe, recipe(tmp_path, Path("nowhere"), train=train), "test"))
     assert not (tmp_path / "run").exists()
-
-
-def test_a_method_that_cannot_be_sharded_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"method\.type: bitfit"):
-        check_sharding(TrainConfig(shard="base"), "bitfit")
 
 
 def test_a_sharded_recipe_is_checked_on_one_process(tmp_path: Path, model_folder: Path) -> None:

@@ -226,3 +226,11 @@ def go_on(folder: Path) -> Played:
 def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     """Return whether tensors are equal to the bit."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+class CausalTask(ToyTask):
+    """The loss of a real causal model."""
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        return logits.logsumexp(-1).sum()

@@ -58,6 +58,7 @@ class Provenance:
         prompt_style: How prompts are formatted; None if unknown.
         task_type: PEFT's name of the task.
         task: A recipe's `task` section, with its labels; None if unknown.
+        plan: How the run was carried out (`ExecutionPlan.as_dict`); None if unknown.
     """
 
     base: str | None = None
@@ -68,6 +69,7 @@ class Provenance:
     prompt_style: Style | None = None
     task_type: str | None = "CAUSAL_LM"
     task: Mapping[str, Any] | None = None
+    plan: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,8 @@ def write_folder(
         "loading": dict(provenance.loading),
     }
     style, task = provenance.prompt_style, provenance.task
-    write_notes(folder / NOTES, folder / TENSORS, method, fields, base, style, task)
+    plan = provenance.plan
+    write_notes(folder / NOTES, folder / TENSORS, method, fields, base, style, task, plan)
     return folder
 
 

@@ -58,12 +58,14 @@ def write_notes(
     base: Mapping[str, Any],
     style: Style | None,
     task: Mapping[str, Any] | None,
+    plan: Mapping[str, Any] | None = None,
 ) -> None:
     """Write peftkit.json for an adapter whose other files are written.
 
     Args:
         tensors: Its tensor file. fields: Its config.
         base: name, hub_id, revision, fingerprint and loading.
+        plan: How the run was carried out.
     """
     spec, config = method.model_dump(mode="json"), computing(fields)
     notes = {
@@ -77,6 +79,7 @@ def write_notes(
         "base": dict(base),
         "prompt_style": asdict(style) if style else None,
         "task": task,
+        **({"plan": dict(plan)} if plan else {}),
     }
     write_json(notes, path)
 
@@ -103,6 +106,7 @@ def read_notes(path: Path, tensors: Path, config: Path, fields: Mapping[str, Any
             "loading": base["loading"],
             "prompt_style": Style(**notes["prompt_style"]) if notes["prompt_style"] else None,
             "task": notes.get("task"),
+            "plan": notes.get("plan"),
         }
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, PeftkitError):

@@ -180,7 +180,7 @@ def test_compiled_and_recomputed_gradients_are_those_of_neither(
     ],
 )
 def test_long_runs_are_compiled(wish: Any, device: str, work: float, wanted: bool) -> None:
-    assert is_worth_it(TrainConfig(compile=wish), work, torch.device(device)) == wanted
+    assert is_worth_it(TrainConfig(compile=wish), work, device) == wanted
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_written(
     elif cause == "compiler":
         backend.setattr(prepare, "cpp_compiler", lambda: None)
     else:
-        backend.setattr(blocks_module, "MARK", "OtherLayer")
+        backend.setattr("peftkit.model.blocks.RECOMPUTABLE", "OtherLayer")
     words = {
         "backend": "no code for you",
         "compiler": "There is no C++ compiler here",

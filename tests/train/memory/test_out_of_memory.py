@@ -9,14 +9,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from peftkit.adapter import attach
 from peftkit.errors import PeftkitError, RunError
 from peftkit.events import StepDone
+from peftkit.methods.lora import LoRA
+from peftkit.model.training import prepared_for_training
 from peftkit.train import run as run_module
 from peftkit.train.memory.blocks import Blocks
 from peftkit.train.memory.out_of_memory import is_out_of_memory
+from tests.families import FAMILIES
 from tests.train.toy import (
     COUNTED,
+    CausalTask,
     Row,
     Toy,
     ToyTask,
@@ -256,10 +262,10 @@ def test_auto_recomputes_once_not_one_row_fits_and_then_tries_whole_batches_agai
 def test_a_run_that_had_to_recompute_does_so_after_a_resume_unless_told_otherwise() -> None:
     first, second = (learner_of(Deep(), ToyTask()) for _ in range(2))
     first.set_activations("recompute")
-    second.take(first.state)
+    second.load_state(first.state)
     assert second.blocks.activations == "recompute"
     told = learner_of(Deep(), ToyTask(), gradient_checkpointing=False)
-    told.take(first.state)
+    told.load_state(first.state)
     assert told.plan.activations == "keep"
 
 
@@ -329,3 +335,32 @@ def test_memory_in_holes_is_given_back_after_the_plan_and_now_and_then(
     )
     assert played.error is None
     assert given == [0, 2, 5]  # a step is told of after it
+
+
+def test_a_failed_attempt_leaves_nothing_of_its_graph_in_groups_of_layers() -> None:
+    model = FAMILIES["llama"]().train()
+    attach(model, LoRA(rank=2))
+    storages: list[StorageWeakRef] = []
+    model.model.layers[0].register_forward_hook(
+        lambda *seen: storages.append(StorageWeakRef(seen[-1].untyped_storage()))
+    )
+
+    class Full(nn.Module):
+        """The activation between gate and up, which does not fit the first time."""
+
+        left_behind: bool | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(storages) == 1:
+                raise RuntimeError(CUDA)
+            if self.left_behind is None:
+                self.left_behind = not storages[0].expired()
+            return nn.functional.silu(x)
+
+    model.model.layers[1].mlp.act_fn = full = Full()
+    learner = learner_of(model, CausalTask())
+    rows = [Row(tuple(range(3, 12)), (0,) * 9, "") for _ in range(4)]
+    with prepared_for_training(model, learner.plan):
+        facts = learner.step(rows, 1e-3)
+    assert full.left_behind is False
+    assert "2 rows at a time instead of" in facts.notice

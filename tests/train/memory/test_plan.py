@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from peftkit.train.memory import prepare
 from peftkit.train.memory.blocks import Blocks
 from peftkit.train.memory.plan import ActivationBytes, saved_by
 from tests.train.toy import (
+    CausalTask,
     Played,
     Row,
     Toy,
@@ -254,9 +254,3 @@ def test_what_is_planned_for_a_transformer_covers_what_its_batches_save(monkeypa
     for part in parts:
         saved = saved_by(lambda: learner.loss(part), learner.blocks.blocks)  # noqa: B023
         assert saved.needed(learner.plan.activations) <= 2_000_000
-
-
-class CausalTask(ToyTask):
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        return logits.logsumexp(-1).sum()

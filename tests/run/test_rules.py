@@ -1,0 +1,76 @@
+"""What does not go together is refused when a recipe is read, or where it is launched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from peftkit.config.schema import from_dict
+from peftkit.errors import ConfigError
+from peftkit.run.config import Recipe
+from peftkit.run.rules import RULES, broken, check
+
+PLAIN: dict[str, dict[str, Any]] = {"base": {"model": "x"}, "data": {"train": "rows.jsonl"}}
+READ: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("gradient_checkpointing is false", {
+        "base": {"placement": "stream", "quantize": "nf4"},
+        "train": {"gradient_checkpointing": False},
+    }),
+    ("train.shard: offload", {
+        "base": {"placement": "stream", "quantize": "nf4"}, "train": {"shard": "offload"},
+    }),
+    ("method.type: prompt_tuning", {
+        "method": {"type": "prompt_tuning"}, "data": {"packing": True},
+    }),
+    ("context_parallel: 2", {
+        "train": {"context_parallel": 2}, "data": {"packing": True},
+    }),
+    ("context_parallel: 2", {
+        "train": {"context_parallel": 2, "eval_generate": 4}, "data": {"eval": "rows.jsonl"},
+    }),
+    ("method.start_from", {"base": {"new_tokens": ["<a>"]}, "method": {"start_from": "run"}}),
+    ("method.token_rows", {"base": {"new_tokens": ["<a>"]}, "method": {"token_rows": [3]}}),
+    ("data.eval is not set", {"train": {"keep_best": True}}),
+    ("writes no text", {
+        "task": {"type": "masked_lm"}, "train": {"eval_generate": 4}, "data": {"eval": "r.jsonl"},
+    }),
+    ("method.type: bitfit", {"method": {"type": "bitfit"}, "train": {"shard": "base"}}),
+)  # fmt: skip
+LAUNCHED = (
+    ("There is one process", {"shard": "base"}, 1, 2),
+    ("There are 3 processes", {"context_parallel": 2}, 3, 4),
+)
+
+
+def recipe(**sections: dict[str, Any]) -> Recipe:
+    given = {name: dict(section) for name, section in PLAIN.items()}
+    for name, section in sections.items():
+        given[name] = {**given.get(name, {}), **section}
+    if "method" in given:
+        given["method"].setdefault("type", "lora")
+    return from_dict(Recipe, given, "test")
+
+
+@pytest.mark.parametrize(("told", "sections"), READ)
+def test_what_does_not_go_together_is_refused_when_it_is_read(
+    told: str, sections: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        recipe(**sections)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(("told", "train", "wrong", "right"), LAUNCHED)
+def test_what_depends_on_the_processes_is_refused_where_they_are(
+    told: str, train: dict[str, Any], wrong: int, right: int
+) -> None:
+    asked = recipe(train=train)
+    check(asked, right)
+    with pytest.raises(ConfigError, match=told):
+        check(asked, wrong)
+
+
+def test_every_rule_has_a_recipe_that_breaks_it_and_none_breaks_the_plain_one() -> None:
+    assert len(READ) + len(LAUNCHED) == len(RULES)
+    assert not list(broken(recipe(), 1))
