@@ -8,6 +8,7 @@ sublayer of its own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
@@ -29,6 +30,9 @@ from peftkit.model.places import (
 
 RECOMPUTABLE = "GradientCheckpointingLayer"
 """The class of transformers that such blocks are of; by name, for it is not imported here."""
+
+NORM_AFTER = r"post_(feed_?forward|ffn|mlp)"
+"""Name of a block's norm of what its feed-forward part puts out (Gemma 2, OLMo 2, GLM 4)."""
 
 
 def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -93,6 +97,21 @@ def recomputable_blocks(model: nn.Module) -> list[nn.Module]:
     if inside or not any(cls.__name__ == RECOMPUTABLE for cls in type(model).__mro__):
         return inside
     return [model]
+
+
+def feed_forward_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the dense feed-forward modules of blocks, each with all of a part and nothing else.
+
+    Left out are those after which a norm follows in the block: it needs their output.
+    """
+    found = []
+    for part in find_sublayers(model):
+        path = _around((part.reads, part.path)) if part.kind == "ffn" and part.reads else ""
+        inside = path.startswith(f"{part.block}.") and part.path != part.reads
+        names = [name for name, _ in model.get_submodule(part.block).named_children()]
+        if inside and not any(re.search(NORM_AFTER, name) for name in names):
+            found.append(model.get_submodule(path))
+    return found
 
 
 def find_sublayers(model: nn.Module) -> list[Sublayer]:

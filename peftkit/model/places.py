@@ -189,6 +189,10 @@ class FrozenWrapper(nn.Module):
     def bias(self) -> Tensor | None:
         return cast("Tensor | None", self.base.bias)
 
+    def trained(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters that are trained here."""
+        return (parameter for parameter in self.parameters() if parameter.requires_grad)
+
 
 def unwrap_adapter(module: nn.Module) -> nn.Module:
     """Return the frozen module inside a wrapper of ours, or the module itself."""

@@ -182,6 +182,9 @@ class SweepLinear(FrozenWrapper):
         for module in self.members.values():
             module.train(mode)
 
+    def trained(self) -> Iterator[nn.Parameter]:
+        return (p for module in self.members.values() for p in module.trained())
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         pieces = self.routing.pieces
         here = [self.members.get(piece.name) for piece in pieces if self.enabled]

@@ -23,6 +23,7 @@ from peftkit.execution.strategies import activation_modes
 from peftkit.kernels.packed import recomputing
 from peftkit.model.blocks import recomputable_blocks
 from peftkit.train.memory.offload import Offload
+from peftkit.train.memory.tiles import Tiles
 
 STREAMED = "block_stream"
 """What a model has whose blocks' weights come from main memory: kept activations would hold all."""
@@ -68,6 +69,7 @@ class Blocks:
         self._stream = getattr(model, STREAMED, None)
         self.are_streamed = self._stream is not None
         self._offload = Offload()
+        self._tiles = Tiles(model)
         self._draws: dict[tuple[Any, bool], bool] = {}
         self._call: Callable[..., Any] = _call
         self._while_compiled = ExitStack()
@@ -111,10 +113,12 @@ class Blocks:
         """Keep all activations within this context."""
         before = [(m.gradient_checkpointing, None) for m in self._marked]
         self._mark([(False, None)] * len(self._marked))
+        self._tiles.set(False)
         try:
             yield
         finally:
             self._mark(before)
+            self._tiles.set(self._tiled)
 
     def compile(self, wanted: bool = True) -> None:
         """Run the blocks compiled from here on, or no longer."""
@@ -144,6 +148,7 @@ class Blocks:
         self.compiled = False
         self._while_compiled.close()
         self._mark(self._before)
+        self._tiles.set(False)
         for block, compiled in zip(self.blocks, self._compiled_before, strict=True):
             block._compiled_call_impl = compiled
 
@@ -153,6 +158,7 @@ class Blocks:
             self._mark([(False, before) for _, before in self._before])
         else:
             self._mark([(True, function)] * len(self._marked))
+        self._tiles.set(self._tiled)
         itself = self.compiled and self.activations == "keep"  # else what is computed twice is
         for block in self.blocks:
             block._compiled_call_impl = None
@@ -160,6 +166,11 @@ class Blocks:
                 block.compile(backend=BACKEND, dynamic=True)
         if itself:
             self._learn_alike()
+
+    @property
+    def _tiled(self) -> bool:
+        """Whether feed-forward layers go tile by tile: a tile's backward pass needs the weights."""
+        return self.activations != "keep" and not (self.compiled or self.are_streamed)
 
     def _learn_alike(self) -> None:
         """Let the lowest block that learns run the code of those above it.

@@ -1,0 +1,120 @@
+"""Tiled feed-forward layers: what takes each token by itself is computed some tokens at a time.
+
+Only the input is saved. The backward pass computes a tile of tokens again and goes back through it
+before the next one, so that the wide arrays inside (of a gated feed-forward layer five, each 3 to 4
+times as wide as its input) are there for a tile alone (Rajbhandari et al., 2025, arXiv:2506.13996).
+
+The input is saved by a node of its own, before anything is computed: a block that is recomputed
+ends there, and these layers run twice in all, as they do without tiles.
+
+Shapes: B rows, T tokens, H width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from peftkit.kernels.device import forked_generators, gpu_of
+from peftkit.kernels.lora_update import Saved
+
+Run = Callable[[Tensor], Tensor]
+"""(B, t, H) to (B, t, H'), each token by itself."""
+
+
+def tiled(run: Run, x: Tensor, trained: Sequence[Tensor], size: int, *, draws: bool) -> Tensor:
+    """Return run(x), (B, T, H'), with gradients of x and of what is trained inside.
+
+    Args:
+        x: (B, T, H).
+        trained: Parameters that `run` uses.
+        size: Tokens of a tile, in each row.
+        draws: Whether `run` draws random numbers, as dropout does.
+    """
+    saved: list[Any] = []
+    through = Saved.apply(saved, trained[0] if trained else x, x)
+    given = (x, through, *trained[1:]) if trained else (through,)
+    found: Tensor = _Tiled.apply(saved, run, tuple(trained), size, draws, *given)
+    return found
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        saved: list[Any],
+        run: Run,
+        trained: tuple[Tensor, ...],
+        size: int,
+        draws: bool,
+        x: Tensor,
+        *_: Tensor,
+    ) -> Tensor:
+        ctx.saved, ctx.run, ctx.trained, ctx.size = saved, run, trained, size
+        kind = x.device.type
+        ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        ctx.generators = _generators(x.device) if draws else []
+        out = None
+        # graphs of their own, gone at once: hooks that count or offload do not apply to them
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+            for start in range(0, x.shape[1], size):
+                part = run(x[:, start : start + size].detach().contiguous()).detach()
+                if out is None:
+                    out = part.new_empty(*x.shape[:2], part.shape[-1])
+                out[:, start : start + size] = part
+        assert out is not None
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved[0].saved_tensors
+        (grad,), wants_x = grads, ctx.needs_input_grad[5]
+        grad_x = torch.empty_like(x) if wants_x else None
+        totals: list[Tensor | None] = [None] * len(ctx.trained)
+        with (
+            torch.enable_grad(),
+            saved_tensors_hooks(_same, _same),
+            torch.autocast(*ctx.autocast),
+            _as_before(ctx.generators, x.device),
+        ):
+            for start in range(0, x.shape[1], ctx.size):
+                span = slice(start, start + ctx.size)
+                part = x[:, span].detach().contiguous().requires_grad_(wants_x)
+                asked = (part, *ctx.trained) if wants_x else ctx.trained
+                found = torch.autograd.grad(ctx.run(part), asked, grad[:, span], allow_unused=True)
+                if grad_x is not None:
+                    grad_x[:, span] = found[0]
+                own = found[1:] if wants_x else found
+                totals = [_sum(*pair) for pair in zip(totals, own, strict=True)]
+        return None, None, None, None, None, grad_x, *totals
+
+
+def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    return more if total is None else total if more is None else total.add_(more)
+
+
+def _generators(device: torch.device) -> list[Tensor]:
+    """Return the states of the CPU's generator and of a GPU's."""
+    gpu = gpu_of(device)
+    return [torch.get_rng_state(), *([] if gpu is None else [gpu.get_rng(device)])]
+
+
+@contextmanager
+def _as_before(states: Sequence[Tensor], device: torch.device) -> Iterator[None]:
+    """Draw again, within this context, what was drawn from such states on."""
+    gpu = gpu_of(device)
+    with forked_generators(device, enabled=bool(states)):
+        if states:
+            torch.set_rng_state(states[0])
+        if states and gpu is not None:
+            gpu.set_rng(states[1], device)
+        yield
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

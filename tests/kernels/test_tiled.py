@@ -1,0 +1,130 @@
+"""Feed-forward layers in tiles are the layers as they are written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from peftkit.adapter import attach
+from peftkit.kernels.packing import keep_copies
+from peftkit.methods.bottleneck import Bottleneck
+from peftkit.methods.dora import DoRA
+from peftkit.methods.lora import LoRA
+from peftkit.methods.protocol import Method
+from peftkit.model.blocks import feed_forward_modules
+from peftkit.quant.quantize import quantize_model
+from peftkit.train.memory import tiles
+from peftkit.train.memory.blocks import Blocks
+from tests.families import ARCHITECTURES
+from tests.kinds import inputs, loss
+
+SIZES = {"llama": 2, "qwen3": 2, "gpt2": 2, "t5": 4, "deepseek_v3": 1, "gemma2": 0, "opt": 0}
+"""How many feed-forward modules are by themselves, and their output read by a sum alone."""
+METHODS: dict[str, Method] = {
+    "lora": LoRA(rank=3),
+    "dropout": LoRA(rank=3, dropout=0.5),
+    "attention": LoRA(rank=3, targets=("attention",)),
+    "dora": DoRA(rank=3),
+    "houlsby": Bottleneck(style="houlsby", size=4),
+    "parallel": Bottleneck(style="parallel", size=4),
+}
+
+
+def moved(model: nn.Module, method: Method) -> nn.Module:
+    """Attach an adapter whose tensors are not zero."""
+    generator = torch.Generator().manual_seed(1)
+    adapter = attach(model.train(), method)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    adapter.prepare_training()
+    return model
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    model.zero_grad(set_to_none=True)
+    value = loss(model, inputs(model))
+    value.backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": value.detach(), **found}
+
+
+@pytest.mark.parametrize(("family", "count"), SIZES.items())
+def test_dense_layers_are_found_where_nothing_else_reads_their_output(
+    family: str, count: int
+) -> None:
+    assert len(feed_forward_modules(ARCHITECTURES[family]())) == count
+
+
+@pytest.mark.parametrize("kind", ["none", "nf4"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_are_those_without_tiles(
+    method: str, family: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = ARCHITECTURES[family]()
+    for part in model.modules():  # those of a family's own draw other numbers tile by tile
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    if kind != "none":
+        quantize_model(model, kind, compute_dtype=torch.float32)
+        keep_copies(model, 0)
+    moved(model, METHODS[method])
+    blocks = Blocks(model)
+    blocks.set_activations("recompute")
+    expected = gradients(model)
+    monkeypatch.setattr(tiles, "TILE", 5)
+    found = gradients(model)
+    assert found.keys() == expected.keys()
+    if method == "dropout":  # other numbers are drawn; the same ones in both passes over a tile
+        assert all(bool(torch.isfinite(grad).all()) for grad in found.values())
+        return
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_tile_drops_it_drops_in_the_backward_pass_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiles, "TILE", 5)
+    model: Any = moved(ARCHITECTURES["llama"](), LoRA(rank=3, dropout=0.5))
+    layer = model.model.layers[0].mlp
+    blocks = Blocks(model)
+    blocks.set_activations("recompute")
+    x = torch.randn(1, 12, 32, dtype=torch.float32)
+    b = layer.down_proj.lora_B
+    torch.manual_seed(5)
+    (grad,) = torch.autograd.grad(layer(x).sum(), b)
+    step, found = 1e-2, []
+    for sign in (1, -1):  # it is linear in B
+        with torch.no_grad():
+            b[3, 1] += sign * step
+        torch.manual_seed(5)
+        found.append(float(layer(x).sum().detach()))
+        with torch.no_grad():
+            b[3, 1] -= sign * step
+    assert float(grad[3, 1]) == pytest.approx((found[0] - found[1]) / (2 * step), rel=1e-2)
+
+
+def test_a_recomputed_block_ends_before_its_feed_forward_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiles, "TILE", 5)
+    model: Any = moved(ARCHITECTURES["llama"](), LoRA(rank=3))
+    seen: list[int] = []
+    model.model.layers[1].mlp.act_fn.register_forward_hook(
+        lambda module, args, out: seen.append(out.shape[1])
+    )
+    blocks = Blocks(model)
+    blocks.set_activations("recompute")
+    loss(model, inputs(model)).backward()
+    assert seen == [5, 5, 2] * 2  # once forward, once again tile by tile
+    blocks.restore()
+    seen.clear()
+    loss(model, inputs(model)).backward()
+    assert seen == [12]
