@@ -79,6 +79,7 @@ def test_gradients_are_those_without_tiles(
     blocks.set_activations("recompute")
     expected = gradients(model)
     monkeypatch.setattr(tiles, "TILE", 5)
+    monkeypatch.setattr(tiles, "LONG", 10)
     found = gradients(model)
     assert found.keys() == expected.keys()
     if method == "dropout":  # other numbers are drawn; the same ones in both passes over a tile
@@ -92,6 +93,7 @@ def test_what_a_tile_drops_it_drops_in_the_backward_pass_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tiles, "TILE", 5)
+    monkeypatch.setattr(tiles, "LONG", 10)
     model: Any = moved(ARCHITECTURES["llama"](), LoRA(rank=3, dropout=0.5))
     layer = model.model.layers[0].mlp
     blocks = Blocks(model)
@@ -115,6 +117,7 @@ def test_a_recomputed_block_ends_before_its_feed_forward_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tiles, "TILE", 5)
+    monkeypatch.setattr(tiles, "LONG", 10)
     model: Any = moved(ARCHITECTURES["llama"](), LoRA(rank=3))
     seen: list[int] = []
     model.model.layers[1].mlp.act_fn.register_forward_hook(

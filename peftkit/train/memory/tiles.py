@@ -16,6 +16,8 @@ TILE = 4096
 """Tokens computed at a time, at least: fewer leave matrix products idle, and unpack 4-bit weights
 too often."""
 MOST_TILES = 16
+LONG = 2 * TILE
+"""Tokens from which on there are tiles: a tile's last product is made once more, 5 % of a step."""
 
 
 class Tiles:
@@ -33,9 +35,9 @@ class Tiles:
 
 
 def _forward(module: nn.Module, run: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute a module, in tiles where there are tokens for more than one."""
+    """Compute a module, in tiles where a row is long."""
     plain = args or kwargs or not isinstance(x, Tensor) or x.dim() != 3
-    if plain or x.shape[1] <= TILE or not torch.is_grad_enabled():
+    if plain or x.shape[1] < LONG or not torch.is_grad_enabled():
         return run(x, *args, **kwargs)
     wrappers = [part for part in module.modules() if isinstance(part, FrozenWrapper)]
     trained = list(dict.fromkeys(p for wrapper in wrappers for p in wrapper.trained()))
