@@ -189,7 +189,7 @@ class FrozenWrapper(nn.Module):
     def bias(self) -> Tensor | None:
         return cast("Tensor | None", self.base.bias)
 
-    def trained(self) -> Iterator[nn.Parameter]:
+    def trained_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that are trained here."""
         return (parameter for parameter in self.parameters() if parameter.requires_grad)
 

@@ -182,8 +182,8 @@ class SweepLinear(FrozenWrapper):
         for module in self.members.values():
             module.train(mode)
 
-    def trained(self) -> Iterator[nn.Parameter]:
-        return (p for module in self.members.values() for p in module.trained())
+    def trained_parameters(self) -> Iterator[nn.Parameter]:
+        return (p for module in self.members.values() for p in module.trained_parameters())
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         pieces = self.routing.pieces

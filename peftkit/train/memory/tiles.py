@@ -40,7 +40,7 @@ def _forward(module: nn.Module, run: Any, x: Any, *args: Any, **kwargs: Any) -> 
     if plain or x.shape[1] < LONG or not torch.is_grad_enabled():
         return run(x, *args, **kwargs)
     wrappers = [part for part in module.modules() if isinstance(part, FrozenWrapper)]
-    trained = list(dict.fromkeys(p for wrapper in wrappers for p in wrapper.trained()))
+    trained = list(dict.fromkeys(p for wrapper in wrappers for p in wrapper.trained_parameters()))
     if not (trained or x.requires_grad):
         return run(x)
     drops = (part for part in module.modules() if isinstance(part, nn.Dropout))
