@@ -28,6 +28,7 @@ from peftkit_cli import (
     combining,
     data,
     exchange,
+    init,
     inspect,
     merge,
     plan,
@@ -62,13 +63,13 @@ app = typer.Typer(
     name="peftkit",
     cls=CommandsByPurpose,
     help="Parameter-efficient fine-tuning of transformers.",
-    epilog="Start with: peftkit quickstart; or a recipe: peftkit recipes ls",
-    add_completion=False,
+    epilog="Start with: peftkit quickstart; or your own rows: peftkit init",
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 TRAIN, TALK, LOOK = "Train", "Talk and merge", "Look"
 app.command(rich_help_panel=TRAIN)(about.quickstart)
+app.command(rich_help_panel=TRAIN)(init.init)
 app.command(rich_help_panel=TRAIN)(train.train)
 app.command(rich_help_panel=TRAIN)(train.check)
 app.command(rich_help_panel=TRAIN)(sweep.sweep)
