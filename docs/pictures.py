@@ -1,6 +1,7 @@
 """Draws the picture of a run that README shows: its curve, and what the model answered.
 
     python docs/pictures.py runs/orders      # writes docs/run-light.svg and docs/run-dark.svg
+    python docs/pictures.py runs/orders --prompt 1
 
 The run needs eval rows and train.sample_every.
 """
@@ -30,15 +31,15 @@ COLORS = {"light": LIGHT, "dark": DARK}
 MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
 
 
-def picture(run: History, theme: str) -> str:
-    """Return the picture as SVG."""
+def picture(run: History, theme: str, prompt: int) -> str:
+    """Return the picture as SVG; `prompt` is the number of the one whose answers are shown."""
     look, chart = THEMES[theme], charts([run])[0]
     parts = [
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="{look["ground"]}"/>',
         write(LEFT - 22, 34, "What this run learnt", 17, look["text"], bold=True),
-        write(LEFT - 22, 56, verdict(run).split(":")[0] + ".", 12.5, look["soft"]),
+        write(LEFT - 22, 56, verdict(run).split(" (")[0] + ".", 12.5, look["soft"]),
         *curve(chart, look, COLORS[theme]),
-        *answers(run, look, COLORS[theme]),
+        *answers(run, prompt, look, COLORS[theme]),
     ]
     size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
     font = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
@@ -82,9 +83,11 @@ def places_of(chart: Chart, line: Line) -> list[tuple[float, float]]:
     ]
 
 
-def answers(run: History, look: dict[str, str], colors: tuple[str, ...]) -> Iterator[str]:
-    """Yield what the model answered to the first prompt, before and after."""
-    prompt = str(run.samples[0]["prompt"])
+def answers(
+    run: History, number: int, look: dict[str, str], colors: tuple[str, ...]
+) -> Iterator[str]:
+    """Yield what the model answered to a prompt, before and after."""
+    prompt = list(dict.fromkeys(str(line["prompt"]) for line in run.samples))[number]
     said = [line for line in run.samples if line["prompt"] == prompt]
     first, last = said[0], said[-1]
     y = TOP - 2
@@ -103,8 +106,8 @@ def answers(run: History, look: dict[str, str], colors: tuple[str, ...]) -> Iter
 
 
 def last_turn(prompt: str) -> str:
-    """Return the user's last words of a prompt in ChatML; another prompt as it is."""
-    return prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
+    """Return the user's last words of a conversation; another prompt as it is."""
+    return prompt.rpartition("\nuser\n")[2].removesuffix("\nassistant")
 
 
 def write(
@@ -127,6 +130,9 @@ def write(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
-    history = read_history(parser.parse_args().run)
+    parser.add_argument("--prompt", type=int, default=0, help="number of the prompt to show")
+    args = parser.parse_args()
+    history = read_history(args.run)
     for name in THEMES:
-        (HERE / f"run-{name}.svg").write_text(picture(history, name), encoding="utf-8")
+        text_of = picture(history, name, args.prompt)
+        (HERE / f"run-{name}.svg").write_text(text_of, encoding="utf-8")

@@ -120,6 +120,12 @@ def test_the_installed_library_is_the_wheel(installed: Path, tmp_path: Path) -> 
     assert rank == "4"
 
 
-def test_a_shell_completes_commands(installed: Path, tmp_path: Path) -> None:
-    script = call(installed / "peftkit", "--show-completion", "bash", cwd=tmp_path)
-    assert "_PEFTKIT_COMPLETE=complete_bash" in script
+def test_a_shell_completes_commands(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_PEFTKIT_COMPLETE", "source_bash")
+    assert "complete_bash" in call(installed / "peftkit", cwd=tmp_path)
+    monkeypatch.setenv("_PEFTKIT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "peftkit tr")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert call(installed / "peftkit", cwd=tmp_path).split() == ["train"]

@@ -64,6 +64,21 @@ def test_ci_runs_the_tests_and_builds_the_guide() -> None:
     ]
 
 
+def test_the_workflow_tests_each_system_as_make_does() -> None:
+    yaml = pytest.importorskip("yaml")
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    jobs = yaml.safe_load(text)["jobs"]
+    systems = jobs["test"]["strategy"]["matrix"]["os"]
+    assert [name.split("-")[0] for name in systems] == ["ubuntu", "windows", "macos"]
+    told = "\n".join(step.get("run", "") for job in jobs.values() for step in job["steps"])
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for command in ('-m "not slow"', "ruff check .", "ruff format --check .", "mypy"):
+        assert command in told
+        assert command in makefile
+    for file in re.findall(r"tests/\S+\.py", told):
+        assert (ROOT / file).is_file()
+
+
 @pytest.mark.parametrize("target", ["test", "quickstart", "lint"])
 def test_make_refuses_an_old_python_with_a_message(target: str, tmp_path: Path) -> None:
     (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text(encoding="utf-8"))

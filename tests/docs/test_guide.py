@@ -108,7 +108,7 @@ def refused(arguments: str) -> str:
     command, words = root(), shlex.split(arguments)
     while words and words[0] in {"--debug"}:
         words = words[1:]
-    if words in (["--help"], ["--version"]):
+    if words in (["--help"], ["--version"], ["--install-completion"]):
         return ""
     while hasattr(command, "commands"):
         if not words or words[0] not in command.commands:
