@@ -16,8 +16,9 @@ from peftkit.base.class_head import head_of_classes, owners, renew
 from peftkit.base.download import told
 from peftkit.base.fingerprint import fingerprint
 from peftkit.base.gguf import open_gguf, parsed_once
+from peftkit.base.loader_hooks import Broken, StreamConfig
 from peftkit.base.locate import Location
-from peftkit.base.packing_loader import Broken, PackingLoader, StreamConfig, kept_in_float32
+from peftkit.base.packing_loader import PackingLoader, kept_in_float32
 from peftkit.base.pretrained import (
     check_config,
     check_weights,
@@ -30,8 +31,10 @@ from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.quantized import (
     TAKEN_OVER,
     check_readable,
+    dense_config,
     dequantizer,
     one_at_a_time,
+    published,
     quantized_by,
 )
 from peftkit.base.shapes import on_meta
@@ -69,7 +72,7 @@ def build(
         BaseError: The files are damaged, incomplete, no model for this task, quantised in a way
             that is not read here, or cannot be packed.
     """
-    check_readable(location.name, config)
+    check_readable(location.name, config, form.quantize)
     stream = None
     if quantized_by(config) != TAKEN_OVER:
         stream = PackingLoader(
@@ -79,6 +82,7 @@ def build(
             double_quant=form.double_quant,
             has_head=purpose.head is not None,
             towers=form.quantize_towers,
+            settings=published(config),
             on_event=on_event,
             **({"put": spill.moved} if spill else {}),
         )
@@ -184,7 +188,8 @@ def _arguments(
     if stream is not None:
         config, inner = check_config(location, revision, purpose), None
         if quantized_by(config):
-            where["config"], inner = dequantizer(config)
+            where["config"] = dense_config(config)
+            inner = None if stream.settings is not None else dequantizer(config)
         where["quantization_config"] = StreamConfig(stream, inner=inner)
     if location.is_local:
         check_weights(Path(location.source))

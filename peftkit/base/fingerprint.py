@@ -48,11 +48,20 @@ def fingerprint(
 
 def sample(tensor: Tensor) -> bytes:
     """Return what the fingerprint holds of a tensor: its shape, and some of its values."""
-    flat = tensor.detach().reshape(-1)
-    number = min(SAMPLES, len(flat))
-    positions = torch.arange(number, device=flat.device) * len(flat) // max(number, 1)
-    values = flat[positions].to(torch.bfloat16).cpu().view(torch.int16)
-    return f"{tuple(tensor.shape)}".encode() + values.numpy().tobytes()
+    positions = sample_positions(tensor.shape, tensor.device)
+    return shown(tensor.shape, tensor.detach().reshape(-1)[positions])
+
+
+def sample_positions(shape: torch.Size, device: torch.device) -> Tensor:
+    """Return which values of a flattened tensor count."""
+    number = min(SAMPLES, shape.numel())
+    return torch.arange(number, device=device) * shape.numel() // max(number, 1)
+
+
+def shown(shape: torch.Size, values: Tensor) -> bytes:
+    """Return what the fingerprint holds of a tensor with these values at its positions."""
+    rounded = values.to(torch.bfloat16).cpu().view(torch.int16)
+    return f"{tuple(shape)}".encode() + rounded.numpy().tobytes()
 
 
 def _settings(value: Any) -> Any:

@@ -16,7 +16,9 @@ from peftkit.base.load_shared import Sharing, load_shared
 from peftkit.base.locate import Location, locate
 from peftkit.base.multimodal import load_multimodal
 from peftkit.base.placement import BlockStream, place_of_weights
+from peftkit.base.published import described, kept_notice
 from peftkit.base.purpose import CAUSAL_LM, Purpose
+from peftkit.base.quantized import published
 from peftkit.base.spill import Spill
 from peftkit.base.storage_format import LoadedModel, StorageFormat
 from peftkit.base.store import StoreKey, opened_or_kept, storable
@@ -40,7 +42,8 @@ class BaseConfig(Config):
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Precision of all computing and of what is not quantised; auto: the machine's fastest."""
     quantize: Literal["none", "nf4", "fp4", "int8"] = "none"
-    """Keep the weights of linear layers in 4 or 8 bits."""
+    """Keep the weights of linear layers in 4 or 8 bits. none: as the files have them, which may be
+    quantised already (AWQ, GPTQ, compressed-tensors, FP8 and others keep their bits)."""
     double_quant: bool = True
     """Quantise the scales of nf4 and fp4 as well: 4.1 bits for a weight instead of 4.5."""
     quantize_towers: bool = False
@@ -71,6 +74,7 @@ class Base:
         device: Where the model is.
         image_processor: What makes its inputs, if these are images.
         multimodal: What makes its inputs, if these are images and text.
+        stored: The format of its files ("awq, 4 bits, groups of 128") where their bits are kept.
         head: Paths of the modules of its head, if it was loaded for one: they are trained whole.
     """
 
@@ -85,6 +89,7 @@ class Base:
     image_processor: Any = None
     head: tuple[str, ...] = ()
     multimodal: Any = None
+    stored: str = ""
 
     @property
     def processor(self) -> Any:
@@ -115,7 +120,8 @@ def load_base(
         dtype: "bf16", "fp16", "fp32", or "auto": bf16 where this machine is fast at it.
         quantize: "none", "nf4", "fp4" or "int8"; weight by weight as they are loaded, so that
             no more than one is held in 16 bits. On a CPU with memory to spare the dequantised
-            weights are kept beside, for speed. A checkpoint of bitsandbytes stays as it is.
+            weights are kept beside, for speed. "none" keeps what the files hold: 16 or 32 bits, or
+            the codes of a quantised checkpoint.
         double_quant: Quantise the scales of nf4 and fp4 as well.
         quantize_towers: Quantise towers for images and sound too, and what joins them to a
             language model.
@@ -160,31 +166,17 @@ def load_base(
         elif place != form.device:
             form = replace(form, device=place, dtype=DTYPES.get(dtype) or fast_dtype(place))
 
-        def anew(spill: Spill | None = None) -> LoadedModel:
-            return build(
-                location,
-                revision,
-                purpose,
-                config,
-                form,
-                pad_token_id=padding,
-                spill=spill,
-                on_event=on_event,
-            )
-
-        source = None
-        if store == "auto":
-            shared = sharing is not None
-            source = storable(location, revision, purpose, config, form, shared=shared)
-        if source is None:
-            built = anew()
-        else:
-            wanted = StoreKey(location.name, source, purpose, config, form)
-            built = (
-                load_shared(wanted, anew, sharing, on_event)
-                if sharing is not None
-                else opened_or_kept(wanted, anew, on_event)
-            )
+        built = _opened_or_built(
+            StoreKey(location.name, Path(), purpose, config, form),
+            location,
+            revision,
+            padding,
+            store=store,
+            sharing=sharing,
+            on_event=on_event,
+        )
+        if (settings := published(config)) is not None and quantize == "none":
+            on_event(Notice(kept_notice(settings)))
     if weights.streamed:
         BlockStream(built.model, place)
     elif place.type == "cpu" and sharing is None:
@@ -201,7 +193,49 @@ def load_base(
         image_processor=images,
         head=built.head,
         multimodal=both,
+        stored=described(settings) if settings is not None and quantize == "none" else "",
     )
+
+
+def _opened_or_built(
+    wanted: StoreKey,
+    location: Location,
+    revision: str | None,
+    pad_token_id: int | None,
+    *,
+    store: str,
+    sharing: Sharing | None,
+    on_event: Listener,
+) -> LoadedModel:
+    """Open the packed base that the cache keeps, or build it out of its files.
+
+    Args:
+        wanted: Its source is found here.
+    """
+
+    def rebuild(spill: Spill | None = None) -> LoadedModel:
+        return build(
+            location,
+            revision,
+            wanted.purpose,
+            wanted.config,
+            wanted.form,
+            pad_token_id=pad_token_id,
+            spill=spill,
+            on_event=on_event,
+        )
+
+    source, shared = None, sharing is not None
+    if store == "auto":
+        source = storable(
+            location, revision, wanted.purpose, wanted.config, wanted.form, shared=shared
+        )
+    if source is None:
+        return rebuild()
+    wanted = replace(wanted, source=source)
+    if sharing is not None:
+        return load_shared(wanted, rebuild, sharing, on_event)
+    return opened_or_kept(wanted, rebuild, on_event)
 
 
 def skeleton(model: str, *, revision: str | None = None, purpose: Purpose = CAUSAL_LM) -> nn.Module:

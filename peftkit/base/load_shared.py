@@ -30,7 +30,7 @@ class Sharing(Protocol):
 
 def load_shared(
     wanted: StoreKey,
-    anew: Callable[[Spill | None], LoadedModel],
+    rebuild: Callable[[Spill | None], LoadedModel],
     sharing: Sharing,
     on_event: Listener,
 ) -> LoadedModel:
@@ -44,14 +44,14 @@ def load_shared(
         OutputError, RunError: The cache cannot be written, or the disk is full.
     """
     if wanted.form.quantize == "none" and _is_in_files(wanted):
-        return anew(None)
+        return rebuild(None)
     folder = folder_of(wanted.source, wanted.form, wanted.purpose)
     if sharing.is_first_here:
         try:
             open_stored(folder, wanted)
         except BaseError:
             with Spill(folder.parent) as spill:
-                keep(folder, anew(spill), wanted)
+                keep(folder, rebuild(spill), wanted)
             on_event(Notice(f"The base is kept in {folder}, from where all processes map it."))
     sharing.wait()
     return open_stored(folder, wanted, is_known=True)

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.base.class_head import head_of_classes
+from peftkit.base.published import empty_codes, scheme_of
 from peftkit.base.purpose import Purpose
+from peftkit.base.quantized import published
 from peftkit.base.shapes import on_meta
 from peftkit.base.storage_format import StorageFormat
 from peftkit.errors import BaseError
 from peftkit.files import disk
 from peftkit.files.safetensors_header import DTYPES
+from peftkit.kernels.packing import Packing
 from peftkit.model.places import is_conv1d
 from peftkit.quant.checkpoint import from_checkpoint, tensors_of
 from peftkit.quant.layers import empty_packed
@@ -33,14 +36,16 @@ def packed_skeleton(
     """
     model: Any = on_meta(config, purpose, form.dtype)
     model.tie_weights()
-    if form.quantize == "none":
+    settings = published(config) if form.quantize == "none" else None
+    if form.quantize == "none" and settings is None:
         return model
     head = head_of_classes(model) if purpose.head is not None else ()
-    jobs = quantizable(model, keep=head if form.quantize_towers else (*head, *tower_paths(model)))
+    packs_towers = form.quantize_towers or settings is not None
+    jobs = quantizable(model, keep=head if packs_towers else (*head, *tower_paths(model)))
     device = torch.device("cpu" if counted else "meta")
     made: dict[tuple[int, str], nn.Parameter] = {}
     packings = {}
-    for _, module, name in jobs:
+    for path, module, name in jobs:
         weight = module._parameters[name]
         if name == "weight" and not counted and not has_plain_forward(module):
             continue
@@ -49,9 +54,13 @@ def packed_skeleton(
         shape = torch.Size(reversed(weight.shape)) if turned else weight.shape
         if (key := (id(module), name)) not in made:
             with torch.device(device):
-                packed, packing = empty_packed(
-                    shape, form.quantize, form.dtype, double_quant=form.double_quant
-                )
+                if settings is not None:
+                    packed, kept, scales = empty_codes(shape, scheme_of(settings, path))
+                    packing = Packing(kept, form.dtype, scales)
+                else:
+                    packed, packing = empty_packed(
+                        shape, form.quantize, form.dtype, double_quant=form.double_quant
+                    )
             made[key] = nn.Parameter(packed, requires_grad=False)
             packings[id(made[key])] = packing
     for _, module, name in jobs:

@@ -1,27 +1,32 @@
 """Weights that are packed as they come out of their files, one at a time, on their device.
 
-transformers loads a model parameter by parameter, stacking and splitting tensors on the way; a
-quantizer registered with it sees each parameter when it is whole. Ours takes the sample that the
-fingerprint wants, rounds the parameter to its dtype or packs it, and says how far loading has come.
+loader_hooks.py hands each parameter over when it is whole, or as the codes that the files hold.
+Here the sample is taken that the fingerprint wants, and the parameter is rounded to its dtype,
+packed, or kept in its codes.
 Modules stay as they are until all is loaded, so that transformers finds missing, misshapen and tied
 weights as it always does; then `install_packed` gives them their packed weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from peftkit.base.class_head import head_of_classes
-from peftkit.base.fingerprint import sample
+from peftkit.base.fingerprint import sample, sample_positions, shown
+from peftkit.base.published import (
+    Codes,
+    UnreadableError,
+    read_codes,
+    scheme_of,
+    some_values,
+    unpacked,
+)
+from peftkit.errors import BaseError
 from peftkit.events import Listener, Progress
 from peftkit.kernels.host_memory import trim_malloc
 from peftkit.kernels.packing import Packing
@@ -36,7 +41,6 @@ from peftkit.quant.quantize import (
     tower_paths,
 )
 
-METHOD = "peftkit"
 TRIM_BYTES = 1 << 26
 """After so much was loaded, the holes that it left between packed weights are given back."""
 
@@ -49,6 +53,7 @@ class PackingLoader:
         dtype: In which the parameters are computed with.
         has_head: Whether the model's head of classes is trained: it is left in the files' dtype.
         towers: Whether what stands beside a language model is packed too.
+        settings: The checkpoint's `quantization_config`, if its codes are read by published.py.
         put: Moves what is kept to where it is to be.
 
     Attributes:
@@ -64,12 +69,13 @@ class PackingLoader:
         double_quant: bool = True,
         has_head: bool = False,
         towers: bool = False,
+        settings: Mapping[str, Any] | None = None,
         put: Callable[[Tensor], Tensor] = lambda tensor: tensor,
         on_event: Listener,
     ) -> None:
         self.kind, self.dtype, self.device = kind, dtype, device
         self.double_quant, self.has_head, self.on_event = double_quant, has_head, on_event
-        self._towers, self._put = towers, put
+        self._towers, self._put, self.settings = towers, put, settings
         self.taken: dict[int, bytes] = {}
         self._jobs: list[Job] = []
         self._by_name: dict[str, Job] = {}
@@ -89,9 +95,9 @@ class PackingLoader:
         self._total = sum(p.numel() * p.element_size() for p in model.parameters())
         self._in_float32 = kept_in_float32(model, self.dtype)
         self._head = head_of_classes(model) if self.has_head else ()
-        if self.kind != "none":
+        if self.kind != "none" or self.settings is not None:
             with _as_tied(model):
-                kept = () if self._towers else tower_paths(model)
+                kept = () if self._towers or self.kind == "none" else tower_paths(model)
                 jobs = quantizable(model, keep=(*self._head, *kept))
             # of a Conv1D with a forward of its own it is seen later whether it is turned
             self._jobs = [j for j in jobs if has_plain_forward(j[1]) or not is_conv1d(j[1])]
@@ -99,11 +105,17 @@ class PackingLoader:
 
     def bytes_per_value(self, name: str) -> float | None:
         """Return what a value of a parameter that is packed takes, scales included."""
+        if self.kind == "none":
+            return None
         return None if name not in self._by_name else 1.01 if self.kind == "int8" else 0.57
 
     def wants(self, name: str) -> bool:
         """Tell whether a parameter passes through here."""
         return name in self._shapes and name not in self._misshapen
+
+    def shape_of(self, name: str) -> torch.Size:
+        """Return the shape of a parameter of the model."""
+        return self._shapes[name]
 
     def take(self, name: str, value: Tensor) -> Tensor:
         """Return what a parameter is to be, given all of it."""
@@ -111,7 +123,34 @@ class PackingLoader:
         if value.shape != self._shapes[name]:
             self._misshapen.add(name)  # transformers is to notice it
             return value
-        known = sample(value)
+        return self._taken(name, value, sample(value))
+
+    def take_codes(self, name: str, codes: Codes) -> Tensor:
+        """Return what a parameter is to be whose weight was read as codes.
+
+        They are kept, unless they are to be packed in another kind or the model does not multiply
+        with this parameter alone.
+        """
+        job = self._by_name.get(name)
+        is_turned = job is not None and job[2] == "weight" and is_conv1d(job[1])
+        expected = self._shapes[name]
+        if job is None or self.kind != "none" or codes.form.shape != _turned(expected, is_turned):
+            value = unpacked(codes, torch.float32)
+            turned = value.dim() == 2 and value.shape != expected
+            return self.take(name, value.t() if turned else value)
+        positions = sample_positions(expected, codes.packed.device)
+        if is_turned:
+            positions = positions % expected[1] * expected[0] + positions // expected[1]
+        known = shown(expected, some_values(codes, positions))
+        self._advance(codes.packed)
+        scales = tuple(self._put(scale.to(self.device)) for scale in codes.scales)
+        parameter = nn.Parameter(self._put(codes.packed.to(self.device)), requires_grad=False)
+        self._packings[id(parameter)] = Packing(codes.form, self.dtype, scales)
+        self.taken[id(parameter)] = known
+        self._kept.append(parameter)
+        return parameter
+
+    def _taken(self, name: str, value: Tensor, known: bytes) -> Tensor:
         if not (name.startswith(self._head) and self._head) and not self._in_float32(name):
             value = value.to(self.dtype)
         parameter = self._packed(name, value)
@@ -120,7 +159,7 @@ class PackingLoader:
         return parameter
 
     def _packed(self, name: str, value: Tensor) -> Tensor:
-        if name not in self._by_name:
+        if name not in self._by_name or self.kind == "none":
             return nn.Parameter(self._put(value), requires_grad=False)
         _, module, leaf = self._by_name[name]
         if leaf == "weight" and is_conv1d(module):
@@ -148,6 +187,23 @@ class PackingLoader:
         self._kept.clear()
         self.taken.clear()
 
+    def as_codes(self, name: str, own: Mapping[str, Tensor]) -> Codes:
+        """Read a layer's tensors.
+
+        Raises:
+            BaseError: They are not what the checkpoint's config says.
+        """
+        assert self.settings is not None
+        path = name.removesuffix(".weight")
+        try:
+            return read_codes(own, scheme_of(self.settings, path))
+        except UnreadableError as problem:
+            raise BaseError(
+                f"cannot read the quantised weight {path}.",
+                found=f"{problem}; its tensors are {', '.join(sorted(own))}.",
+                fix="Download it again, or give the same model in 16 bits.",
+            ) from None
+
     def _advance(self, value: Tensor) -> None:
         before = self._done
         self._done = min(before + value.nbytes, self._total)
@@ -156,123 +212,8 @@ class PackingLoader:
         self.on_event(Progress("Loading the base", self._done, self._total, "B"))
 
 
-@register_quantization_config(METHOD)
-class StreamConfig(QuantizationConfigMixin):
-    """Carries a `PackingLoader` through transformers' loader.
-
-    Args:
-        conversions: What is made of the files' tensors, if not what the model's class says.
-        inner: What dequantises them before the stream takes them, if they are quantised.
-    """
-
-    def __init__(
-        self,
-        stream: PackingLoader,
-        conversions: list[Any] | None = None,
-        inner: HfQuantizer | None = None,
-    ) -> None:
-        self.quant_method = METHOD  # type: ignore[assignment]  # others may register their own
-        self.stream, self.conversions, self.inner = stream, conversions, inner
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StreamConfig:
-        return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what a saved config would say of it."""
-        return {"quant_method": METHOD}
-
-
-@register_quantizer(METHOD)
-class StreamQuantizer(HfQuantizer):
-    """Hands every parameter that was loaded to the stream."""
-
-    requires_calibration = False
-    quantization_config: StreamConfig
-
-    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
-        super().__init__(quantization_config, **kwargs)
-        self.pre_quantized = quantization_config.inner is not None
-
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-        self.quantization_config.stream.begin(model)
-
-    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Return what is made of the files' tensors before the stream takes them."""
-        own, inner = self.quantization_config.conversions, self.quantization_config.inner
-        if inner is not None:
-            return inner.update_weight_conversions(weight_conversions, model)
-        return weight_conversions if own is None else own
-
-    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> Any:
-        """Return the dtype that a tensor is read in, and have the stream take what is made of it.
-
-        transformers asks this, and not `param_needs_quantization`, of files that are quantised.
-        """
-        converter.quantization_operation = self.get_quantize_ops()
-        inner: Any = self.quantization_config.inner
-        return inner.get_new_dtype(converter, param, dtype)
-
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        config = self.quantization_config
-        if config.conversions is not None or config.inner is not None:
-            model._weight_conversions = None  # it is saved as any model of its class
-        return model
-
-    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Tell whether a parameter passes through the stream."""
-        return self.quantization_config.stream.wants(param_name)
-
-    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
-        """Return the bytes that transformers sets aside for each value on a GPU."""
-        stream = self.quantization_config.stream
-        return stream.bytes_per_value(param_name) or param.element_size()
-
-    def get_quantize_ops(self) -> ConversionOps:
-        """Return what is done to a parameter when it is whole."""
-        return _Take(self.quantization_config.stream)
-
-    def is_serializable(self, *args: Any) -> bool:
-        """Tell that transformers cannot write this."""
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether transformers' own trainer would train it."""
-        return True
-
-
-class Broken(BaseException):
-    """Ends transformers' loading, which goes on after any Exception.
-
-    Attributes:
-        error: What went wrong.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-class _Take(ConversionOps):
-    def __init__(self, stream: PackingLoader) -> None:
-        self.stream = stream
-
-    def convert(
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """Return the parameters as the stream makes them."""
-        taken: dict[str, Any] = {}
-        for name in list(input_dict):
-            value = input_dict.pop(name)
-            value = value.pop() if isinstance(value, list) else value
-            try:
-                taken[name] = self.stream.take(name, value) if self.stream.wants(name) else value
-            except Exception as error:
-                raise Broken(error) from None
-        return taken
+def _turned(shape: torch.Size, is_turned: bool) -> torch.Size:
+    return torch.Size(reversed(shape)) if is_turned else shape
 
 
 def kept_in_float32(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from peftkit.base.mapped import packed_skeleton
 from peftkit.base.purpose import Purpose
+from peftkit.base.quantized import published
 from peftkit.base.storage_format import StorageFormat
 from peftkit.base.transfer import CopyStream, DeviceBuffer, Unit, pinned
 from peftkit.errors import BaseError
@@ -69,7 +70,8 @@ def place_of_weights(
     Raises:
         BaseError: It does not fit the device and may go nowhere else, or has no packed weights.
     """
-    if placement == "stream" and form.quantize == "none":
+    is_packed = form.quantize != "none" or published(config) is not None
+    if placement == "stream" and not is_packed:
         raise BaseError(
             "a base that is not packed cannot be streamed.",
             found="base.quantize is none.",
@@ -82,7 +84,7 @@ def place_of_weights(
     if needed <= (ROOM if placement == "auto" else 1.0) * here.usable:
         return WeightsPlace(form.device)
     found = f"The base takes {needed / 1e9:.2f} GB; {here.usable / 1e9:.2f} GB are free."
-    if placement == "auto" and form.quantize != "none" and here.kind == "cuda":
+    if placement == "auto" and is_packed and here.kind == "cuda":
         told = f"The base's blocks are streamed from main memory (base.placement: auto). {found}"
         return WeightsPlace(form.device, True, told)
     if placement == "auto" and may_leave:

@@ -1,8 +1,9 @@
 """Checkpoints that are quantised already: taken over as they are, dequantised, or refused by name.
 
-Those of bitsandbytes are loaded by transformers and taken over with their bits. FP8 and MXFP4 (as
-gpt-oss has it) cannot be trained through: they are dequantised tensor by tensor while they are
-loaded, and are then what any checkpoint is: packed again if asked.
+Those of bitsandbytes are loaded by transformers and taken over with their bits. Those that
+published.py reads keep their codes; 8 bits and fewer values can be packed in 4 bits if asked. MXFP4
+as gpt-oss has it is dequantised tensor by tensor while it is loaded, and is then what any
+checkpoint is.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
 
-from peftkit.base.packing_loader import Broken
+from peftkit.base.published import UnreadableError, scheme_of
 from peftkit.errors import BaseError
 
 TAKEN_OVER = "bitsandbytes"
-DEQUANTISED = ("fp8", "mxfp4")
+DEQUANTISED = "mxfp4"
+READ = (
+    "compressed-tensors (w4a16, w8a16, w8a8, fp8, nvfp4, mxfp4), AWQ (gemm), GPTQ in 4 or 8 bits, "
+    "auto-round, FP8, ModelOpt NVFP4, torchao int8 and float8, bitsandbytes"
+)
 
 
 def quantized_by(config: Any) -> str:
@@ -35,62 +37,58 @@ def quantized_by(config: Any) -> str:
     return TAKEN_OVER if bits else str(found.get("quant_method") or "an unknown method")
 
 
-def check_readable(name: str, config: Any) -> None:
+def published(config: Any) -> dict[str, Any] | None:
+    """Return a config's `quantization_config` if published.py reads such a checkpoint."""
+    if quantized_by(config) in ("", TAKEN_OVER, DEQUANTISED):
+        return None
+    try:
+        scheme_of(_settings(config))
+    except UnreadableError:
+        return None
+    return _settings(config)
+
+
+def check_readable(name: str, config: Any, quantize: str = "none") -> None:
     """See that a checkpoint is dense, or quantised in a way that is read here.
 
+    Args:
+        quantize: How it is to be kept.
+
     Raises:
-        BaseError: It is quantised otherwise.
+        BaseError: It is quantised otherwise, or is in 4 bits and is to be packed again.
     """
-    method = quantized_by(config)
-    if method in ("", TAKEN_OVER, *DEQUANTISED):
+    if quantized_by(config) in ("", TAKEN_OVER, DEQUANTISED):
         return
-    raise BaseError(
-        f"cannot read the weights of {name}.",
-        found=f"They are quantised by {method}.",
-        fix="Give the same model in 16 bits (quantize: nf4 packs it while it is read), or one that "
-        f"is quantised by {', '.join((TAKEN_OVER, *DEQUANTISED))}.",
-    )
+    try:
+        scheme = scheme_of(_settings(config))
+    except UnreadableError as problem:
+        raise BaseError(
+            f"cannot read the weights of {name}.",
+            found=f"They are quantised by {problem}.",
+            fix="Give the same model in 16 bits (quantize: nf4 packs it while it is read), or in a "
+            f"format that is read: {READ}.",
+        ) from None
+    if quantize != "none" and scheme.bits == 4:
+        raise BaseError(
+            f"the weights of {name} are in 4 bits already.",
+            found=f"base.quantize is {quantize}, which would round them a second time.",
+            fix="Set base.quantize: none, which keeps these bits; or give the model in 16 bits.",
+        )
 
 
-def dequantizer(config: Any) -> tuple[Any, HfQuantizer]:
-    """Return the config of the dense model, and what of transformers makes its weights."""
-    settings = _settings(config) | {"dequantize": True}
-    made: Any = AutoHfQuantizer.from_config(settings, pre_quantized=True)
-    if settings["quant_method"] == "fp8":
-        made.get_load_operations = lambda: {"dequantize": _Fp8Blocks}
+def dense_config(config: Any) -> Any:
+    """Return the config of the same model in 16 bits."""
     dense = copy.deepcopy(config)
     for part in (dense, dense.get_text_config()):
         part.__dict__.pop("quantization_config", None)
-    return dense, made
+    return dense
 
 
-class _Fp8Blocks(Fp8Dequantize):
-    """Multiplies FP8 values by the scale of their block, as `weight_block_size` says.
-
-    transformers divides the shape by the number of scales instead: where the last block is partial
-    (192 rows in blocks of 128), that gives other blocks, or an error.
-    """
-
-    def _dequantize_one(
-        self, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None
-    ) -> Tensor:
-        block = self.hf_quantizer.quantization_config.weight_block_size
-        if quantized.dtype != torch.float8_e4m3fn or scales.ndim < 2 or not block:
-            return super()._dequantize_one(quantized, scales, output_dtype)
-        shape, grid = quantized.shape[-2:], scales.shape[-2:]
-        if grid != tuple(-(-side // of) for side, of in zip(shape, block, strict=True)):
-            raise Broken(
-                BaseError(
-                    f"cannot read an FP8 weight of {shape[0]} x {shape[1]}.",
-                    found=f"It has {grid[0]} x {grid[1]} scales; its weight_block_size is {block}.",
-                    fix="Give the model as it was published, or in 16 bits.",
-                )
-            )
-        if scales.dtype == torch.uint8:  # exponents
-            scales = (scales.float() - 127).exp2()
-        spread = scales.float().repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
-        values = quantized.float() * spread[..., : shape[0], : shape[1]]
-        return values.to(output_dtype or torch.bfloat16)
+def dequantizer(config: Any) -> HfQuantizer:
+    """Return what of transformers makes the weights of the dense model."""
+    settings = _settings(config) | {"dequantize": True}
+    made: HfQuantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
+    return made
 
 
 @contextmanager

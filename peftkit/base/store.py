@@ -27,7 +27,7 @@ from peftkit.base.locate import Location, cache_folder
 from peftkit.base.mapped import fill, mapped, packed_skeleton
 from peftkit.base.pretrained import snapshot
 from peftkit.base.purpose import Purpose
-from peftkit.base.quantized import DEQUANTISED, quantized_by
+from peftkit.base.quantized import DEQUANTISED, published, quantized_by
 from peftkit.base.shapes import on_meta
 from peftkit.base.storage_format import LoadedModel, StorageFormat
 from peftkit.errors import BaseError, OutputError, PeftkitError
@@ -78,7 +78,10 @@ def storable(
     """
     if not shared and (form.quantize == "none" or purpose.head is not None):
         return None
-    if quantized_by(config) not in ("", *DEQUANTISED):
+    known = published(config)
+    if quantized_by(config) not in ("", DEQUANTISED) and known is None:
+        return None
+    if known is not None and form.quantize == "none":  # opening its own files is as fast
         return None
     if location.gguf:
         return location.gguf_path
@@ -86,33 +89,33 @@ def storable(
 
 
 def opened_or_kept(
-    wanted: StoreKey, anew: Callable[[], LoadedModel], on_event: Listener
+    wanted: StoreKey, rebuild: Callable[[], LoadedModel], on_event: Listener
 ) -> LoadedModel:
-    """Open a base that is kept packed; else make it anew, and keep it if it is large."""
+    """Open a base that is kept packed; else build it, and keep it if it is large."""
     folder = folder_of(wanted.source, wanted.form, wanted.purpose)
     was_kept = (folder / MANIFEST).is_file()
     if was_kept:
         try:
             return open_stored(folder, wanted)
         except BaseError as error:
-            on_event(Notice(f"The base is packed anew. {error.asked} {error.found}"))
+            on_event(Notice(f"The base is packed again. {error.asked} {error.found}"))
     size = num_bytes(packed_skeleton(wanted.config, wanted.purpose, wanted.form))
     if size < WORTH_KEEPING and not was_kept:
-        return anew()
+        return rebuild()
     try:
         sizes, is_tight = room_for(size)
     except PeftkitError as error:  # a run goes on without
         on_event(Notice(f"The packed base is not kept. {error.asked} {error.found}"))
-        return anew()
+        return rebuild()
     if is_tight:
         fix = f"peftkit base pack {wanted.name} asks, and keeps it."
         on_event(Notice(f"The packed base is not kept. {sizes} {fix}"))
-        return anew()
+        return rebuild()
     with being_packed(folder, on_event) as has_waited:
         if has_waited:
             with contextlib.suppress(BaseError):
                 return open_stored(folder, wanted)
-        built = anew()
+        built = rebuild()
         try:
             keep(folder, built, wanted)
             on_event(Notice(f"The packed base is kept in {folder}. {sizes}"))

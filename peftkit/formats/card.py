@@ -189,6 +189,7 @@ def training_card(
         base=base.hub_id or base.name,
         facts={
             "base": base.name + (f" @ {base.revision}" if base.revision else ""),
+            **({"base format": base.stored} if base.stored else {}),
             "base weights": base.fingerprint,
             "method": adapter.method.type,
             "trained values": f"{adapter.num_trainable:,} ({share:.2%} of the base)",

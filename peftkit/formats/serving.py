@@ -25,6 +25,8 @@ from peftkit.methods.protocol import Method
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM's --max-lora-rank takes."""
 
+ROUNDS_INPUTS = ("fp8", "modelopt", "compressed-tensors, 8 bits", "torchao")
+"""Beginnings of formats whose servers may quantise activations."""
 _MERGE = "merge it into its base and serve that: peftkit merge ADAPTER --out DIR"
 _NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (False,),
@@ -53,6 +55,22 @@ def served_rank(method: Method) -> int:
         return 0
     rank = max([method.rank, *method.rank_pattern.values()])
     return rank if rank <= MAX_LORA_RANKS[-1] else 0
+
+
+def served_over(stored: str) -> str:
+    """Return what is to be known of serving an adapter over a base whose files are quantised.
+
+    Args:
+        stored: The base's format, as its adapters record it.
+    """
+    told = f"It was trained over the bits of its base ({stored}): serve it over that repository."
+    if stored.startswith("gptq") and "with zeros" in stored:
+        told += " vLLM does not serve GPTQ with zeros; it serves AWQ and compressed-tensors."
+    elif stored.startswith(ROUNDS_INPUTS):
+        told += " vLLM rounds the inputs of its layers to 8 bits or fewer too, unlike training."
+    else:
+        told += " vLLM computes with the same weights; take its --dtype from the base's config."
+    return told
 
 
 def check_serving(folder: Path, *, max_rank: int | None = MAX_LORA_RANKS[-1]) -> None:

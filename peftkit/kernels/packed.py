@@ -20,17 +20,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from peftkit.kernels.block_scaled import KINDS, unpack_blocks
+
 BLOCK = 64
 NESTED_BLOCK = 256
 _CHUNK = 1 << 24  # values quantised at a time: bitsandbytes takes 12 bytes of scratch for each
 
 
 class PackedFormat(NamedTuple):
-    """How packed data is read: "nf4", "fp4" or "int8"; the tensor's shape; values per absmax."""
+    """How packed data is read.
+
+    kind: "nf4", "fp4", "int8", or one of `block_scaled.KINDS`. shape: Of the tensor. block: Values
+    to a scale, along a row unless they are of bitsandbytes. rows: Rows to a scale.
+    """
 
     kind: str
     shape: torch.Size
     block: int = BLOCK
+    rows: int = 1
 
 
 def pack_int8(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,6 +77,8 @@ def unpack(
     packed: Tensor, scales: tuple[Tensor, ...], form: PackedFormat, dtype: torch.dtype
 ) -> Tensor:
     """Return the tensor that was packed, as new memory."""
+    if form.kind in KINDS:
+        return unpack_blocks(packed, scales, *form, dtype)
     if form.kind == "int8":
         if torch.compiler.is_compiling():
             return torch.mul(packed, scales[0]).to(dtype)
@@ -104,6 +113,7 @@ def times_packed(
     kind: str,
     shape: Sequence[int],
     block: int,
+    rows: int = 1,
     total: Tensor | None = None,
 ) -> Tensor:
     """Return x W, (..., in), of a packed W (out, in); added to a total (M, in) where one is given.
@@ -111,7 +121,8 @@ def times_packed(
     An operator, so that torch.compile does not see W: it would make one of this W and that of the
     forward pass, and hold it in between.
     """
-    weight = unpack(packed, tuple(scales), PackedFormat(kind, torch.Size(shape), block), x.dtype)
+    form = PackedFormat(kind, torch.Size(shape), block, rows)
+    weight = unpack(packed, tuple(scales), form, x.dtype)
     return x @ weight if total is None else torch.addmm(total, x, weight)
 
 
@@ -123,6 +134,7 @@ def _like_product(
     kind: str,
     shape: Sequence[int],
     block: int,
+    rows: int = 1,
     total: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], shape[-1])
@@ -175,7 +187,7 @@ def _has_gemm(x: Tensor, form: PackedFormat, dtype: torch.dtype) -> bool:
     """
     return (
         x.device.type == "cuda"
-        and form.kind != "int8"
+        and form.kind in ("nf4", "fp4")
         and form.shape[-1] % form.block == 0
         and x.dtype == dtype
         and dtype in GEMM_DTYPES

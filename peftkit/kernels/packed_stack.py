@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from peftkit.kernels.block_scaled import KINDS
 from peftkit.kernels.packed import BLOCK, PackedFormat, absmax_of, unpack
 from peftkit.kernels.stacked import GROUPED_MM
 
@@ -36,6 +37,8 @@ class Elsewhere(Protocol):
 
 def has_apart(form: PackedFormat) -> bool:
     """Tell whether each expert's packed matrix, and its scales, lie by themselves."""
+    if form.kind in KINDS:
+        return False
     return len(form.shape) == 3 and math.prod(form.shape[1:]) % BLOCK == 0 and form.block == BLOCK
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from peftkit.kernels.block_scaled import KINDS
 from peftkit.kernels.host_memory import free_bytes
 from peftkit.kernels.packed import PackedFormat, unpack
 
@@ -37,6 +38,8 @@ class Packing(nn.Module):
         self.kept: Any = None
         # the kind is in the name, so that a state dict of another kind does not load
         names = (f"absmax_{form.kind}", "nested_absmax", "nested_code", "nested_offset")
+        if form.kind in KINDS:
+            names = (f"scale_{form.kind}", "second", "third", "fourth")
         for name, scale in zip(names, scales, strict=False):
             self.register_parameter(name, nn.Parameter(scale, requires_grad=False))
 
@@ -70,7 +73,7 @@ class Packing(nn.Module):
 
     def extra_repr(self) -> str:
         """Say the kind, the shape and the dtype."""
-        double = ", double_quant" if len(self.scales) > 1 else ""
+        double = ", double_quant" if "nested_absmax" in self._parameters else ""
         return f"{self.form.kind}{double}, {tuple(self.form.shape)}, {self.dtype}"
 
 

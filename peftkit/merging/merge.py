@@ -20,6 +20,8 @@ from peftkit.base.load import DTYPES, load_base, local_folder, skeleton
 from peftkit.base.locate import locate
 from peftkit.base.placement import ROOM
 from peftkit.base.purpose import CAUSAL_LM, Purpose
+from peftkit.base.quantized import published
+from peftkit.base.shapes import read_config
 from peftkit.errors import RunError
 from peftkit.events import Listener, Saved, Stage, Table, ignore
 from peftkit.execution.environment import free_now
@@ -100,8 +102,9 @@ def merge(
         base: Where the base is, if elsewhere than recorded.
         dtype: Of all weights written; None keeps each weight's own (GGUF: fp32, because no 16-bit
             dtype holds its values).
-        from_quantized: Merge into the dequantised weights that the adapter was trained over; needed
-            where the base exists in quantised form only.
+        from_quantized: Merge into the dequantised weights that the adapter was trained over. This
+            is done without asking where the base's own files are quantised (AWQ, FP8 and others);
+            its original is named by `base`.
         verify: Load base and adapter, then the result, and compare them. This is the only step that
             needs the memory of a whole model. Without it shapes are checked, but not whether these
             are the weights that the adapter was trained on.
@@ -121,12 +124,13 @@ def merge(
     name, revision = base_of(file, base)
     out, tally, purpose = Path(out).expanduser(), Tally(), task_of(file).purpose
     stored = DTYPES[dtype] if dtype else None
+    keeps_bits = not from_quantized and published(read_config(name, revision, purpose)) is not None
 
     def load(**how: Any) -> Opened:
         return open_adapter(file.folder, base, force=force, on_event=on_event, **how)
 
     with new_model_folder(out, overwrite, (file.folder, Path(name))) as folder:
-        source = None if from_quantized else files_of(name, revision)
+        source = None if from_quantized or keeps_bits else files_of(name, revision)
         reference = effect = agreed = plan = None
         if source:
             bones = skeleton(name, revision=revision, purpose=purpose)
@@ -139,9 +143,11 @@ def merge(
         else:
             # quantised weights as they were trained over; others in float32, to round only once
             how = {} if from_quantized else {"quantize": "none", "dtype": "fp32", "device": "cpu"}
-            kept = stored or (None if from_quantized else usual_dtype(source))
+            files = files_of(name, revision) if keeps_bits else source
+            kept = stored or (None if from_quantized else usual_dtype(files))
             asked = prompts if verify else None
-            reference = _whole(load(**how), folder, kept, from_quantized, asked, tally, on_event)
+            packed = from_quantized or keeps_bits
+            reference = _whole(load(**how), folder, kept, packed, asked, tally, on_event)
         tally.check()
         if reference is not None:
             on_event(Stage("Comparing the merged model with base and adapter"))
@@ -151,7 +157,8 @@ def merge(
         config = skeleton(str(folder), purpose=purpose).config
         task_of(file).write_beside(folder, config, local_folder(name, revision))
         merged = Merged(out, name, tally, effect, agreed)
-        card = _card(merged, file, purpose, from_quantized, locate(name, revision).hub_id)
+        packed = from_quantized or keeps_bits
+        card = _card(merged, file, purpose, packed, locate(name, revision).hub_id)
         write_card(card, folder)
     on_event(_table(merged))
     on_event(Saved("merged model", out))
@@ -267,7 +274,8 @@ def _card(
     from_quantized: bool,
     hub_id: str | None,
 ) -> Card:
-    kind = str(file.provenance.loading.get("quantize", "none"))
+    loading = file.provenance.loading
+    kind = str(loading.get("stored") or loading.get("quantize", "none"))
     notes = [f"The adapter {file.folder.name} ({file.method.type}), merged into its base."]
     if from_quantized:
         notes.append(cost_of(kind))

@@ -105,7 +105,7 @@ def _sayable(model: nn.Module, bare: nn.Module) -> Iterator[tuple[str, Quantized
     """Yield (path, layer) of the packed layers that the format can say."""
     in_float32 = set(getattr(bare, "_keep_in_fp32_modules", None) or ())
     for path, layer in model.named_modules():
-        if not isinstance(layer, QuantizedLinear) or layer.kind == "int8":
+        if not isinstance(layer, QuantizedLinear) or layer.kind not in ("nf4", "fp4"):
             continue
         form = layer.packing.form
         whole = form.block == BLOCK and form.shape.numel() % BLOCK == 0

@@ -48,7 +48,7 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_advice)
 
 
 @cache
-def _bitsandbytes() -> ModuleType:
+def import_bitsandbytes() -> ModuleType:
     """Import bitsandbytes, which registers its operators."""
     import bitsandbytes
 
@@ -82,7 +82,7 @@ def pack(
         packed, scale = pack_int8(source)
         scales = (scale,)
     else:
-        code = _bitsandbytes().functional.create_dynamic_map()
+        code = import_bitsandbytes().functional.create_dynamic_map()
         packed, absmax = pack_4bit(source, kind)
         scales = pack_absmax(absmax, code.to(absmax.device)) if double_quant else (absmax,)
     return packed, Packing(PackedFormat(kind, tensor.shape), dtype or tensor.dtype, scales)
@@ -90,7 +90,7 @@ def pack(
 
 def code_of(kind: str) -> Tensor:
     """Return the 16 values of a 4-bit kind, fp32, as bitsandbytes has them."""
-    code: Tensor = _bitsandbytes().functional.get_4bit_type(kind, device="cpu")
+    code: Tensor = import_bitsandbytes().functional.get_4bit_type(kind, device="cpu")
     return code
 
 
@@ -108,7 +108,7 @@ def empty_packed(
         return torch.empty(shape, dtype=torch.int8), Packing(
             PackedFormat(kind, shape), dtype, scales
         )
-    _bitsandbytes()  # its operators, which read it
+    import_bitsandbytes()  # its operators, which read it
     blocks = -(-number // BLOCK)
     packed = torch.empty(blocks * BLOCK // 2, 1, dtype=torch.uint8)
     if not double_quant:

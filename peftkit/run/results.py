@@ -137,14 +137,17 @@ def write_facts(recipe: Recipe, ready: Prepared, before: BeforeRun) -> None:
 
 
 def _provenance(recipe: Recipe, ready: Prepared) -> Provenance:
+    loading = recipe.base.model_dump(
+        mode="json", exclude={"model", "revision", "new_tokens", "store", "placement"}
+    )
+    if ready.base.stored:
+        loading["stored"] = ready.base.stored
     return Provenance(
         base=ready.base.name,
         hub_id=ready.base.hub_id,
         revision=ready.base.revision,
         fingerprint=ready.base.fingerprint,
-        loading=recipe.base.model_dump(
-            mode="json", exclude={"model", "revision", "new_tokens", "store", "placement"}
-        ),
+        loading=loading,
         prompt_style=ready.task.style,
         task_type=ready.settings.task_type,
         task=ready.settings.model_dump(mode="json"),

@@ -47,6 +47,7 @@ from peftkit.formats.serving import (
     check_serving,
     max_lora_rank,
     own_targets,
+    served_over,
     write_serving,
 )
 from peftkit.formats.staged import check_free, new_adapter_folder
@@ -142,6 +143,8 @@ def export_adapter(
         else:
             with new_adapter_folder(out, force=force, sources=[source]) as folder:
                 _write(source, folder, to, DTYPES[dtype], max_rank if serving else None)
+    if serving and (stored := str(file.provenance.loading.get("stored", ""))):
+        on_event(Notice(served_over(stored)))
     on_event(Saved(f"{to} adapter", out))
     return Exported(out, _commands(file, out, to, base), errors)
 

@@ -207,7 +207,7 @@ def test_store_of_no_use_is_told_and_not_used(spoil, folder) -> None:
     spoil(folder, kept)
     plain = load_base(str(folder), quantize="nf4", store="off")
     base, told = opened(folder)
-    assert "packed anew" in told[0]
+    assert "packed again" in told[0]
     assert kept.name in told[0] or str(kept) in told[0]
     assert base.fingerprint == plain.fingerprint
     with torch.no_grad():

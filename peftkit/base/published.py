@@ -1,0 +1,439 @@
+"""Weights that others have quantised, read into codes, scales and zeros (kernels/block_scaled.py).
+
+A reader for each format repacks its tensors without loss: GPTQ in 4 and 8 bits, AWQ (gemm),
+auto-round in both layouts, compressed-tensors, FP8, ModelOpt's NVFP4, and torchao's int8 and fp8.
+Which layers are quantised their tensors say; the config says how.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from peftkit.kernels.block_scaled import PAIRED, exponents
+from peftkit.kernels.packed import PackedFormat, unpack
+from peftkit.quant.layers import import_bitsandbytes
+
+LEAVES = (
+    *("weight", "qweight", "qzeros", "scales", "g_idx"),
+    *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
+    *("weight_global_scale", "weight_scale_2", "weight_scale_inv"),
+    *("input_global_scale", "input_scale", "activation_scale"),
+    *("_weight_qdata", "_weight_scale", "_weight_zero_point"),
+)
+"""Names of a quantised layer's tensors, in any format; what is of the server's inputs is unused."""
+AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where the k-th column of eight lies in a word."""
+SERVER_ROUNDS = "A server of this format quantises the inputs of layers too; training does not."
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How a layer's tensors are read.
+
+    Attributes:
+        layout: Which reader: "gptq", "awq", "packed", "int8", "fp8", "mxfp4", "nvfp4", "modelopt".
+        bits: Of a code. group: Columns to a scale; -1 for all of a row.
+        block: Rows and columns to a scale, of FP8; None where it is a row, or the tensor.
+        is_v2: Whether GPTQ's zeros are kept as they are, and not less one.
+        has_zeros: Whether codes count from another number than the middle one.
+        rounds_inputs: Whether a server quantises activations too.
+    """
+
+    layout: str
+    bits: int
+    group: int = -1
+    block: tuple[int, int] | None = None
+    is_v2: bool = False
+    has_zeros: bool = False
+    rounds_inputs: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What the weights are kept as."""
+        integers = {4: "int4", 8: "uint8"}[self.bits]
+        return {"modelopt": "nvfp4"}.get(
+            self.layout, integers if self.layout in ("gptq", "awq", "packed") else self.layout
+        )
+
+
+class Codes(NamedTuple):
+    """A weight as it is kept."""
+
+    packed: Tensor
+    form: PackedFormat
+    scales: tuple[Tensor, ...]
+
+
+class UnreadableError(ValueError):
+    """A format, or a layer, that is not read here; its text says which."""
+
+
+def scheme_of(settings: Mapping[str, Any], path: str = "") -> Scheme:
+    """Return how a layer is read, as a checkpoint's `quantization_config` says it.
+
+    Raises:
+        UnreadableError: It is quantised in a way that is not read here.
+    """
+    method = str(settings.get("quant_method"))
+    if method == "auto-round":
+        return _auto_round(settings, path)
+    if method == "gptq":
+        return _gptq(settings)
+    if method == "awq":
+        return _awq(settings)
+    if method == "compressed-tensors":
+        return _compressed(settings, path)
+    if method == "fp8":
+        block = settings.get("weight_block_size")
+        return Scheme("fp8", 8, block=_pair(block) if block else None, rounds_inputs=True)
+    if method == "modelopt" and settings.get("quant_algo") == "NVFP4":
+        return Scheme("modelopt", 4, 16, rounds_inputs=True)
+    if method == "torchao":
+        return _torchao(settings)
+    raise UnreadableError(method)
+
+
+def _pair(sides: Sequence[Any]) -> tuple[int, int]:
+    return int(sides[0]), int(sides[1])
+
+
+def _gptq(settings: Mapping[str, Any]) -> Scheme:
+    bits, form = settings.get("bits"), settings.get("checkpoint_format") or settings.get("format")
+    if bits not in (4, 8) or form not in (None, "gptq", "gptq_v2"):
+        raise UnreadableError(f"gptq in {bits} bits, layout {form or 'gptq'}")
+    if settings.get("dynamic"):
+        raise UnreadableError("gptq with other settings for some layers (dynamic)")
+    group, has_zeros = int(settings.get("group_size", -1)), not settings.get("sym", True)
+    return Scheme("gptq", bits, group, is_v2=form == "gptq_v2", has_zeros=has_zeros)
+
+
+def _awq(settings: Mapping[str, Any]) -> Scheme:
+    bits = settings.get("bits", settings.get("w_bit"))
+    form = str(settings.get("version") or settings.get("format") or "gemm").lower()
+    if bits != 4 or form != "gemm":
+        raise UnreadableError(f"awq in {bits} bits, layout {form}")
+    group = int(settings.get("group_size", settings.get("q_group_size", 128)))
+    return Scheme("awq", 4, group, has_zeros=bool(settings.get("zero_point", True)))
+
+
+def _auto_round(settings: Mapping[str, Any], path: str) -> Scheme:
+    form = str(settings.get("packing_format", "auto_round:auto_gptq"))
+    more: Mapping[str, Any] = (settings.get("extra_config") or {}).get(path) or {}
+    own = {**settings, **more, "checkpoint_format": None, "format": None, "version": None}
+    if form.endswith("gptq"):
+        return _gptq(own)
+    if form.endswith("awq"):
+        return _awq(own)
+    raise UnreadableError(f"auto-round, layout {form}")
+
+
+def _torchao(settings: Mapping[str, Any]) -> Scheme:
+    told = str(settings.get("quant_type"))
+    if "Int8" in told and "Int4" not in told:
+        return Scheme("int8", 8, rounds_inputs="DynamicActivation" in told)
+    if "Float8" in told and "Int4" not in told:
+        return Scheme("fp8", 8, rounds_inputs="DynamicActivation" in told)
+    raise UnreadableError("torchao in another type than int8 and float8")
+
+
+def _compressed(settings: Mapping[str, Any], path: str) -> Scheme:
+    for name in ("transform_config", "sparsity_config"):
+        held = settings.get(name) or {}
+        if (
+            any(held.get(key) for key in ("config_groups", "sparsity_structure"))
+            and held.get("format") != "dense"
+        ):
+            raise UnreadableError(f"compressed-tensors with a {name}")
+    group = _group(settings.get("config_groups") or {}, path)
+    weights = group.get("weights") or {}
+    form, bits = str(group.get("format") or settings.get("format")), weights.get("num_bits")
+    size = weights.get("group_size") or -1
+    rounds = group.get("input_activations") is not None
+    if form == "pack-quantized" and bits in (4, 8):
+        has_zeros = not weights.get("symmetric", True)
+        return Scheme("packed", bits, size, has_zeros=has_zeros, rounds_inputs=rounds)
+    if form in ("int-quantized", "naive-quantized") and weights.get("type") == "int" and bits == 8:
+        return Scheme("int8", 8, rounds_inputs=rounds)
+    if form in ("float-quantized", "naive-quantized") and bits == 8:
+        block = weights.get("block_structure") if weights.get("strategy") == "block" else None
+        if isinstance(block, str):
+            block = block.split("x")
+        return Scheme("fp8", 8, block=_pair(block) if block else None, rounds_inputs=rounds)
+    if form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
+        kind = form[:5]
+        return Scheme(kind, 4, 16 if kind == "nvfp4" else 32, rounds_inputs=rounds)
+    raise UnreadableError(f"compressed-tensors, {form} in {bits} bits")
+
+
+def _group(groups: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """Return the settings of a layer: by its name or a pattern first, else by its class."""
+    for group in groups.values():
+        for target in group["targets"]:
+            if path and (
+                path == target or (target.startswith("re:") and re.match(target[3:], path))
+            ):
+                return dict(group)
+    whole = [g for g in groups.values() if any(t.isidentifier() for t in g["targets"])]
+    return dict((whole or list(groups.values()) or [{}])[0])
+
+
+def read_codes(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    """Return a layer's weight in the one form.
+
+    Args:
+        own: Its tensors by the last part of their names.
+
+    Raises:
+        UnreadableError: Tensors are missing, or their shapes do not belong together.
+    """
+    try:
+        codes = _READERS[scheme.layout](own, scheme)
+    except KeyError as missing:
+        raise UnreadableError(f"it has no {missing}") from None
+    _check(codes)
+    return codes
+
+
+def _check(codes: Codes) -> None:
+    """Refuse scales of another number than there are blocks, or that are not finite."""
+    rows, columns = codes.form.shape
+    if codes.form.kind == "int8":
+        columns = codes.form.block
+    grid = -(-rows // codes.form.rows), -(-columns // codes.form.block)
+    for each in codes.scales:
+        if each.dim() == 2 and tuple(each.shape) != grid:
+            raise UnreadableError(
+                f"{each.shape[0]} x {each.shape[1]} scales for {grid[0]} x {grid[1]} blocks of a "
+                f"weight of {rows} x {columns}"
+            )
+        if each.dtype.itemsize > 1 and each.is_floating_point() and not each.isfinite().all():
+            raise UnreadableError("a scale is not finite")
+    if codes.form.kind == "fp8" and ((codes.packed & 127) == 127).any():
+        raise UnreadableError("a value is NaN")
+
+
+def _fields(words: Tensor, bits: int) -> Tensor:
+    """Return the fields of 32-bit words (..., n), the first ones low, as uint8."""
+    low = words.contiguous().view(torch.uint8)
+    return low if bits == 8 else torch.stack([low & 15, low >> 4], -1).flatten(-2)
+
+
+def _integers(
+    codes: Tensor, bits: int, scale: Tensor, zero: Tensor | None, group: int, *more: Tensor
+) -> Codes:
+    """Return integers (out, in) in the one form; a zero in the middle everywhere is not kept."""
+    shape = torch.Size(codes.shape)
+    if zero is not None and (zero == 1 << bits - 1).all():
+        zero = None
+    packed = codes[:, ::2] | codes[:, 1::2] << 4 if bits == 4 else codes.contiguous()
+    form = PackedFormat("int4" if bits == 4 else "uint8", shape, shape[1] if group < 0 else group)
+    zeros = () if zero is None else (zero.contiguous(),)
+    return Codes(packed, form, (scale.contiguous(), *zeros, *more))
+
+
+def _sorted_by(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the order of columns that puts groups together, and where each column is then."""
+    order = torch.argsort(index.long(), stable=True)
+    plain = torch.arange(len(index), device=index.device) // size
+    if not torch.equal(index[order].long(), plain):
+        raise UnreadableError("groups of different sizes (g_idx)")
+    return order, torch.argsort(order).int()
+
+
+def _read_gptq(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    """Words run along in; those of zeros along out. Version 1 keeps zeros less one.
+
+    The one is added to the word, as it was taken from it: a zero of 0 borrows from its neighbour.
+    """
+    bits, scale = scheme.bits, own["scales"].t()
+    codes = _fields(own["qweight"].t(), bits)
+    words = own["qzeros"]
+    if not scheme.is_v2:
+        one = sum(1 << at for at in range(0, 32, bits))
+        words = words + (one - (1 << 32) if one >> 31 else one)
+    zero = _fields(words, bits).t()[: scale.shape[0]]
+    size = codes.shape[1] if scheme.group < 0 else scheme.group
+    index = own.get("g_idx")
+    plain = torch.arange(codes.shape[1], device=codes.device) // size
+    if index is None or torch.equal(index.long(), plain):
+        return _integers(codes, bits, scale, zero, size)
+    order, places = _sorted_by(index, size)
+    return _integers(codes[:, order], bits, scale, zero, size, places)
+
+
+def _read_awq(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    def columns(words: Tensor) -> Tensor:
+        place = torch.tensor(AWQ_COLUMNS, device=words.device)
+        return _fields(words, 4).unflatten(-1, (-1, 8))[..., place].flatten(-2).t()
+
+    codes, zero = columns(own["qweight"]), columns(own["qzeros"])
+    return _integers(codes, 4, own["scales"].t(), zero, scheme.group)
+
+
+def _read_packed(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    rows, width = own["weight_shape"].tolist()
+    bits, scale = scheme.bits, own["weight_scale"].reshape(rows, -1)
+    codes = _fields(own["weight_packed"], bits)[:, :width]
+    zero = own.get("weight_zero_point")
+    if zero is not None:
+        zero = _fields(zero.t(), bits).t()[:rows]
+    size = width if scheme.group < 0 else scheme.group
+    index = own.get("weight_g_idx")
+    if index is None or bool((index < 0).all()):
+        return _integers(codes, bits, scale, zero, size)
+    order, places = _sorted_by(index, size)
+    return _integers(codes[:, order], bits, scale, zero, size, places)
+
+
+def _read_int8(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    codes = own["_weight_qdata"] if "_weight_qdata" in own else own["weight"]
+    scale = own["_weight_scale"] if "_weight_scale" in own else own["weight_scale"]
+    zero = own.get("_weight_zero_point", own.get("weight_zero_point"))
+    rows, width = codes.shape
+    scale = scale.reshape(-1, 1).expand(rows, 1).float().contiguous()
+    if zero is None or not zero.any():
+        return Codes(codes, PackedFormat("int8", codes.shape), (scale,))
+    moved = (codes.int() + 128).to(torch.uint8)
+    zero = (zero.reshape(-1, 1).expand(rows, 1).int() + 128).to(torch.uint8)
+    return _integers(moved, 8, scale, zero, width)
+
+
+def _read_fp8(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    weight = own["_weight_qdata"] if "_weight_qdata" in own else own["weight"]
+    names = ("_weight_scale", "weight_scale", "weight_scale_inv")
+    scale = own[next((name for name in names if name in own), names[1])]
+    rows, width = weight.shape
+    if weight.dtype == torch.int8:  # experts of DeepSeek-V4
+        form = PackedFormat("mxfp4", torch.Size([rows, 2 * width]), 32)
+        return Codes(weight.view(torch.uint8), form, (scale.view(torch.uint8),))
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        scale = exponents(scale)
+    height, block = scheme.block or (1, width)
+    if scheme.block is None:
+        scale = scale.reshape(-1, 1)
+        height = 1 if len(scale) == rows else rows
+    if weight.dtype != torch.float8_e4m3fn:
+        raise UnreadableError(f"FP8 values of {weight.dtype}")
+    form = PackedFormat("fp8", weight.shape, min(block, width), height)
+    return Codes(weight.view(torch.uint8), form, (scale.float(),))
+
+
+def _read_fp4(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    packed = own["weight_packed"] if "weight_packed" in own else own["weight"]
+    shape = torch.Size([packed.shape[0], 2 * packed.shape[1]])
+    scales: tuple[Tensor, ...] = (own["weight_scale"].view(torch.uint8),)
+    if scheme.layout == "nvfp4":  # it divides
+        scales += (own["weight_global_scale"].float().reshape(1),)
+    elif scheme.layout == "modelopt":
+        scales += (own["weight_scale_2"].float().reshape(()),)
+    kind = "mxfp4" if scheme.layout == "mxfp4" else "nvfp4"
+    return Codes(packed, PackedFormat(kind, shape, scheme.group), scales)
+
+
+_READERS = {
+    "gptq": _read_gptq,
+    "awq": _read_awq,
+    "packed": _read_packed,
+    "int8": _read_int8,
+    "fp8": _read_fp8,
+    "mxfp4": _read_fp4,
+    "nvfp4": _read_fp4,
+    "modelopt": _read_fp4,
+}
+
+
+def empty_codes(shape: Sequence[int], scheme: Scheme) -> Codes:
+    """Return what a weight (..., out, in) of a checkpoint takes, without values."""
+    *lead, rows, width = shape
+    kind, (height, block) = scheme.kind, scheme.block or (1, width)
+    block = min(block if scheme.group < 0 else scheme.group, width)
+    form = PackedFormat(kind, torch.Size(shape), block, height)
+    grid = (*lead, -(-rows // height), -(-width // block))
+    codes = torch.int8 if kind == "int8" else torch.uint8
+    packed = torch.empty(*lead, rows, width // 2 if kind in PAIRED else width, dtype=codes)
+    dtype = {"int4": torch.float16, "uint8": torch.float16}.get(kind, torch.float32)
+    scales = [torch.empty(grid, dtype=torch.uint8 if kind in ("mxfp4", "nvfp4") else dtype)]
+    if scheme.has_zeros:
+        scales.append(torch.empty(grid, dtype=torch.uint8))
+    if kind == "nvfp4":
+        scales.append(torch.empty(1, dtype=torch.float32))
+    return Codes(packed, form, tuple(scales))
+
+
+def unpacked(codes: Codes, dtype: torch.dtype) -> Tensor:
+    """Return a weight as a tensor of floats."""
+    import_bitsandbytes()  # whose operators unpack 8 bits
+    return unpack(codes.packed, codes.scales, codes.form, dtype)
+
+
+def some_values(codes: Codes, positions: Tensor) -> Tensor:
+    """Return the values at positions of the flattened weight, in float32."""
+    rows, width = codes.form.shape[-2:]
+    at = positions // width
+    grid = codes.scales[0].shape
+    row = at // rows * grid[-2] + at % rows // codes.form.rows
+    scales = [s.flatten(0, -2)[row] if s.dim() > 1 else s for s in codes.scales]
+    form = codes.form._replace(shape=torch.Size([len(at), width]), rows=1)
+    part = Codes(codes.packed.flatten(0, -2)[at], form, tuple(scales))
+    return unpacked(part, torch.float32)[torch.arange(len(at)), positions % width]
+
+
+def described(settings: Mapping[str, Any]) -> str:
+    """Return a checkpoint's format in words: "awq, 4 bits, groups of 128"."""
+    scheme, method = scheme_of(settings), str(settings["quant_method"])
+    parts = f"a scale for {scheme.block[0]} x {scheme.block[1]}" if scheme.block else ""
+    if scheme.group > 0:
+        parts = f"groups of {scheme.group}"
+    zeros = "with zeros" if scheme.has_zeros else ""
+    return ", ".join(filter(None, (method, f"{scheme.bits} bits", parts, zeros)))
+
+
+def stacked_codes(
+    experts: Mapping[str, Sequence[Codes]],
+    combined: Callable[[dict[str, Any]], Tensor],
+    expected: torch.Size,
+) -> Codes | None:
+    """Return experts' weights as one stack of codes; None where they have to be dequantised.
+
+    Args:
+        experts: Each part of the stack (gate, up): its weight in every expert.
+        combined: Makes the model's stack of such lists of tensors.
+        expected: The shape of the stack.
+    """
+    first = next(iter(experts.values()))[0]
+    every = [codes for part in experts.values() for codes in part]
+    rows, width = first.form.shape
+    same = all(codes.form == first.form for codes in every)
+    plain = len({len(codes.scales) for codes in every}) == 1 and all(
+        scale.dim() == 2 for codes in every for scale in codes.scales
+    )
+    if not (same and plain) or (first.form.rows > 1 and rows % first.form.rows):
+        return None
+    if tuple(expected) != (len(next(iter(experts.values()))), rows * len(experts), width):
+        return None
+
+    def made(pick: Callable[[Codes], Tensor]) -> Tensor:
+        return combined(
+            {f"{path}.weight": [pick(c) for c in part] for path, part in experts.items()}
+        )
+
+    packed = made(lambda codes: codes.packed)
+    scales = [made(partial(_scale_of, number)) for number in range(len(first.scales))]
+    return Codes(packed, first.form._replace(shape=torch.Size(expected)), tuple(scales))
+
+
+def _scale_of(number: int, codes: Codes) -> Tensor:
+    return codes.scales[number]
+
+
+def kept_notice(settings: Mapping[str, Any]) -> str:
+    """Return what is to be known of a base that keeps its bits."""
+    told = f"The base keeps the bits of its files: {described(settings)}."
+    return f"{told} {SERVER_ROUNDS}" if scheme_of(settings).rounds_inputs else told

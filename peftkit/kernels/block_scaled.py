@@ -1,0 +1,145 @@
+"""Weights as published checkpoints hold them: codes, and a scale for each block of them.
+
+    W[o, i] = (value(code[o, i]) - zero[o, g]) * scale[o, g],   g = the block that (o, i) lies in
+
+The codes of int4, mxfp4 and nvfp4 lie two in a byte, the first one low. int4 and uint8 have zeros,
+or 8 and 128; fp8 is e4m3. The scales of mxfp4 are the bytes of e8m0 exponents, those of nvfp4 the
+bytes of e4m3 with one float32 for all: it multiplies them if it is a scalar and divides them if it
+has a dimension, as the two formats have it. Columns that were sorted by group come with their
+places (GPTQ's desc_act). The product is made in float32 and rounded once.
+
+Shapes: codes (..., out, in) or (..., out, in / 2), scales and zeros (..., R, G).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+KINDS = ("int4", "uint8", "fp8", "mxfp4", "nvfp4")
+PAIRED = ("int4", "mxfp4", "nvfp4")
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_WIDE = {2: torch.int32, 4: torch.int64}
+"""Bytes of a value -> what holds two of them."""
+_BLOCKS = tuple(1 << power for power in range(12, 5, -1))
+"""Values to a scale that bitsandbytes' kernel of 8 bits takes."""
+
+
+def unpack_blocks(
+    packed: Tensor,
+    scales: Sequence[Tensor],
+    kind: str,
+    shape: Sequence[int],
+    block: int,
+    rows: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the tensor (..., out, in) as new memory.
+
+    Args:
+        block, rows: Columns and rows to a scale; the last ones may be fewer.
+    """
+    scale, *rest = scales
+    factor = rest.pop(0) if kind == "nvfp4" else None
+    places = rest.pop() if rest and rest[-1].dim() == 1 else None
+    zero = rest.pop() if rest else None
+    scale = _scale(scale, kind, factor)
+    found = None
+    if kind == "fp8" or (kind == "uint8" and zero is None):
+        found = _by_table(packed, scale, kind, shape, block, rows, dtype)
+    if found is None:
+        known = dtype if dtype.itemsize in _WIDE else torch.float32
+        found = _values(packed, kind, known)
+        if kind in ("int4", "uint8"):
+            _apply(
+                torch.sub, found, (8 if kind == "int4" else 128) if zero is None else zero, block
+            )
+        if rows > 1:
+            scale = scale.repeat_interleave(rows, -2)[..., : shape[-2], :]
+        found = _apply(torch.mul, found, scale, block).to(dtype)
+    return found if places is None else found.index_select(-1, places)
+
+
+def _scale(scale: Tensor, kind: str, factor: Tensor | None) -> Tensor:
+    """Return the scales in float32."""
+    if kind == "mxfp4":
+        return exponents(scale)
+    if factor is None:
+        return scale.float()
+    scale = scale.view(torch.float8_e4m3fn).float()
+    return scale / factor if factor.dim() else scale * factor
+
+
+def exponents(scale: Tensor) -> Tensor:
+    """Return what bytes of e8m0 exponents say, in float32."""
+    power = scale.view(torch.uint8).int() - 127
+    return torch.ldexp(torch.ones_like(power, dtype=torch.float32), power)
+
+
+def _values(packed: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """Return what the codes say before zeros and scales."""
+    if kind == "int4":
+        made = packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=dtype)
+        made[..., ::2] = packed & 15
+        made[..., 1::2] = packed >> 4
+        return made
+    if kind in PAIRED:
+        pairs = _pairs(dtype, packed.device).view(_WIDE[dtype.itemsize]).flatten()
+        return pairs[packed.int()].view(dtype)
+    return (packed.view(torch.float8_e4m3fn) if kind == "fp8" else packed).to(dtype)
+
+
+@cache
+def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the two values of every byte of e2m1 codes: (256, 2)."""
+    byte = torch.arange(256)
+    return torch.tensor(_E2M1)[torch.stack([byte & 15, byte >> 4], 1)].to(device, dtype)
+
+
+def _apply(how: Callable[..., Tensor], made: Tensor, by: Tensor | int, block: int) -> Tensor:
+    """Subtract from values, or multiply them by, what there is for each block of columns."""
+    if isinstance(by, int):
+        return made.sub_(by)
+    width = made.shape[-1]
+    if by.shape[-1] * block == width:
+        view = made.unflatten(-1, (-1, block))
+        by = by[..., None]
+    else:
+        view, by = made, by.repeat_interleave(block, -1)[..., :width]
+    how(view, by, out=view)  # rounded once: no float32 is written in between
+    return made
+
+
+def _by_table(
+    packed: Tensor,
+    scale: Tensor,
+    kind: str,
+    shape: Sequence[int],
+    block: int,
+    rows: int,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """Return 8-bit codes times scales by bitsandbytes' kernel; None where it does not take them."""
+    width = shape[-1]
+    step = next((b for b in _BLOCKS if min(block, width) % b == 0 and width % b == 0), None)
+    if step is None or dtype == torch.float64:
+        return None
+    scale = scale.repeat_interleave(min(block, width) // step, -1)[..., : width // step]
+    if rows > 1:
+        scale = scale.repeat_interleave(rows, -2)
+    scale = scale[..., : shape[-2], :].expand(*shape[:-1], -1)
+    found: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(
+        packed.view(torch.uint8), scale.reshape(-1), _table(kind, packed.device), step, dtype
+    )
+    return found
+
+
+@cache
+def _table(kind: str, device: torch.device) -> Tensor:
+    """Return the value of every byte, in float32."""
+    byte = torch.arange(256, dtype=torch.uint8)
+    values = byte.view(torch.float8_e4m3fn).float() if kind == "fp8" else byte.float() - 128
+    return values.to(device)
