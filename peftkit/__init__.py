@@ -92,6 +92,8 @@ if TYPE_CHECKING:
     from peftkit.tasks.image_text import ImageTextConfig as ImageTextConfig
     from peftkit.tasks.masked_lm import MaskedLM as MaskedLM
     from peftkit.tasks.masked_lm import MaskedLMConfig as MaskedLMConfig
+    from peftkit.tasks.on_policy.config import GRPOConfig as GRPOConfig
+    from peftkit.tasks.on_policy.rewards import RewardTerm as RewardTerm
     from peftkit.tasks.preference.config import PreferenceConfig as PreferenceConfig
     from peftkit.tasks.reward import RewardConfig as RewardConfig
     from peftkit.tasks.seq2seq import Seq2Seq as Seq2Seq
@@ -144,7 +146,9 @@ _HOME = {
     "OutputError": "errors",
     "PeftkitError": "errors",
     "Plan": "planning.plan",
+    "GRPOConfig": "tasks.on_policy.config",
     "PreferenceConfig": "tasks.preference.config",
+    "RewardTerm": "tasks.on_policy.rewards",
     "EmbeddingConfig": "tasks.embedding",
     "RewardConfig": "tasks.reward",
     "PrefixTuning": "methods.prefix",

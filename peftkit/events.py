@@ -121,6 +121,28 @@ class Sampled(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredAnswer:
+    """What the model said to a prompt in a step, and its rewards; NaN: not judged."""
+
+    prompt: str
+    completion: str
+    reward: float
+    parts: Mapping[str, float]
+    advantage: float
+    is_cut: bool
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class RolledOut(Event):
+    """The model's answers that a step learns from, and how long they took."""
+
+    step: int
+    seconds: float
+    answers: tuple[ScoredAnswer, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Saved(Event):
     """A checkpoint, adapter, or merged model is on disk, complete."""
 

@@ -10,6 +10,8 @@ from peftkit.errors import ConfigError
 from peftkit.events import Listener, Notice, Table, ignore
 from peftkit.execution.environment import default_device, world_size
 from peftkit.files.disk import check_folder
+from peftkit.inference.engine import MAX_ROWS
+from peftkit.inference.model_sampler import ModelSampler
 from peftkit.inference.watch import Metric, TextWatch
 from peftkit.planning.resolve import resolve_plan
 from peftkit.report.facts import BeforeRun
@@ -85,6 +87,7 @@ def run(
             on_event=report.on_event,
             watch=watch,
             plan=ready.plan,
+            sampler=sampler_of(ready),
         )
         if result.is_main or is_sharded(ready.base.model):  # then all processes run the model
             with stop_requests() as stop:
@@ -113,6 +116,13 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
     num_steps = recipe.train.num_steps(len(ready.train))
     on_event(Notice(f"Plan: {plan.describe()}."))
     on_event(Notice(f"All is well: {len(ready.train)} rows, {num_steps} optimizer steps."))
+
+
+def sampler_of(ready: Prepared) -> ModelSampler | None:
+    """Return what has the model answer prompts, for a task that learns from its own answers."""
+    if not ready.task.makes_rows:
+        return None
+    return ModelSampler(ready.base.model, ready.base.tokenizer, MAX_ROWS)
 
 
 def watch_of(

@@ -23,7 +23,7 @@ from peftkit.events import Event, Listener
 from peftkit.report.figures import count, duration, metric, size
 
 SPARKS, SPARK_COLUMNS = "▁▂▃▄▅▆▇█", 24
-SHOWN = ("accuracy", "margin")  # of a task's figures; metrics.jsonl has them all
+SHOWN = ("accuracy", "margin", "reward", "entropy")  # of a task's; metrics.jsonl has all
 PLAIN_LINES = 40  # about as many lines of steps as a log should hold
 PLAIN_SECONDS = 60.0  # and a sign of life at least this often
 PROGRESS_SECONDS = 5.0  # work that takes less has no lines of progress

@@ -53,6 +53,7 @@ def identity(recipe: Recipe, ready: Prepared) -> dict[str, Any]:
         "method": recipe.method.model_dump(mode="json"),
         "data": recipe.data.model_dump(mode="json"),
         "task": ready.settings.model_dump(mode="json"),
+        **ready.task.identity,
         **({"start": ready.continued.digest} if ready.continued else {}),
     }
 

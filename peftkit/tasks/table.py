@@ -11,6 +11,7 @@ from peftkit.tasks.embedding import EmbeddingConfig
 from peftkit.tasks.image_classification import ImageClassificationConfig
 from peftkit.tasks.image_text import ImageTextConfig
 from peftkit.tasks.masked_lm import MaskedLMConfig
+from peftkit.tasks.on_policy.config import GRPOConfig
 from peftkit.tasks.preference.config import PreferenceConfig
 from peftkit.tasks.protocol import TaskConfig
 from peftkit.tasks.reward import RewardConfig
@@ -29,6 +30,7 @@ TASKS: dict[str, type[TaskConfig]] = {
     "preference": PreferenceConfig,
     "reward": RewardConfig,
     "embedding": EmbeddingConfig,
+    "grpo": GRPOConfig,
 }
 
 
@@ -47,7 +49,8 @@ _Section = Annotated[
     | ImageTextConfig
     | PreferenceConfig
     | RewardConfig
-    | EmbeddingConfig,
+    | EmbeddingConfig
+    | GRPOConfig,
     Field(discriminator="type"),
 ]
 AnyTask = Annotated[_Section, BeforeValidator(_spelled_out, json_schema_input_type=str | _Section)]

@@ -26,7 +26,7 @@ from peftkit.train.metrics import require_trackers
 from peftkit.train.model import trainable_parameters
 from peftkit.train.run import Result, Run
 from peftkit.train.signals import stop_requests
-from peftkit.train.task import GenerationEvaluator, Task
+from peftkit.train.task import GenerationEvaluator, Sampler, Task
 
 
 def fit(
@@ -101,11 +101,13 @@ def train_prepared(
     on_event: Listener,
     watch: GenerationEvaluator | None = None,
     plan: ExecutionPlan | None = None,
+    sampler: Sampler | None = None,
 ) -> Result:
     """Do what `fit` does after `check_output`, in a locked folder; arguments as there.
 
     Args:
         watch: Asked for samples and metrics of generated answers, on the main process.
+        sampler: Has the model answer prompts, for a task that learns from its own answers.
     """
     parameters = trainable_parameters(model)
     if not train_rows:
@@ -126,6 +128,7 @@ def train_prepared(
             on_event=on_event,
             watch=watch,
             plan=plan,
+            sampler=sampler,
         )
         with run.prepared():
             return run.train(start.allow_changes if start.resume else None)

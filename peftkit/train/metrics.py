@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from peftkit.events import (
     EvalDone,
     Event,
     Notice,
+    RolledOut,
     RunDone,
     RunStarted,
     RunStopped,
@@ -28,7 +29,7 @@ from peftkit.events import (
 from peftkit.kernels.device import gpu_of
 from peftkit.kernels.host_memory import peak_resident_bytes
 
-FILE, SAMPLES = "metrics.jsonl", "samples.jsonl"
+FILE, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
 RECORDED = (RunStarted, StepDone, EvalDone, Saved, Notice, RunDone, RunStopped)
 Complain = Callable[[str], None]
 
@@ -49,7 +50,7 @@ class MetricsFile:
         """Write the event, if it is one of a run's."""
         if isinstance(event, RECORDED):
             fields = {"event": type(event).__name__, "time": round(time.time(), 3)}
-            self._append({**fields, **_plain(dataclasses.asdict(event))})
+            self._append({**fields, **_plain(asdict(event))})
 
     def _append(self, *lines: dict[str, Any]) -> None:
         if self._broken:
@@ -73,8 +74,20 @@ class SamplesFile(MetricsFile):
     def on_event(self, event: Event) -> None:
         """Write samples."""
         if isinstance(event, Sampled):
-            lines = [{"step": event.step, **dataclasses.asdict(s)} for s in event.samples]
+            lines = [{"step": event.step, **asdict(s)} for s in event.samples]
             self._append(*lines)
+
+
+class AnswersFile(MetricsFile):
+    """Appends one JSON line per answer that was learnt from: step, prompt, completion, reward."""
+
+    def __init__(self, output_dir: Path, complain: Complain) -> None:
+        super().__init__(output_dir, complain, ANSWERS)
+
+    def on_event(self, event: Event) -> None:
+        """Write answers."""
+        if isinstance(event, RolledOut):
+            self._append(*({"step": event.step, **_plain(asdict(one))} for one in event.answers))
 
 
 class Tracker(Protocol):

@@ -131,7 +131,15 @@ class LossScale:
 def optimizer_state(
     optimizer: Optimizer, parameters: Parameters
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return the optimizer's tensors and its numbers, each named "parameter/key"."""
+    """Return the optimizer's tensors and its numbers, each named "parameter/key".
+
+    Before the first step they are what that step would begin with.
+    """
+    for gindex, group in enumerate(optimizer.param_groups):
+        for pindex, parameter in enumerate(group["params"]):
+            if not optimizer.state[parameter]:
+                state = _empty_state(optimizer, group, parameter, gindex, pindex)
+                optimizer.state[parameter] = state
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, float] = {}
     for name, parameter in parameters.items():

@@ -40,6 +40,7 @@ from peftkit.train.evaluate import Evaluator
 from peftkit.train.lockstep import LockstepForward
 from peftkit.train.memory.prepare import plan_memory_and_compile
 from peftkit.train.metrics import (
+    AnswersFile,
     MetricsFile,
     SamplesFile,
     Trackers,
@@ -49,11 +50,12 @@ from peftkit.train.metrics import (
 from peftkit.train.model import device_name, same_everywhere
 from peftkit.train.optim import learning_rate
 from peftkit.train.paths import paths
+from peftkit.train.rollouts import Rollouts
 from peftkit.train.sampler import StatelessSampler
 from peftkit.train.saving import Saver
 from peftkit.train.sharding import gathered, is_sharded
 from peftkit.train.signals import Interrupted, StopRequest
-from peftkit.train.task import GenerationEvaluator, SetupContext, Task
+from peftkit.train.task import GenerationEvaluator, Sampler, SetupContext, Task
 from peftkit.train.trainer import NonFiniteError, StepFacts, Trainer
 from peftkit.train.world import World
 
@@ -104,6 +106,7 @@ class Run:
         on_event: Listener,
         watch: GenerationEvaluator | None = None,
         plan: ExecutionPlan | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         self.model, self.config, self.stop, self.watch = model, config, stop, watch
         self.rows, self.eval_rows = train_rows, eval_rows
@@ -123,6 +126,9 @@ class Run:
         known = identity_of(
             config, train_rows, eval_rows, ranks.world_size, identity, sharded=is_sharded(model)
         )
+        self.rollouts: Rollouts | None = None
+        if task.makes_rows:
+            self.rollouts = Rollouts(self.learner, sampler, config.seed, self.say)
         self.saver = Saver(self.learner, self.order, config, weights, known, self.say)
         self.has_eval = bool(eval_rows)
         self._agreed_stop = 0
@@ -191,7 +197,8 @@ class Run:
         settings = config.model_dump(mode="json", exclude={"log_to"})
         started = start_trackers(config.log_to, config.output_dir, settings, complain)
         trackers = Trackers(started, complain)
-        files = [kind(config.output_dir, complain) for kind in (MetricsFile, SamplesFile)]
+        kinds = (MetricsFile, SamplesFile, AnswersFile)
+        files = [kind(config.output_dir, complain) for kind in kinds]
         self._listeners += [*(file.on_event for file in files), trackers.on_event]
         return trackers
 
@@ -265,10 +272,21 @@ class Run:
         rows, rate = self.next_step()
         began = time.perf_counter()
         try:
-            facts = self.learner.step(rows, rate, self._rows_of(self.learner.state.step + 1))
+            facts = self._learn(rows, rate)
         except NonFiniteError as error:
             raise self.non_finite_error(error) from None
         self.record_step(facts, rate, time.perf_counter() - began)
+
+    def _learn(self, rows: list[Any], rate: float) -> StepFacts:
+        step = self.learner.state.step
+        if self.rollouts is None:
+            return self.learner.step(rows, rate, self._rows_of(step + 1))
+        try:
+            return self.rollouts.step(rows, self._indices(step), rate)
+        except PeftkitError:  # of a reward function: nothing that was learnt is lost
+            if step and self.saver.last_step != step:
+                self.saver.save()
+            raise
 
     def next_step(self) -> tuple[list[Any], float]:
         """Return this process's rows of the next step, and its learning rate."""
@@ -279,8 +297,10 @@ class Run:
         """Return this process's rows of a step; none after the last."""
         if step >= self.num_steps:
             return []
-        group = self.order.step_indices(step, self.ranks.dp_rank, self.ranks.dp_size)
-        return [self.rows[index] for index in group]
+        return [self.rows[index] for index in self._indices(step)]
+
+    def _indices(self, step: int) -> list[int]:
+        return self.order.step_indices(step, self.ranks.dp_rank, self.ranks.dp_size)
 
     def record_step(self, facts: StepFacts, rate: float, seconds: float) -> None:
         """Count a step that was done, and tell of it."""
@@ -331,7 +351,8 @@ class Run:
         """Evaluate, and emit EvalDone."""
         state, batch_size = self.learner.state, self.evaluator.batch_size
         with self.learner.blocks.eagerly():
-            metrics = self.evaluator.run()
+            rollouts, rows = self.rollouts, self.evaluator.rows
+            metrics = rollouts.evaluate(rows) if rollouts else self.evaluator.run()
         if (fewer := self.evaluator.batch_size) != batch_size:
             text = f"it goes on with {fewer} rows at a time instead of {batch_size}"
             self.say(Notice(f"Memory ran out in the evaluation: {text}. Training is not affected."))
@@ -457,7 +478,9 @@ class Run:
             "peak_bytes": float(peak_bytes(self.ranks.device)),
         }
         if state.eval_loss is not None:
-            figures = self.evaluator.figures(state.eval_loss)
+            figures = {"loss": state.eval_loss}
+            if not self.rollouts:
+                figures = self.evaluator.figures(state.eval_loss)
             metrics |= {f"eval_{name}": value for name, value in figures.items()}
         if state.best_loss is not None:
             metrics["best_eval_loss"] = state.best_loss

@@ -59,6 +59,11 @@ class Saver:
             p.numel() * (p.element_size() + STATE_BYTES[config.optimizer]) for p in trained
         )
 
+    @property
+    def last_step(self) -> int | None:
+        """The step of the newest checkpoint."""
+        return None if self.last is None else int(self.last.name.rpartition("-")[2])
+
     def check_disk(self) -> None:
         """Say so if the disk may not suffice; OutputError if it cannot hold one checkpoint."""
         free, folder = self.checkpoints.free(self.checkpoints.folder), self.checkpoints.folder

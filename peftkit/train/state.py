@@ -27,6 +27,7 @@ class State:
         best_step: The step with the lowest eval loss, which is `best_loss`.
         patience_loss: The lowest eval loss that early stopping has counted as such.
         worse_evals: Evaluations since then.
+        empty_steps: Steps in a row, up to now, that taught nothing (rollouts.py).
         loss_scale: See LossScale.
         good_steps: Likewise.
     """
@@ -44,6 +45,7 @@ class State:
     best_loss: float | None = None
     patience_loss: float | None = None
     worse_evals: int = 0
+    empty_steps: int = 0
     loss_scale: float = 1.0
     good_steps: int = 0
 

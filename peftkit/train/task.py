@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor, nn
 
 from peftkit.errors import ConfigError
-from peftkit.events import Listener, Sample
+from peftkit.events import Listener, Sample, ScoredAnswer
 from peftkit.kernels.context import Context
 from peftkit.train.lockstep import LockstepForward
 from peftkit.train.signals import StopRequest
@@ -53,6 +53,14 @@ class Task(Protocol):
 
     draws_in_collate: bool = False
     """Whether `collate` draws from torch's own generator; others are collated a step ahead."""
+
+    makes_rows: ClassVar[bool] = False
+    """Whether it is a `RolloutTask`."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What a resumed run must have in common with the saved one beside the task's config."""
+        return {}
 
     def in_parts(self, context: Context) -> Task:
         """Return the task on rows whose tokens lie on several processes.
@@ -116,6 +124,71 @@ class Task(Protocol):
         (rows,), where among them the batch's own rows are. A batch without them is all there is.
         """
         raise TypeError(f"{type(self).__name__} takes each row alone")
+
+
+@dataclass(frozen=True, slots=True)
+class SampledAnswer:
+    """A model's answer: `ids` with the token that ended it; one that is cut has none."""
+
+    ids: tuple[int, ...]
+    is_cut: bool
+
+
+class Sampler(Protocol):
+    """Has the model answer prompts, as it is now."""
+
+    def answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]] | None,
+        *,
+        max_new_tokens: int,
+        stops: Sequence[int],
+    ) -> list[list[SampledAnswer]]:
+        """Return answers to each prompt: one for each of its seeds; without seeds a greedy one.
+
+        An answer depends on its prompt, its seed and the model alone.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """What became of the prompts of a step, on one process.
+
+    Attributes:
+        rows: What is learnt from, possibly nothing.
+        metrics: Means over its answers; the same names on every process.
+        answers: What was said, and what it was worth.
+    """
+
+    rows: Sequence[Any]
+    metrics: Mapping[str, float]
+    answers: tuple[ScoredAnswer, ...]
+
+
+class RolloutTask(Task, Protocol):
+    """A task whose rows are prompts: what a step learns from, the model says in that step."""
+
+    updates: int
+    """Optimizer steps with the same answers."""
+
+    def roll_out(
+        self, prompts: Sequence[Any], seeds: Sequence[int] | None, sampler: Sampler
+    ) -> Rollout:
+        """Have the model answer prompts, and judge the answers.
+
+        Args:
+            seeds: Of each prompt; None: greedy answers, of which nothing is learnt.
+
+        Raises:
+            RunError: A reward function failed.
+        """
+
+    def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return log-probabilities that a step needs beside the model's own; {} if none."""
+
+    def remember(self, rows: Sequence[Any], found: Mapping[str, Tensor]) -> None:
+        """Keep with the rows of a batch what `log_probs` returned of them."""
 
 
 class GenerationEvaluator(Protocol):

@@ -1,0 +1,1 @@
+"""Learning from the model's own answers."""

@@ -1,0 +1,282 @@
+"""What an answer is worth: built in, or a function of one's own, called as TRL calls it.
+
+    def reward(prompts, completions, **columns) -> list[float | None]
+
+`columns` are the fields of the prompts' records, a list each. Functions may be async. What raises,
+hangs, or returns something else than one finite number (or None: not judged) an answer ends the
+run, with the row's name. A function's file is read when training begins and at no other time:
+opening an adapter runs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.util
+import inspect
+import json
+import math
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from peftkit.config.schema import Config
+from peftkit.errors import ConfigError, RunError
+from peftkit.files.disk import read_json
+from peftkit.tasks.on_policy.schema import matches
+
+BuiltIn = Literal["exact_match", "json_fields", "json_schema", "regex", "length"]
+Judge = Callable[..., Any]
+NAN = float("nan")
+
+
+class RewardTerm(Config):
+    """One reward: built in, or a function; an answer is worth the weighted sum of all."""
+
+    use: BuiltIn | Annotated[str, Field(pattern=r"^.+\.py:\w+$")]
+    """exact_match: equal to the row's answer. json_fields: share of the fields of the row's answer
+    that are right, both being JSON objects. json_schema: whether it is JSON of this schema. regex:
+    whether the pattern is found in it. length: 1 up to max_chars, then falling to 0 at twice as
+    many. FILE.py:FUNCTION: a function of one's own."""
+    weight: float = 1.0
+    """Its weight in the sum."""
+    pattern: str | None = None
+    """Of regex."""
+    schema_file: Path | None = None
+    """Of json_schema: a JSON file."""
+    max_chars: Annotated[int, Field(ge=1)] | None = None
+    """Of length."""
+
+    @model_validator(mode="after")
+    def _has_what_it_takes(self) -> RewardTerm:
+        takes = {"regex": "pattern", "json_schema": "schema_file", "length": "max_chars"}
+        for name, key in takes.items():
+            if (self.use == name) is not (getattr(self, key) is not None):
+                raise ConfigError(
+                    f"the reward {self.use} "
+                    + (f"needs {key}." if self.use == name else f"takes no {key}."),
+                )
+        if self.pattern is not None:
+            try:
+                re.compile(self.pattern)
+            except re.error as error:
+                raise ConfigError(f"{self.pattern!r} is no pattern: {error}") from None
+        return self
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it runs code of a file."""
+        return ".py:" in self.use
+
+    @property
+    def name(self) -> str:
+        """What it is called in metrics."""
+        return self.use.rpartition(":")[2]
+
+
+class Rewards:
+    """The rewards of a run, their functions loaded.
+
+    Args:
+        timeout: Seconds that one call of a function may take.
+
+    Raises:
+        ConfigError: A file or function is not there.
+    """
+
+    def __init__(self, terms: Sequence[RewardTerm], timeout: float) -> None:
+        self.terms, self.timeout = terms, timeout
+        names = [term.name for term in terms]
+        self.names = [
+            name if names.count(name) == 1 else f"{name}_{number}"
+            for number, name in enumerate(names, 1)
+        ]
+        self._judges = [_function(term) if term.is_function else _built_in(term) for term in terms]
+
+    def judge(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]],
+        sources: Sequence[str],
+    ) -> tuple[list[float], dict[str, list[float]]]:
+        """Return each answer's reward, and its parts by name; NaN where nothing was judged.
+
+        Args:
+            sources: Of the prompts' rows, for messages.
+
+        Raises:
+            RunError: A function failed.
+        """
+        parts: dict[str, list[float]] = {name: [] for name in self.names}
+        if not sources:
+            return [], parts
+        for name, term, judge in zip(self.names, self.terms, self._judges, strict=True):
+            found = self._call(term, judge, prompts, completions, columns, sources)
+            parts[name] = _checked(term, found, sources)
+        totals = []
+        for row in zip(*parts.values(), strict=True):
+            pairs = [
+                term.weight * value
+                for term, value in zip(self.terms, row, strict=True)
+                if not math.isnan(value)
+            ]
+            totals.append(sum(pairs) if pairs else NAN)
+        return totals, parts
+
+    def _call(
+        self,
+        term: RewardTerm,
+        judge: Judge,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]],
+        sources: Sequence[str],
+    ) -> Any:
+        """Call a function in a thread, for at most so long."""
+        box: dict[str, Any] = {}
+
+        def work() -> None:
+            try:
+                found = judge(prompts=[*prompts], completions=[*completions], **columns)
+                box["found"] = asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
+            except BaseException as error:
+                box["error"] = error
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(self.timeout)
+        rows = f"It was asked about answers to {sources[0]} to {sources[-1]}."
+        if thread.is_alive():
+            raise RunError(
+                f"the reward {term.use} took longer than {self.timeout:g} seconds",
+                found=rows,
+                fix="Mend the function, or raise task.reward_timeout; then go on with --resume.",
+            )
+        if (error := box.get("error")) is not None:
+            raise RunError(
+                f"the reward {term.use} failed: {type(error).__name__}: {error}",
+                found=rows,
+                fix="Mend the function, then go on with --resume.",
+            ) from error
+        return box["found"]
+
+
+async def _awaited(found: Any) -> Any:
+    return await found
+
+
+def source_hashes(terms: Sequence[RewardTerm]) -> dict[str, str]:
+    """Return a hash of each function's file: part of what a resumed run must have in common."""
+    return {
+        term.use: hashlib.sha256(_file(term).read_bytes()).hexdigest()[:16]
+        for term in terms
+        if term.is_function
+    }
+
+
+def _checked(term: RewardTerm, found: Any, sources: Sequence[str]) -> list[float]:
+    """Return a function's rewards as numbers."""
+    if not isinstance(found, Sequence) or len(found) != len(sources):
+        size = len(found) if isinstance(found, Sequence) else type(found).__name__
+        raise RunError(
+            f"the reward {term.use} returned {size} for {len(sources)} answers",
+            fix="Return a list with a number, or None, for each completion.",
+        )
+    numbers = []
+    for value, source in zip(found, sources, strict=True):
+        try:
+            number = NAN if value is None else float(value)
+        except (TypeError, ValueError):
+            number = math.inf
+        if value is not None and not math.isfinite(number):
+            raise RunError(
+                f"the reward {term.use} returned {value!r} for an answer to {source}",
+                fix="Return a finite number, or None where it does not judge.",
+            )
+        numbers.append(number)
+    return numbers
+
+
+def _file(term: RewardTerm) -> Path:
+    path = Path(term.use.rpartition(":")[0])
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no file {path} for the reward {term.use}.",
+            fix="Paths are relative to the folder that peftkit is started in.",
+        )
+    return path
+
+
+def _function(term: RewardTerm) -> Judge:
+    path, name = _file(term), term.name
+    spec = importlib.util.spec_from_file_location(f"peftkit_rewards_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{path} has no function {name}.")
+    return function
+
+
+def _built_in(term: RewardTerm) -> Judge:
+    if term.use == "regex":
+        pattern = re.compile(term.pattern or "", re.S)
+        return _each(lambda text, _: float(pattern.search(text) is not None))
+    if term.use == "json_schema":
+        assert term.schema_file is not None
+        schema = read_json(term.schema_file, error=ConfigError)
+        return _each(lambda text, _: float(_is_json(text) and matches(_json(text), schema)))
+    if term.use == "length":
+        most = term.max_chars or 1
+        return _each(lambda text, _: min(1.0, max(0.0, 2 - len(text) / most)))
+    if term.use == "json_fields":
+        return _each(_share_of_fields)
+    return _each(_is_equal)
+
+
+def _each(judge: Callable[[str, str | None], float | None]) -> Judge:
+    """Return a reward function of a judge of one answer and the row's own."""
+
+    def function(
+        completions: Sequence[Any], references: Sequence[str | None], **_: Any
+    ) -> list[float | None]:
+        texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+        return [judge(text, right) for text, right in zip(texts, references, strict=True)]
+
+    return function
+
+
+def _share_of_fields(text: str, right: str | None) -> float | None:
+    wanted, made = _json(right or ""), _json(text)
+    if not isinstance(wanted, dict) or not wanted:
+        return None
+    if not isinstance(made, dict):
+        return 0.0
+    names = wanted.keys() | made.keys()
+    same = sum(name in wanted and made.get(name) == wanted[name] for name in names)
+    return 0.2 + 0.8 * same / len(names)
+
+
+def _is_equal(text: str, right: str | None) -> float | None:
+    return None if right is None else float(text.strip() == right.strip())
+
+
+def _is_json(text: str) -> bool:
+    return text.strip() == "null" or _json(text) is not None
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

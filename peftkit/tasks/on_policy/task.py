@@ -1,0 +1,310 @@
+"""Learning from rewards: the model answers a prompt several times, and learns which were better.
+
+A row is a prompt with those of its answers that are learnt from. They stand beside each other, the
+prompt once where documents can share it, and no micro-batch takes them apart.
+
+Shapes: n answer tokens of a batch, D answers, G answers of each prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.data.encode import Encoder, Style, stop_ids
+from peftkit.data.lengths import MULTIPLE
+from peftkit.data.load import DataConfig
+from peftkit.events import Listener, ScoredAnswer, ignore
+from peftkit.model.modes import adapters_off
+from peftkit.tasks.head import token_log_probs
+from peftkit.tasks.isolation import check_causal
+from peftkit.tasks.on_policy.losses import (
+    OF_TOKENS,
+    advantages,
+    kl_to_reference,
+    policy_losses,
+)
+from peftkit.tasks.on_policy.rewards import Rewards, source_hashes
+from peftkit.tasks.on_policy.rows import Group, Prompt, PromptEncoder, asked
+from peftkit.tasks.token_task import AnswerTask
+from peftkit.tasks.unpadding import num_positions
+from peftkit.train.rollouts import seed_of
+from peftkit.train.task import Rollout, SampledAnswer, Sampler, SetupContext
+
+
+class GRPO(AnswerTask):
+    """Answers in groups, weighted by how much better than their group they are.
+
+    Raises:
+        BaseError: The model is not causal.
+        DataError: A chat template or a length that cannot be.
+    """
+
+    predicts_tokens: ClassVar[bool] = False
+    is_causal: ClassVar[bool] = True
+    makes_rows: ClassVar[bool] = True
+    num_metrics: ClassVar[int] = 4
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, config: Any, data: DataConfig, **more: Any
+    ) -> None:
+        check_causal(model)
+        super().__init__(model, tokenizer, config, data, **more)
+        self.updates = config.updates
+        if self._style is None:
+            is_chat = Encoder(tokenizer, self.template).has_template
+            self._style = Style("chat", self.template) if is_chat else Style("plain")
+        room = self.max_length - config.max_new_tokens
+        self.row_encoder = PromptEncoder(tokenizer, self._style, room)
+        self._reference: Any = partial(adapters_off, model)
+        self._rewards: Rewards | None = None
+        self._stops = stop_ids(tokenizer, self._style)
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Which loss, and whether a prompt is computed once for its answers."""
+        rows = "the prompt once" if self._attention else "each with its prompt"
+        return {"loss": f"{self.config.loss}, answer rows alone, in chunks", "answers": rows}
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """The source of the reward functions."""
+        return {"rewards": source_hashes(self.config.rewards)}
+
+    def set_reference(self, state: Any, key: str) -> None:
+        """Measure the KL divergence from the model in this state."""
+        self._reference = state
+
+    def spans(self, row: Prompt) -> list[tuple[str, str]]:
+        """Return the prompt; its answers are not there yet."""
+        return [("prompt", str(self.tokenizer.decode(row.input_ids)))]
+
+    def metrics(
+        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        """Return nothing beside what the run's own evaluations say."""
+        return {}
+
+    # What the model says, and what it is worth.
+
+    def setup(self, model: nn.Module, context: SetupContext) -> None:
+        """Load the reward functions: here, so that opening an adapter runs no code."""
+        self._rewards = Rewards(self.config.rewards, self.config.reward_timeout)
+
+    def roll_out(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int] | None, sampler: Sampler
+    ) -> Rollout:
+        """Have the model answer prompts; groups whose rewards are equal teach nothing."""
+        self.forget_layout()
+        numbers = range(self.config.answers)
+        found = sampler.answers(
+            [prompt.input_ids for prompt in prompts],
+            None if seeds is None else [[seed_of(seed, n) for n in numbers] for seed in seeds],
+            max_new_tokens=self.config.max_new_tokens,
+            stops=self._stops,
+        )
+        pairs = [(p, one) for p, group in zip(prompts, found, strict=True) for one in group]
+        texts = [self._text(one.ids) for _, one in pairs]
+        totals, parts = self._judged([prompt for prompt, _ in pairs], texts)
+        worth, groups, start = [], [], 0
+        for prompt, group in zip(prompts, found, strict=True):
+            mine = totals[start : start + len(group)]
+            start += len(group)
+            better = advantages(self.config.loss, mine, self.config.normalises)
+            worth += better or [0.0] * len(group)
+            if better is not None:
+                groups += self._group(prompt, group, better)
+        answers = tuple(
+            ScoredAnswer(
+                prompt=str(self.tokenizer.decode(prompt.input_ids, skip_special_tokens=True)),
+                completion=text,
+                reward=total,
+                parts={name: values[n] for name, values in parts.items()},
+                advantage=advantage,
+                is_cut=one.is_cut,
+                source=prompt.source,
+            )
+            for n, ((prompt, one), text, total, advantage) in enumerate(
+                zip(pairs, texts, totals, worth, strict=True)
+            )
+        )
+        taught = len(groups) / max(len(prompts), 1)
+        return Rollout(groups, self._told(answers, pairs, taught), answers)
+
+    def _group(
+        self, prompt: Prompt, group: Sequence[SampledAnswer], better: Sequence[float]
+    ) -> list[Group]:
+        """Return what is learnt of a group: answers that are cut only count in its mean."""
+        kept = [
+            (one.ids, advantage)
+            for one, advantage in zip(group, better, strict=True)
+            if not (one.is_cut and self.config.mask_cut)
+        ]
+        if not any(advantage for _, advantage in kept):
+            return []
+        ids, worth = zip(*kept, strict=True)
+        return [Group(prompt.input_ids, ids, worth, prompt.source)]
+
+    def _judged(
+        self, prompts: Sequence[Prompt], texts: Sequence[str]
+    ) -> tuple[list[float], dict[str, list[float]]]:
+        """Ask the reward functions; conversations are given as messages, as TRL does."""
+        assert self._rewards is not None
+        fields = [prompt.fields for prompt in prompts]
+        asked_for = [asked(row, prompt.source) for row, prompt in zip(fields, prompts, strict=True)]
+        is_chat = [not isinstance(each, str) for each in asked_for]
+        completions: list[Any] = [
+            [{"role": "assistant", "content": text}] if chat else text
+            for text, chat in zip(texts, is_chat, strict=True)
+        ]
+        names = dict.fromkeys(name for row in fields for name in row)
+        columns: dict[str, Any] = {name: [row.get(name) for row in fields] for name in names}
+        columns["references"] = [prompt.reference for prompt in prompts]
+        for name in ("prompt", "prompts", "completions"):
+            columns.pop(name, None)
+        sources = [prompt.source for prompt in prompts]
+        return self._rewards.judge(asked_for, completions, columns, sources)
+
+    def _told(
+        self,
+        answers: Sequence[ScoredAnswer],
+        pairs: Sequence[tuple[Prompt, SampledAnswer]],
+        taught: float,
+    ) -> dict[str, float]:
+        rewards = torch.tensor([one.reward for one in answers])
+        lengths = [len(one.ids) for _, one in pairs]
+        number = max(len(pairs), 1)
+        assert self._rewards is not None
+        told = {"reward": _mean(rewards), "reward_std": _deviation(rewards)}
+        for name in self._rewards.names:
+            told[f"reward_{name}"] = _mean(torch.tensor([one.parts[name] for one in answers]))
+        return {
+            **told,
+            "taught": taught,
+            "cut": sum(one.is_cut for _, one in pairs) / number,
+            "length": sum(lengths) / number,
+        }
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(
+            self.tokenizer.decode(
+                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
+    # What is learnt of it.
+
+    def _as_group(self, row: Prompt | Group) -> Group:
+        """Return a row as a group: of a prompt with the longest answers, to plan memory."""
+        if isinstance(row, Group):
+            return row
+        number = self.config.answers
+        longest = (self._pad_id,) * self.config.max_new_tokens
+        return Group(row.input_ids, (longest,) * number, (0.0,) * number, row.source)
+
+    def num_positions(self, rows: Sequence[Prompt | Group]) -> int:
+        """Return how many positions the answers of rows take that go through at once."""
+        groups = [self._as_group(row) for row in rows]
+        lengths = [len(g.prompt) + len(answer) for g in groups for answer in g.answers]
+        padded = len(lengths) * (-(-max(lengths) // MULTIPLE) * MULTIPLE)
+        if self._attention is None:
+            return padded
+        shared = sum(len(group.prompt) * (len(group.answers) - 1) for group in groups)
+        if self._attention.takes_spans:
+            return sum(lengths) - shared
+        return min(padded, num_positions(lengths) - shared)
+
+    def padded(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Return documents as a batch, padded on the right."""
+        batch = super().padded(rows)
+        return {**batch, "document": batch["target_index"] // batch["input_ids"].shape[1]}
+
+    def collate(self, rows: Sequence[Prompt | Group]) -> dict[str, Tensor]:
+        """Return a batch of all answers: besides what token tasks have, what each is worth (D,)."""
+        groups = [self._as_group(row) for row in rows]
+        batch = super().collate([document for group in groups for document in group.documents])
+        worth = torch.tensor([value for group in groups for value in group.advantages])
+        made = {**batch, "worth": worth}
+        for name in ("old", "reference"):
+            found = [known for g in groups if (known := getattr(g, name)) is not None]
+            if len(found) == len(groups):
+                made[name] = torch.cat(found)
+        return made
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        """Return the number of answer tokens, or of answers: what the loss is divided by."""
+        if self.config.loss in OF_TOKENS:
+            return len(batch["targets"])
+        return len(batch["worth"])
+
+    def token_log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the log-probability of each answer token (n,), in fp32."""
+        inputs = self.model_inputs(model, batch)
+        found = token_log_probs(model, self._head, inputs, batch["target_index"], batch["targets"])
+        if not found.requires_grad:  # no backward pass will ask again
+            self.forget_layout()
+        return found
+
+    def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return those of these weights, for later updates, and the reference's, for the KL."""
+        found = {}
+        if self.updates > 1:
+            found["old"] = self.token_log_probs(model, batch)
+        if self.config.kl:
+            reference: AbstractContextManager[None] = self._reference()
+            with reference:
+                found["reference"] = self.token_log_probs(model, batch)
+        return found
+
+    def remember(self, rows: Sequence[Group], found: Mapping[str, Tensor]) -> None:
+        """Keep log-probabilities with the groups that they are of, in the order of a batch."""
+        sizes = [sum(map(len, group.answers)) for group in rows]
+        for name, values in found.items():
+            for group, own in zip(rows, values.cpu().split(sizes), strict=True):
+                setattr(group, name, own)
+
+    def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the summed loss, surprise, clipped shares and KL; see `metric_means`."""
+        config = self.config
+        now = self.token_log_probs(model, batch)
+        found = policy_losses(
+            config.loss,
+            now,
+            batch["old"] if "old" in batch else now.detach(),
+            batch["worth"],
+            batch["document"],
+            clip=config.clips,
+            max_new_tokens=config.max_new_tokens,
+        )
+        losses, kl = found.losses, torch.zeros_like(now)
+        if "reference" in batch:
+            kl = kl_to_reference(now, batch["reference"].to(now))
+            losses = losses + config.kl * kl
+        told = (-now, found.clipped_low.to(now), found.clipped_high.to(now), kl)
+        sums = [(value.detach() * found.mean_weights).sum() for value in told]
+        return torch.stack([(losses * found.weights).sum(), *sums])
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the summed loss, in fp32."""
+        return self.loss_and_metric_sums(model, batch)[0]
+
+    def metric_means(self, means: Sequence[float]) -> dict[str, float]:
+        """Return means over answer tokens; entropy: of the policy, estimated by its own tokens."""
+        entropy, low, high, kl = means
+        told = {"entropy": entropy, "clipped_low": low, "clipped_high": high}
+        return {**told, "kl": kl} if self.config.kl else told
+
+
+def _deviation(values: Tensor) -> float:
+    known = values[~values.isnan()]
+    return float(known.std(correction=0)) if len(known) else 0.0
+
+
+def _mean(values: Tensor) -> float:
+    known = values[~values.isnan()]
+    return float(known.mean()) if len(known) else 0.0

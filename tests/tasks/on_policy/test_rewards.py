@@ -1,0 +1,72 @@
+"""Built-in rewards, and JSON schemas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peftkit.errors import ConfigError
+from peftkit.tasks.on_policy.rewards import Rewards, RewardTerm
+from peftkit.tasks.on_policy.schema import matches
+
+RIGHT = '{"item": "tea", "size": "L"}'
+
+
+@pytest.mark.parametrize(
+    ("term", "text", "worth"),
+    [
+        ({"use": "exact_match"}, f" {RIGHT}\n", 1.0),
+        ({"use": "exact_match"}, "{}", 0.0),
+        ({"use": "json_fields"}, RIGHT, 1.0),
+        ({"use": "json_fields"}, '{"item": "tea", "size": "M"}', 0.6),
+        ({"use": "json_fields"}, "tea", 0.0),
+        ({"use": "json_schema", "schema_file": "schema.json"}, RIGHT, 1.0),
+        ({"use": "json_schema", "schema_file": "schema.json"}, '{"item": 3}', 0.0),
+        ({"use": "json_schema", "schema_file": "schema.json"}, "{", 0.0),
+        ({"use": "regex", "pattern": "te."}, RIGHT, 1.0),
+        ({"use": "regex", "pattern": "^te."}, RIGHT, 0.0),
+        ({"use": "length", "max_chars": 4}, "abcdef", 0.5),
+        ({"use": "length", "max_chars": 4}, "abc", 1.0),
+    ],
+)
+def test_a_built_in_reward(
+    term: dict[str, Any], text: str, worth: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    schema = {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["size"]}
+    Path("schema.json").write_text(json.dumps(schema))
+    if "schema_file" in term:
+        term = {**term, "schema_file": Path(term["schema_file"])}
+    judge = Rewards((RewardTerm(weight=2.0, **term),), 10.0)
+    for completion in (text, [{"role": "assistant", "content": text}]):
+        (total,), _ = judge.judge(["p"], [completion], {"references": [RIGHT]}, ["p:1"])
+        assert total == pytest.approx(2 * worth)
+
+
+@pytest.mark.parametrize(
+    ("value", "schema", "fits"),
+    [
+        (3, {"type": "integer", "minimum": 3, "maximum": 4}, True),
+        (5, {"type": "number", "maximum": 4}, False),
+        (True, {"type": "integer"}, False),
+        (True, {"type": ["boolean", "null"]}, True),
+        ("ab", {"type": "string", "pattern": "^a", "maxLength": 2}, True),
+        ("abc", {"maxLength": 2}, False),
+        ([1, "x"], {"type": "array", "items": {"type": "integer"}}, False),
+        ([1], {"minItems": 2}, False),
+        ({"a": 1, "b": 2}, {"properties": {"a": {}}, "additionalProperties": False}, False),
+        ({"a": 1, "b": "x"}, {"additionalProperties": {"type": "integer"}}, False),
+        ("c", {"enum": ["a", "b"]}, False),
+        (1, {"anyOf": [{"type": "string"}, {"const": 1}]}, True),
+    ],
+)
+def test_a_json_schema(value: Any, schema: dict[str, Any], fits: bool) -> None:
+    assert matches(value, schema) is fits
+
+
+def test_a_keyword_that_is_not_known_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"uses \$ref, oneOf"):
+        matches(1, {"oneOf": [], "$ref": "#"})
