@@ -183,7 +183,7 @@ _HOME = {
     "load_adapter": "formats.peft.folder",
     "load_base": "base.load",
     "load_recipe": "run.config:load",
-    "loftq_starts": "methods.loftq",
+    "loftq_starts": "methods.data_init",
     "merge": "merging.merge",
     "merge_into": "merging.fold",
     "MergedGGUF": "merging.into_gguf",

@@ -26,9 +26,9 @@ from peftkit.tasks.attention_kernels import Call, attend, is_bare, takes_varlen
 PREFIX = "peftkit_"
 """Of the names that attention is registered under."""
 
-Layout = tuple[Grid, ...] | Spans | Context
-"""How documents lie in rows. (): each row is one. Two grids: an encoder's and a decoder's. A
-context: each row is one, and the tokens of it that are here are those of its process."""
+Layout = Grid | Spans | Context | None
+"""How documents lie in rows. None: each row is one. A context: each row is one, and the tokens of
+it that are here are those of its process."""
 
 _taken: set[str] = set()
 
@@ -53,7 +53,7 @@ class TrainingAttention:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.layout: Layout = ()
+        self.layout: Layout = None
         self.is_causal = self.takes_spans = self.takes_context = False
         self._kinds: dict[int, MaskKind | None] | None = None
         self._heard: list[tuple[MaskKind | None, bool, bool]] = []
@@ -110,40 +110,14 @@ class TrainingAttention:
             window = getattr(asked.get("config"), "sliding_window", None)
             self._kinds[heard.data_ptr()] = kind_of(mask_function, window)
             return heard
-        if self.layout and not self.needs_mask:
+        if self.layout is not None and not self.needs_mask:
             return None
-        seen = self._seen_in_grid(**asked) if self.layout else sdpa_mask(**asked)
+        layout = self.layout
+        seen = _seen_in_grid(layout, **asked) if isinstance(layout, Grid) else sdpa_mask(**asked)
         if seen is None or seen.numel() * dtype.itemsize > MAX_BYTES:
             return seen
         # under autocast scores are of another dtype
         return seen if torch.is_autocast_enabled(seen.device.type) else additive(seen, dtype)
-
-    def _grid_with(self, length: int) -> Grid:
-        """Return the grid whose tokens are in rows of this length."""
-        assert not isinstance(self.layout, Spans | Context)
-        first, *others = self.layout
-        return next((grid for grid in others if grid.places.shape[1] == length), first)
-
-    def _seen_in_grid(
-        self, *, mask_function: Callable[..., Tensor], attention_mask: Tensor | None, **more: Any
-    ) -> Tensor:
-        """Return what attention may see (R, 1, T, T).
-
-        The model's function of any two tokens is asked for those of the longest document, which has
-        the first ones of the first row and stands there as it would alone.
-        """
-        queries, keys = self._grid_with(more["q_length"]), self._grid_with(more["kv_length"])
-        if attention_mask is not None or more.get("use_vmap"):
-            raise RuntimeError("documents in one row have no mask but their own")
-        if (more["batch_size"], more["q_length"]) != queries.places.shape:
-            raise RuntimeError("these are other rows than the layout of the documents")
-        row, column = queries.tokens.amin(0)[:, None], keys.tokens.amin(0)
-        real = (keys.tokens < keys.places.numel() - 1)[:, None, None]
-        seen = (mask_function(0, 0, row, column) & real).expand(-1, -1, len(row), -1)
-        if queries is not keys:
-            return seen
-        # padding has to see something
-        return seen | torch.eye(len(row), dtype=torch.bool, device=seen.device)
 
     def attend(
         self,
@@ -161,13 +135,8 @@ class TrainingAttention:
     ) -> tuple[Tensor, None]:
         """Return what transformers' attention functions do, and no probabilities."""
         layout = self.layout
-        own = layout if isinstance(layout, Spans | Context) else None
-        grids = () if isinstance(layout, Spans | Context) else layout
-        if grids:
-            grid, keys = self._grid_with(query.shape[2]), self._grid_with(key.shape[2])
-            query, key, value = into_grid(query, grid), into_grid(key, keys), into_grid(value, keys)
-            if position_bias is not None:  # of distances: each document's is the longest one's
-                position_bias = position_bias[..., : query.shape[2], : key.shape[2]]
+        if isinstance(layout, Grid):
+            query, key, value = (into_grid(each, layout) for each in (query, key, value))
             fits = attention_mask is not None and attention_mask.shape[0] == len(query)
             if not fits and (attention_mask is not None or self.needs_mask):
                 raise RuntimeError("documents in one row have a mask of their grid")
@@ -184,13 +153,15 @@ class TrainingAttention:
             is_causal,
             position_bias,
             softcap,
-            own,
+            None if isinstance(layout, Grid) else layout,
             more,
         )
         if self._kinds is not None:
             self._hear(call, causal)
         out = attend(call)
-        return out_of_grid(out.transpose(1, 2), grid) if grids else out.contiguous(), None
+        if isinstance(layout, Grid):
+            return out_of_grid(out.transpose(1, 2), layout), None
+        return out.contiguous(), None
 
     def _hear(self, call: Call, causal: bool) -> None:
         """Note what a layer sees, and whether the model's words for it are the same."""
@@ -199,6 +170,29 @@ class TrainingAttention:
         kind = None if mask is None else self._kinds.get(mask.data_ptr())
         told = MaskKind(causal, call.more.get("sliding_window"))
         self._heard.append((kind, kind == told and takes_varlen(call), is_bare(call)))
+
+
+def _seen_in_grid(
+    grid: Grid,
+    *,
+    mask_function: Callable[..., Tensor],
+    attention_mask: Tensor | None,
+    **more: Any,
+) -> Tensor:
+    """Return what attention may see (R, 1, T, T), of R documents.
+
+    The model's function of any two tokens is asked for those of the longest document, which has
+    the first ones of the row and stands there as it would alone.
+    """
+    if attention_mask is not None or more.get("use_vmap"):
+        raise RuntimeError("documents in one row have no mask but their own")
+    if (more["batch_size"], more["q_length"]) != grid.places.shape:
+        raise RuntimeError("these are other rows than the layout of the documents")
+    place = grid.tokens.amin(0)
+    real = (grid.tokens < grid.places.numel() - 1)[:, None, None]
+    seen = (mask_function(0, 0, place[:, None], place) & real).expand(-1, -1, len(place), -1)
+    # padding has to see something
+    return seen | torch.eye(len(place), dtype=torch.bool, device=seen.device)
 
 
 def kind_of(mask_function: Callable[..., Tensor], window: int | None) -> MaskKind | None:
@@ -248,7 +242,7 @@ def training_attention(model: Any, *, on_gpu: bool = False) -> Iterator[Training
     try:
         yield attention
     finally:
-        attention.layout = ()
+        attention.layout = None
         model.set_attn_implementation(before)
         for table in (AttentionInterface, AttentionMaskInterface):
             table._global_mapping.pop(name, None)

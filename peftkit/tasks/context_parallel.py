@@ -167,7 +167,7 @@ def _difference(model: nn.Module, attention: TrainingAttention, context: Context
         try:
             parts = logits_of(model, inputs["input_ids"], _inputs(inputs))[0, real]
         finally:
-            attention.layout = ()
+            attention.layout = None
     close = CLOSE.get(bare.dtype, 0.05) * rms_difference([whole], None)
     is_same = rms_difference([parts], [whole]) <= close
     if context.all_agree(is_same, bare.device):

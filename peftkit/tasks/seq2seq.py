@@ -75,9 +75,8 @@ class Seq2Seq(TokenTask):
     def padded(self, rows: Sequence[PairRow]) -> dict[str, Tensor]:
         """Return a batch, padded on the right.
 
-        input_ids and attention_mask (B, S); decoder_input_ids and decoder_attention_mask (B, T);
-        target_index (n,), where in the flattened (B * T) decoder states a token is learnt; targets
-        (n,), those tokens.
+        input_ids and attention_mask (B, S); decoder_input_ids (B, T); target_index (n,), where in
+        the flattened (B * T) decoder states a token is learnt; targets (n,), those tokens.
         """
         input_ids, attention_mask = padded_rows([row.input_ids for row in rows], self._pad_id)
         shifted = [(self._start, *row.labels[:-1]) for row in rows]
@@ -86,7 +85,6 @@ class Seq2Seq(TokenTask):
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "decoder_input_ids": decoder_input_ids,
-            "decoder_attention_mask": learnt,
             "target_index": learnt.flatten().nonzero().flatten(),
             "targets": torch.tensor([token for row in rows for token in row.labels]),
         }

@@ -75,7 +75,7 @@ class TokenTask(Task):
     def forget_layout(self) -> None:
         """Have attention take each row as one document again, after a training step."""
         if self._attention is not None:
-            self._attention.layout = ()
+            self._attention.layout = None
 
     @contextmanager
     def training_with(self, other: TokenTask) -> Iterator[None]:
@@ -121,13 +121,13 @@ class TokenTask(Task):
         inputs = self.model_inputs(model, batch)
         loss = token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
         if not loss.requires_grad and self._attention:  # there is no backward pass that asks again
-            self._attention.layout = ()
+            self._attention.layout = None
         return loss
 
     def model_inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return what the model is called with; attention knows the layout of its documents."""
         given: Mapping[str, Any] = laid_out(batch, self._attention)
-        if not layout_in(batch):
+        if layout_in(batch) is None:
             given = self.inputs(model, batch)
         return accepted(model, {**given, "use_cache": False})
 

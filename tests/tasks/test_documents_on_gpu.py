@@ -178,7 +178,7 @@ def test_generating_meanwhile_sees_its_own_masks(calls: Counter[str], tokenizer:
     task = task_on(model, tokenizer)
     with task.training(model):
         task.loss_sum(model, task.collate(ROWS)).backward()
-        task._attention.layout = ()
+        task._attention.layout = None
         assert torch.equal(model.generate(ids, **settings), wanted)
 
 
@@ -209,4 +209,4 @@ def test_tokens_of_spans_are_counted_as_they_are(calls: Counter[str], tokenizer:
         assert task.num_positions(ROWS) == sum(len(row.input_ids) for row in ROWS)
         one = task.collate([a_row(16), a_row(16)])
         assert one["input_ids"].shape[0] == 1
-    assert unpadding.layout_in({}) == ()
+    assert unpadding.layout_in({}) is None

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 from peftkit.adapter import attach
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
-from peftkit.data.pairs import PairRow
 from peftkit.errors import PeftkitError
 from peftkit.kernels.grid import grid_of, into_grid, one_of_few, out_of_grid
 from peftkit.methods.lora import LoRA
@@ -132,68 +131,10 @@ def test_of_an_encoder_too(name: str, tokenizer: Tokenizer) -> None:
     assert_same(task, model, rows)
 
 
-def a_pair(source: int, target: int) -> PairRow:
-    ids = a_row(source + target).input_ids
-    return PairRow(ids[:source], ids[source:], "", f"{source} and {target}")
-
-
-def pairs_on(name: str, tokenizer: Tokenizer) -> tuple[nn.Module, Seq2Seq]:
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_rows_of_an_encoder_and_its_decoder_are_padded(name: str, tokenizer: Tokenizer) -> None:
     model: Any = MODELS[name]().eval()
-    return model, Seq2Seq(model, tokenizer, Seq2SeqConfig(), DataConfig(train=""))
-
-
-@pytest.mark.parametrize("name", ["t5", "t5_gated", "mt5", "umt5"])
-@pytest.mark.parametrize(
-    "pairs",
-    [
-        [(9, 3), (25, 7), (4, 12), (17, 1)],
-        [(9, 9), (25, 25), (4, 4), (17, 17)],  # halves alike, in all lengths
-        [(30, 3), (30, 3), (2, 3), (1, 3)],
-        [(3, 40), (5, 2), (7, 9)],
-        [(30, 40), (30, 2), (30, 2), (30, 3)],  # one half would fill two rows, the other one
-        [(40, 30), (2, 30), (2, 30), (3, 30)],
-    ],
-)
-def test_of_an_encoder_and_its_decoder(name: str, pairs: Any, tokenizer: Tokenizer) -> None:
-    model, task = pairs_on(name, tokenizer)
-    assert_same(task, model, [a_pair(*lengths) for lengths in pairs])
-
-
-def test_pairs_take_many_rows_and_little_padding(tokenizer: Tokenizer) -> None:
-    model, task = pairs_on("t5", tokenizer)
-    rows = [a_pair(9 + n, 30 - n) for n in range(20)]
-    with task.training(model):
-        batch = task.collate(rows)
-    for half, tokens in (("", sum(range(9, 29))), ("decoder_", sum(range(11, 31)))):
-        shape = batch[half + "input_ids"].shape
-        assert shape[0] > 1
-        assert shape[1] >= batch[half + "grid_tokens"].shape[1]
-        assert tokens < shape.numel() <= tokens + 32
-        assert shape.numel() % 16 == 0
-
-
-def test_answers_are_not_looked_for_in_the_rows_of_the_loss(tokenizer: Tokenizer) -> None:
-    model, task = pairs_on("t5", tokenizer)
-    rows = [a_pair(9 + 5 * n, 30 - 7 * n) for n in range(4)]
-    alone = task.metrics(model, rows)
-    with task.training(model):
-        assert "grid_tokens" in task.collate(rows)
-        assert task.metrics(model, rows) == pytest.approx(alone, rel=1e-4)
-
-
-def test_dropout_of_attention_keeps_to_the_documents(tokenizer: Tokenizer) -> None:
-    model, task = pairs_on("t5", tokenizer)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 1e-7  # attention takes another way, and loses nothing
-    model.train()
-    assert_same(task, model, [a_pair(9, 3), a_pair(25, 7), a_pair(4, 12)])
-
-
-def test_absolute_positions_of_a_decoder_are_padded(tokenizer: Tokenizer) -> None:
-    model, task = pairs_on("bart", tokenizer)
+    task = Seq2Seq(model, tokenizer, Seq2SeqConfig(), DataConfig(train=""))
     with task.training(model):
         assert task.paths["rows"] == "padded"
 

@@ -112,7 +112,7 @@ class Preference(AnswerTask):
         inputs = self.model_inputs(model, batch)
         found = token_log_probs(model, self._head, inputs, batch["target_index"], batch["targets"])
         if not found.requires_grad and self._attention:  # no backward pass will ask again
-            self._attention.layout = ()
+            self._attention.layout = None
         return found
 
     def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
