@@ -13,6 +13,7 @@ from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import FieldNames, ParsedRow, parse
 from peftkit.data.load import FormatName, Record
 from peftkit.data.pack import IGNORE, Row, cut_document
+from peftkit.errors import DataError
 
 NOTHING, BEYOND = 0, 1
 """Why a row is dropped: nothing to learn; its answer lies beyond the cut."""
@@ -74,3 +75,22 @@ def style_of(agreed: Mapping[str, str], template: str | None) -> Style:
     """Return how generation has to prompt a model that learnt from rows that agreed on this."""
     kind = next(one for one in STYLES if one == agreed["style"])
     return Style(kind, template if kind == "chat" else None)
+
+
+def agreed_style(known: Style | None, style: Style, where: str) -> Style:
+    """Return how rows are prompted, which is one way for all of a task's rows.
+
+    Args:
+        known: Of the rows before, or of the adapter in hand; None: these are the first.
+
+    Raises:
+        DataError: These rows are prompted in another style.
+    """
+    if known is not None and known != style:
+        raise DataError(
+            f"Cannot use {where} here.",
+            found=f"Its rows are prompted in the style '{style.kind}', "
+            f"the others in the style '{known.kind}'.",
+            fix="Give rows of one format, or set data.format and data.chat_template.",
+        )
+    return style

@@ -10,29 +10,44 @@ Shapes: B rows, T tokens of the longest row, rounded up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from peftkit.data.cache import tokenizer_key
 from peftkit.data.chat import Chat, Rendered, Span
+from peftkit.data.columns import Dropped
+from peftkit.data.documents import agreed_style
 from peftkit.data.encode import Encoder, Style, require_template, row_of, with_bos
-from peftkit.data.format import Completion, Conversation, Example, Instruction
+from peftkit.data.encoding import EncodedRows, RowEncoder
+from peftkit.data.format import Completion, Conversation, Example, Instruction, ParsedRow
 from peftkit.data.image_processor import Asked
 from peftkit.data.image_row import ImageRow
-from peftkit.data.image_rows import MARK
+from peftkit.data.image_rows import MARK, parse_with_images
 from peftkit.data.image_template import ImageTemplate, expanded
 from peftkit.data.images import Picture
+from peftkit.data.load import Record
 from peftkit.data.messages import Message
-from peftkit.data.pack import Row
+from peftkit.data.pack import Row, cut_document
 from peftkit.errors import DataError
 
+NOTHING, TOO_LONG = 0, 1
+"""Why a row is dropped; see `ImageEncoder.drops`."""
+Read = tuple[ParsedRow, list[tuple[Picture, ...]]]
 
-class ImageEncoder:
+
+class ImageEncoder(RowEncoder):
     """Turns examples with images into rows, and rows into the inputs of a model.
 
+    No pixels are kept. Each image is decoded once, so that a damaged one shows now. A processor
+    computes with torch, which no process that is forked can.
+
     Args:
+        form: data.format.
         image_id: The token that stands for what the model sees of an image.
         patch_size: Of the vision tower, for the cost of an image.
 
@@ -41,15 +56,27 @@ class ImageEncoder:
         BaseError: The processor does not say how it marks an image, or cannot read one.
     """
 
+    kind: ClassVar[type[ImageRow]] = ImageRow
+    in_processes: ClassVar[bool] = False
+    at_once: ClassVar[int] = 100
+    drops: Mapping[str, str] = {
+        "nothing to learn": "give these rows an answer",
+        "an image or the answer beyond the cut": "raise data.max_length or lower data.max_pixels",
+    }
+
     def __init__(
         self,
         processor: Any,
         template: str | None,
+        form: Any,
         *,
         image_id: int,
-        max_pixels: int | None = None,
-        patch_size: int = 14,
+        max_pixels: int | None,
+        patch_size: int,
+        max_length: int,
     ) -> None:
+        self._told = (template, form, max_pixels, patch_size, max_length)
+        self._form, self._max_length = form, max_length
         self._processor, self._tokenizer = processor, processor.tokenizer
         self._image_id, self._max_pixels = image_id, max_pixels
         self._asked = Asked(processor, image_id=image_id, patch_size=patch_size)
@@ -59,6 +86,48 @@ class ImageEncoder:
         self._encoder = Encoder(self._tokenizer, self._template.chat_template)
         self.num_off_prompt = 0
         """Conversations whose last turn begins otherwise than the generation prompt ends."""
+
+    def key(self, where: str) -> object:
+        folder, processor = str(Path(where).absolute().parent), self._processor
+        known = (type(processor).__name__, processor.to_json_string(), processor.chat_template)
+        return (folder, *tokenizer_key(processor.tokenizer), *known, *self._told)
+
+    def read(self, records: Sequence[Record], where: str) -> Read:
+        return parse_with_images(records, self._form, where=where)
+
+    def rows(self, read: Read) -> EncodedRows:
+        parsed, pictures = read
+        counts = Counter[str]()
+        before, style = self.num_off_prompt, self.style(parsed.examples[0])
+        rows: list[ImageRow | Dropped] = []
+        for example, images in zip(parsed.examples, pictures, strict=True):
+            agreed_style(style, self.style(example), example.source)
+            row = self._cut(self.encode(example, images), counts)
+            rows.append(row)
+            if isinstance(row, ImageRow):
+                counts.update(
+                    {
+                        "without images": not row.images,
+                        "images": len(row.images),
+                        "tokens of images": sum(row.image_tokens),
+                        "targets": row.num_targets,
+                    }
+                )
+        counts["off_prompt"] = self.num_off_prompt - before
+        agreed = {"format": str(parsed.format), "style": str(style.kind)}
+        return EncodedRows(rows, agreed, counts, parsed.unused)
+
+    def _cut(self, row: ImageRow, counts: Counter[str]) -> ImageRow | Dropped:
+        """Return a row of at most max_length tokens; none where it would be cut in an image."""
+        if row.num_targets == 0:
+            return Dropped(row.source, NOTHING)
+        if len(row.input_ids) <= self._max_length:
+            return row
+        cut = cut_document(row, self._max_length)
+        if cut.num_targets == 0 or self._image_id in row.input_ids[self._max_length :]:
+            return Dropped(row.source, TOO_LONG)
+        counts["cut"] += 1
+        return cut
 
     @property
     def is_nested(self) -> bool:

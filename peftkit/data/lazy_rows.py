@@ -142,7 +142,7 @@ def weighted(parts: Sequence[tuple[LazyRows, float]]) -> LazyRows:
 
 
 class PackedRows(LazyRows):
-    """Whole documents together in rows of at most `max_length` tokens; see `pack.pack`."""
+    """Whole documents together in rows of at most `max_length` tokens; see `packing`."""
 
     def __init__(self, rows: LazyRows, max_length: int) -> None:
         self.documents = self._rows = rows

@@ -62,23 +62,12 @@ def cut_document(row: AnyRow, max_length: int) -> AnyRow:
     )
 
 
-def pack(rows: Sequence[Row], max_length: int) -> list[Row]:
-    """Put whole documents together into rows of at most `max_length` tokens.
+def packing(lengths: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
+    """Return which documents of these lengths (n,) share a row of at most `max_length` tokens.
 
     Best-fit decreasing: the longest first, each where it leaves the least room. No document is
     split, none is lost, and the same rows give the same packing; within a row, and between the
-    first documents of the rows, the order given is kept.
-    """
-    lengths = torch.tensor([len(row.input_ids) for row in rows])
-    members, sizes = packing(lengths, max_length)
-    groups = members.split(sizes.tolist())
-    return [joined([rows[i] for i in group.tolist()]) for group in groups]
-
-
-def packing(lengths: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
-    """Return which documents of these lengths (n,) share a row, as `pack` does.
-
-    Takes 16 bytes a document, whatever their number.
+    first documents of the rows, the order given is kept. Takes 16 bytes a document.
 
     Returns:
         The numbers of all documents (n,), row by row; and how many each row has (rows,).

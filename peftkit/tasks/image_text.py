@@ -21,7 +21,6 @@ from peftkit.data.load import DataConfig
 from peftkit.data.pack import IGNORE
 from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError
-from peftkit.tasks.image_text_rows import ImageTextEncoder
 from peftkit.tasks.isolation import check_causal_answer
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.protocol import Task, TaskConfig
@@ -69,19 +68,13 @@ class ImageText(AnswerTask):
         self._image_id = int(settings.image_token_id)
         patch = getattr(getattr(settings, "vision_config", None), "patch_size", 14)
         patch = patch if isinstance(patch, int) else int(patch[0])
-        self.encoder = ImageEncoder(
+        self.encoder = self.row_encoder = ImageEncoder(
             processor,
             self.template,
+            data.format,
             image_id=self._image_id,
             max_pixels=config.max_pixels,
             patch_size=patch,
-        )
-        self.row_encoder = ImageTextEncoder(
-            processor,
-            self.encoder,
-            data.format,
-            (self.template, config.max_pixels, patch),
-            image_id=self._image_id,
             max_length=self.max_length,
         )
 

@@ -22,7 +22,7 @@ from peftkit.base.purpose import Processor, Purpose
 from peftkit.config.schema import Config
 from peftkit.data.cache import encoded
 from peftkit.data.chat import choose_template
-from peftkit.data.documents import style_of
+from peftkit.data.documents import agreed_style, style_of
 from peftkit.data.encode import Style
 from peftkit.data.encoding import RowEncoder
 from peftkit.data.lazy_rows import LazyRows
@@ -34,7 +34,7 @@ from peftkit.events import Listener, Notice, Stage, Table, ignore
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.length import check_vocabulary
 from peftkit.tasks.loss import unwrapped
-from peftkit.tasks.rows import NO_TEMPLATE, agreed_style, check_dropped, named, off_prompt
+from peftkit.tasks.rows import NO_TEMPLATE, check_dropped, named, off_prompt
 from peftkit.train import task as loop
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from peftkit.data.encode import Style
 from peftkit.data.load import DataConfig
 from peftkit.data.stored import StoredRows
 from peftkit.errors import DataError, first_few
@@ -40,25 +39,6 @@ def check_dropped(rows: StoredRows, data: DataConfig, drops: Mapping[str, str]) 
     found = "\n".join(f"{why.capitalize()}: {named(sources)}" for why, sources in there.items())
     fix = ", ".join([*(drops[why] for why in there), "or remove these rows."])
     raise DataError(asked, found=found, fix=fix[:1].upper() + fix[1:])
-
-
-def agreed_style(known: Style | None, style: Style, where: str) -> Style:
-    """Return how rows are prompted, which is one way for all of a task's rows.
-
-    Args:
-        known: Of the rows before, or of the adapter in hand; None: these are the first.
-
-    Raises:
-        DataError: These rows are prompted in another style.
-    """
-    if known is not None and known != style:
-        raise DataError(
-            f"Cannot use {where} here.",
-            found=f"Its rows are prompted in the style '{style.kind}', "
-            f"the others in the style '{known.kind}'.",
-            fix="Give rows of one format, or set data.format and data.chat_template.",
-        )
-    return style
 
 
 def named(sources: Sequence[str]) -> str:

@@ -7,7 +7,12 @@ import random
 import pytest
 import torch
 
-from peftkit.data.pack import IGNORE, Row, collate, pack
+from peftkit.data.lazy_rows import PackedRows, View
+from peftkit.data.pack import IGNORE, Row, collate
+
+
+def pack(rows: list[Row], max_length: int) -> list[Row]:
+    return list(PackedRows(View([rows]), max_length))
 
 
 def document(length: int, line: int, learnt: int = 1) -> Row:

@@ -19,9 +19,9 @@ from peftkit.data.columns import labels_of
 from peftkit.data.documents import BEYOND, NOTHING, DocumentEncoder
 from peftkit.data.encode import Encoder
 from peftkit.data.format import parse
-from peftkit.data.lazy_rows import PackedRows
+from peftkit.data.lazy_rows import PackedRows, View
 from peftkit.data.load import read_records
-from peftkit.data.pack import IGNORE, pack
+from peftkit.data.pack import IGNORE
 from peftkit.errors import DataError, RunError
 from peftkit.events import Event, Notice, Progress
 
@@ -253,10 +253,10 @@ def test_what_is_dropped_keeps_its_source(
     assert found.num_shared(found) == 4
 
 
-def test_packed_rows_are_those_of_pack(tmp_path: Path, encoder: DocumentEncoder) -> None:
+def test_stored_rows_are_packed_as_rows_in_memory(tmp_path: Path, encoder: DocumentEncoder) -> None:
     rows = encoded(str(write(tmp_path / "a.jsonl", 83)), encoder)
     packed = PackedRows(rows, 100)
-    assert list(packed) == pack(list(rows), 100)
+    assert list(packed) == list(PackedRows(View([list(rows)]), 100))
     assert list(packed.num_tokens) == [len(row.input_ids) for row in packed]
     assert packed.fingerprint != rows.fingerprint
     assert list(packed.document_lengths) == list(rows.num_tokens)

@@ -11,8 +11,9 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from peftkit.data.lazy_rows import PackedRows, View
 from peftkit.data.load import DataConfig
-from peftkit.data.pack import IGNORE, Row, pack
+from peftkit.data.pack import IGNORE, Row
 from peftkit.errors import BaseError, DataError
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.isolation import check_causal, check_packing
@@ -113,7 +114,7 @@ def test_a_packed_batch_gives_the_loss_and_gradients_of_its_rows_alone(
     task = CausalLM(model, tiny_tokenizer(), config)
     assert task.isolation == ("positions" if name in BY_POSITIONS else "mask")
     rows = documents()
-    packed = pack(rows, 31)
+    packed = list(PackedRows(View([rows]), 31))
     assert [row.lengths for row in packed] == [(9, 21), (7, 13, 11), (3,)]  # padded, too
     first = next(model.parameters())
 

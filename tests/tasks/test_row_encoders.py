@@ -19,7 +19,7 @@ from peftkit.data.documents import DocumentEncoder
 from peftkit.data.encoding import RowEncoder
 from peftkit.data.load import DataConfig, read_records
 from peftkit.data.pairs import PairEncoder
-from peftkit.tasks.embedding_rows import EmbeddingEncoder
+from peftkit.tasks.embedding import EmbeddingEncoder
 from peftkit.tasks.image_classification import ImageClassificationConfig
 from peftkit.tasks.masked_lm import MaskedEncoder
 from peftkit.tasks.preference.kto import JudgedEncoder
