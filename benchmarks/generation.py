@@ -1,14 +1,17 @@
 """How fast are answers? Greedy tokens a second of peftkit beside PEFT + transformers' generate.
 
-    python -m benchmarks.generation                     # SmolLM2-135M, bf16, batches of 8
+    python -m benchmarks.generation                     # SmolLM2-135M, bf16, PEFT in batches of 8
     python -m benchmarks.generation --quantize nf4
     python -m benchmarks.generation --layers 10 --repeats 3   # quick
+    python -m benchmarks.generation --scenario mixed    # answers of 8 to 256 tokens
+    python -m benchmarks.generation --scenario forks    # 8 answers to each of 8 prompts of 500
 
 Both sides run in turn in one process: the same adapter (random, on all linear layers), the
-quickstart's orders as prompts with its chat template, the same number of new tokens. Seconds are of
-the clock and of the processor: on a shared machine the latter says more. Also told: how many of the
-tokens agree (in bf16 sums in another order choose another token here and there, and all after it
-are others).
+quickstart's orders as prompts with its chat template, the same numbers of new tokens. PEFT's side
+makes batches (`--batch-size`), which run until the longest answer has ended; ours decides itself
+how many answers grow at once. Seconds are of the clock and of the processor: on a shared machine
+the latter says more. Also told: how many of the tokens agree (in bf16 sums in another order choose
+another token here and there, and all after it are others).
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable
+from itertools import chain, islice
 from pathlib import Path
 from time import perf_counter, process_time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import peft
 import torch
@@ -32,8 +36,9 @@ from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.base.locate import locate
 from peftkit.formats.peft.folder import Provenance, save_adapter
-from peftkit.inference.generate import generate_ids
+from peftkit.inference.open_engine import open_engine
 from peftkit.inference.plain import left_padded
+from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -80,24 +85,52 @@ def theirs(args: argparse.Namespace, folder: Path) -> Any:
     return peft.PeftModel.from_pretrained(model, folder).eval()
 
 
+class Work(NamedTuple):
+    """What both sides are to do: of each answer its prompt, and how many tokens it has."""
+
+    prompts: list[list[int]]
+    lengths: list[int]
+
+
+def work_of(tokenizer: Any, args: argparse.Namespace, folder: Path) -> Work:
+    """Return the prompts and lengths of a scenario."""
+    prompts = prompts_of(tokenizer, args.prompts, folder)
+    if args.scenario == "mixed":
+        lengths = [8 * (1 + (7 * n) % 32) for n in range(len(prompts))]
+        return Work(prompts, lengths)
+    if args.scenario == "forks":
+        most, size = args.answers, args.prompt_tokens
+        turned = [chain(*prompts[n:], *prompts[:n]) for n in range(args.prompts)]
+        joined = [list(islice(prompt, size)) for prompt in turned]
+        prompts = [prompt for prompt in joined for _ in range(most)]
+    return Work(prompts, [args.new_tokens] * len(prompts))
+
+
 @torch.no_grad()
-def peft_answers(model: Any, prompts: list[list[int]], args: argparse.Namespace) -> Answers:
-    """Return new tokens, some prompts at a time, sorted by length as ours are."""
-    answers: Answers = [[] for _ in prompts]
-    order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n]))
+def peft_answers(model: Any, work: Work, args: argparse.Namespace) -> Answers:
+    """Return new tokens, some prompts at a time, sorted by length."""
+    answers: Answers = [[] for _ in work.prompts]
+    order = sorted(range(len(answers)), key=lambda n: (-len(work.prompts[n]), -work.lengths[n]))
     for start in range(0, len(order), args.batch_size):
         chosen = order[start : start + args.batch_size]
-        batch = left_padded([prompts[n] for n in chosen], 0)
+        batch = left_padded([work.prompts[n] for n in chosen], 0)
         out = model.generate(
             **batch,
-            max_new_tokens=args.new_tokens,
+            max_new_tokens=max(work.lengths[n] for n in chosen),
             do_sample=False,
             pad_token_id=0,
             eos_token_id=None,
         )
         for n, ids in zip(chosen, out[:, batch["input_ids"].shape[1] :].tolist(), strict=True):
-            answers[n] = ids
+            answers[n] = ids[: work.lengths[n]]
     return answers
+
+
+def our_answers(model: Any, tokenizer: Any, work: Work) -> Answers:
+    """Return new tokens, by the engine."""
+    settings = [Sampling(max_new_tokens=length) for length in work.lengths]
+    with open_engine(model, tokenizer) as engine:
+        return [one.ids for (one,) in engine.answers(work.prompts, settings, log_probs=False)]
 
 
 def timed(run: Callable[[], Answers]) -> tuple[Answers, float, float]:
@@ -113,7 +146,10 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--quantize", choices=("none", "nf4", "fp4"), default="none")
-    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--scenario", choices=("equal", "mixed", "forks"), default="equal")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--answers", type=int, default=8, help="to each prompt, of forks")
+    parser.add_argument("--prompt-tokens", type=int, default=500, help="of forks")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--rank", type=int, default=16)
@@ -123,23 +159,18 @@ def main() -> int:
     base = load_base(args.model, dtype=args.dtype, quantize=args.quantize)
     if args.layers:
         del base.model.model.layers[args.layers :]
+        base.model.config.num_hidden_layers = args.layers
     no_end = SimpleNamespace(eos_token_id=None, pad_token_id=0)
     base.model.generation_config.eos_token_id = None
     with tempfile.TemporaryDirectory() as folder:
-        prompts = prompts_of(base.tokenizer, args.prompts, Path(folder))
+        work = work_of(base.tokenizer, args, Path(folder))
         saved = save_adapter(
             random_adapter(base.model, args.rank), Path(folder) / "adapter", Provenance()
         )
         peer = theirs(args, saved)
     sides: dict[str, Callable[[], Answers]] = {
-        "PEFT": lambda: peft_answers(peer, prompts, args),
-        "peftkit": lambda: generate_ids(
-            base.model,
-            no_end,  # type: ignore[arg-type]
-            prompts,
-            max_new_tokens=args.new_tokens,
-            batch_size=args.batch_size,
-        ),
+        "PEFT": lambda: peft_answers(peer, work, args),
+        "peftkit": lambda: our_answers(base.model, no_end, work),
     }
     found = {name: [timed(run) for _ in range(1)] for name, run in sides.items()}  # warm
     told: Any = {name: answers for name, [(answers, _, _)] in found.items()}
@@ -147,20 +178,22 @@ def main() -> int:
     for _ in range(args.repeats):
         for name, run in sides.items():
             found[name].append(timed(run))
-    tokens = args.prompts * args.new_tokens
+    tokens = sum(work.lengths)
     rows = []
     for name, runs in found.items():
         clock = Spread.of([tokens / seconds for _, seconds, _ in runs])
         processor = Spread.of([1000 * seconds / tokens for _, _, seconds in runs])
         rows.append((name, clock.show(1), processor.show(2)))
     print(table(("side", "tokens/s", "processor ms a token"), rows))
-    ratio = [a[2] / b[2] for a, b in zip(found["PEFT"], found["peftkit"], strict=True)]
+    runs = list(zip(found["PEFT"], found["peftkit"], strict=True))
     pairs = [
         a == b
         for one, other in zip(told["PEFT"], told["peftkit"], strict=True)
         for a, b in zip(one, other, strict=True)
     ]
-    print(f"processor time, PEFT / peftkit: {Spread.of(ratio).show(2)}")
+    for what, place in (("clock", 1), ("processor time", 2)):
+        ratio = Spread.of([one[place] / other[place] for one, other in runs])
+        print(f"{what}, PEFT / peftkit: {ratio.show(2)}")
     print(f"tokens that agree: {sum(pairs) / len(pairs):.1%} of {len(pairs)}")
     return 0
 
