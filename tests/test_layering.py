@@ -65,6 +65,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "PIL": ("data/images",),  # the optional extra `images`; imported when called
     "starlette": ("serve/",),  # the optional extra `serve`, with uvicorn; imported when called
     "uvicorn": ("serve/server",),
+    "llguidance": ("serve/json_answers",),  # the optional extra `json`; imported when called
     "typer": ("cli/",),
     "rich": ("cli/",),
 }

@@ -28,21 +28,16 @@ _numbers = count()
 
 
 class Scores(NamedTuple):
-    """How a layer makes its scores: their scale, a cap, and what each head may leave unseen.
-
-    Attributes:
-        is_even: Keys and values are of one size.
-    """
+    """How a layer makes its scores: their scale, a cap, and what each head may leave unseen."""
 
     scale: float
     softcap: float | None
     sinks: Tensor | None
-    is_even: bool
 
     @property
     def are_plain(self) -> bool:
         """Whether torch's SDPA makes them."""
-        return self.softcap is None and self.sinks is None and self.is_even
+        return self.softcap is None and self.sinks is None
 
 
 class Seen:
@@ -297,7 +292,7 @@ class CachedAttention(Cache):
         if others or not isinstance(attention_mask, Seen):
             raise RuntimeError(f"attention asks for more than is known here: {sorted(others)}")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        scores = Scores(scale, softcap, s_aux, key.shape[-1] == value.shape[-1])
+        scores = Scores(scale, softcap, s_aux)
         out = self.now.attend(self._layer, query.contiguous(), attention_mask, scores)
         return out.transpose(1, 2).contiguous(), None
 

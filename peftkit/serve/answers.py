@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from starlette.responses import JSONResponse
 
 from peftkit.errors import PeftkitError
+from peftkit.inference.sampling import Chosen
 from peftkit.serve.requests import RequestError
 from peftkit.serve.worker import Piece, Whole
 
@@ -47,10 +49,16 @@ def refusal(error: PeftkitError) -> JSONResponse:
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """How the answers to one request are written: as a chat, or as plain text."""
+    """How the answers to one request are written: as a chat, or as plain text.
+
+    Attributes:
+        num_top: How many of the likeliest tokens are told with each; None: no log-probabilities.
+    """
 
     is_chat: bool
     model: str
+    token_text: Callable[[int], str]
+    num_top: int | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -63,6 +71,7 @@ class ReplyFormat:
                 {"role": "assistant", "content": answer.text},
                 answer.text,
                 answer.reason,
+                answer.chosen,
             )
             for index, answer in enumerate(answers)
         ]
@@ -77,8 +86,9 @@ class ReplyFormat:
 
     def piece(self, index: int, piece: Piece) -> dict[str, Any]:
         """Return the chunk with a piece of text."""
-        text = piece.text
-        return self._object([self._choice(index, "delta", {"content": text}, text)], True)
+        delta = {"content": piece.text}
+        choice = self._choice(index, "delta", delta, piece.text, None, piece.chosen)
+        return self._object([choice], True)
 
     def end(self, index: int, reason: str) -> dict[str, Any]:
         """Return the chunk that ends an answer."""
@@ -89,10 +99,45 @@ class ReplyFormat:
         return self._object([], True) | {"usage": usage(answers, num_prompt)}
 
     def _choice(
-        self, index: int, place: str, turn: Mapping[str, str], text: str, reason: str | None = None
+        self,
+        index: int,
+        place: str,
+        turn: Mapping[str, str],
+        text: str,
+        reason: str | None = None,
+        chosen: Sequence[Chosen] = (),
     ) -> dict[str, Any]:
         content = {place: dict(turn)} if self.is_chat else {"text": text}
-        return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+        told = None if self.num_top is None or not chosen else self._log_probs(chosen)
+        return {"index": index, **content, "logprobs": told, "finish_reason": reason}
+
+    def _log_probs(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
+        if self.is_chat:
+            content = [
+                self._token(one.token, one.log_prob)
+                | {"top_logprobs": [self._token(*top) for top in one.top[: self.num_top]]}
+                for one in chosen
+            ]
+            return {"content": content, "refusal": None}
+        texts = [self.token_text(one.token) for one in chosen]
+        return {
+            "tokens": texts,
+            "token_logprobs": [one.log_prob for one in chosen],
+            "top_logprobs": [
+                {self.token_text(token): value for token, value in one.top[: self.num_top]}
+                for one in chosen
+            ],
+            "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)),
+        }
+
+    def _token(self, token: int, log_prob: float) -> dict[str, Any]:
+        text = self.token_text(token)
+        whole = "\N{REPLACEMENT CHARACTER}" not in text  # else a part of a character
+        return {
+            "token": text,
+            "logprob": log_prob,
+            "bytes": list(text.encode()) if whole else None,
+        }
 
     def _object(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
         prefix, kind = (

@@ -23,9 +23,10 @@ from peftkit.errors import PeftkitError, did_you_mean
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.engine import Limits as EngineLimits
 from peftkit.inference.engine import room_left
-from peftkit.inference.sampling import Sampling, seed_of
+from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
 from peftkit.serve.answers import ReplyFormat, refusal, status_of
 from peftkit.serve.gate import Gate
+from peftkit.serve.json_answers import JsonAnswers
 from peftkit.serve.replies import streamed, whole_answers
 from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
 from peftkit.serve.worker import Job, Told, Worker
@@ -81,7 +82,7 @@ def make_app(
         finally:
             await asyncio.to_thread(worker.stop)
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/health", service.health),
             Route("/metrics", service.metrics),
@@ -94,6 +95,8 @@ def make_app(
         exception_handlers={PeftkitError: service.refuse, HTTPException: _no_such_route},
         lifespan=life,
     )
+    app.state.worker = worker
+    return app
 
 
 class _Service:
@@ -101,6 +104,7 @@ class _Service:
         self._bank, self._worker, self._limits = bank, worker, limits
         self._began = time.time()
         self._requests: Counter[tuple[str, int]] = Counter()
+        self._json: dict[tuple[int, ...], JsonAnswers] = {}
         self._stops = cache(lambda style: tuple(stop_ids(bank.base.tokenizer, style)))
 
     async def health(self, request: Request) -> Response:
@@ -148,7 +152,7 @@ class _Service:
     ) -> Response:
         told: asyncio.Queue[tuple[int, Told]] = asyncio.Queue()
         jobs = self._jobs(body, adapter, prompts, told)
-        form = ReplyFormat(isinstance(body, ChatBody), body.model)
+        form = ReplyFormat(isinstance(body, ChatBody), body.model, self._token_text, body.num_top)
         num_prompt = sum(map(len, prompts))
         self._worker.submit(jobs)
         if body.stream:
@@ -190,7 +194,7 @@ class _Service:
                 top_p=_given(body.top_p, 1.0),
                 seed=body.seed,
                 stops=self._stops(self._bank.style(adapter)),
-                top_logprobs=body.num_top,
+                top_logprobs=body.num_top or 0,
             )
             jobs.append(
                 Job(
@@ -200,10 +204,25 @@ class _Service:
                     tell,
                     seed=seed_of(sampling, index),
                     stop_texts=body.stop_texts,
-                    log_probs=body.wants_log_probs,
+                    log_probs=body.num_top is not None,
+                    constraint=self._constraint(body, sampling),
                 )
             )
         return jobs
+
+    def _constraint(self, body: Body, sampling: Sampling) -> Constraint | None:
+        """Return what holds an answer to the JSON that is asked for."""
+        if body.schema_of_answer is None:
+            return None
+        base = self._bank.base
+        if sampling.stops not in self._json:
+            ends = sorted({*end_tokens(base.model, base.tokenizer), *sampling.stops})
+            size = base.model.get_output_embeddings().weight.shape[0]
+            self._json[sampling.stops] = JsonAnswers(base.tokenizer, size, ends)
+        return self._json[sampling.stops].constraint(body.schema_of_answer)
+
+    def _token_text(self, token: int) -> str:
+        return str(self._bank.base.tokenizer.decode([token]))
 
     def _adapter(self, name: str) -> str | None:
         """Return the adapter of a model's name."""

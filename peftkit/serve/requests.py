@@ -7,7 +7,7 @@ Source: the API reference of OpenAI, /v1/completions and /v1/chat/completions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -39,7 +39,8 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
-"""Fields of what is not done here, with the values that ask for nothing, as null does."""
+"""Fields of what is not done, for one kind of request or both, with the values that ask for
+nothing, as null does."""
 
 
 class RequestError(PeftkitError):
@@ -120,14 +121,14 @@ class Body(_Strict):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
-    def wants_log_probs(self) -> bool:
-        """Whether log-probabilities of the tokens are wanted."""
-        return False
+    def num_top(self) -> int | None:
+        """How many of the likeliest tokens are told with each; None: no log-probabilities."""
+        raise NotImplementedError
 
     @property
-    def num_top(self) -> int:
-        """How many of the likeliest tokens are told with each."""
-        return 0
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """A JSON schema that the answer has to follow."""
+        raise NotImplementedError
 
     @property
     def wants_usage(self) -> bool:
@@ -140,11 +141,49 @@ class Body(_Strict):
         return self.max_tokens
 
 
+class _JsonSchema(_Strict):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class _ResponseFormat(_Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> _ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is for the type json_schema")
+        return self
+
+
 class ChatBody(Body):
     """A request to /v1/chat/completions."""
 
     messages: Annotated[list[_Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: _ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _asks_for_log_probs(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
+
+    @property
+    def num_top(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        if self.response_format is None or self.response_format.type == "text":
+            return None
+        asked = self.response_format.json_schema
+        return {"type": "object"} if asked is None else asked.schema_
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -160,6 +199,15 @@ class TextBody(Body):
     """A request to /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+
+    @property
+    def num_top(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        return None
 
     def prompts(self) -> Sequence[str | list[int]]:
         """Return the prompts: texts, or token ids."""
@@ -181,7 +229,7 @@ def read_body(data: bytes, kind: type[Body]) -> Body:
     fields = parse_json(data, "the request's body cannot be read.", error=RequestError)
     kept = {}
     for name, value in fields.items():
-        if name in _WITHOUT_EFFECT:
+        if name in _WITHOUT_EFFECT and name not in kind.model_fields:
             _refuse_effect(name, value)
         elif name not in _UNREAD:
             kept[name] = value

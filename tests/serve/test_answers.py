@@ -11,6 +11,7 @@ import pytest
 from peftkit.data.encode import Style
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.generate import generate, generate_ids
+from peftkit.inference.sampling import Sampling
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -132,6 +133,63 @@ def test_a_stop_text_ends_an_answer_before_it(client: Any) -> None:
     assert (choice["text"], choice["finish_reason"]) == (before, "stop")
     stream = client.post(TEXT, json={**body, "stop": stop, "stream": True})
     assert "".join(e["choices"][0]["text"] for e in events(stream.text)) == before
+
+
+def test_log_probabilities_are_told_as_openai_tells_them(client: Any, bank: AdapterBank) -> None:
+    body = chat("one", "the quick", max_tokens=4, logprobs=True, top_logprobs=2)
+    (choice,) = client.post(CHAT, json=body).json()["choices"]
+    content = choice["logprobs"]["content"]
+    assert len(content) == 4
+    for token in content:  # greedy: the likeliest one
+        assert token["logprob"] == token["top_logprobs"][0]["logprob"] <= 0
+        assert len(token["top_logprobs"]) == 2
+    pieces = list(events(client.post(CHAT, json={**body, "stream": True}).text))
+    streamed = [one["choices"][0]["logprobs"] for one in pieces]
+    assert [token for one in streamed if one for token in one["content"]] == content
+    ids = bank.base.tokenizer("the quick")["input_ids"]
+    asked = {"model": "base", "prompt": ids, "max_tokens": 3, "logprobs": 1}
+    (choice,) = client.post(TEXT, json=asked).json()["choices"]
+    told = choice["logprobs"]
+    assert "".join(told["tokens"]) == choice["text"]
+    assert told["text_offset"] == [
+        len("".join(told["tokens"][:n])) for n in range(len(told["tokens"]))
+    ]
+    with bank.engine() as engine:
+        ((right,),) = engine.answers([ids], Sampling(max_new_tokens=3))
+    assert told["token_logprobs"] == pytest.approx(right.log_probs, abs=1e-4)
+    assert list(told["top_logprobs"][0].values()) == [told["token_logprobs"][0]]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"type": "json_object"},
+        {
+            "type": "json_schema",
+            "json_schema": {
+                "name": "order",
+                "schema": {
+                    "type": "object",
+                    "properties": {"size": {"enum": ["small", "large"]}},
+                    "required": ["size"],
+                    "additionalProperties": False,
+                },
+            },
+        },
+    ],
+)
+def test_an_answer_is_held_to_json(asked: Any, client: Any) -> None:
+    pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
+    body = chat("one", "the fox", response_format=asked, max_tokens=90, seed=3)
+    texts = []
+    for temperature in (0, 2.0):
+        (choice,) = client.post(CHAT, json={**body, "temperature": temperature}).json()["choices"]
+        if choice["finish_reason"] == "stop":
+            texts.append(json.loads(choice["message"]["content"]))
+        else:  # of no schema a model that knows nothing may go on and on
+            assert choice["message"]["content"].lstrip().startswith("{")
+    if asked["type"] == "json_schema":
+        assert [text["size"] in ("small", "large") for text in texts] == [True, True]
 
 
 def test_models_are_the_adapters_and_the_base(client: Any) -> None:

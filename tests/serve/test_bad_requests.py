@@ -16,6 +16,9 @@ TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {"model": "one", "prompt": "the quick", "max_tokens": 2}
 
 
+ASKED: Any = {"model": "one", "messages": [{"role": "user", "content": "Hi"}]}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "told"),
     [
@@ -36,7 +39,22 @@ GOOD = {"model": "one", "prompt": "the quick", "max_tokens": 2}
         (TEXT, {**GOOD, "prompt": ""}, 400, "empty"),
         (TEXT, {**GOOD, "prompt": [5, 100_000]}, 400, "100000"),
         (TEXT, {**GOOD, "prompt": [5] * 1000}, 400, "no room"),
-        (TEXT, {**GOOD, "logprobs": 0}, 400, "logprobs"),
+        (TEXT, {**GOOD, "logprobs": 6}, 400, "logprobs"),
+        (TEXT, {**GOOD, "response_format": {"type": "json_object"}}, 400, "response_format"),
+        (CHAT, {**ASKED, "top_logprobs": 2}, 400, "needs logprobs"),
+        (CHAT, {**ASKED, "response_format": {"type": "json_schema"}}, 400, "json_schema"),
+        (
+            CHAT,
+            {
+                **ASKED,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"type": "nothing"}},
+                },
+            },
+            400,
+            "nothing",
+        ),
         (CHAT, {"model": "one", "messages": []}, 400, "messages"),
         (CHAT, {"model": "one", "messages": [{"role": "user"}]}, 400, "content"),
         (

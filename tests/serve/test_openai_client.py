@@ -90,7 +90,7 @@ def test_errors_are_the_client_s_own(client: Any) -> None:
     for error, status, asked in (
         (openai.NotFoundError, 404, {"model": "three", "messages": ASKED}),
         (openai.BadRequestError, 400, {"model": "one", "messages": ASKED, "temperature": -1}),
-        (openai.BadRequestError, 400, {"model": "one", "messages": ASKED, "logprobs": True}),
+        (openai.BadRequestError, 400, {"model": "one", "messages": ASKED, "logit_bias": {"5": 1}}),
         (
             *(openai.APIStatusError, 413),
             {"model": "one", "messages": [{"role": "user", "content": "a" * 5000}]},

@@ -1,0 +1,224 @@
+"""Answers made beside each other are those made alone: whatever joins, leaves, shares or forks."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from peftkit.adapter import attach
+from peftkit.errors import DataError
+from peftkit.inference.bank import AdapterBank
+from peftkit.inference.cached_engine import CachedEngine
+from peftkit.inference.engine import Limits
+from peftkit.inference.open_engine import open_engine, why_plain
+from peftkit.inference.prefixes import num_common, worth_sharing
+from peftkit.inference.request import Answer, Request, Running
+from peftkit.inference.sampling import Sampling, SamplingTable, uniform
+from peftkit.methods.lora import LoRA
+from peftkit.methods.prefix import PrefixTuning
+from tests.families import ARCHITECTURES, EOS, FAMILIES
+from tests.further import FURTHER
+from tests.inference.test_bank import a_base, write
+from tests.inference.test_generate import by_hand
+from tests.simulated_gpu.simulation import simulated
+
+Tokenizer = PreTrainedTokenizerFast
+MODELS = {**FAMILIES, **ARCHITECTURES, **FURTHER}
+COMMON = [11 + 5 * n for n in range(35)]
+PROMPTS = [
+    [9, 41, 77, 130],
+    [55],
+    [201, 33, 8, 99, 120, 61, 340],
+    *([*COMMON, 60 + n, 7] for n in range(4)),
+    *([*COMMON, 60, 7] for _ in range(4)),
+]
+LIMITS = {
+    "all at once": Limits(),
+    "three at a time, prompts in pieces, beginnings kept": Limits(rows=3, prefill=5, kept=100),
+}
+CACHED = [
+    *("llama", "mistral_swa", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "mixtral", "gpt_oss"),
+    *("qwen3_moe", "opt", "gemma3n"),
+]
+PLAIN = {
+    "jamba": "LinearAttentionLayer",
+    "mamba2": "positions of its own",
+    "bloom": "positions of its own",
+    "falcon_new": "attention of its own",
+    "deepseek_v3": "attention of its own",  # keys are made of what is cached
+}
+
+
+def answers(model: Any, tokenizer: Any, limits: Limits, **how: Any) -> list[list[Answer]]:
+    with open_engine(model, tokenizer, limits) as engine:
+        return engine.answers(PROMPTS, **{"sampling": Sampling(max_new_tokens=9), **how})
+
+
+@pytest.mark.parametrize("name", [*CACHED, *PLAIN])
+def test_greedy_answers_are_those_of_full_passes(
+    name: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = MODELS[name]().eval()
+    why = why_plain(model, tokenizer)
+    assert why is None if name in CACHED else PLAIN[name] in str(why)
+    expected = [by_hand(model, prompt, 9) for prompt in PROMPTS]
+    for limits, read in product(LIMITS.values(), (1, 1 << 30)):
+        # what is in common is read where it is by all, or each has a copy
+        monkeypatch.setattr("peftkit.inference.cached_engine.MIN_READ", read)
+        assert [one.ids for (one,) in answers(model, tokenizer, limits)] == expected
+
+
+def test_virtual_tokens_go_the_plain_way(tokenizer: Tokenizer) -> None:
+    model: Any = FAMILIES["llama"]().eval()
+    attach(model, PrefixTuning(num_virtual_tokens=3))
+    assert why_plain(model, tokenizer) == "virtual tokens"
+
+
+def test_each_row_has_its_adapter_whoever_joins(
+    llama: Any, tokenizer: Tokenizer, tmp_path: Any
+) -> None:
+    paths = {
+        name: write(llama, LoRA(rank=rank, alpha=64), tmp_path / name, rank)
+        for name, rank in (("one", 4), ("two", 2))
+    }
+    bank = AdapterBank(a_base(llama, tokenizer), paths)
+    names = [("one", None, "two")[n % 3] for n in range(len(PROMPTS))]
+    expected = []
+    for prompt, name in zip(PROMPTS, names, strict=True):
+        with bank.use(name):
+            expected.append(by_hand(llama, prompt, 9))
+    assert len(set(map(tuple, expected))) > 9
+    for limits in LIMITS.values():
+        with bank.engine(limits) as engine:
+            made = engine.answers(PROMPTS, Sampling(max_new_tokens=9), adapters=names)
+        assert [one.ids for (one,) in made] == expected
+
+
+def test_what_is_drawn_depends_on_the_seed_and_not_on_the_batch(
+    llama: Any, tokenizer: Tokenizer
+) -> None:
+    sampling = Sampling(max_new_tokens=9, temperature=1.5, top_p=0.9, top_k=50)
+    seeds = [[100 * n + k for k in range(3)] for n in range(len(PROMPTS))]
+    first, again = (
+        answers(llama, tokenizer, limits, sampling=sampling, n=3, seeds=seeds)
+        for limits in LIMITS.values()
+    )
+    assert [[one.ids for one in of] for of in first] == [[one.ids for one in of] for of in again]
+    assert all(len({tuple(one.ids) for one in of_prompt}) == 3 for of_prompt in first)
+
+
+def test_log_probs_are_those_of_a_full_pass_and_say_what_ended_it(
+    llama: Any, tokenizer: Tokenizer
+) -> None:
+    sampling = Sampling(max_new_tokens=40, temperature=2.0, seed=5, stops=tuple(range(300, 384)))
+    made = [one for of in answers(llama, tokenizer, Limits(), sampling=sampling, n=2) for one in of]
+    assert {one.ended_by for one in made} == {"stop", "length"} or all(
+        one.ended_by == "stop" for one in made
+    )
+    for answer, prompt in zip(made, [p for p in PROMPTS for _ in range(2)], strict=True):
+        said = [*answer.ids, *([] if answer.end is None else [answer.end])]
+        assert len(said) == len(answer.log_probs)
+        assert (answer.end is not None) == (answer.ended_by == "stop")
+        with torch.no_grad():
+            logits = llama(torch.tensor([[*prompt, *said]])).logits[0, len(prompt) - 1 : -1]
+        right = (logits / 2.0).log_softmax(-1).gather(1, torch.tensor(said)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(answer.log_probs), right, atol=1e-4, rtol=0)
+
+
+def test_a_prompt_is_computed_once_for_all_its_answers(llama: Any, tokenizer: Tokenizer) -> None:
+    rows: list[int] = []
+    assert why_plain(llama, tokenizer) is None
+    watch = llama.register_forward_pre_hook(
+        lambda module, args, named: rows.append(named["input_ids"].numel()), with_kwargs=True
+    )
+    with CachedEngine(llama, tokenizer) as engine:
+        engine.answers([list(range(5, 205))], Sampling(max_new_tokens=3), n=8)
+    watch.remove()
+    assert rows == [199, 8, 8, 8]
+
+
+def test_an_answer_that_is_not_wanted_leaves_at_the_next_token(
+    llama: Any, tokenizer: Tokenizer
+) -> None:
+    def stop(running: Running) -> None:
+        if len(running.ids) == 3:
+            running.finish()
+
+    with CachedEngine(llama, tokenizer, Limits(rows=1)) as engine:
+        gone = engine.submit(Request([7, 8], Sampling(max_new_tokens=90), on_token=stop))
+        never = engine.submit(Request([7, 8]))
+        stays = engine.submit(Request([9, 41], Sampling(max_new_tokens=4)))
+        never.finish()
+        engine.run()
+    assert (gone.ended_by, len(gone.ids)) == ("cancelled", 3)
+    assert (never.ended_by, never.ids) == ("cancelled", [])
+    assert stays.ended_by == "length"
+    assert engine.num_passes == 2 + 3 + 4  # two prompts, and their tokens
+
+
+def test_tokens_at_once_are_bounded_and_what_never_fits_is_told(
+    llama: Any, tokenizer: Tokenizer
+) -> None:
+    with CachedEngine(llama, tokenizer, Limits(tokens=30)) as engine:
+        made = [engine.submit(Request([7, 8], Sampling(max_new_tokens=10))) for _ in range(5)]
+        most = 0
+        while not engine.is_idle:
+            engine.step()
+            most = max(most, engine.num_running)
+        with pytest.raises(DataError, match=r"31 tokens(.|\n)*30 at once"):
+            engine.submit(Request([7], Sampling(max_new_tokens=30)))
+    assert most == 2
+    assert all(one.ended_by is not None for one in made)
+
+
+def test_what_prompts_have_in_common() -> None:
+    assert num_common([3, 4, 5], [3, 4, 6, 7]) == 2
+    assert num_common([3], [4]) == num_common([], [4]) == 0
+    long = list(range(100))
+    assert worth_sharing(long, [[*range(70), 1], [*range(80), 1, 2]]) == (70, 2)
+    assert worth_sharing(long, [list(range(90))]) == (0, 0)  # spares less than a pass costs
+
+
+def test_numbers_drawn_are_even_and_of_one_seed_and_count() -> None:
+    counts = torch.arange(20_000)
+    drawn = uniform(torch.full_like(counts, -(1 << 61)), counts)
+    assert bool(((drawn >= 0) & (drawn < 1)).all())
+    assert torch.histc(drawn.float(), 10, 0, 1).sub(2000).abs().max() < 200
+    assert uniform(counts[:3], counts[:3]).tolist() == [
+        float(uniform(counts[n : n + 1], counts[n : n + 1])) for n in range(3)
+    ]
+
+
+def test_greedy_and_drawn_rows_stand_beside_each_other() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]]).repeat(3, 1)
+    settings = [Sampling(), Sampling(temperature=1.0, top_k=2), Sampling(temperature=9.0)]
+    table = SamplingTable(settings, [0, 1, 2], [0, 0, 0], "cpu", wants_log_probs=True)
+    found = [table.told(table.choose(logits).tolist()) for _ in range(60)]
+    seen = [{step[row].token for step in found} for row in range(3)]
+    assert seen == [{1}, {1, 2}, {0, 1, 2, 3}]
+    right = (logits[0] / 9).log_softmax(-1)
+    assert all(abs(step[2].log_prob - float(right[step[2].token])) < 1e-6 for step in found)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(12), Sampling(12, 1.0, 0.9, seed=1)])
+def test_all_rows_wait_for_the_device_once_a_token(sampling: Sampling) -> None:
+    with simulated() as card:
+        model = FAMILIES["llama"]().eval().to("cuda")
+        tokenizer: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
+        with open_engine(model, tokenizer) as engine:
+            assert isinstance(engine, CachedEngine)
+            for prompt in PROMPTS:
+                engine.submit(Request(prompt, sampling))
+            engine.step()
+            waits = []
+            while not engine.is_idle:
+                before, batch = len(card.waits), engine._batch
+                engine.step()
+                if engine._batch is batch:  # else its rows are told of to the device
+                    waits.append([wait.where for wait in card.waits[before:]])
+    assert len(waits) > 5
+    assert all(len(one) == 1 for one in waits), waits

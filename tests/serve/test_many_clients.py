@@ -1,0 +1,117 @@
+"""Many clients at once: a short request beside a long one, and clients that vanish."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+
+from peftkit.inference.bank import AdapterBank
+from peftkit.inference.engine import Limits
+from peftkit.inference.sampling import Sampling
+from peftkit.serve.app import make_app
+from peftkit.serve.worker import Job, Piece, Told, Worker
+from tests.families import FAMILIES
+from tests.inference.test_bank import a_base
+
+
+@pytest.fixture
+def bank(tokenizer: Any) -> AdapterBank:
+    model = FAMILIES["llama"]()
+    model.config.max_position_embeddings = 16_384
+    model.generation_config.eos_token_id = None
+    return AdapterBank(a_base(model.eval(), tokenizer))
+
+
+def test_a_short_request_beside_a_long_one_begins_within_a_second(bank: AdapterBank) -> None:
+    seen: list[tuple[str, float, int]] = []
+
+    def job(name: str, size: int, num_new: int) -> Job:
+        def tell(what: Told) -> None:
+            seen.append((name, perf_counter(), 0 if isinstance(what, Piece) else 1))
+
+        ids = torch.randint(5, 300, (size,), generator=torch.Generator().manual_seed(size))
+        return Job(None, ids.tolist(), Sampling(max_new_tokens=num_new), tell)
+
+    bank.engine()  # looks at the model
+    worker = Worker(bank, limits=Limits(rows=4, prefill=256))
+    worker.submit([job("long", 8000, 400)])
+    worker.start()
+    while worker.num_running == 0:
+        pass
+    begun = perf_counter()
+    worker.submit([job("short", 20, 6)])
+    while ("short", 1) not in [(name, end) for name, _, end in seen]:
+        pass
+    worker.stop()
+    first = next(at for name, at, _ in seen if name == "short")
+    assert first - begun < 1
+    assert ("long", 1) not in [(name, end) for name, _, end in seen[:-1]]
+
+
+def test_of_many_clients_that_vanish_at_random_nobody_is_lost_and_nothing_is_stuck(
+    bank: AdapterBank,
+) -> None:
+    rng = random.Random(1)
+    app = make_app(bank)
+    answered: list[int] = []
+
+    async def client(number: int, stays: bool) -> None:
+        body = b'{"model": "base", "prompt": [%d, 7], "max_tokens": %d, "stream": %s}' % (
+            5 + number % 200,
+            rng.randrange(1, 40),
+            rng.choice([b"true", b"false"]),
+        )
+        gone, sent = asyncio.Event(), False
+
+        async def receive() -> dict[str, Any]:
+            nonlocal sent
+            if not sent:
+                sent = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        done: list[Any] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            done.append(message)
+
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/completions", "headers": [
+                (b"host", b"127.0.0.1:8000"), (b"content-type", b"application/json")
+            ], "query_string": b"", "http_version": "1.1", "asgi": {"version": "3.0"},
+        }  # fmt: skip
+        call = asyncio.create_task(app(scope, receive, send))
+        if not stays:
+            await asyncio.sleep(rng.random() * 0.2)
+            gone.set()
+        await asyncio.wait_for(call, 60)
+        if stays:
+            assert done[0]["status"] == 200, done
+            told = b"".join(one.get("body", b"") for one in done[1:])
+            assert b'"length"' in told or b'"stop"' in told
+            answered.append(number)
+
+    async def all_of_them() -> None:
+        async with app.router.lifespan_context(app):
+            for start in range(0, 120, 40):
+                waves = [client(start + n, stays=n % 3 == 0) for n in range(40)]
+                await asyncio.gather(*waves)
+            for _ in range(200):  # who has gone leaves at the next token
+                if (num := running(app)) == 0:
+                    break
+                await asyncio.sleep(0.02)
+            assert num == 0
+
+    asyncio.run(all_of_them())
+    assert len(answered) == 3 * 14
+
+
+def running(app: Any) -> int:
+    worker: Worker = app.state.worker
+    return worker.num_running + worker.num_waiting
