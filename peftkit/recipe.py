@@ -132,7 +132,7 @@ def watch_of(
     asked = recipe.train.sample_every or recipe.train.eval_generate
     if metrics and not recipe.train.eval_generate:
         raise ConfigError(
-            f"nothing is measured by {', '.join(metrics)}.",
+            f"--metric {', '.join(metrics)} has no effect.",
             found="train.eval_generate is not set.",
             fix="Say how many eval rows are answered: --set train.eval_generate=64",
         )

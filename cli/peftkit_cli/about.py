@@ -108,9 +108,9 @@ def copy_recipe(
 
 
 def quickstart() -> None:
-    """Teach a small model a task, with a score before and after: minutes, on 2 CPU cores too.
+    """Teach a small model a task in minutes, with scores before and after.
 
-    Writes into runs/quickstart, over an earlier quickstart's.
+    Two CPU cores are enough. Writes into runs/quickstart, replacing an earlier quickstart.
     """
     script = recipes_folder() / "quickstart.py"
     runpy.run_path(str(script))["main"]()

@@ -28,33 +28,29 @@ def plan(
         typer.Argument(
             metavar="RECIPE|MODEL",
             help="A recipe; or a model: hub id, folder, .gguf file or short name.",
-            show_default=False,
         ),
     ],
     memory: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Of the GPU asked about: 8GB, 12GB, 24GB ... Default: this machine's.",
-            show_default=False,
+            help="GPU memory to plan for: 8GB, 12GB, 24GB ... Default: this machine's.",
         ),
     ] = None,
     ranks: Annotated[
         bool,
         typer.Option(
-            "--ranks", help="Tell what each of 1, 2, 4 and 8 cards has with train.shard: base."
+            "--ranks", help="Estimate memory per GPU on 1, 2, 4 and 8 GPUs with train.shard: base."
         ),
     ] = False,
     link: Annotated[
         float,
-        typer.Option(
-            metavar="GB/s", min=0.1, help="From main memory to the GPU: of streamed blocks."
-        ),
+        typer.Option(metavar="GB/s", min=0.1, help="Host-to-GPU bandwidth for streamed weights."),
     ] = 16.0,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Tell what a run will cost: memory, time, disk; and what to change if it does not fit."""
+    """Estimate a run's memory, time and disk, and what to change if it does not fit."""
     from pathlib import Path
 
     from peftkit.errors import ConfigError

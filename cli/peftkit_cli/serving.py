@@ -26,14 +26,13 @@ def serve(
             metavar="[NAME=]RUN...",
             help="Adapters of one base: folders, or USER/NAME[@REVISION] on the hub. "
             "The name is the model's; by default the folder's.",
-            show_default=False,
         ),
     ],
     host: Annotated[
         str, typer.Option(metavar="HOST", help="Address to listen on; others need a key.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(metavar="N", min=0, max=65535, help="0 takes a free one.")
+        int, typer.Option(metavar="N", min=0, max=65535, help="0 picks a free port.")
     ] = 8000,
     api_key: Annotated[
         str | None,
@@ -41,7 +40,6 @@ def serve(
             metavar="KEY",
             envvar="PEFTKIT_API_KEY",
             help="Clients have to send it. Better set in the environment: others see arguments.",
-            show_default=False,
         ),
     ] = None,
     base: Base = None,
@@ -49,13 +47,13 @@ def serve(
         int, typer.Option(metavar="N", min=1, help="Prompts answered together.")
     ] = 8,
     max_waiting: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Prompts that may wait; more are refused.")
+        int, typer.Option(metavar="N", min=1, help="Queue limit; beyond it, HTTP 429.")
     ] = 64,
     max_new_tokens: MaxNewTokens = 1024,
     temperature: Temperature = 0.0,
     force: Force = False,
 ) -> None:
-    """Serve adapters as OpenAI's API does, to try them out. Prints the address.
+    """Run a local OpenAI-compatible server. Prints the address.
 
     The models are the adapters and `base`. A request may set its own temperature and max_tokens.
     """

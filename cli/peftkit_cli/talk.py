@@ -33,11 +33,7 @@ def generate(
     ],
     image: Annotated[
         list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="An image that stands before the prompt. Repeatable.",
-            show_default=False,
-        ),
+        typer.Option(metavar="FILE", help="An image that stands before the prompt. Repeatable."),
     ] = None,
     base: Base = None,
     max_new_tokens: MaxNewTokens = 256,
@@ -113,28 +109,21 @@ def evaluate(
 def predict(
     adapter: Adapter,
     text: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="What to classify. Repeatable.", show_default=False),
+        list[str] | None, typer.Option(metavar="TEXT", help="What to classify. Repeatable.")
     ] = None,
     pair: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TEXT",
             help="The second text of each, if the adapter was trained on pairs. Repeatable.",
-            show_default=False,
         ),
     ] = None,
     data: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Rows to predict of, instead.", show_default=False),
+        Path | None, typer.Option(metavar="FILE", help="Predict every row of this file instead.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Where the rows go, as JSON Lines; else stdout.",
-            show_default=False,
-        ),
+        typer.Option(metavar="FILE", help="Where the rows go, as JSON Lines; else stdout."),
     ] = None,
     base: Base = None,
     force: Force = False,
@@ -196,7 +185,6 @@ def chat(
         typer.Argument(
             metavar="[ADAPTER]",
             help="A folder saved by peftkit or PEFT, or USER/NAME[@REVISION] on the hub.",
-            show_default=False,
         ),
     ] = None,
     named: Annotated[
@@ -205,7 +193,6 @@ def chat(
             "--adapter",
             metavar="NAME=ADAPTER",
             help="Several adapters on the same base; /adapter NAME switches. Repeatable.",
-            show_default=False,
         ),
     ] = None,
     base: Base = None,

@@ -46,8 +46,8 @@ class DataConfig(Config):
     "org/name:split", "org/name:config:split", each also with "@revision" after the name; files by a
     pattern ("data/*.jsonl"); or a list of these: [{path: a.jsonl, weight: 2}, {path: b.jsonl}]."""
     eval: str | Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Rows to measure on: a file or data set; or a share of the training rows, 0.02, which is held
-    out by what each row says, so that it stays the same when rows are added; null: none."""
+    """Rows to measure on: a file or data set; or a share of the training rows, 0.02, split
+    by a hash of the row's content, so that it stays the same when rows are added; null: none."""
     format: Literal["auto"] | FormatName = "auto"
     """What a row's fields mean; auto decides by their names."""
     max_length: Annotated[int, Field(ge=2)] | None = 1024

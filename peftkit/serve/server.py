@@ -40,7 +40,7 @@ def serve_adapters(
         adapters: Name to folder; at least one.
         base: Where the base is, if elsewhere than recorded.
         host: The address to listen on; any but this machine's own needs a key.
-        port: 0 takes a free one.
+        port: 0 picks a free port.
         key: Clients send it as `Authorization: Bearer KEY`.
         max_batch: Prompts in one batch.
         max_waiting: Prompts that may wait.
@@ -114,7 +114,7 @@ def listening(host: str, port: int) -> socket.socket:
         raise ConfigError(
             f"cannot listen on {host}, port {port}.",
             found=getattr(error, "strerror", None) or str(error),
-            fix="Choose another with --port (0 takes a free one) or --host.",
+            fix="Choose another with --port (0 picks a free port) or --host.",
         ) from None
     return listener
 

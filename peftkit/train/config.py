@@ -68,8 +68,8 @@ class TrainConfig(Config):
     """Recompute activations in the backward pass: less memory, up to 1.4 times the work.
     auto: only if not even one row fits without it."""
     memory: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
-    """GB (10^9 bytes) that the process may take on a CPU, or that may be taken of a GPU: before the
-    first step it is chosen what fits, in this order: all as asked for, fewer tokens at once (on a
+    """GB (10^9 bytes) that the process may take on a CPU, or that may be taken of a GPU: a strategy
+    that fits is chosen before step 1, in this order: all as asked for, fewer tokens at once (on a
     GPU at least 4,096, which keep it busy), activations recomputed, and on a GPU their rest in
     main memory. auto: on a CPU most of what is free; on a GPU the same is tried in turn when memory
     runs out, but on Windows, where it does not say so."""
@@ -95,11 +95,11 @@ class TrainConfig(Config):
     sample_tokens: int = Field(default=64, ge=1)
     """The most tokens of a sample."""
     shard: Literal["auto", "none", "base", "offload"] = "auto"
-    """With several processes: base spreads the frozen base over them, block by block; offload keeps
-    the parts in main memory besides. The adapter stays whole on each. auto: base exactly where one
-    device does not hold the base and one row's step, as is counted before it is loaded."""
+    """With several processes: base shards the frozen base over them, block by block; offload also
+    keeps the shards in main memory. Each process has the whole adapter. auto: base where one device
+    cannot hold the base and one row's step, estimated before loading."""
     context_parallel: int = Field(default=1, ge=1)
-    """Processes that hold each row together, a part of its tokens each: for rows that are too long
+    """Context-parallel degree: processes each sequence is split across, for rows that are too long
     for one device."""
     log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Trackers that get the metrics too; metrics.jsonl is always written."""

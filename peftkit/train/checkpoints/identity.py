@@ -80,7 +80,7 @@ def check_same_run(saved: Identity, now: Identity, allowed: Sequence[str]) -> li
             "cannot resume: this is not the run that was saved",
             found="\n".join(line for _, line in refused),
             fix=f"Undo the change; or go on with it, no longer bit-equal: {keys}\n"
-            "Or train anew with it: peftkit train --from RUN --set KEY=VALUE --out DIR",
+            "Or start a new run with it: peftkit train --from RUN --set KEY=VALUE --out DIR",
         )
     known = before.keys() | after.keys()
     for name in allowed:
