@@ -40,8 +40,7 @@ from peftkit.formats.peft.folder import (
     read_adapter,
     save_adapter,
 )
-from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
-from peftkit.formats.peft.stacks import save_stacked
+from peftkit.formats.peft.low_rank import LowRank, misfits, read_low_rank, save_low_rank
 from peftkit.formats.serving import (
     MAX_LORA_RANKS,
     check_serving,
@@ -52,7 +51,7 @@ from peftkit.formats.serving import (
 )
 from peftkit.formats.staged import check_free, new_adapter_folder
 from peftkit.formats.uniform import compress
-from peftkit.model.places import is_conv1d, is_linear, linear_shape
+from peftkit.model.places import is_conv1d, is_linear
 from peftkit.tasks.image_text import ImageTextConfig
 
 Format = Literal["peft", "gguf", "mlx"]
@@ -291,11 +290,28 @@ def _import_peft(
             save_adapter(adapter, folder, origin)
             return
         if read_json(source / CONFIG).get("target_parameters"):
-            origin = _origin(read_adapter(source).provenance, locate(base))
-            save_stacked(source, folder, model, origin, Path(scratch))
+            _keep(source, folder, model, locate(base), Path(scratch))
             return
         file, modules = read_low_rank(source)
         _save(modules, folder, file.provenance, locate(base), model, found.folder)
+
+
+def _keep(source: Path, folder: Path, model: nn.Module, location: Location, scratch: Path) -> None:
+    """Write an adapter of stacked experts, whose layout is the same here, as it is.
+
+    Args:
+        model: The base's skeleton, on which it must fit.
+    """
+    bare = scratch / "bare"  # without our notes: what they say of roles needs the base's values
+    bare.mkdir()
+    for name in (CONFIG, TENSORS):
+        shutil.copyfile(source / name, bare / name)
+    load_adapter(model, bare).detach()
+    for name in (TENSORS, NOTES):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    named = {"base_model_name_or_path": location.hub_id or location.name}
+    disk.write_json(read_json(source / CONFIG) | named, folder / CONFIG)
 
 
 def _save(
@@ -308,15 +324,7 @@ def _save(
 ) -> None:
     """Write updates that fit the model, together with what is known of their origin."""
     linears = {path: module for path, module in model.named_modules() if is_linear(module)}
-    problems = []
-    for path, update in modules.items():
-        shape = (update.a.shape[1], update.b.shape[0])
-        if path not in linears:
-            problems.append(f"{path}: the base has no such linear layer")
-        elif linear_shape(linears[path]) != shape:
-            is_shape = " -> ".join(map(str, linear_shape(linears[path])))
-            problems.append(f"{path}: for {shape[0]} -> {shape[1]}; the base's is {is_shape}")
-    if problems:
+    if problems := misfits(modules, linears):
         fix = "Name the base that it was trained on with --base MODEL."
         if any(_SINGLE_EXPERT.search(path) for path in modules):
             fix += (

@@ -191,12 +191,7 @@ def layers_of(
             the config without tensors.
     """
     linears = {path: module for path, module, _ in walk(model) if is_linear(module)}
-    problems = [f"no such layer: {path}" for path in modules if path not in linears]
-    for path in modules.keys() & linears.keys():
-        shape, update = linear_shape(linears[path]), modules[path]
-        given = (update.a.shape[1], update.b.shape[0])
-        if given != shape:
-            problems.append(f"misshapen: {path} is {_arrow(given)}, not {_arrow(shape)}")
+    problems = misfits(modules, linears)
     missing = unmatched(file.fields.get("target_modules"), modules)
     problems += [f"no tensors for the target: {target}" for target in missing]
     if problems:
@@ -208,5 +203,12 @@ def layers_of(
     return {path: linears[path] for path in modules}
 
 
-def _arrow(shape: tuple[int, int]) -> str:
-    return f"{shape[0]} -> {shape[1]}"
+def misfits(modules: Mapping[str, LowRank], linears: Mapping[str, nn.Module]) -> list[str]:
+    """Return what keeps updates from fitting a model's linear layers, by path; [] if they do."""
+    problems = [f"no such layer: {path}" for path in modules if path not in linears]
+    for path in [path for path in modules if path in linears]:
+        given = (modules[path].a.shape[1], modules[path].b.shape[0])
+        if given != (shape := linear_shape(linears[path])):
+            update, layer = (f"{num_in} -> {num_out}" for num_in, num_out in (given, shape))
+            problems.append(f"misshapen: {path} is {update}, not {layer}")
+    return problems
