@@ -20,11 +20,11 @@ from peftkit.errors import AdapterError, first_few
 from peftkit.files.disk import write_json, write_tensors
 from peftkit.formats.guard import read_json, read_tensors
 from peftkit.formats.peft.folder import CONFIG, AdapterFile
-from peftkit.formats.peft.low_rank import LowRank
+from peftkit.formats.peft.low_rank import LowRank, by_module
 from peftkit.formats.uniform import uniform, without_padding
 
 MLX_TENSORS = "adapters.safetensors"
-_A, _B, _M = ".lora_a", ".lora_b", ".m"
+_A, _B, _M = "lora_a", "lora_b", "m"
 _BLOCK = re.compile(r"model\.layers\.\d+\.(?P<key>.+)")
 
 
@@ -45,10 +45,10 @@ def write_mlx(
     with_magnitude = any(module.magnitude is not None for module in even.values())
     tensors: dict[str, Tensor] = {}
     for path, module in even.items():
-        tensors[path + _A] = module.a.T.contiguous()
-        tensors[path + _B] = module.b.T.contiguous()
+        tensors[f"{path}.{_A}"] = module.a.T.contiguous()
+        tensors[f"{path}.{_B}"] = module.b.T.contiguous()
         if module.magnitude is not None:
-            tensors[path + _M] = module.magnitude
+            tensors[f"{path}.{_M}"] = module.magnitude
     write_tensors({name: t.to(dtype) for name, t in tensors.items()}, folder / MLX_TENSORS)
     keys = {match["key"] for path in even if (match := _BLOCK.fullmatch(path))}
     config = {
@@ -91,25 +91,15 @@ def read_mlx(folder: Path, tensors_name: str = MLX_TENSORS) -> dict[str, LowRank
         AdapterError: Not such an adapter; lists every tensor that is missing or misshapen.
     """
     rank, scale, is_dora = _parameters(folder)
-    parts: dict[str, dict[str, Tensor]] = {}
-    problems = []
-    for name, tensor in read_tensors(folder / tensors_name).items():
-        suffix = next((s for s in (_A, _B, _M) if name.endswith(s)), None)
-        if suffix is None:
-            problems.append(f"unexpected: {name}")
-        else:
-            parts.setdefault(name.removesuffix(suffix), {})[suffix] = tensor
-    needed = {_A, _B, _M} if is_dora else {_A, _B}
+    names = (_A, _B, _M) if is_dora else (_A, _B)
+    parts, problems = by_module(read_tensors(folder / tensors_name), names)
     modules = {}
     for path, part in sorted(parts.items()):
-        problems += [f"missing: {path}{suffix}" for suffix in sorted(needed - part.keys())]
-        problems += [f"unexpected: {path}{suffix}" for suffix in sorted(part.keys() - needed)]
-        if part.keys() == needed:
-            shapes = [tuple(part[suffix].shape) for suffix in sorted(needed)]
-            if _fits(part, rank):
-                modules[path] = LowRank(part[_A].T, part[_B].T, scale, part.get(_M))
-            else:
-                problems.append(f"misshapen: {path} has {shapes}, but rank {rank}")
+        if _fits(part, rank):
+            modules[path] = LowRank(part[_A].T, part[_B].T, scale, part.get(_M))
+        else:
+            shapes = [tuple(part[name].shape) for name in names]
+            problems.append(f"misshapen: {path} has {shapes}, but rank {rank}")
     if problems or not modules:
         raise AdapterError(
             f"the tensors of {folder / tensors_name} do not match its config",

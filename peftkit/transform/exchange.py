@@ -239,20 +239,27 @@ def import_adapter(
     check_free(out, force=force, sources=[found.folder])
     base = base or _base_named_by(found)
     on_event(Stage(f"Importing {path}"))
-    if found.kind == "gguf":
-        from peftkit.formats.gguf.convert import import_gguf
-
-        import_gguf(found.file, out, base=base, force=force)
-    else:
-        model = skeleton(base)
-        with new_adapter_folder(out, force=force, sources=[found.folder]) as folder:
-            if found.kind == "mlx":
-                modules = read_mlx(found.folder, found.file.name)
-                _save(modules, folder, Provenance(), locate(base), model, path)
-            else:
-                _import_peft(found, folder, base, model, on_event)
+    model = skeleton(base)
+    with new_adapter_folder(out, force=force, sources=[found.folder]) as folder:
+        if found.kind == "peft":
+            _import_peft(found, folder, base, model, on_event)
+        else:
+            modules = _updates_of(found, model, base)
+            location = locate(base)
+            commit = getattr(model.config, "_commit_hash", None)
+            origin = Provenance(location.name, revision=commit)
+            _save(modules, folder, origin, location, model, path)
     on_event(Saved("adapter", out))
     return Imported(out, found.kind)
+
+
+def _updates_of(found: Found, model: nn.Module, base: str) -> dict[str, LowRank]:
+    """Read an adapter of mlx-lm or llama.cpp."""
+    if found.kind == "mlx":
+        return read_mlx(found.folder, found.file.name)
+    from peftkit.formats.gguf.convert import read_gguf
+
+    return read_gguf(found.file, model, base)
 
 
 def _base_named_by(found: Found) -> str:

@@ -53,7 +53,7 @@ COMMANDS: dict[str, list[str]] = {
         "ADAPTER", "--to", "--out", "--profile", "--base", "--dtype", "--rank", "--max-rank",
         "--force",
     ],
-    "import": ["PATH", "--base", "--out", "--force"],
+    "import": ["PATH", "--out", "--base", "--force"],
     "push": ["ADAPTER", "USER/NAME", "--private"],
     "pull": ["ID[@REVISION]", "--out", "--force"],
     "inspect": ["ADAPTER|MODEL", "OTHER", "--json"],

@@ -18,10 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from peftkit.base.load import skeleton
-from peftkit.base.locate import locate
 from peftkit.errors import AdapterError, OutputError, did_you_mean, first_few
 from peftkit.files import disk
 from peftkit.files.strict_json import shown
@@ -35,9 +34,7 @@ from peftkit.formats.gguf.names import (
     rotary_rows,
 )
 from peftkit.formats.gguf.tensors import read_bytes, unpack
-from peftkit.formats.peft.folder import CONFIG, Provenance
-from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
-from peftkit.model.places import is_conv1d
+from peftkit.formats.peft.low_rank import LowRank, read_low_rank
 
 DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 ALPHA = "adapter.lora.alpha"
@@ -108,31 +105,21 @@ def export_gguf(
     return notes + _write(out, tensors, alpha, architecture, dtype, file.provenance.hub_id)
 
 
-def import_gguf(path: str | Path, out: str | Path, *, base: str, force: bool = False) -> Path:
-    """Write a GGUF LoRA as an adapter folder that peftkit and PEFT load.
+def read_gguf(path: Path, model: nn.Module, base: str) -> dict[str, LowRank]:
+    """Read a GGUF LoRA: module path to update.
 
     Args:
-        base: Model that it belongs to, as transformers knows it. Only its config is read.
-        force: Replace an adapter that is in the folder.
+        model: The skeleton of `base`, which it belongs to.
 
     Raises:
         AdapterError: It is no GGUF LoRA, is damaged, or does not fit the base: every tensor in
             question is listed.
-        BaseError: The base is not found, or of an architecture that is not known here.
-        OutputError: There is such a folder already, or it cannot be written.
+        BaseError: The base is of an architecture that is not known here.
     """
-    path, out = Path(path).expanduser(), Path(out).expanduser()
     require_gguf()
-    if out.is_dir() and any(out.iterdir()) and not (force and (out / CONFIG).exists()):
-        raise OutputError(
-            f"cannot write an adapter to {out}",
-            found="It is not empty.",
-            fix="Choose a new folder; --force replaces an adapter.",
-        )
     with disk.open_regular(path) as file:
         header = read_header(path, file)
         _check_kind(path, header)
-        model = skeleton(base)
         architecture = architecture_of(model, base)
         said = header.keys.get("general.architecture")
         if said != architecture.name:
@@ -158,12 +145,7 @@ def import_gguf(path: str | Path, out: str | Path, *, base: str, force: bool = F
         a, b = tensors[name + A], tensors[name + B]
         b = rotary_rows(b, places[module_path].heads, back=True)
         modules[module_path] = LowRank(a, b, alpha / a.shape[0] if alpha else 1.0)
-    location = locate(base)
-    commit = getattr(model.config, "_commit_hash", None)
-    provenance = Provenance(base=location.name, hub_id=location.hub_id, revision=commit)
-    conv1d = any(is_conv1d(model.get_submodule(p)) for p in modules)
-    others = places.keys() - modules.keys()
-    return save_low_rank(modules, out, provenance, others=others, transposed=conv1d)
+    return modules
 
 
 def _unfit(modules: Mapping[str, LowRank], places: Mapping[str, GGUFLayer]) -> list[str]:

@@ -86,22 +86,13 @@ def read_low_rank(folder: str | Path) -> tuple[AdapterFile, dict[str, LowRank]]:
             found=f"target_parameters: {shown(file.fields['target_parameters'])}",
             fix="Load it on its base, or merge it.",
         )
-    parts: dict[str, dict[str, Tensor]] = {}
     names = {A, B, MAGNITUDE} if isinstance(method, DoRA) else {A, B}
-    problems = []
-    for name, tensor in named_tensors(file.folder).items():
-        suffix = next((s for s in names if name.endswith("." + s)), None)
-        if suffix is None:
-            problems.append(f"unexpected: {name}")
-        else:
-            parts.setdefault(name.removesuffix("." + suffix), {})[suffix] = tensor
+    parts, problems = by_module(named_tensors(file.folder), names)
     found = {}
     for path, part in parts.items():
         rank, scaling = method.scale_of(Site(path=path, roles=()))
-        problems += [f"missing: {path}.{name}" for name in sorted(names - part.keys())]
-        if names <= part.keys():
-            problems += _misshapen(path, part, rank)
-            found[path] = LowRank(part[A], part[B], scaling, part.get(MAGNITUDE))
+        problems += _misshapen(path, part, rank)
+        found[path] = LowRank(part[A], part[B], scaling, part.get(MAGNITUDE))
     if problems or not found:
         raise AdapterError(
             f"the tensors of {file.folder} do not match its config",
@@ -109,6 +100,27 @@ def read_low_rank(folder: str | Path) -> tuple[AdapterFile, dict[str, LowRank]]:
             fix="Get the adapter again.",
         )
     return file, found
+
+
+def by_module(
+    tensors: Mapping[str, Tensor], names: Collection[str]
+) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+    """Return tensors by module and own name, and what is unexpected or missing.
+
+    Args:
+        names: Of the tensors that each module has; modules that lack one are left out.
+    """
+    parts: dict[str, dict[str, Tensor]] = {}
+    problems = []
+    for full_name, tensor in tensors.items():
+        name = next((name for name in names if full_name.endswith(f".{name}")), None)
+        if name is None:
+            problems.append(f"unexpected: {full_name}")
+        else:
+            parts.setdefault(full_name.removesuffix(f".{name}"), {})[name] = tensor
+    for path, part in parts.items():
+        problems += [f"missing: {path}.{name}" for name in sorted(set(names) - part.keys())]
+    return {path: part for path, part in parts.items() if len(part) == len(names)}, problems
 
 
 def _use_of(file: AdapterFile) -> str:

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, BaseError, OutputError
-from peftkit.formats.gguf.convert import export_gguf, import_gguf
+from peftkit.formats.gguf.convert import export_gguf
 from peftkit.formats.peft.folder import Provenance, load_adapter, save_adapter
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from tests.families import ARCHITECTURES
+from tests.formats.gguf.written import import_gguf
 
 gguf = pytest.importorskip("gguf")
 
@@ -251,10 +252,10 @@ def test_nothing_is_overwritten_unless_forced(tmp_path: Path) -> None:
         export_gguf(folder, out)
     assert out.read_text() == "mine"
     export_gguf(folder, out, force=True)
-    with pytest.raises(OutputError, match="not empty"):
+    with pytest.raises(OutputError, match="It holds an adapter"):
         import_gguf(out, folder, base=str(base))
     import_gguf(out, folder, base=str(base), force=True)
-    with pytest.raises(OutputError, match="not empty"):
+    with pytest.raises(OutputError, match="one of the source folders"):
         import_gguf(out, tmp_path, base=str(base), force=True)
     with pytest.raises(OutputError, match="It is a folder"):
         export_gguf(folder, tmp_path, force=True)

@@ -17,11 +17,12 @@ import torch
 
 from peftkit.adapter import Adapter, attach
 from peftkit.base.load import Base, load_base
-from peftkit.formats.gguf.convert import export_gguf, import_gguf
+from peftkit.formats.gguf.convert import export_gguf
 from peftkit.formats.peft.folder import Provenance, save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.merging.into_gguf import merge_into_gguf
 from peftkit.methods.lora import LoRA
+from tests.formats.gguf.written import import_gguf
 
 gguf = pytest.importorskip("gguf")
 llama = pytest.importorskip(

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from peftkit.transform.exchange import import_adapter
+
 Chosen = Callable[[str], str]
+
+
+def import_gguf(path: Path, out: Path, **how: Any) -> Path:
+    """Import a GGUF LoRA; return the adapter's folder."""
+    return import_adapter(path, out, **how).folder
 
 
 def moved(rows: Tensor, heads: int) -> Tensor:
