@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from peftkit.errors import AdapterError
-from peftkit.formats.find_adapter import adapter_folder, is_hub_id
+from peftkit.formats.find_adapter import adapter_folder
+from peftkit.formats.hub_id import is_hub_id
 from peftkit_cli.arguments import Base, Force, note
 from peftkit_cli.talk import MaxNewTokens, Temperature
 
