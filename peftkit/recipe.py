@@ -26,7 +26,7 @@ from peftkit.train.checkpoints.manifest import versions
 from peftkit.train.loop import check_output, train_prepared
 from peftkit.train.metrics import require_trackers
 from peftkit.train.rank_monitor import monitored_ranks
-from peftkit.train.run import Result
+from peftkit.train.result import Result
 from peftkit.train.sharding import is_sharded
 from peftkit.train.signals import Interrupted, stop_requests, stopping_at_once
 

@@ -24,7 +24,7 @@ from peftkit.base.storage_format import LoadedModel, StorageFormat
 from peftkit.base.store import StoreKey, opened_or_kept, storable
 from peftkit.config.schema import Config, from_dict
 from peftkit.events import Listener, Notice, Stage, ignore
-from peftkit.execution.environment import default_device
+from peftkit.execution.environment import as_current, default_device
 from peftkit.kernels.device import gpu_of
 from peftkit.kernels.packing import keep_copies
 from peftkit.quant.audit import Audit, audit
@@ -143,7 +143,7 @@ def load_base(
     asked = {"model": model, "dtype": dtype, "quantize": quantize, "double_quant": double_quant}
     asked |= {"placement": placement, "store": store}
     from_dict(BaseConfig, asked, "load_base(...)")
-    place = default_device() if device is None else torch.device(device)
+    place = default_device() if device is None else as_current(torch.device(device))
     computes = place if sharing is None else default_device()
     computed = DTYPES.get(dtype) or fast_dtype(computes)
     form = StorageFormat(quantize, double_quant, computed, place, quantize_towers)

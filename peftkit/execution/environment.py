@@ -7,6 +7,7 @@ is not here. Sizes are in bytes.
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +20,13 @@ GPU_SHARE = 0.95
 """Of a GPU's memory so much can be allocated."""
 PROCESS_BYTES = {"cpu": 700_000_000, "cuda": 450_000_000}
 """What a process takes before any model: Python with torch and transformers; CUDA's context."""
+
+ALLOCATOR = "pinned_max_round_threshold_mb:1" + (
+    ",expandable_segments:True" if sys.platform == "linux" else ""
+)
+"""How CUDA's allocators work, unless the user says so: pinned memory is else rounded up to powers
+of two, nearly twice what packed weights take; and batches of many lengths leave holes in segments
+that do not grow, which Windows cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +130,14 @@ def default_device() -> torch.device:
         return torch.device("cpu")
     if here[0].type != "cuda":
         return here[0]
-    device = torch.device("cuda", local_rank() % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+    return as_current(torch.device("cuda", local_rank() % torch.cuda.device_count()))
+
+
+def as_current(device: torch.device) -> torch.device:
+    """Return a device with its number, made the current one of its kind."""
+    if device.type != "cuda":
+        return device
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)
+    number = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)

@@ -174,8 +174,13 @@ def plan_for(device: torch.device | str) -> ExecutionPlan:
 
 def plan_of(model: torch.nn.Module) -> ExecutionPlan:
     """Return `plan_for` the device that a model is on."""
+    return plan_for(device_of(model))
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Return the device of a model's first parameter, the CPU where it has none."""
     first = next(model.parameters(), None)
-    return ExecutionPlan() if first is None else plan_for(first.device)
+    return torch.device("cpu") if first is None else first.device
 
 
 def tokens_at_once(asked: int | Literal["auto"] | None, device: str) -> int | None:

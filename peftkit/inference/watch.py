@@ -16,7 +16,7 @@ from peftkit.base.load import Base
 from peftkit.data.encode import prompt_ids, stop_ids
 from peftkit.data.pack import IGNORE, Row, last_answer
 from peftkit.data.pairs import Pair, PairRow
-from peftkit.errors import ConfigError, DataError
+from peftkit.errors import ConfigError, DataError, RunError
 from peftkit.events import Listener, Notice, Sample, ignore
 from peftkit.inference.engine import room_left
 from peftkit.inference.generate import generate_ids
@@ -28,6 +28,8 @@ from peftkit.tasks.preference.task import Preference
 from peftkit.tasks.protocol import Task
 from peftkit.tasks.seq2seq import Seq2Seq
 from peftkit.train.config import TrainConfig
+from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory
+from peftkit.train.sharding import is_sharded
 
 NUM_SAMPLES = 3
 """Eval rows that are sampled where the recipe names no prompts."""
@@ -66,6 +68,7 @@ class TextWatch:
                 fix="Leave it out, or train for the task causal_lm, seq2seq or preference.",
             )
         self._base, self._task, self._config, self._on_event = base, task, config, on_event
+        self._batch_size = BATCH_SIZE
         self._metrics: dict[str, Metric] = {"rouge_l": rouge_l, **(metrics or {})}
         number = config.eval_generate or 0
         self._measured = _documents(rows, number)
@@ -124,6 +127,29 @@ class TextWatch:
         return Row(tuple(ids), (IGNORE,) * len(ids), (len(ids),), where)
 
     def _answers(self, rows: Sequence[Any], max_new_tokens: int) -> list[Sample]:
+        """Return the answers to rows; with fewer at a time once memory has run out.
+
+        Several processes that share a base have to generate alike, and cannot.
+        """
+        while True:
+            try:
+                return self._generated(rows, max_new_tokens)
+            except Exception as error:
+                if not is_out_of_memory(error) or is_sharded(self._base.model):
+                    raise
+                if self._batch_size == 1:
+                    raise RunError(
+                        "memory ran out while one prompt was answered",
+                        found=f"Up to {max_new_tokens:,} tokens are generated.",
+                        fix="Leave out train.sample_every and train.eval_generate; peftkit "
+                        "generate and eval answer afterwards.",
+                    ) from None
+            release_memory()
+            self._batch_size //= 2
+            text = f"Memory ran out while text was generated: {self._batch_size} prompts at a time."
+            self._on_event(Notice(f"{text} Training is not affected."))
+
+    def _generated(self, rows: Sequence[Any], max_new_tokens: int) -> list[Sample]:
         self._task.forget_layout()  # what the last training step set is not of these rows
         if isinstance(self._task, Seq2Seq):
             return self._translated(self._task, rows, max_new_tokens)
@@ -135,7 +161,7 @@ class TextWatch:
             [ids for ids, _ in asked],
             max_new_tokens=max_new_tokens,
             stops=stop_ids(tokenizer, task.style),
-            batch_size=BATCH_SIZE,
+            batch_size=self._batch_size,
         )
         return [
             Sample(

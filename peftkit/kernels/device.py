@@ -28,6 +28,7 @@ class Gpu:
         peak: The most that this process has held since `restart`, as near as it is known.
         restart: Begin to count the peak anew.
         release: Give back what torch keeps for later.
+        retries: How often its allocator had to give memory back before it could take more.
         get_rng, set_rng: State of its generator, which is a tensor on the CPU.
         name: For people.
     """
@@ -39,6 +40,7 @@ class Gpu:
     peak: Callable[[Device], int]
     restart: Callable[[Device], None]
     release: Callable[[], None]
+    retries: Callable[[Device], int]
     get_rng: Callable[[Device], Tensor]
     set_rng: Callable[[Tensor, Device], None]
     name: Callable[[Device], str]
@@ -64,6 +66,7 @@ GPUS = {
         peak=lambda device: torch.cuda.max_memory_allocated(device),
         restart=lambda device: torch.cuda.reset_peak_memory_stats(device),
         release=lambda: torch.cuda.empty_cache(),
+        retries=lambda device: torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
         get_rng=lambda device: torch.cuda.get_rng_state(device),
         set_rng=lambda state, device: torch.cuda.set_rng_state(state, device),
         name=lambda device: torch.cuda.get_device_name(device),
@@ -76,6 +79,7 @@ GPUS = {
         peak=lambda device: torch.mps.driver_allocated_memory(),  # kept until it is released
         restart=lambda device: torch.mps.empty_cache(),
         release=lambda: torch.mps.empty_cache(),
+        retries=lambda device: 0,
         get_rng=lambda device: torch.mps.get_rng_state(),
         set_rng=lambda state, device: torch.mps.set_rng_state(state),
         name=lambda device: "Apple GPU",
@@ -91,6 +95,16 @@ def gpu_of(device: Device) -> Gpu | None:
 def gpu_here() -> tuple[Device, Gpu] | None:
     """Return the machine's first GPU, None where there is none."""
     return next(((Device(kind, 0), gpu) for kind, gpu in GPUS.items() if gpu.is_there()), None)
+
+
+def is_before_ampere(device: Device) -> bool:
+    """Tell whether a device is a CUDA card without bf16 and flash attention (T4, V100)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64; on the CPU where its device has no such numbers (MPS)."""
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
 def forked_generators(device: Device, *, enabled: bool = True) -> AbstractContextManager[None]:

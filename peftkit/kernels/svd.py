@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from peftkit.kernels.device import in_float64
+
 EXACT_SIDE = 256
 """Up to this smaller side a full matrix is decomposed exactly: it takes milliseconds."""
 OVERSAMPLING = 10
@@ -69,8 +71,8 @@ def singular_values(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _svd_of_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    left, core_left = torch.linalg.qr(b.double())  # (out, r), (r, r)
-    right, core_right = torch.linalg.qr(a.double().t())  # (in, r), (r, r)
+    left, core_left = torch.linalg.qr(in_float64(b))  # (out, r), (r, r)
+    right, core_right = torch.linalg.qr(in_float64(a).t())  # (in, r), (r, r)
     u, s, vh = torch.linalg.svd(core_left @ core_right.t(), full_matrices=False)
     return left @ u, s, vh @ right.t()
 
@@ -84,7 +86,7 @@ def of_matrix(
         matrix: (out, in) float32.
         seed, iterations: Of the random projection, where one is used.
     """
-    total = float(matrix.double().square().sum())
+    total = float(in_float64(matrix).square().sum())
     k = min(rank, *matrix.shape)
     width = k + OVERSAMPLING
     if min(matrix.shape) <= max(EXACT_SIDE, 2 * width):
@@ -106,7 +108,10 @@ def _truncated(u: Tensor, s: Tensor, vh: Tensor, k: int, total: float) -> Trunca
     root = s[:k].sqrt()
     b, a = u[:, :k] * root, root[:, None] * vh[:k]
     return Truncated(
-        a.float().contiguous(), b.float().contiguous(), float(s[:k].double().square().sum()), total
+        a.float().contiguous(),
+        b.float().contiguous(),
+        float(in_float64(s[:k]).square().sum()),
+        total,
     )
 
 

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import DataError
 from peftkit.kernels import svd
+from peftkit.kernels.device import in_float64
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import InitValues
 from peftkit.model.modes import evaluating
@@ -71,12 +72,12 @@ class Directions:
     def _add(self, x: Tensor) -> None:
         mean, before = x.mean(0), self.basis(self.rank) if self.num_seen else None
         x = x - mean
-        self.variance += float(x.square().sum(dtype=torch.float64))
+        self.variance += _sum_of_squares(x)
         if self.num_seen:
             # both parts lie around means of their own: their distance is one more vector
             gap, total = mean - self.mean, self.num_seen + len(x)
             between = math.sqrt(self.num_seen * len(x) / total) * gap
-            self.variance += float(between.square().sum(dtype=torch.float64))
+            self.variance += _sum_of_squares(between)
             mean = self.mean + gap * (len(x) / total)
             rows = torch.cat([self.scaled, x, between[None]])
         else:
@@ -95,8 +96,13 @@ class Directions:
 
     def shares(self) -> list[float]:
         """Return the share of the variance that each component explains, largest first."""
-        squares = self.scaled[: self.most].double().square().sum(1)
+        squares = in_float64(self.scaled[: self.most]).square().sum(1)
         return (squares / (self.variance or 1.0)).tolist()
+
+
+def _sum_of_squares(x: Tensor) -> float:
+    wide = torch.float32 if x.device.type == "mps" else torch.float64  # which it has not
+    return float(x.square().sum(dtype=wide))
 
 
 def _call(model: nn.Module, batch: Mapping[str, Any]) -> object:

@@ -25,7 +25,7 @@ from peftkit.formats.serving import served_rank
 from peftkit.report.facts import BeforeRun
 from peftkit.run.config import Recipe
 from peftkit.run.prepare import Prepared
-from peftkit.train.run import Result
+from peftkit.train.result import Result
 
 RECIPE = "recipe.yaml"
 

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from peftkit.kernels import varlen
 from peftkit.kernels.attention import blocked_attention, grouped_attention, is_short
 from peftkit.kernels.context import Context, context_attention
+from peftkit.kernels.device import is_before_ampere
 from peftkit.kernels.varlen import Spans, spans_attention
 
 PLAIN = {
@@ -108,6 +110,26 @@ def _takes_blocked(call: Call) -> bool:
     return on_cpu and bare and call.trains and not call.dropout
 
 
+def _takes_repeated(call: Call) -> bool:
+    """Tell whether SDPA has no kernel for grouped heads but the one that makes all scores.
+
+    Cards before Ampere have no flash attention, and the other kernel wants as many keys as queries.
+    """
+    grouped = call.query.shape[1] != call.key.shape[1] and call.layout is None
+    bare = call.is_plain and call.softcap is None and call.position_bias is None
+    return grouped and bare and call.mask is None and is_before_ampere(call.query.device)
+
+
+def _repeated(call: Call) -> Tensor:
+    times = call.query.shape[1] // call.key.shape[1]
+    key, value = (t.repeat_interleave(times, 1) for t in (call.key, call.value))
+    causal = call.is_causal and call.query.shape[2] > 1
+    found = functional.scaled_dot_product_attention(
+        call.query, key, value, dropout_p=call.dropout, is_causal=causal, scale=call.scale
+    )
+    return found.transpose(1, 2)
+
+
 def _varlen(call: Call) -> Tensor:
     assert isinstance(call.layout, Spans)
     window = call.more.get("sliding_window")
@@ -171,5 +193,6 @@ KERNELS = (
     Kernel("varlen", lambda call: isinstance(call.layout, Spans) and takes_varlen(call), _varlen),
     Kernel("grouped", _takes_grouped, _grouped),
     Kernel("blocked", _takes_blocked, _blocked),
+    Kernel("sdpa, heads repeated", _takes_repeated, _repeated),
     Kernel("sdpa", lambda call: True, _sdpa),
 )

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from peftkit.files.disk import non_finite
+from peftkit.errors import PeftkitError, RunError
+from peftkit.files.disk import non_finite, write_json
 from peftkit.train.lockstep import Pass
+
+DIAGNOSIS = "diagnosis.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +146,25 @@ def _is_finite(tensor: Tensor) -> bool:
 def _few(names: Sequence[str], limit: int = 6) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+def written_error(diagnosis: Diagnosis, folder: Path, rank: str, last: Path | None) -> RunError:
+    """Write diagnosis.json and return the error that ends the run.
+
+    Args:
+        rank: What stands before the file's name.
+        last: The newest checkpoint.
+    """
+    path = folder / f"{rank}{DIAGNOSIS}"
+    try:
+        write_json(diagnosis.as_json(), path)
+        details = f"Details: {path}"
+    except PeftkitError as problem:
+        details = f"The details could not be written: {problem}"
+    return RunError(
+        f"step {diagnosis.step} has a loss of {diagnosis.loss} and a gradient norm of "
+        f"{diagnosis.grad_norm}: stopped before the weights were changed",
+        found=f"{diagnosis.summary()}\n{details}\n"
+        + (f"Last good checkpoint: {last}" if last else "No checkpoint was saved before."),
+        fix="Look at these rows; lower train.learning_rate; try base.dtype: fp32.",
+    )

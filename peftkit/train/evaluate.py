@@ -18,7 +18,6 @@ from peftkit.train.metrics import perplexity
 from peftkit.train.prefetch import BatchPrefetcher, on_device
 from peftkit.train.signals import StopRequest
 from peftkit.train.task import Task
-from peftkit.train.trainer import TOO_LARGE
 from peftkit.train.whole_step import GlobalBatchValues, step_values
 from peftkit.train.world import World
 
@@ -109,9 +108,7 @@ class Evaluator:
             if result is None:
                 release_memory()
                 if len(rows) == 1:
-                    raise too_large(
-                        rows[0], self.rows, lambda row: self._try([row]) is not None, fix=TOO_LARGE
-                    )
+                    raise too_large(rows[0], self.rows, lambda row: self._try([row]) is not None)
                 self.batch_size = len(rows) // 2
                 left = [row for part in (rows, *(part for part, _ in pending)) for row in part]
                 pending = self.in_step.padded_passes(self._cut(left))

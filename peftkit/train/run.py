@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from peftkit.data.lazy_rows import View
-from peftkit.errors import PeftkitError, RunError
+from peftkit.errors import RunError
 from peftkit.events import (
-    EvalDone,
     Event,
     Listener,
     Notice,
     RunDone,
     RunStarted,
     RunStopped,
-    Sampled,
     StepDone,
 )
 from peftkit.execution.plan import ExecutionPlan
-from peftkit.files.disk import write_json
 from peftkit.kernels.device import gpu_of
 from peftkit.kernels.host_memory import keep_freed_memory, trim_malloc
 from peftkit.model.modes import modes_kept
@@ -36,6 +31,7 @@ from peftkit.train import rng
 from peftkit.train.checkpoints.identity import identity_of
 from peftkit.train.checkpoints.weights import Weights
 from peftkit.train.config import TrainConfig
+from peftkit.train.diagnosis import written_error
 from peftkit.train.evaluate import Evaluator
 from peftkit.train.lockstep import LockstepForward
 from peftkit.train.memory.prepare import plan_memory_and_compile
@@ -50,42 +46,19 @@ from peftkit.train.metrics import (
 from peftkit.train.model import device_name, same_everywhere
 from peftkit.train.optim import learning_rate
 from peftkit.train.paths import paths
+from peftkit.train.result import Result, result_of
 from peftkit.train.rollouts import Rollouts
 from peftkit.train.sampler import StatelessSampler
 from peftkit.train.saving import Saver
-from peftkit.train.sharding import gathered, is_sharded
+from peftkit.train.sharding import is_sharded
 from peftkit.train.signals import Interrupted, StopRequest
 from peftkit.train.task import GenerationEvaluator, Sampler, SetupContext, Task
 from peftkit.train.trainer import NonFiniteError, StepFacts, Trainer
+from peftkit.train.validation import Validation
 from peftkit.train.world import World
 
-DIAGNOSIS = "diagnosis.json"
 GIVE_BACK_EVERY = 16
 """On a CPU, steps between calls that return fragmented memory to the system."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A run that came to its end.
-
-    Attributes:
-        step: Optimizer steps, those before a resume included.
-        seconds: Likewise.
-        metrics: loss (of the last step), num_tokens, tokens_per_second, peak_bytes; with eval rows
-            eval_loss, best_eval_loss and, of a task that predicts tokens, eval_perplexity.
-        checkpoint: The last one; the model has its weights.
-        best_step: The step with the lowest eval loss.
-        best_checkpoint: Its checkpoint.
-        is_main: Whether this is the process, of several, that writes files.
-    """
-
-    step: int
-    seconds: float
-    metrics: Mapping[str, float]
-    checkpoint: Path
-    best_step: int | None
-    best_checkpoint: Path | None
-    is_main: bool
 
 
 class Run:
@@ -108,7 +81,7 @@ class Run:
         plan: ExecutionPlan | None = None,
         sampler: Sampler | None = None,
     ) -> None:
-        self.model, self.config, self.stop, self.watch = model, config, stop, watch
+        self.model, self.config, self.stop = model, config, stop
         self.rows, self.eval_rows = train_rows, eval_rows
         self.ranks = ranks = World(next(iter(parameters.values())).device, config.context_parallel)
         self.order = StatelessSampler(
@@ -122,16 +95,20 @@ class Run:
         if plan is not None:
             plan = replace(plan, autocast=ranks.precision or "")
         self.learner = Trainer(model, task, parameters, config, ranks, stop, in_step, plan)
-        self.evaluator = Evaluator(model, task, eval_rows, config, self.ranks, stop, in_step)
+        evaluator = Evaluator(model, task, eval_rows, config, ranks, stop, in_step)
         known = identity_of(
             config, train_rows, eval_rows, ranks.world_size, identity, sharded=is_sharded(model)
         )
         self.rollouts: Rollouts | None = None
         if task.makes_rows:
             self.rollouts = Rollouts(self.learner, sampler, config.seed, self.say)
+        self.validation = Validation(
+            self.learner, evaluator, self.num_steps, watch, self.say, self.rollouts
+        )
         self.saver = Saver(self.learner, self.order, config, weights, known, self.say)
-        self.has_eval = bool(eval_rows)
         self._agreed_stop = 0
+        self._retries: int | None = None
+        self._is_crowded = False
         self._is_going = False  # from its header to its end
         self._listeners = [on_event] if self.ranks.is_main else []
         self._began = time.perf_counter()  # less what earlier parts of the run took
@@ -155,7 +132,7 @@ class Run:
                     yield
         finally:
             self.learner.feed.close()
-            self.evaluator.feed.close()
+            self.validation.evaluator.feed.close()
             blocks.restore()
 
     @contextmanager
@@ -224,9 +201,7 @@ class Run:
     @property
     def is_done(self) -> bool:
         """Whether the last step is done, or early stopping has seen enough."""
-        state, asked = self.learner.state, self.config.early_stopping
-        enough = asked is not None and state.worse_evals >= asked.patience
-        return enough or state.step >= self.num_steps
+        return self.validation.is_over
 
     def start(self, resume: Sequence[str] | None) -> None:
         """Seed the generators, or take up the newest checkpoint; see `train`."""
@@ -263,6 +238,21 @@ class Run:
         )
         self.learner.task.setup(self.model, context)
         rng.restore(before, self.ranks.device)
+
+    def _check_allocator(self) -> None:
+        """Say once if a GPU's memory is so full that each step takes and gives it back anew."""
+        gpu = gpu_of(self.ranks.device)
+        if gpu is None or self._is_crowded:
+            return
+        before, self._retries = self._retries, gpu.retries(self.ranks.device)
+        self._is_crowded = before is not None and self._retries - before >= GIVE_BACK_EVERY
+        if self._is_crowded:
+            self.say(
+                Notice(
+                    "The GPU's memory is so full that its allocator begins anew in every step, "
+                    "which takes longer. Lower train.tokens_per_batch, or set train.memory."
+                )
+            )
 
     def _give_back(self) -> None:
         if not self.learner.plan.on_gpu:
@@ -308,6 +298,7 @@ class Run:
         state.step += 1
         if state.step % GIVE_BACK_EVERY == 0:
             self._give_back()
+            self._check_allocator()
         state.loss = facts.loss
         state.num_tokens += facts.num_tokens
         state.step_seconds += seconds
@@ -318,20 +309,20 @@ class Run:
 
     def before_steps(self) -> None:
         """Evaluate and sample before the first step, as far as asked for."""
-        if self.config.eval_before and self.has_eval:
+        if self.config.eval_before and self.eval_rows:
             self.evaluate()
         if self.config.sample_every is not None:
-            self._sample()
+            self.validation.sample()
 
     def after_step(self) -> None:
         """Evaluate, sample, save and stop, as far as each is due."""
         state = self.learner.state
         due = self._is_due(self.config.eval_every) and state.evaluated_step != state.step
-        if due and self.has_eval and not self._stopping:
+        if due and self.eval_rows and not self._stopping:
             self.evaluate()
         every = self.config.sample_every
         if every is not None and self._is_due(every) and not self._stopping:
-            self._sample()
+            self.validation.sample()
         best = state.best_step == state.step
         if not (best or self._is_due(self.config.save_every) or self._stopping):
             return  # and a signal that comes right now is one of the next step
@@ -349,57 +340,8 @@ class Run:
 
     def evaluate(self) -> None:
         """Evaluate, and emit EvalDone."""
-        state, batch_size = self.learner.state, self.evaluator.batch_size
-        with self.learner.blocks.eagerly():
-            rollouts, rows = self.rollouts, self.evaluator.rows
-            metrics = rollouts.evaluate(rows) if rollouts else self.evaluator.run()
-        if (fewer := self.evaluator.batch_size) != batch_size:
-            text = f"it goes on with {fewer} rows at a time instead of {batch_size}"
-            self.say(Notice(f"Memory ran out in the evaluation: {text}. Training is not affected."))
-        if metrics is None:
+        if not self.validation.evaluate():
             self._agreed_stop = self.ranks.max(self.stop.signum)
-            return
-        loss = metrics["loss"]
-        finite = math.isfinite(loss)
-        if not finite:
-            self.say(Notice(f"The eval loss after step {state.step} is {loss}."))
-        best = state.step > 0 and finite and (state.best_loss is None or loss < state.best_loss)
-        if best:
-            state.best_step, state.best_loss = state.step, loss
-        state.evaluated_step, state.eval_loss = state.step, loss if finite else None
-        if self.watch is not None and self._watches:
-            with self.learner.blocks.eagerly(), gathered(self.model):
-                metrics |= self.watch.metrics()
-        self.say(EvalDone(state.step, metrics, best))
-        self._judge(loss)
-
-    def _judge(self, loss: float) -> None:
-        """Count evaluations without improvement, for early stopping."""
-        state, asked = self.learner.state, self.config.early_stopping
-        if asked is None:
-            return
-        lowest = state.patience_loss
-        if lowest is None or loss < lowest - asked.min_delta:
-            state.patience_loss, state.worse_evals = loss, 0
-        else:
-            state.worse_evals += 1
-        if self.is_done and state.step < self.num_steps:
-            self.say(
-                Notice(
-                    f"Stopped early after step {state.step} of {self.num_steps}: the eval loss did "
-                    f"not fall below {state.patience_loss:.4g} in {state.worse_evals} evaluations."
-                )
-            )
-
-    def _sample(self) -> None:
-        if self.watch is not None and self._watches:
-            with self.learner.blocks.eagerly(), gathered(self.model):
-                self.say(Sampled(self.learner.state.step, self.watch.samples()))
-
-    @property
-    def _watches(self) -> bool:
-        """Whether this process generates: the main one, or all that share a base."""
-        return self.ranks.is_main or is_sharded(self.model)
 
     @property
     def _stopping(self) -> int:
@@ -412,21 +354,8 @@ class Run:
 
     def non_finite_error(self, error: NonFiniteError) -> RunError:
         """Write diagnosis.json and return the error that ends the run."""
-        diagnosis, last = error.diagnosis, self.saver.last
-        name = DIAGNOSIS if self.ranks.is_main else f"rank{self.ranks.rank}-{DIAGNOSIS}"
-        path = self.config.output_dir / name
-        try:
-            write_json(diagnosis.as_json(), path)
-            details = f"Details: {path}"
-        except PeftkitError as problem:
-            details = f"The details could not be written: {problem}"
-        return RunError(
-            f"step {diagnosis.step} has a loss of {diagnosis.loss} and a gradient norm of "
-            f"{diagnosis.grad_norm}: stopped before the weights were changed",
-            found=f"{diagnosis.summary()}\n{details}\n"
-            + (f"Last good checkpoint: {last}" if last else "No checkpoint was saved before."),
-            fix="Look at these rows; lower train.learning_rate; try base.dtype: fp32.",
-        )
+        rank = "" if self.ranks.is_main else f"rank{self.ranks.rank}-"
+        return written_error(error.diagnosis, self.config.output_dir, rank, self.saver.last)
 
     def header(self) -> RunStarted:
         """Return the run's header; it is going from here on."""
@@ -470,30 +399,8 @@ class Run:
 
     def result(self) -> Result:
         """Return the result, and emit RunDone."""
-        state, folder = self.learner.state, self.saver.checkpoints.folder
-        metrics = {
-            "loss": state.loss,
-            "num_tokens": float(state.num_tokens),
-            "tokens_per_second": state.num_tokens / max(state.step_seconds, 1e-9),
-            "peak_bytes": float(peak_bytes(self.ranks.device)),
-        }
-        if state.eval_loss is not None:
-            figures = {"loss": state.eval_loss}
-            if not self.rollouts:
-                figures = self.evaluator.figures(state.eval_loss)
-            metrics |= {f"eval_{name}": value for name, value in figures.items()}
-        if state.best_loss is not None:
-            metrics["best_eval_loss"] = state.best_loss
         seconds = time.perf_counter() - self._began
+        found = result_of(self.learner, self.validation, self.saver.checkpoints.folder, seconds)
         self._is_going = False
-        self.say(RunDone(state.step, seconds, metrics))
-        best = None if state.best_step is None else folder / f"step-{state.best_step}"
-        return Result(
-            step=state.step,
-            seconds=seconds,
-            metrics=metrics,
-            checkpoint=folder / f"step-{state.step}",
-            best_step=state.best_step,
-            best_checkpoint=best,
-            is_main=self.ranks.is_main,
-        )
+        self.say(RunDone(found.step, seconds, found.metrics))
+        return found

@@ -33,11 +33,6 @@ from peftkit.train.task import Task
 from peftkit.train.whole_step import GlobalBatchValues, step_values
 from peftkit.train.world import World
 
-TOO_LARGE = (
-    "Lower data.max_length, set train.gradient_checkpointing: auto, or quantise the base "
-    "(base.quantize: nf4)."
-)
-
 OUT_OF_MEMORY = "memory ran out"
 
 Batch = tuple[Mapping[str, Tensor], bool]
@@ -333,7 +328,7 @@ class Trainer:
             (batch,) = self.feed.batches([[row]])
             return self._try([(batch, True)], one) is not OUT_OF_MEMORY
 
-        raise too_large(longest, rows, fits, fix=TOO_LARGE)
+        raise too_large(longest, rows, fits)
 
     def _summed(
         self, sums: Tensor, total: Tensor, rows: Sequence[Any], notice: str

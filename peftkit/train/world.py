@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast
+from accelerate.utils import InitProcessGroupKwargs, broadcast
 from torch import Tensor
 from torch.distributed import new_subgroups
 
 from peftkit.errors import RunError
 from peftkit.execution.environment import world_size
 from peftkit.kernels.context import Context
+
+PATIENCE = timedelta(hours=24)
+"""Of a process that waits for others: the main one may generate for longer than NCCL's ten minutes.
+Processes that are gone are found by their heartbeats (rank_monitor.py)."""
 
 
 class World:
@@ -40,7 +45,9 @@ class World:
         launched = world_size()
         # Without cpu=True, accelerate on a machine without GPU would let each process train alone.
         self._accelerator = Accelerator(
-            cpu=device.type == "cpu" and launched > 1, gradient_accumulation_steps=1
+            cpu=device.type == "cpu" and launched > 1,
+            gradient_accumulation_steps=1,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
         )
         self.rank = self._accelerator.process_index
         self.world_size = self._accelerator.num_processes
@@ -128,5 +135,9 @@ class World:
         return int(self.gather(torch.tensor([value], device=self.device)).max())
 
     def wait(self) -> None:
-        """Wait until every process has come here."""
-        self._accelerator.wait_for_everyone()
+        """Wait until every process has come here.
+
+        By a sum on this process's device: accelerate's barrier names a device by its LOCAL_RANK,
+        which is not there where each process sees one GPU alone.
+        """
+        self.max(0)

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftkit.base.load import fast_dtype
 from peftkit.execution.environment import default_device, used_bytes
-from peftkit.kernels.device import GPUS, forked_generators, gpu_here, gpu_of
+from peftkit.execution.plan import Activations, plan_for
+from peftkit.kernels.device import GPUS, forked_generators, gpu_here, gpu_of, in_float64
 from peftkit.train import rng
+from peftkit.train.memory.blocks import Blocks
 from peftkit.train.memory.out_of_memory import release_memory
 from peftkit.train.metrics import peak_bytes
 from peftkit.train.model import device_name
 from peftkit.train.prefetch import on_device
+from tests.families import FAMILIES
 
 MPS = torch.device("mps", 0)
 
@@ -95,3 +99,41 @@ def test_generators_of_the_cpu_are_as_before() -> None:
     with forked_generators(torch.device("cpu")):
         torch.rand(3)
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("way", ["recompute", "offload"])
+def test_a_block_computed_again_on_a_mac_drops_what_it_dropped_before(
+    way: Activations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch sets back the generators of the CPU and of CUDA, not that of MPS."""
+    own = torch.Generator().manual_seed(1)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "get_rng_state", own.get_state)
+    monkeypatch.setattr(torch.mps, "set_rng_state", own.set_state)
+
+    class Dropping(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.bernoulli(torch.full_like(x, 0.5), generator=own)
+
+    def gradients(mode: Activations) -> list[torch.Tensor]:
+        own.manual_seed(1)
+        torch.manual_seed(0)
+        model = FAMILIES["llama"]().train()
+        for block in model.model.layers:
+            block.mlp.act_fn = torch.nn.Sequential(block.mlp.act_fn, Dropping())
+        found = Blocks(model, plan_for("mps"))
+        found._device = MPS
+        found.set_activations(mode)
+        for _ in range(2):
+            model.zero_grad()
+            model(input_ids=torch.arange(9)[None] + 3, use_cache=False).logits.sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    for kept, again in zip(gradients("keep"), gradients(way), strict=True):
+        torch.testing.assert_close(again, kept)
+
+
+def test_what_a_mac_has_no_numbers_for_is_computed_on_the_cpu() -> None:
+    with FakeTensorMode():
+        assert in_float64(torch.empty(3, device="mps")).device.type == "cpu"
+        assert in_float64(torch.empty(3, device="cuda")).device.type == "cuda"

@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 
 from peftkit import recipe
 from peftkit.config.schema import from_dict
-from peftkit.errors import ConfigError, DataError
+from peftkit.errors import ConfigError, DataError, RunError
 from peftkit.events import EvalDone, Event, Notice, RunStarted, Sampled, StepDone
+from peftkit.inference import watch
 from peftkit.run.config import Recipe
 from peftkit_cli.train import _function
 
@@ -90,6 +91,28 @@ def test_a_metric_that_fails_is_left_out_with_one_notice(
     told = [e.text for e in events if isinstance(e, Notice) and "mine" in e.text]
     assert len(told) == 1
     assert all("mine" not in e.metrics for e in events if isinstance(e, EvalDone))
+
+
+@pytest.mark.parametrize("fits", [4, 0])
+def test_memory_that_runs_out_while_it_generates_halves_the_prompts_at_once(
+    fits: int, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = watch.generate_ids
+
+    def short(*given: Any, batch_size: int, **how: Any) -> Any:
+        if batch_size > fits:
+            raise RuntimeError("CUDA out of memory.")
+        return real(*given, batch_size=batch_size, **how)
+
+    monkeypatch.setattr(watch, "generate_ids", short)
+    if not fits:
+        with pytest.raises(RunError, match="while one prompt was answered"):
+            run(settings, tmp_path / "run", sample_every=4, sample_tokens=3)
+        return
+    events = run(settings, tmp_path / "run", sample_every=4, sample_tokens=3)
+    told = [e.text for e in events if isinstance(e, Notice) and "prompts at a time" in e.text]
+    assert [text.split(":")[1].split()[0] for text in told] == ["8", "4"]
+    assert len([e for e in events if isinstance(e, Sampled)]) == 2
 
 
 def test_prompts_of_the_recipe_are_sampled(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -123,6 +123,8 @@ def _answers(card: Card) -> dict[str, Any]:
     )
 
     def set_device(device: Any) -> None:
+        if not isinstance(device, int) and torch.device(device).index is None:
+            raise ValueError(f"Expected a torch.device with a specified index, but got: {device}")
         card.current = tensors._device(device).index
 
     def cap(fraction: float, device: Any = None) -> None:
@@ -136,6 +138,9 @@ def _answers(card: Card) -> dict[str, Any]:
 
     def peak(device: Any = None) -> int:
         return card.peak
+
+    def release() -> None:
+        card.reserved = card.allocated
 
     def forget_peak(device: Any = None) -> None:
         card.peak = card.allocated
@@ -153,15 +158,15 @@ def _answers(card: Card) -> dict[str, Any]:
         "get_device_properties": lambda device=None: facts,
         "is_bf16_supported": lambda *_, **__: card.capability >= (8, 0),
         "synchronize": lambda device=None: card.wait("torch.cuda.synchronize()"),
-        "empty_cache": nothing,
+        "empty_cache": release,
         "ipc_collect": nothing,
-        "mem_get_info": lambda device=None: (card.memory - card.allocated, card.memory),
+        "mem_get_info": lambda device=None: (max(card.memory - card.reserved, 0), card.memory),
         "memory_allocated": allocated,
-        "memory_reserved": allocated,
+        "memory_reserved": lambda device=None: card.reserved,
         "max_memory_allocated": peak,
         "max_memory_reserved": peak,
         "reset_peak_memory_stats": forget_peak,
-        "memory_stats": lambda *_, **__: {},
+        "memory_stats": lambda *_, **__: {"num_alloc_retries": card.retries},
         "set_per_process_memory_fraction": cap,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
@@ -277,7 +282,12 @@ def simulated(card: Card | None = None, kernels: Callable[[], Kernels] = Kernels
         stack.enter_context(
             patch(dist, "init_process_group", lambda *_, timeout=None, **__: join("gloo"))
         )
-        stack.enter_context(patch(dist, "barrier", lambda *_, **__: barrier()))
+
+        def wait_for_all(*_: Any, device_ids: Any = None, **__: Any) -> None:
+            assert all(number < card.count for number in device_ids or ()), "no such card"
+            barrier()
+
+        stack.enter_context(patch(dist, "barrier", wait_for_all))
         stack.enter_context(patch(threading.Thread, "run", _in_simulation(threading.Thread.run)))
         # parameters keep who they are when a module is moved, as on a real card
         swap = torch.__future__.get_swap_module_params_on_conversion()

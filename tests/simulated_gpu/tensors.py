@@ -71,6 +71,8 @@ class Card:
     current: int = 0
     allocated: int = 0
     peak: int = 0
+    reserved: int = 0
+    retries: int = 0
     launches: int = 0
     recorded_streams: int = 0
     waits: list[Wait] = field(default_factory=list)
@@ -116,6 +118,8 @@ class Card:
         key, size = id(storage), -(-storage.nbytes() // 512) * 512  # as CUDA's allocator rounds
         if not size or key in self._known:
             return
+        if self.reserved + size > self.memory > self.allocated + size:
+            self.retries, self.reserved = self.retries + 1, self.allocated  # given back first
         if self.allocated + size > self.memory:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes.")
 
@@ -126,6 +130,7 @@ class Card:
         self._known[key] = weakref.finalize(storage, gone)
         self.allocated += size
         self.peak = max(self.peak, self.allocated)
+        self.reserved = max(self.reserved, self.allocated)
 
 
 def _where() -> str:

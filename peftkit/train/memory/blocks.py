@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from peftkit.errors import PeftkitError
-from peftkit.execution.plan import Activations, ExecutionPlan, plan_of
+from peftkit.execution.plan import Activations, ExecutionPlan, device_of, plan_of
 from peftkit.execution.strategies import activation_modes
+from peftkit.kernels.device import gpu_of
 from peftkit.kernels.packed import recomputing
 from peftkit.model.blocks import recomputable_blocks
 from peftkit.train.memory.offload import Offload
@@ -53,6 +54,7 @@ class Blocks:
 
     def __init__(self, model: nn.Module, plan: ExecutionPlan | None = None) -> None:
         self._plan = plan or plan_of(model)
+        self._device = device_of(model)
         self.blocks = list(dict.fromkeys(recomputable_blocks(model)))  # some models repeat one
         self.compiled = False
         self._marked: list[Any] = [
@@ -205,18 +207,32 @@ class Blocks:
 
         The first time it is watched: a block has dropout or not.
         """
-        block = _block_of(run)
-        key = (block, getattr(block, "training", True))
+        key = _drawing(run)
         if key in self._draws:
             return call(self._draws[key])
-        before = _generators()
+        before = self._generators()
         out = call(True)
         if torch.is_grad_enabled():
-            self._draws[key] = not all(map(torch.equal, before, _generators()))
+            self._draws[key] = not all(map(torch.equal, before, self._generators()))
         return out
 
+    def _generators(self) -> list[Tensor]:
+        """Return the state of torch's own generators, which lives on the CPU for a GPU too."""
+        gpu = gpu_of(self._device)
+        return [torch.get_rng_state(), *([] if gpu is None else [gpu.get_rng(self._device)])]
+
     def _inner(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what is computed twice: compiled inside of what computes it again.
+        """Return what is computed twice; with MPS's random numbers, of which torch keeps no state.
+
+        torch's checkpoint sets back the generators of the CPU and of CUDA alone.
+        """
+        inner = self._computed(run)
+        if self._device.type != "mps" or not self._draws.get(_drawing(run), True):
+            return inner
+        return functools.partial(_Replayed(self._device), inner)
+
+    def _computed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what computes a block: compiled inside of what computes it again.
 
         transformers keeps a block's hooks outside: streamed weights are fetched for both times.
         """
@@ -243,14 +259,29 @@ def _with_gradient(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
     return call(*args, **more)
 
 
-def _generators() -> list[Tensor]:
-    """Return the state of torch's own generators, which lives on the CPU for a GPU too."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    elif torch.backends.mps.is_available():
-        states.append(torch.mps.get_rng_state())
-    return states
+def _drawing(run: Callable[..., Any]) -> tuple[Any, bool]:
+    """Return what decides whether a block draws random numbers: it, and whether it trains."""
+    block = _block_of(run)
+    return block, getattr(block, "training", True)
+
+
+class _Replayed:
+    """Calls a block twice with the same random numbers of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._state = device, None
+
+    def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
+        gpu: Any = gpu_of(self._device)
+        before = gpu.get_rng(self._device)
+        if self._state is None:
+            self._state = before
+            return run(*args)
+        gpu.set_rng(self._state, self._device)
+        try:
+            return run(*args)
+        finally:
+            gpu.set_rng(before, self._device)
 
 
 def _call(run: Callable[..., Any], *args: Any) -> Any:

@@ -35,7 +35,15 @@ def release_memory() -> None:
         here[1].release()
 
 
-def too_large(row: Any, rows: Sequence[Any], fits: Callable[[Any], bool], *, fix: str) -> RunError:
+TOO_LARGE = (
+    "Lower data.max_length, set train.gradient_checkpointing: auto, or quantise the base "
+    "(base.quantize: nf4)."
+)
+
+
+def too_large(
+    row: Any, rows: Sequence[Any], fits: Callable[[Any], bool], *, fix: str = TOO_LARGE
+) -> RunError:
     """Return the error for a row that does not fit by itself, saying how long a row may be.
 
     Args:

@@ -1,0 +1,127 @@
+"""What a kind of card wants, or lacks: older cards, cards without a number, one card a process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from peftkit.base.load import load_base
+from peftkit.execution.environment import ALLOCATOR, as_current, default_device
+from peftkit.tasks.attention_kernels import KERNELS, Call
+from peftkit.train import world
+from peftkit.train.world import World
+from tests.simulated_gpu.same import train
+from tests.simulated_gpu.simulation import on_cpu, simulated
+from tests.simulated_gpu.tensors import Card
+
+
+def test_a_card_without_a_number_is_the_current_one(model_folder: Path) -> None:
+    with simulated(Card(count=2)) as card:
+        assert as_current(torch.device("cuda", 1)) == torch.device("cuda", 1)
+        assert card.current == 1
+        assert as_current(torch.device("cuda")) == torch.device("cuda", 1)
+        base = load_base(str(model_folder), quantize="nf4", placement="stream", device="cuda")
+        assert base.device == torch.device("cuda", 1)
+        ids = torch.arange(5, device=base.device)[None]
+        with torch.no_grad():
+            found = on_cpu(base.model(input_ids=ids, use_cache=False).logits)
+    assert bool(found.isfinite().all())
+
+
+def test_allocators_are_told_how_to_work_unless_the_user_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for given, expected in ((None, ALLOCATOR), ("backend:native", "backend:native")):
+        monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+        if given is not None:
+            monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", given)
+        with simulated():
+            default_device()
+        assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == expected
+
+
+def call(device: str, key_heads: int, mask: Any = None) -> Call:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, n, 5, 8).to(device) for n in (4, key_heads, key_heads))
+    module = nn.Identity()
+    module.num_key_value_groups = 4 // key_heads
+    rest: tuple[Any, ...] = (True, None, None, None, None, {})
+    return Call(module, query, key, value, mask, 0.0, 8**-0.5, *rest)
+
+
+@pytest.mark.parametrize(
+    ("capability", "key_heads", "name"),
+    [
+        ((7, 5), 2, "sdpa, heads repeated"),
+        ((7, 5), 4, "sdpa"),
+        ((8, 0), 2, "sdpa"),
+    ],
+)
+def test_grouped_heads_are_repeated_where_no_fast_kernel_takes_them(
+    capability: tuple[int, int], key_heads: int, name: str
+) -> None:
+    expected = KERNELS[-1].run(call("cpu", key_heads))
+    with simulated(Card(capability=capability)):
+        asked = call("cuda", key_heads)
+        kernel = next(kernel for kernel in KERNELS if kernel.takes(asked))
+        assert kernel.name == name
+        torch.testing.assert_close(on_cpu(kernel.run(asked)), expected)
+
+
+def test_processes_wait_for_each_other_for_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's own ten minutes are less than an evaluation that generates."""
+    seen: dict[str, Any] = {}
+    real = world.Accelerator
+
+    def noted(**how: Any) -> Any:
+        seen.update(how)
+        return real(**how)
+
+    monkeypatch.setattr(world, "Accelerator", noted)
+    World(torch.device("cpu"))
+    (handler,) = seen["kwargs_handlers"]
+    assert handler.timeout.total_seconds() >= 3600
+
+
+def test_waiting_names_no_card_by_a_number_that_may_not_be_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = World(torch.device("cpu"))
+
+    def refused() -> None:
+        raise AssertionError("accelerate's barrier takes LOCAL_RANK for a card")
+
+    monkeypatch.setattr(ranks._accelerator, "wait_for_everyone", refused)
+    ranks.wait()
+
+
+class Retrying:
+    """Has the card's allocator begin anew in every forward pass."""
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+
+    def __call__(self, model: Any) -> None:
+        """Take a model whose adapter is on it."""
+        model.register_forward_pre_hook(self.retry)
+
+    def retry(self, *_: Any) -> None:
+        """Note one more."""
+        self.card.retries += 1
+
+    def read(self) -> None:
+        """Nothing is looked at after the run."""
+
+
+def test_a_card_that_is_too_full_to_be_quick_is_told_of_once(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"max_steps": 50, "eval_every": None}
+    with simulated() as card:
+        quiet, _ = train("cuda", tmp_path, **how)
+        full, _ = train("cuda", tmp_path, look=Retrying(card), **how)
+    told = [sum("allocator" in text for text in heard.notices) for heard in (quiet, full)]
+    assert told == [0, 1]
