@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from peftkit.data.lazy_rows import View
-from peftkit.errors import RunError
+from peftkit.errors import PeftkitError, RunError
 from peftkit.events import (
     Event,
     Listener,
@@ -34,6 +34,7 @@ from peftkit.train.config import TrainConfig
 from peftkit.train.diagnosis import written_error
 from peftkit.train.evaluate import Evaluator
 from peftkit.train.lockstep import LockstepForward
+from peftkit.train.memory.out_of_memory import AllocatorRetries
 from peftkit.train.memory.prepare import plan_memory_and_compile
 from peftkit.train.metrics import (
     AnswersFile,
@@ -107,8 +108,7 @@ class Run:
         )
         self.saver = Saver(self.learner, self.order, config, weights, known, self.say)
         self._agreed_stop = 0
-        self._retries: int | None = None
-        self._is_crowded = False
+        self._allocator = AllocatorRetries(ranks.device)
         self._is_going = False  # from its header to its end
         self._listeners = [on_event] if self.ranks.is_main else []
         self._began = time.perf_counter()  # less what earlier parts of the run took
@@ -239,21 +239,6 @@ class Run:
         self.learner.task.setup(self.model, context)
         rng.restore(before, self.ranks.device)
 
-    def _check_allocator(self) -> None:
-        """Say once if a GPU's memory is so full that each step takes and gives it back anew."""
-        gpu = gpu_of(self.ranks.device)
-        if gpu is None or self._is_crowded:
-            return
-        before, self._retries = self._retries, gpu.retries(self.ranks.device)
-        self._is_crowded = before is not None and self._retries - before >= GIVE_BACK_EVERY
-        if self._is_crowded:
-            self.say(
-                Notice(
-                    "The GPU's memory is so full that its allocator begins anew in every step, "
-                    "which takes longer. Lower train.tokens_per_batch, or set train.memory."
-                )
-            )
-
     def _give_back(self) -> None:
         if not self.learner.plan.on_gpu:
             trim_malloc()
@@ -298,7 +283,8 @@ class Run:
         state.step += 1
         if state.step % GIVE_BACK_EVERY == 0:
             self._give_back()
-            self._check_allocator()
+            if text := self._allocator.told(GIVE_BACK_EVERY):
+                self.say(Notice(text))
         state.loss = facts.loss
         state.num_tokens += facts.num_tokens
         state.step_seconds += seconds
