@@ -50,7 +50,7 @@ class ExecutionPlan:
     Attributes:
         device: Its kind: cpu, cuda or mps.
         num_processes: Of the run.
-        context_parallel: Processes that hold each row together.
+        context_parallel: Processes that each sequence is split across.
         rows, tokens: At most so many go through the model at once, padding included; one row alone
             may have more tokens. None: no limit.
         compile: Whether blocks run compiled; None before that is decided.

@@ -45,7 +45,7 @@ class Limits:
 
     Args:
         max_batch: Answers made at once, and of one request.
-        max_waiting: Prompts that may wait; further requests are refused with 429.
+        max_waiting: Queue limit; beyond it, HTTP 429.
         max_body: Bytes of a request; larger ones are refused with 413.
         max_new_tokens: Length of an answer, unless the request says.
         temperature: 0 is greedy; unless the request says.

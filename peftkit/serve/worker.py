@@ -87,7 +87,7 @@ class Worker:
 
     Args:
         limits: What is taken on at once.
-        max_waiting: Prompts that may wait; more are refused.
+        max_waiting: Queue limit; beyond it, requests are refused.
     """
 
     def __init__(

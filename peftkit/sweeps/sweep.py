@@ -49,7 +49,8 @@ def sweep(
         members: Of `grid`, `pick` or `each`.
         out: The folder of the sweep; sweep.json in it tells what became of each member.
         resume: Go on where a sweep in that folder stopped.
-        halve: After each third of the steps stop the half whose eval loss is worse.
+        halve: Successive halving: after each third of the steps stop the half whose eval
+            loss is worse.
 
     Returns:
         The members, the best first: by eval loss, or by the last loss where there are no eval rows.
