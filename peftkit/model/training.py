@@ -7,12 +7,13 @@ A method may compute several layers together while they are trained. It says so 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 from torch import nn
 
 from peftkit.execution.plan import ExecutionPlan
+from peftkit.model.gates import fused_gates
 from peftkit.model.norms import fused_norms
 
 
@@ -48,7 +49,7 @@ def prepared_for_training(model: nn.Module, plan: ExecutionPlan) -> Iterator[Non
     try:
         for layout in layouts:
             layout.prepare(plan)
-        with fused_norms(model) if plan.fused_norms else nullcontext():
+        with _fused(model, plan):
             yield
     finally:
         for layout in layouts:
@@ -61,8 +62,17 @@ def prepared_for_serving(model: nn.Module, plan: ExecutionPlan) -> Iterator[None
     with ExitStack() as stack:
         for layout in training_layouts(model):
             stack.enter_context(layout.serving())
-        if plan.fused_norms:
-            stack.enter_context(fused_norms(model))
+        stack.enter_context(_fused(model, plan))
+        yield
+
+
+@contextmanager
+def _fused(model: nn.Module, plan: ExecutionPlan) -> Iterator[None]:
+    """Have what is no matrix product computed by few kernels, where the device has them."""
+    if not plan.fused_norms:
+        yield
+        return
+    with fused_norms(model), fused_gates(model):
         yield
 
 

@@ -31,11 +31,12 @@ class Tiles:
         for module in self._modules:
             module.__dict__.pop("forward", None)
             if wanted:
-                module.forward = functools.partial(_forward, module, module.forward)
+                module.forward = functools.partial(_forward, module)
 
 
-def _forward(module: nn.Module, run: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward(module: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute a module, in tiles where a row is long."""
+    run: Any = functools.partial(type(module).forward, module)
     plain = args or kwargs or not isinstance(x, Tensor) or x.dim() != 3
     if plain or x.shape[1] < LONG or not torch.is_grad_enabled():
         return run(x, *args, **kwargs)

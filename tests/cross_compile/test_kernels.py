@@ -1,0 +1,106 @@
+"""Kernels in Triton, where there is no GPU: their machine code, and their numbers.
+
+Needs the `triton` package (the extra `gpu-tests`), which brings NVIDIA's assembler. Each test runs
+a program of its own, for Triton reads once whether it interprets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        find_spec("triton") is None, reason="triton: pip install peftkit[gpu-tests]"
+    ),
+]
+ROOT = Path(__file__).parent.parent.parent
+CARDS = (75, 80, 86, 89, 90, 120)
+"""Compute capabilities: T4; A100; RTX 3090; RTX 4090; H100 and H200; RTX 5090."""
+MOST_REGISTERS = 64
+"""Of a thread: with more a multiprocessor holds fewer than half of its threads."""
+
+COMPILED = """
+import json, re, subprocess, sys, tempfile
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from peftkit.kernels import gated_triton
+
+kernels = {
+    gated_triton.forward_kernel: ("gate", "up", "out"),
+    gated_triton.backward_kernel: ("grad", "gate", "up", "grad_gate", "grad_up"),
+}
+reader = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+found = []
+for kernel, pointers in kernels.items():
+    for kind in gated_triton.NUMBERS.values():
+        signature = {name: "*" + sys.argv[2] for name in pointers}
+        signature |= {"number": "i32", "KIND": "constexpr", "SIZE": "constexpr"}
+        constants = {"KIND": kind, "SIZE": gated_triton.BLOCK}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        made = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32))
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            Path(file.name).write_bytes(made.asm["cubin"])
+            read = [reader, "-res-usage", file.name]
+            told = subprocess.run(read, capture_output=True, text=True).stdout
+        used = re.findall(r"(REG|STACK|LOCAL):(\\d+)", told)
+        found.append({name: int(number) for name, number in used})
+print(json.dumps(found))
+"""
+
+INTERPRETED = """
+import json
+import torch
+from peftkit.kernels import gated_triton
+from peftkit.kernels.gated import ACTIVATIONS
+
+worst = {}
+for name, function in ACTIVATIONS.items():
+    for shape in ((1,), (3, 341), (2, 1024)):
+        gate, up, grad = (3 * torch.randn(shape) for _ in range(3))
+        pair = [x.clone().requires_grad_() for x in (gate, up)]
+        expected = function(pair[0]) * pair[1]
+        wanted = [expected, *torch.autograd.grad(expected, pair, grad)]
+        made = [gated_triton.forward(gate, up, name), *gated_triton.backward(grad, gate, up, name)]
+        errors = [float((a - b.detach()).abs().max()) for a, b in zip(made, wanted)]
+        worst[f"{name} {shape}"] = max(errors)
+print(json.dumps(worst))
+"""
+
+
+def told_by(program: str, *args: str, **environment: str) -> Any:
+    """Return what a program prints last, as JSON."""
+    known = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *args], env=known, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("card", CARDS)
+def test_machine_code_keeps_all_in_registers(card: int, dtype: str, tmp_path: Path) -> None:
+    if card == 75 and dtype == "bf16":
+        return  # a T4 has no bfloat16
+    found = told_by(COMPILED, str(card), dtype, TRITON_CACHE_DIR=str(tmp_path))
+    assert len(found) == 6
+    for used in found:
+        assert used["STACK"] == used["LOCAL"] == 0
+        assert 0 < used["REG"] <= MOST_REGISTERS
+
+
+def test_numbers_are_those_of_torch() -> None:
+    worst = told_by(INTERPRETED, TRITON_INTERPRET="1")
+    assert len(worst) == 9
+    assert max(worst.values()) < 1e-4  # float32: of values up to a hundred
