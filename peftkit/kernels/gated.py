@@ -53,7 +53,7 @@ class Gated(torch.autograd.Function):
 def gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
     """Return f(g) u."""
     if _kernels is not None and gate.is_cuda:
-        return _kernels.forward(gate.contiguous(), up.contiguous(), name)  # type: ignore[no-any-return]
+        return _kernels.forward(gate.contiguous(), up.contiguous(), name)
     return ACTIVATIONS[name](gate) * up
 
 
@@ -62,7 +62,7 @@ def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[T
     """Return the gradients of g and u."""
     if _kernels is not None and gate.is_cuda:
         made = _kernels.backward(grad.contiguous(), gate.contiguous(), up.contiguous(), name)
-        return made  # type: ignore[no-any-return]
+        return made
     if name == "silu":
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
     else:

@@ -3,7 +3,7 @@
 Parameters of kernels have no annotations but tl.constexpr: Triton reads them.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
