@@ -87,6 +87,15 @@ def charts(runs: Sequence[History]) -> list[Chart]:
                 if name in run.evals and len(run.evals[name])
             ]
             made.append(Chart(f"Eval: {name.replace('_', ' ')}", lines, _short, _seams(runs)))
+    for name in dict.fromkeys(name for run in runs for name in run.figures):
+        lines = []
+        for color, run in enumerate(runs):
+            if series := run.figures.get(name):
+                smooth = points(series.smoothed())
+                if len(runs) == 1:
+                    lines.append(Line(name, points(series), color, "raw"))
+                lines.append(Line("smoothed" if len(runs) == 1 else run.name, smooth, color))
+        made.append(Chart(f"Train: {name.replace('_', ' ')}", lines, _short, _seams(runs)))
     for name, title in TITLES.items():
         lines = []
         for color, run in enumerate(runs):

@@ -79,11 +79,11 @@ class History:
     Attributes:
         name: How the run is called: its folder.
         curves: By name, over steps (CURVES).
-        evals: By metric, over steps.
+        evals: By metric, over steps. figures: What else the task tells of each step, by name.
         seams: Steps at which the run was resumed.
         notices: (after which step, what was said).
         started: The newest RunStarted line. done: The RunDone line, if the run came to its end.
-        ended: "failed" or "stopped", if it ended before.
+        ended: "failed" or "stopped", if it ended before; and why.
         facts: run.json: the recipe, the data, the machine. diagnosis: diagnosis.json.
         samples: Lines of samples.jsonl.
         num_torn: Lines that could not be read.
@@ -95,11 +95,13 @@ class History:
     name: str
     curves: dict[str, Series] = field(default_factory=lambda: {name: Series() for name in CURVES})
     evals: dict[str, Series] = field(default_factory=dict)
+    figures: dict[str, Series] = field(default_factory=dict)
     seams: list[int] = field(default_factory=list)
     notices: list[tuple[int, str]] = field(default_factory=list)
     started: dict[str, Any] = field(default_factory=dict)
     done: dict[str, Any] | None = None
     ended: Literal["failed", "stopped"] | None = None
+    why: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     diagnosis: dict[str, Any] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -193,6 +195,9 @@ class History:
         elif kind == "StepDone":
             for name in CURVES:
                 self.curves[name].add(step, line.get(name))
+            figures = line.get("figures")
+            for name, value in figures.items() if isinstance(figures, dict) else ():
+                self.figures.setdefault(str(name), Series()).add(step, value)
             self.num_tokens = int(_number(line.get("num_tokens")))
         elif kind == "EvalDone" and isinstance(line.get("metrics"), dict):
             for name, value in line["metrics"].items():
@@ -201,17 +206,18 @@ class History:
             self.done = line
         elif kind == "RunStopped":
             self.ended = "stopped" if line.get("state") == "stopped" else "failed"
+            self.why = str(line.get("text", ""))
 
     def _start(self, line: dict[str, Any]) -> None:
         start = int(_number(line.get("start_step")))
-        self.done = self.ended = None
+        self.done, self.ended, self.why = None, None, ""
         if start == 0:
             self.notices.clear()
             self.seams.clear()
             self.began = _number(line.get("time"))
         else:
             self.seams = [*(seam for seam in self.seams if seam < start), start]
-        for series in (*self.curves.values(), *self.evals.values()):
+        for series in (*self.curves.values(), *self.evals.values(), *self.figures.values()):
             series.cut(start - (start == 0))
         self.evals = {name: series for name, series in self.evals.items() if series}
         self.started = line

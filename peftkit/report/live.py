@@ -65,6 +65,7 @@ class LiveReport:
         elif isinstance(event, RunStopped):
             self.history.refresh()
             self.history.ended = "stopped" if event.state == "stopped" else "failed"
+            self.history.why = event.text
             self.write()
 
     def write(self) -> None:

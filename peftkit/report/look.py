@@ -27,7 +27,7 @@ p { margin: .5rem 0; }
 .verdict { font-size: 1.15rem; max-width: 52rem; }
 .state { display: inline-block; font-size: .8rem; font-weight: 600; padding: .05rem .55rem;
   border: 1px solid currentcolor; border-radius: 1rem; vertical-align: middle; color: var(--soft); }
-.state.finished { color: var(--good); } .state.broken, .state.stopped { color: var(--bad); }
+.state.finished { color: var(--good); } .state.failed, .state.stopped { color: var(--bad); }
 .warning { background: var(--warn-ground); color: var(--warn); padding: .5rem .8rem;
   border-radius: .4rem; margin: .4rem 0; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .6rem;

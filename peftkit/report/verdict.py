@@ -51,11 +51,11 @@ def _changes(run: History) -> Iterator[str]:
 
 def warnings(run: History) -> list[str]:
     """Return what looks wrong, the worst first; nothing where all is well."""
-    checks = (_broken, _nothing, _rising, _spikes, _rows, _slowing, _torn)
+    checks = (_unfinished, _nothing, _rising, _spikes, _rows, _slowing, _torn)
     return [text for check in checks for text in check(run)]
 
 
-def _broken(run: History) -> Iterator[str]:
+def _unfinished(run: History) -> Iterator[str]:
     found = run.diagnosis
     if found and run.done is None:
         where = f", first in {found['module']}" if found.get("module") else ""
@@ -64,9 +64,10 @@ def _broken(run: History) -> Iterator[str]:
             f"{found.get('grad_norm')}{where}: the run was stopped there."
         )
     elif run.state() in ("stopped", "failed"):
+        why = run.why.splitlines()[0].rstrip(".") if run.why else ""
         yield (
-            f"The run {run.state()} after step {run.step:,} of {run.num_steps:,}. "
-            "peftkit train with --resume goes on with it."
+            f"The run {run.state()} after step {run.step:,} of {run.num_steps:,}"
+            f"{f': {why}' if why else ''}. Continue it with peftkit train --resume."
         )
 
 

@@ -134,6 +134,17 @@ def test_several_runs_are_one_picture_and_their_differences_a_table(tmp_path: Pa
     assert len({line.color for line in losses.lines}) == 2
 
 
+def test_figures_of_a_task_have_a_chart_each(tmp_path: Path) -> None:
+    lines = [
+        STARTED,
+        *(step(n, figures={"reward": n / 40, "reward_std": 0.1}) for n in range(1, 9)),
+    ]
+    run = read_history(write_run(tmp_path / "run", lines))
+    titles = [chart.title for chart in charts([run])]
+    assert {"Train: reward", "Train: reward std"} <= set(titles)
+    assert "Train: reward" in page([run, run])
+
+
 def test_a_report_of_no_step_and_of_an_empty_file_is_written(tmp_path: Path) -> None:
     for name, lines in (("begun", [STARTED]), ("empty", [])):
         folder = write_run(tmp_path / name, lines, facts={"tables": 3, "data": [], "row": "x"})

@@ -46,6 +46,15 @@ def test_what_is_wrong_comes_first(tmp_path: Path, lines: list[dict[str, Any]], 
     assert told in warnings(run)[0]
 
 
+@pytest.mark.parametrize("state", ["failed", "stopped"])
+def test_a_run_that_ended_early_says_so_and_why(state: str, tmp_path: Path) -> None:
+    why = {"event": "RunStopped", "step": 7, "state": state, "text": "the disk is full.\n  free: 0"}
+    run = run_of(tmp_path / "run", *STEPS[:7], why)
+    assert run.state() == state
+    assert f"The run {state} after step 7 of 40: the disk is full." in warnings(run)[0]
+    assert f'class="state {state}"' in page([run])
+
+
 def test_large_gradients_at_the_start_are_no_spike(tmp_path: Path) -> None:
     steps = [step(n, grad_norm=max(9.0 * 0.7**n, 0.1)) for n in range(1, 41)]
     assert warnings(run_of(tmp_path / "run", *steps, done())) == []
