@@ -91,17 +91,19 @@ def _several(runs: Sequence[History]) -> str:
         for run in runs
     ]
     columns = ("run", "state", "steps", "loss", "eval loss, best", "eval loss, last", "time")
+    links = (f'<a href="#run-{n}">{text(run.name)}</a>' for n, run in enumerate(runs))
     parts = [
         f"<h1>{len(runs)} runs</h1>",
         table(columns, rows, numbers=True),
+        f"<p>{' · '.join(links)}</p>",
         "<h2>What differs</h2>",
         sections.differences(runs),
         "<h2>Curves</h2>",
         _curves(runs),
     ]
-    for run in runs:
+    for number, run in enumerate(runs):
         parts += [
-            f"<h2>{text(run.name)}</h2>",
+            f'<h2 id="run-{number}">{text(run.name)}</h2>',
             paragraph(verdict(run), "said"),
             *(paragraph(warning, "warning") for warning in warnings(run)),
             sections.commands(run, title="h3"),
