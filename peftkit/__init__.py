@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from peftkit.sweeps.sweep import sweep as sweep
     from peftkit.tasks.causal_lm import CausalLM as CausalLM
     from peftkit.tasks.causal_lm import CausalLMConfig as CausalLMConfig
+    from peftkit.tasks.distill.config import DistillConfig as DistillConfig
     from peftkit.tasks.embedding import EmbeddingConfig as EmbeddingConfig
     from peftkit.tasks.image_classification import ImageClassification as ImageClassification
     from peftkit.tasks.image_classification import (
@@ -147,6 +148,7 @@ _HOME = {
     "PeftkitError": "errors",
     "Plan": "planning.plan",
     "GRPOConfig": "tasks.on_policy.config",
+    "DistillConfig": "tasks.distill.config",
     "PreferenceConfig": "tasks.preference.config",
     "RewardTerm": "tasks.on_policy.rewards",
     "EmbeddingConfig": "tasks.embedding",

@@ -18,8 +18,10 @@ from peftkit.report.facts import BeforeRun
 from peftkit.report.live import LiveReport
 from peftkit.run import rules
 from peftkit.run.config import Recipe
+from peftkit.run.distill import AgreementWatch
 from peftkit.run.prepare import Prepared, prepare
 from peftkit.run.results import adapter_folder, identity, save_result, write_facts
+from peftkit.tasks.distill.task import Distill
 from peftkit.train.checkpoints.checkpoint import StartPolicy, locked
 from peftkit.train.checkpoints.identity import flat
 from peftkit.train.checkpoints.manifest import versions
@@ -66,8 +68,7 @@ def run(
                 command=asdict(start),
             )
             company.check_shared(folder)
-        if company is None or company.rank == 0:
-            stack.enter_context(locked(folder))
+        stack.enter_context(locked(folder))
         with stopping_at_once("stopped before the first step; what was there is as it was."):
             before = BeforeRun(on_event)
             ready = prepare(recipe, resume=resume, company=company, on_event=before.on_event)
@@ -138,4 +139,6 @@ def watch_of(
         )
     if not asked:
         return None
+    if isinstance(ready.task, Distill):
+        return AgreementWatch(recipe, ready.base, ready.task, ready.eval, metrics, on_event)
     return TextWatch(ready.base, ready.task, ready.eval, recipe.train, metrics, on_event)

@@ -13,6 +13,7 @@ from PIL import Image
 from peftkit import Answer
 from peftkit.model.roles import GROUPS, ROLES
 from peftkit.run.config import load
+from peftkit.tasks.distill.prompt import read_prompt
 from peftkit_cli.about import headline, recipes_folder
 
 RECIPES = sorted(recipes_folder().glob("*.yaml"))
@@ -87,6 +88,21 @@ def test_pairs_of_orders_differ_in_the_extras_alone(tmp_path) -> None:
         assert ("extras" in chosen, "extras" in rejected) == (has_extras, not has_extras)
         assert bool((chosen | rejected)["extras"]) == has_extras
         assert {**chosen, "extras": 0} == {**rejected, "extras": 0}
+
+
+def test_orders_of_the_distilled_prompt_are_not_its_examples(tmp_path) -> None:
+    files = runpy.run_path(str(recipes_folder() / "distill.py"))["make_data"](tmp_path)
+    train, held_out = (
+        [json.loads(line) for line in files[name].read_text().splitlines()]
+        for name in ("train", "held_out")
+    )
+    assert (len(train), len(held_out)) == (96, 32)
+    asked = [{row["prompt"] for row in part} for part in (train, held_out)]
+    prompt = read_prompt(files["prompt"])
+    assert len(prompt.examples) == 5
+    assert not asked[0] & asked[1]
+    assert not (asked[0] | asked[1]) & set(prompt.examples)
+    assert set(json.loads(prompt.turns[1]["content"])) == {"item", "size", "quantity"}
 
 
 def test_an_answer_counts_as_lean_if_it_is_json_without_empty_fields() -> None:

@@ -27,6 +27,7 @@ from peftkit_cli import (
     base,
     combining,
     data,
+    distill,
     exchange,
     init,
     inspect,
@@ -72,6 +73,7 @@ app.command(rich_help_panel=TRAIN)(about.quickstart)
 app.command(rich_help_panel=TRAIN)(init.init)
 app.command(rich_help_panel=TRAIN)(train.train)
 app.command(rich_help_panel=TRAIN)(train.check)
+app.command(rich_help_panel=TRAIN)(distill.distill)
 app.command(rich_help_panel=TRAIN)(sweep.sweep)
 app.command(rich_help_panel=TRAIN)(plan.plan)
 app.command(rich_help_panel=TALK)(talk.generate)

@@ -93,7 +93,7 @@ class ParsedRow:
 
 
 TURNS = ("messages", "conversations", "conversation")
-_ANSWERS = ("output", "response", "answer", "completion")
+ANSWERS = ("output", "response", "answer", "completion")
 QUESTIONS = ("instruction", "question", "query", "input")
 _MATERIAL = ("input", "context")
 _TEXTS = ("text", "content")
@@ -207,10 +207,10 @@ def detect(fields: Mapping[str, Any]) -> FormatName | None:
         value = fields[turns]
         opening = value[0] if isinstance(value, list) and value else {}
         return "sharegpt" if isinstance(opening, Mapping) and "from" in opening else "messages"
-    if "prompt" in fields and first_of(fields, _ANSWERS):
+    if "prompt" in fields and first_of(fields, ANSWERS):
         return "prompt_completion"
     question = first_of(fields, QUESTIONS)
-    if question and first_of(fields, [key for key in _ANSWERS if key != question]):
+    if question and first_of(fields, [key for key in ANSWERS if key != question]):
         return "alpaca"
     return "text" if first_of(fields, _TEXTS) else None
 
@@ -252,7 +252,7 @@ def _turns(record: Record) -> tuple[Example, set[str]]:
 def _instruction(record: Record) -> tuple[Example, set[str]]:
     fields = record.fields
     question = first_of(fields, QUESTIONS) or QUESTIONS[0]
-    answer = first_of(fields, [key for key in _ANSWERS if key != question]) or _ANSWERS[0]
+    answer = first_of(fields, [key for key in ANSWERS if key != question]) or ANSWERS[0]
     material = first_of(fields, [key for key in _MATERIAL if key != question])
     request, output = text_of(fields, question), text_of(fields, answer)
     given = text_of(fields, material) if material and fields[material] is not None else ""
@@ -283,7 +283,7 @@ def _instruction(record: Record) -> tuple[Example, set[str]]:
 def _completion(record: Record) -> tuple[Example, set[str]]:
     fields = record.fields
     prompt = first_of(fields, ("prompt", *QUESTIONS)) or "prompt"
-    answer = first_of(fields, ("completion", *[key for key in _ANSWERS if key != prompt]))
+    answer = first_of(fields, ("completion", *[key for key in ANSWERS if key != prompt]))
     answer = answer or "completion"
     used = {prompt, answer, "tools"}
     if isinstance(fields.get(prompt), list):  # conversational: two lists of messages

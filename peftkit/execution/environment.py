@@ -119,6 +119,11 @@ def local_rank() -> int:
     return max(int(os.environ.get("LOCAL_RANK", "0")), 0)
 
 
+def is_main_process() -> bool:
+    """Return whether this process, of those that the launcher has started, writes the files."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def default_device() -> torch.device:
     """Return a GPU, where there is one: of several processes on a machine each has its own.
 

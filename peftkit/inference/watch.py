@@ -22,6 +22,7 @@ from peftkit.inference.engine import room_left
 from peftkit.inference.generate import generate_ids
 from peftkit.model.modes import evaluating
 from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.distill.task import Distill
 from peftkit.tasks.metrics import rouge_l
 from peftkit.tasks.preference.rows import Compared
 from peftkit.tasks.preference.task import Preference
@@ -61,11 +62,11 @@ class TextWatch:
         metrics: Mapping[str, Metric] | None = None,
         on_event: Listener = ignore,
     ) -> None:
-        if not isinstance(task, CausalLM | Preference | Seq2Seq):
+        if not isinstance(task, CausalLM | Distill | Preference | Seq2Seq):
             raise ConfigError(
                 f"{type(task).__name__} writes no text to look at.",
                 found="train.sample_every or train.eval_generate is set.",
-                fix="Leave it out, or train for the task causal_lm, seq2seq or preference.",
+                fix="Leave it out, or train for a task whose models write text.",
             )
         self._base, self._task, self._config, self._on_event = base, task, config, on_event
         self._batch_size = BATCH_SIZE
@@ -95,8 +96,14 @@ class TextWatch:
             pairs = zip(self._measured, asked, strict=True)
             most = math.ceil(MARGIN * max(len(row.input_ids) - len(ids) for row, ids in pairs))
         answers = self._answers(self._measured, most)
-        said = [(answer.completion, answer.reference or "") for answer in answers]
-        found = {"exact_match": sum(a.strip() == b.strip() for a, b in said) / len(said)}
+        return self.measured([(each.completion, each.reference or "") for each in answers])
+
+    def measured(
+        self, said: Sequence[tuple[str, str]], name: str = "exact_match"
+    ) -> dict[str, float]:
+        """Return means over answers and their references: the share that is equal, by `name`, and
+        each metric."""
+        found = {name: sum(a.strip() == b.strip() for a, b in said) / len(said)}
         for name, metric in list(self._metrics.items()):
             try:
                 found[name] = sum(float(metric(*pair)) for pair in said) / len(said)

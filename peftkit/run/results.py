@@ -151,7 +151,7 @@ def _provenance(recipe: Recipe, ready: Prepared) -> Provenance:
         loading=loading,
         prompt_style=ready.task.style,
         task_type=ready.settings.task_type,
-        task=ready.settings.model_dump(mode="json"),
+        task=ready.settings.saved(),
         plan=ready.plan.as_dict(),
     )
 

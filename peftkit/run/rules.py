@@ -115,6 +115,14 @@ RULES = (
         lambda r: "Leave one of them out.",
     ),
     Rule(
+        lambda r: "method.init: eva reads the training rows.",
+        lambda r, _: _when(
+            getattr(r.method, "init", "") == "eva" and getattr(r.task, "answers", "") == "teacher",
+            "task.answers is teacher, which gives them their answers afterwards.",
+        ),
+        lambda r: "Set another method.init, or task.answers: data.",
+    ),
+    Rule(
         lambda r: "base.new_tokens does not go with method.start_from.",
         lambda r, _: _when(
             bool(r.base.new_tokens and r.method.start_from),

@@ -279,6 +279,10 @@ class TaskConfig(Config, ABC):
         """Whether it is learnt by comparing the model with what it was."""
         return False
 
+    def saved(self) -> dict[str, Any]:
+        """Return the config that the adapter's folder names: what it is used and measured as."""
+        return self.model_dump(mode="json")
+
     @property
     def purpose(self) -> Purpose:
         """What the base is loaded for. A task with a head of classes says it here, resolved."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from peftkit.tasks.causal_lm import CausalLMConfig
+from peftkit.tasks.distill.config import DistillConfig
 from peftkit.tasks.embedding import EmbeddingConfig
 from peftkit.tasks.image_classification import ImageClassificationConfig
 from peftkit.tasks.image_text import ImageTextConfig
@@ -28,6 +29,7 @@ TASKS: dict[str, type[TaskConfig]] = {
     "image_classification": ImageClassificationConfig,
     "image_text": ImageTextConfig,
     "preference": PreferenceConfig,
+    "distill": DistillConfig,
     "reward": RewardConfig,
     "embedding": EmbeddingConfig,
     "grpo": GRPOConfig,
@@ -48,6 +50,7 @@ _Section = Annotated[
     | ImageClassificationConfig
     | ImageTextConfig
     | PreferenceConfig
+    | DistillConfig
     | RewardConfig
     | EmbeddingConfig
     | GRPOConfig,

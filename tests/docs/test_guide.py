@@ -25,6 +25,7 @@ from peftkit.data.load import DataConfig, read_records
 from peftkit.data.pairs import read_pairs
 from peftkit.data.preferences import read_pairs_of, read_verdicts
 from peftkit.run.config import Recipe
+from peftkit.tasks.distill.rows import with_answer
 from peftkit.tasks.labels import text_of
 from peftkit.tasks.table import TASKS
 from peftkit_cli.app import app
@@ -212,6 +213,8 @@ def read(block: Block, folder: Path, model: Any = None, tokenizer: Any = None) -
     records = read_records(where)
     if task.type == "preference":
         (read_verdicts if task.loss == "kto" else read_pairs_of)(records, where)
+    elif task.type == "distill":
+        parse_rows([with_answer(record) for record in records], "auto", where=where)
     elif task.type == "reward":
         read_pairs_of(records, where, margin=task.margin)
     elif task.type == "seq2seq":

@@ -26,6 +26,7 @@ from typing import Any
 
 from peftkit.errors import CheckpointError, OutputError, RunError
 from peftkit.events import Listener, Notice
+from peftkit.execution.environment import is_main_process
 from peftkit.files.disk import free_bytes, fsync_dir, writable_folder, write_text
 from peftkit.files.folders import LOCKS, alone
 from peftkit.train.checkpoints import manifest
@@ -246,11 +247,14 @@ def prepare_output(output_dir: Path, start: StartPolicy) -> None:
 
 @contextlib.contextmanager
 def locked(output_dir: Path) -> Iterator[None]:
-    """Keep other processes from training into a folder meanwhile.
+    """Keep other runs from training into a folder meanwhile; the main process of a run does it.
 
     Raises:
         OutputError: One does; names it.
     """
+    if not is_main_process():
+        yield
+        return
     holder = output_dir / LOCKS / HOLDER
 
     def refuse() -> None:

@@ -1,0 +1,188 @@
+"""How far a student's next-token distribution is from a teacher's, without holding all logits.
+
+The logits of both are made chunk by chunk from their hidden rows, and so is the gradient of the
+student's rows, in the forward pass, as in cross_entropy.py: of (n, V) there is never more than one
+chunk of each. p are the student's probabilities, q the teacher's, lp and lq their logarithms,
+m = b q + (1 - b) p:
+
+| kind    | value                         | gradient at the student's logits           |
+| forward | sum q (lq - lp)               | p - q                                      |
+| reverse | sum p (lp - lq)               | p (lp - lq - value)                        |
+| jsd     | b KL(q, m) + (1 - b) KL(p, m) | (1 - b) p (sum p s - s), s = log(m / p)    |
+|         |                               | up to a constant, which the sum takes out  |
+
+With x = lq - lp + log(b / (1 - b)) the s of jsd is softplus(x), and log(m / q) is softplus(-x),
+both up to a constant. So where p and q are far apart and JSD is nearly constant, its gradient is
+not the difference of large numbers. Everything is computed in float32 from log-softmax, and no
+logarithm is taken of a rounded probability.
+
+Shapes: n rows, H hidden size, V vocabulary, C rows of a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from peftkit.kernels.cross_entropy import (
+    CHUNKS,
+    Head,
+    LossChunks,
+    logits_of_chunk,
+    rows_of_chunk,
+)
+
+DivergenceName = Literal["forward", "reverse", "jsd"]
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Which divergence: its kind, the teacher's weight in jsd's mixture, and the temperature.
+
+    The logits of both sides are divided by the temperature; the value is not scaled after that.
+    """
+
+    kind: DivergenceName = "forward"
+    beta: float = 0.5
+    temperature: float = 1.0
+
+
+def reference_divergence(student: Tensor, teacher: Tensor, asked: Divergence) -> Tensor:
+    """Return the divergence (n,) of logits (n, V) by the definition, all at once, by autograd."""
+    lp, lq = ((logits / asked.temperature).log_softmax(-1) for logits in (student, teacher))
+    if asked.kind == "forward":
+        return (lq.exp() * (lq - lp)).sum(-1)
+    if asked.kind == "reverse":
+        return (lp.exp() * (lp - lq)).sum(-1)
+    b = asked.beta
+    lm = torch.logaddexp(lq + math.log(b), lp + math.log1p(-b))
+    return b * (lq.exp() * (lq - lm)).sum(-1) + (1 - b) * (lp.exp() * (lp - lm)).sum(-1)
+
+
+def chunked_divergence(
+    student: Tensor,
+    teacher: Tensor,
+    head: Head,
+    asked: Divergence,
+    *,
+    teacher_head: Head | None = None,
+    chunk_rows: int | None = None,
+    vocab_size: int = 0,
+    chunks: LossChunks = CHUNKS,
+) -> tuple[Tensor, Tensor]:
+    """Return the divergence of each row (n,) in float32, and whether both choose the same token.
+
+    Args:
+        student: (n, H) hidden rows, which get the gradient; no tensor of a head gets any.
+        teacher: (n, H) hidden rows; H may be another one with a head of its own.
+        teacher_head: By default the student's.
+        chunk_rows, vocab_size, chunks: See `chunked_cross_entropy`.
+    """
+    rows = rows_of_chunk(student, chunk_rows, 2 * vocab_size, chunks)
+    found: tuple[Tensor, Tensor] = _ChunkedDivergence.apply(
+        student, teacher, head, teacher_head or head, asked, rows, chunks
+    )
+    return found
+
+
+@torch.no_grad()
+def values_and_gradient(
+    student: Tensor, teacher: Tensor, asked: Divergence, chunks: LossChunks = CHUNKS
+) -> tuple[Tensor, Tensor]:
+    """Return the divergence (C,), and where the largest logit is the same (C,).
+
+    The student's logits become the gradient of the sum, in their place.
+
+    Args:
+        student, teacher: (C, V) logits of any float dtype.
+    """
+    held = chunks.wide_bytes
+    size = len(student) if held is None else max(1, held // (8 * student.shape[1]))
+    dtype = torch.promote_types(student.dtype, torch.float32)
+    values = student.new_empty(len(student), dtype=dtype)
+    same = torch.empty(len(student), dtype=torch.bool, device=student.device)
+    for start in range(0, len(student), max(size, 1)):
+        part = slice(start, start + size)
+        same[part] = student[part].argmax(-1) == teacher[part].argmax(-1)
+        lp, lq = (
+            logits[part].to(dtype).div(asked.temperature).log_softmax(-1)
+            for logits in (student, teacher)
+        )
+        value, gradient = _of_kind(lp, lq, asked)
+        values[part] = value
+        student[part] = gradient.div_(asked.temperature)
+    return values, same
+
+
+def _of_kind(lp: Tensor, lq: Tensor, asked: Divergence) -> tuple[Tensor, Tensor]:
+    """Return values (C,) and gradients (C, V) of log-probabilities, which are used up."""
+    p, q = lp.exp(), lq.exp()
+    if asked.kind == "forward":
+        value = lq.sub_(lp).mul_(q).sum(-1)
+        gradient = p.sub_(q)
+        return value + gradient.sum(-1), gradient  # 0, but for what both normalisers round
+    if asked.kind == "reverse":
+        gap = lp.sub_(lq)
+        value = (p * gap).sum(-1) + q.sub_(p).sum(-1)
+        return value, _times_what_is_above_the_mean(p, gap)
+    b = asked.beta
+    x = lq.sub_(lp).add_(math.log(b) - math.log1p(-b))
+    of_teacher = q.mul_(functional.softplus(-x).add_(math.log(b))).sum(-1)
+    s = functional.softplus(x)
+    of_student = (p * (s + math.log1p(-b))).sum(-1)
+    value = -b * of_teacher - (1 - b) * of_student
+    return value, _times_what_is_above_the_mean(p, s).mul_(b - 1)
+
+
+def _times_what_is_above_the_mean(p: Tensor, gap: Tensor) -> Tensor:
+    """Return p (gap - sum p gap), in the gap's place.
+
+    From the likeliest token's gap on: where its p is nearly 1, the mean is nearly its gap.
+    """
+    gap.sub_(gap.gather(1, p.argmax(-1, keepdim=True)))
+    return gap.sub_((p * gap).sum(-1, keepdim=True)).mul_(p)
+
+
+class _ChunkedDivergence(torch.autograd.Function):
+    """Values and the gradient of the student's rows in the forward pass; backward scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student: Tensor,
+        teacher: Tensor,
+        head: Head,
+        teacher_head: Head,
+        asked: Divergence,
+        chunk_rows: int,
+        chunks: LossChunks,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(student.dtype, torch.float32)
+        values = student.new_empty(len(student), dtype=dtype)
+        same = torch.empty(len(student), dtype=torch.bool, device=student.device)
+        made = torch.empty_like(student) if ctx.needs_input_grad[0] else None
+        for start in range(0, len(student), chunk_rows):
+            part = slice(start, min(start + chunk_rows, len(student)))
+            num = part.stop - start
+            _, _, theirs = logits_of_chunk(teacher[part], teacher_head, False)
+            rows, edge, logits = logits_of_chunk(student[part], head, made is not None)
+            values[part], same[part] = values_and_gradient(
+                logits[:num], theirs[:num], asked, chunks
+            )
+            if made is not None:
+                logits[num:] = 0
+                (grad,) = torch.autograd.grad(edge, [rows], logits)
+                made[part] = grad[:num]
+        ctx.save_for_backward(*([] if made is None else [made]))
+        ctx.mark_non_differentiable(same)
+        return values, same
+
+    @staticmethod
+    def backward(ctx: Any, weights: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        (made,) = ctx.saved_tensors
+        return (made * weights[:, None].to(made.dtype), *[None] * 6)

@@ -1,0 +1,1 @@
+"""Learning what a teacher says: the same base with a prompt in front."""

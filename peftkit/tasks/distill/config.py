@@ -1,0 +1,84 @@
+"""A recipe's `task: {type: distill, ...}`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+from torch import nn
+
+from peftkit.config.schema import Config
+from peftkit.data.load import DataConfig
+from peftkit.errors import ConfigError
+from peftkit.kernels.divergence import Divergence, DivergenceName
+from peftkit.tasks.distill.prompt import read_prompt
+from peftkit.tasks.distill.task import Distill
+from peftkit.tasks.protocol import TaskConfig
+
+
+class TeacherConfig(Config):
+    """Who is learnt from: the base without the adapter, with a prompt in front of each row."""
+
+    prompt: str
+    """A file: instructions as text (.md, .txt), with examples under the headings "## User" and
+    "## Assistant"; or messages with role and content (.json, .jsonl)."""
+
+
+class DistillConfig(TaskConfig):
+    """Distillation: the adapter learns to answer as the base does with a prompt in front."""
+
+    task_type: ClassVar[str] = "CAUSAL_LM"
+    auto_class: ClassVar[str] = "AutoModelForCausalLM"
+    command: ClassVar[str] = "peftkit chat {folder}"
+    generates: ClassVar[bool] = True
+    writes_text: ClassVar[bool] = True
+    data_fields: ClassVar[frozenset[str]] = frozenset(
+        {"format", "max_length", "chat_template", "max_dropped"}
+    )
+
+    type: Literal["distill"] = "distill"
+    teacher: TeacherConfig
+    """Who is learnt from."""
+    answers: Literal["teacher", "data", "student"] = "teacher"
+    """Whose answers the two are compared on. teacher: made before the first step, greedily, and
+    kept in the run's folder; rows need none. data: those of the rows."""
+    kind: DivergenceName = "forward"
+    """What is learnt at each token of an answer, over the whole vocabulary: forward is
+    KL(teacher, student), which learns all that the teacher may say; reverse is
+    KL(student, teacher), which learns what it says most; jsd lies between."""
+    beta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The teacher's weight in the mixture of jsd; null: 0.5."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Both sides' logits are divided by it."""
+    max_new_tokens: Annotated[int, Field(ge=1)] = 256
+    """Longest answer of the teacher in tokens."""
+
+    @model_validator(mode="after")
+    def _settings_are_used(self) -> DistillConfig:
+        if self.beta is not None and self.kind != "jsd":
+            raise ConfigError(
+                f"task.beta is not used by task.kind: {self.kind}.",
+                fix="Leave it out, or set task.kind: jsd.",
+            )
+        if self.answers == "student":
+            raise ConfigError(
+                "task.answers: student is not there yet.",
+                found="A run does not make answers between its steps.",
+                fix="Set task.answers: teacher, or data where the rows have answers.",
+            )
+        return self
+
+    @property
+    def divergence(self) -> Divergence:
+        """What is computed at each token."""
+        return Divergence(self.kind, self.beta or 0.5, self.temperature)
+
+    def saved(self) -> dict[str, Any]:
+        """What has learnt it answers prompts, and is measured by that; the teacher stays behind."""
+        return {"type": "causal_lm"}
+
+    @staticmethod
+    def task(
+        model: nn.Module, tokenizer: Any, config: DistillConfig, data: DataConfig, **more: Any
+    ) -> Distill:
+        return Distill(model, tokenizer, config, data, read_prompt(config.teacher.prompt), **more)

@@ -1,0 +1,92 @@
+"""`peftkit distill`: one command from a prompt to an adapter, with questions or without."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from peftkit.run import questions
+from peftkit.run.config import load
+from tests.cli.conftest import Run, write_rows
+
+RULES = "the dog answers\n\n## User\nthe quick fox?\n\n## Assistant\nthe lazy dog\n"
+FEW = (
+    *(
+        "--set",
+        "task.max_new_tokens=6",
+        "--set",
+        "train.max_steps=2",
+        "--set",
+        "data.max_length=64",
+    ),
+    *("--set", "data.max_length=64", "--set", "method.rank=2", "--set", "data.max_dropped=1"),
+)
+
+
+@pytest.fixture
+def prompt(peftkit: Run, tmp_path: Path) -> Path:
+    """A prompt, in the folder where commands run."""
+    (tmp_path / "rules.md").write_text(RULES)
+    return Path("rules.md")
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> str:
+    """A file of questions."""
+    rows = [{"prompt": f"what is the {word} of {n}?"} for n in range(5) for word in ("dog", "fox")]
+    write_rows(tmp_path / "asked.jsonl", rows)
+    return "asked.jsonl"
+
+
+def test_it_writes_its_recipe_trains_and_tells_what_was_reached(
+    prompt: Path, asked: str, peftkit: Run, model_folder: Path
+) -> None:
+    more = ("--data", asked, "--base", model_folder, "--out", "out", *FEW)
+    done = peftkit("distill", prompt, *more)
+    assert (done.code, done.out) == (0, "out\n"), done.err
+    for text in ("The teacher's answers", "saved per request", "equal to the prompted base's: 0%"):
+        assert text in done.err
+    recipe = load(Path("out/distill.yaml"))
+    assert recipe.task.type == "distill"
+    assert recipe.train.max_steps == 2
+    assert Path("out/adapter_model.safetensors").is_file()
+    assert peftkit("distill", prompt, *more).code == 2  # a run is there
+    assert peftkit("generate", "out", "--prompt", "what?", "--max-new-tokens", 2).code == 0
+
+
+def test_questions_that_are_not_there_are_told_before_anything_is_loaded(
+    prompt: Path, asked: str, peftkit: Run
+) -> None:
+    done = peftkit("distill", prompt, "--data", "ask.jsonl", "--base", "nowhere", "--out", "out")
+    assert done.code == 2
+    assert asked in done.err
+    assert not Path("out").exists()
+
+
+def test_without_questions_the_base_makes_some_and_shows_them(
+    prompt: Path, peftkit: Run, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(questions, "MAX_TOKENS", 24)  # a base of random weights rambles
+    more = ("--base", model_folder, "--out", "out", "--questions", 16, *FEW)
+    done = peftkit("distill", prompt, *more)
+    assert done.code == 0, done.err
+    lines = [json.loads(line) for line in Path("out/questions.jsonl").read_text().splitlines()]
+    assert len({line["prompt"] for line in lines}) == len(lines) == 16
+    assert done.err.index("questions of the base") < done.err.index("The teacher's answers")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("", "is empty"), ("## User\nOne?\n", "user follows user")],
+    ids=["empty", "no answer"],
+)
+def test_a_prompt_that_is_of_no_use_is_told_before_anything_is_loaded(
+    text: str, told: str, prompt: Path, asked: str, peftkit: Run
+) -> None:
+    prompt.write_text(text)
+    done = peftkit("distill", prompt, "--data", asked, "--base", "nowhere", "--out", "out")
+    assert done.code == 2
+    assert told in done.err
+    assert not Path("out").exists()

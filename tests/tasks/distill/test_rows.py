@@ -1,0 +1,173 @@
+"""What a teacher reads, of which files; which rows it is asked, and what becomes of its answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from peftkit.adapter import attach
+from peftkit.data.load import read_records
+from peftkit.data.pack import IGNORE
+from peftkit.errors import DataError
+from peftkit.methods.lora import LoRA
+from peftkit.tasks.distill.prompt import TeacherPrompt, read_prompt
+from tests.tasks.distill.cases import PROMPT, QUESTIONS, settings, task_on, write, write_rows
+
+TURNS = (
+    {"role": "user", "content": "the quick fox?"},
+    {"role": "assistant", "content": "the lazy dog"},
+)
+SYSTEM = {"role": "system", "content": "The dog answers with pizza and olives."}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.md", PROMPT),
+        ("a.json", json.dumps([SYSTEM, *TURNS])),
+        ("a.json", json.dumps({"messages": [SYSTEM, *TURNS]})),
+        ("a.jsonl", "\n".join(map(json.dumps, [SYSTEM, *TURNS]))),
+        ("a.jsonl", json.dumps({"messages": [SYSTEM, *TURNS]})),
+    ],
+)
+def test_a_prompt_is_text_or_messages(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    found = read_prompt(tmp_path / name)
+    assert found == TeacherPrompt(SYSTEM["content"], TURNS)
+    assert found.examples == ["the quick fox?"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.md", " \n", "is empty"),
+        ("a.docx", "text", "'.docx'"),
+        ("a.json", "{", "line 1"),
+        ("a.json", "3", "no list of messages"),
+        ("a.json", "[]", "no messages"),
+        ("a.jsonl", '{"role": "user", "content": "?"}', r"messages\[1\]"),
+        ("a.jsonl", '{"role": "system", "content": ""}', r"messages\[0\].content: empty"),
+        ("a.md", "## User\nOne?\n## Assistant\n\n## User\nTwo?", "user follows user"),
+    ],
+)
+def test_a_prompt_that_cannot_be_used_is_refused(
+    name: str, text: str, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=told):
+        read_prompt(tmp_path / name)
+
+
+def test_a_prompt_that_is_not_there_is_refused_with_what_is(tmp_path: Path) -> None:
+    (tmp_path / "rules.md").write_text("x")
+    with pytest.raises(DataError, match=r"rules\.md"):
+        read_prompt(tmp_path / "rule.md")
+
+
+def test_a_rows_own_system_message_stands_after_the_prompt() -> None:
+    prompt = TeacherPrompt("One.", TURNS)
+    asked = ({"role": "system", "content": "Two."}, {"role": "user", "content": "?"})
+    first, *rest = prompt.before(asked)
+    assert first == {"role": "system", "content": "One.\n\nTwo."}
+    assert rest == [*TURNS, asked[1]]
+    assert TeacherPrompt().before(asked) == asked
+
+
+@pytest.fixture
+def model(llama: PreTrainedModel) -> PreTrainedModel:
+    attach(llama, LoRA(rank=2, targets=("q", "v")))
+    return llama
+
+
+def test_both_documents_end_in_the_same_tokens(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    task, rows = task_on(model, tokenizer, settings(tmp_path), write_rows(tmp_path))
+    assert [row.source.rpartition(":")[2] for row in rows] == ["1", "2", "3", "4", "5"]
+    for row, (_, answer) in zip(rows, QUESTIONS, strict=True):
+        student, teacher = row.documents
+        learnt = [label for label in student.labels if label != IGNORE]
+        assert learnt == [label for label in teacher.labels if label != IGNORE]
+        assert tokenizer.decode(learnt) == f"{answer}<|im_end|>"
+        assert "olives" in tokenizer.decode(teacher.input_ids[: -len(learnt)])
+    assert task.spans(rows[0])[-1][0] == "the teacher reads"
+
+
+def test_an_answer_is_cut_alike_in_both_documents(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    file = write_rows(tmp_path)
+    _, whole = task_on(model, tokenizer, settings(tmp_path), file)
+    length = max(len(row.documents[0].input_ids) for row in whole) - 2
+    _, rows = task_on(model, tokenizer, settings(tmp_path), file, max_length=length)
+    for row in rows:
+        student, teacher = row.documents
+        assert len(student.input_ids) <= length
+        assert student.num_targets == teacher.num_targets
+        assert teacher.input_ids[-2:] == student.input_ids[-2:]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "the dog and "},
+        {"instruction": "the dog and ", "output": ""},
+        {"question": "the dog and "},
+        {"prompt": "the dog and "},
+        {"prompt": [{"role": "user", "content": "the dog and "}]},
+        {"messages": [{"role": "user", "content": "the dog and "}]},
+        {"conversations": [{"from": "human", "value": "the dog and "}]},
+        {"prompt": "the dog and ", "completion": "the fox"},
+        {
+            "messages": [
+                {"role": "user", "content": "the dog and "},
+                {"role": "assistant", "content": "the fox"},
+            ]
+        },
+    ],
+    ids=lambda row: "+".join(row),
+)
+def test_a_teacher_is_asked_rows_with_and_without_an_answer(
+    row: dict[str, Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "a.jsonl", [row])
+    task = settings(tmp_path, answers="teacher").on(model, tokenizer, _data(file))
+    (question,) = task.row_encoder.questions(read_records(file), file)
+    assert question.reference == ("the fox" if "fox" in json.dumps(row) else None)
+    text = tokenizer.decode(question.teacher_ids)
+    assert text.endswith("<|im_start|>user\nthe dog and <|im_end|>\n<|im_start|>assistant\n")
+    assert text.startswith("<|im_start|>system\nThe dog answers")
+    task.row_encoder.answers = {question.teacher_ids: "a pizza"}
+    (made,) = task.load(file)
+    student, teacher = made.documents
+    assert student.input_ids[: len(question.student_ids)] == question.student_ids
+    assert teacher.input_ids[: len(question.teacher_ids)] == question.teacher_ids
+    said = tokenizer.decode(teacher.input_ids[len(question.teacher_ids) :])
+    assert said == "a pizza<|im_end|>"
+
+
+def _data(file: str) -> Any:
+    from peftkit.data.load import DataConfig
+
+    return DataConfig(train=file, max_length=64)
+
+
+def test_texts_ask_nothing(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "a.jsonl", [{"text": "the quick fox"}])
+    with pytest.raises(DataError, match="asks nothing"):
+        task_on(model, tokenizer, settings(tmp_path), file)
+
+
+def test_a_prompt_longer_than_the_context_leaves_no_row(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    asked = settings(tmp_path)
+    (tmp_path / "prompt.md").write_text("the quick brown fox " * 500)
+    with pytest.raises(DataError, match="teacher's prompt"):
+        task_on(model, tokenizer, asked, write_rows(tmp_path))

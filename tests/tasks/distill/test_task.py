@@ -1,0 +1,170 @@
+"""One step of distillation is the definition, whatever a batch is made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from peftkit.adapter import Adapter
+from peftkit.data.pack import IGNORE, Row
+from peftkit.errors import AdapterError, ConfigError
+from peftkit.kernels.divergence import Divergence, reference_divergence
+from peftkit.methods.lora import LoRA
+from peftkit.methods.prefix import PrefixTuning
+from peftkit.methods.protocol import Method
+from peftkit.tasks.distill.rows import Distilled
+from tests.families import FAMILIES
+from tests.tasks.distill.cases import settings, task_on, write_rows
+from tests.tasks.preference.cases import moved_adapter
+
+
+def logits_of(model: nn.Module, row: Row) -> Tensor:
+    """Return the logits before each answer token (n, V)."""
+    ids = torch.tensor([row.input_ids])
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    return logits[torch.tensor(row.labels[1:]) != IGNORE]
+
+
+def dense(model: nn.Module, adapter: Adapter, rows: list[Distilled], asked: Divergence) -> Tensor:
+    total = torch.zeros((), dtype=torch.double)
+    for row in rows:
+        student, teacher = row.documents
+        with adapter.disabled(), torch.no_grad():
+            theirs = logits_of(model, teacher)
+        own = logits_of(model, student)
+        total = total + reference_divergence(own.double(), theirs.double(), asked).sum()
+    return total
+
+
+KINDS: list[dict[str, Any]] = [
+    {"kind": "forward"},
+    {"kind": "reverse", "temperature": 2.0},
+    {"kind": "jsd", "beta": 0.3},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["kind"])
+@pytest.mark.parametrize("together", [True, False], ids=["one row", "padded"])
+def test_loss_and_gradient_are_the_definition(
+    kind: dict[str, Any],
+    together: bool,
+    llama: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+) -> None:
+    adapter = moved_adapter(llama)
+    asked = settings(tmp_path, **kind)
+    task, rows = task_on(llama, tokenizer, asked, write_rows(tmp_path))
+    parameters = list(adapter.parameters())
+    expected = dense(llama, adapter, rows, asked.divergence)
+    wanted = torch.autograd.grad(expected, parameters)
+    llama.train()
+
+    def step() -> tuple[Tensor, tuple[Tensor, ...]]:
+        found = task.loss_and_metric_sums(llama, task.collate(rows))
+        return found, torch.autograd.grad(found[0], parameters)
+
+    if together:
+        with task.training(llama):
+            found, gradients = step()
+    else:
+        found, gradients = step()
+    assert found[0].item() == pytest.approx(expected.item(), rel=1e-5)
+    for a, b in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(a, b.to(a), rtol=1e-4, atol=1e-5 * float(b.abs().max()))
+
+
+def test_a_model_whose_head_is_not_apart_gives_the_same(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    moved_adapter(llama)
+    task, rows = task_on(llama, tokenizer, settings(tmp_path), write_rows(tmp_path))
+    wanted = task.loss_and_metric_sums(llama, task.collate(rows))
+    task._head = None
+    found = task.loss_and_metric_sums(llama, task.collate(rows))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "method", [LoRA(rank=2), PrefixTuning(num_virtual_tokens=3)], ids=lambda m: m.type
+)
+def test_the_teacher_is_the_bare_base_with_the_prompt_in_front(
+    method: Method, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    llama.requires_grad_(False)
+    task, rows = task_on(llama, tokenizer, settings(tmp_path), write_rows(tmp_path))
+    bare = task.teacher_hidden(llama, task.collate(rows))
+    adapter = moved_adapter(llama, method)
+    task, rows = task_on(llama, tokenizer, settings(tmp_path), write_rows(tmp_path))
+    found = task.teacher_hidden(llama, task.collate(rows))
+    torch.testing.assert_close(found, bare, rtol=0, atol=1e-5)
+    assert all(module.enabled for module in adapter.modules.values())
+    text = tokenizer.decode(rows[0].documents[1].input_ids)
+    assert text.index("answers with pizza") < text.index("the quick fox?") < text.index("jumps")
+
+
+def test_a_teacher_without_another_prompt_than_the_student_is_at_zero(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    adapter = moved_adapter(llama)
+    task, rows = task_on(llama, tokenizer, settings(tmp_path), write_rows(tmp_path))
+    same = [
+        Distilled(2 * one.input_ids, 2 * one.labels, 2 * one.lengths, row.source)  # type: ignore[arg-type]
+        for row in rows
+        for one in row.documents[:1]
+    ]
+    with adapter.disabled():
+        loss, agreed = task.loss_and_metric_sums(llama, task.collate(same)).tolist()
+    assert loss == pytest.approx(0, abs=1e-5)
+    assert agreed == task.num_targets(task.collate(same))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        LoRA(rank=2, targets=("q", "head")),
+        LoRA(rank=2, train_fully=("lm_head",)),
+        LoRA(rank=2, token_rows={"lm_head": (5, 7)}),
+    ],
+    ids=["head", "whole head", "token_rows"],
+)
+def test_an_adapter_on_the_head_is_refused(
+    method: Method, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    moved_adapter(llama, method)
+    with pytest.raises(AdapterError, match="on the head"):
+        task_on(llama, tokenizer, settings(tmp_path), write_rows(tmp_path))
+
+
+def test_gradients_are_finite_differences(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    model = FAMILIES["gpt2"]().eval().double()
+    adapter = moved_adapter(model)
+    for parameter in adapter.parameters():
+        parameter.data = parameter.data.double()
+    asked = settings(tmp_path, kind="jsd")
+    task, rows = task_on(model, tokenizer, asked, write_rows(tmp_path))
+    batch = task.collate(rows)
+    weight = next(adapter.parameters())
+    (gradient,) = torch.autograd.grad(task.loss_sum(model, batch), [weight])
+    step = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).double()
+    ends = []
+    with torch.no_grad():
+        for sign in (1, -2):
+            weight += sign * 1e-5 * step
+            ends.append(task.loss_sum(model, batch))
+    slope = (ends[0] - ends[1]) / 2e-5
+    torch.testing.assert_close((gradient * step).sum(), slope, rtol=1e-5, atol=1e-7)
+
+
+def test_settings_that_nothing_reads_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"task\.beta"):
+        settings(tmp_path, kind="forward", beta=0.3)
+    with pytest.raises(ConfigError, match=r"task\.answers: student"):
+        settings(tmp_path, answers="student")
