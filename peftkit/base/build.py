@@ -32,7 +32,6 @@ from peftkit.base.quantized import (
     TAKEN_OVER,
     check_readable,
     dense_config,
-    dequantizer,
     one_at_a_time,
     published,
     quantized_by,
@@ -186,11 +185,10 @@ def _arguments(
     where["dtype"] = "auto" if dtype == torch.float16 else dtype
     where["use_safetensors"] = True
     if stream is not None:
-        config, inner = check_config(location, revision, purpose), None
+        config = check_config(location, revision, purpose)
         if quantized_by(config):
             where["config"] = dense_config(config)
-            inner = None if stream.settings is not None else dequantizer(config)
-        where["quantization_config"] = StreamConfig(stream, inner=inner)
+        where["quantization_config"] = StreamConfig(stream)
     if location.is_local:
         check_weights(Path(location.source))
     return getattr(transformers, purpose.auto_class), location.source, where

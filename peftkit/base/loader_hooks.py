@@ -17,7 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from peftkit.base.packing_loader import PackingLoader
-from peftkit.base.published import LEAVES, stacked_codes, unpacked
+from peftkit.base.published import LEAVES, STACKS, stacked_codes, unpacked
 
 METHOD = "peftkit"
 
@@ -28,20 +28,14 @@ class StreamConfig(QuantizationConfigMixin):
 
     Args:
         conversions: What is made of the files' tensors, if not what the model's class says.
-        inner: What dequantises them before the stream takes them, if they are quantised.
 
     Attributes:
         dequantize: To transformers: nothing of the files' quantisation is left in the model.
     """
 
-    def __init__(
-        self,
-        stream: PackingLoader,
-        conversions: list[Any] | None = None,
-        inner: HfQuantizer | None = None,
-    ) -> None:
+    def __init__(self, stream: PackingLoader, conversions: list[Any] | None = None) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # others may register their own
-        self.stream, self.conversions, self.inner = stream, conversions, inner
+        self.stream, self.conversions = stream, conversions
         self.dequantize = stream.settings is not None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamConfig:
@@ -61,25 +55,25 @@ class StreamQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self._keeps_codes = quantization_config.stream.settings is not None
-        self.pre_quantized = quantization_config.inner is not None or self._keeps_codes
-        self.serialized_names = {"weight": [*LEAVES]} if self._keeps_codes else {}
+        settings = quantization_config.stream.settings
+        self.pre_quantized = settings is not None
+        if settings is not None:
+            is_gpt_oss = settings.get("quant_method") == "mxfp4"
+            self.serialized_names = STACKS if is_gpt_oss else {"weight": [*LEAVES]}
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self.quantization_config.stream.begin(model)
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
         """Return what is made of the files' tensors before the stream takes them."""
-        own, inner = self.quantization_config.conversions, self.quantization_config.inner
-        if self._keeps_codes:
+        own = self.quantization_config.conversions
+        if self.pre_quantized:
             found = super().update_weight_conversions(weight_conversions, model)
             for each in found:
                 operations = getattr(each, "operations", None) or [None]
                 if isinstance(operations[0], _Read):  # it runs the others itself
                     operations[0].rest, each.operations = operations[1:], operations[:1]
             return [*self._other_names(model), *found]
-        if inner is not None:
-            return inner.update_weight_conversions(weight_conversions, model)
         return weight_conversions if own is None else own
 
     def _other_names(self, model: Any) -> list[WeightRenaming]:
@@ -92,19 +86,15 @@ class StreamQuantizer(HfQuantizer):
             found.append(WeightRenaming(r"^(.+)\.scale", r"\1.weight_scale_inv"))
         return found
 
-    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> Any:
-        """Return the dtype that a tensor is read in, and have the stream take what is made of it.
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> None:
+        """Say that a tensor is read in its own dtype, and have the stream take what is made of it.
 
         transformers asks this, and not `param_needs_quantization`, of files that are quantised.
         """
         operations = getattr(converter, "operations", None) or [None]
-        if isinstance(operations[0], _Read):
-            return None
-        converter.quantization_operation = self.get_quantize_ops()
-        inner: Any = self.quantization_config.inner
-        if inner is None:
-            return None
-        return inner.get_new_dtype(converter, param, dtype)
+        if not isinstance(operations[0], _Read):
+            converter.quantization_operation = self.get_quantize_ops()
+        return None
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.base.class_head import head_of_classes
-from peftkit.base.published import empty_codes, scheme_of
+from peftkit.base.published import empty_codes, has_codes, scheme_of
 from peftkit.base.purpose import Purpose
 from peftkit.base.quantized import published
 from peftkit.base.shapes import on_meta
@@ -47,6 +47,8 @@ def packed_skeleton(
     packings = {}
     for path, module, name in jobs:
         weight = module._parameters[name]
+        if settings is not None and not has_codes(settings, weight):
+            continue
         if name == "weight" and not counted and not has_plain_forward(module):
             continue
         assert weight is not None

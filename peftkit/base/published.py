@@ -1,7 +1,8 @@
 """Weights that others have quantised, read into codes, scales and zeros (kernels/block_scaled.py).
 
 A reader for each format repacks its tensors without loss: GPTQ in 4 and 8 bits, AWQ (gemm),
-auto-round in both layouts, compressed-tensors, FP8, ModelOpt's NVFP4, and torchao's int8 and fp8.
+auto-round in both layouts, compressed-tensors, FP8, MXFP4 (gpt-oss), ModelOpt's NVFP4, and
+torchao's int8 and fp8.
 Which layers are quantised their tensors say; the config says how.
 """
 
@@ -20,6 +21,8 @@ from peftkit.kernels.block_scaled import PAIRED, exponents
 from peftkit.kernels.packed import PackedFormat, unpack
 from peftkit.quant.layers import import_bitsandbytes
 
+STACKS = {name: [f"{name}_blocks", f"{name}_scales"] for name in ("gate_up_proj", "down_proj")}
+"""Of gpt-oss: a parameter, and the tensors that its files have for it."""
 LEAVES = (
     *("weight", "qweight", "qzeros", "scales", "g_idx"),
     *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
@@ -38,7 +41,8 @@ class Scheme:
     """How a layer's tensors are read.
 
     Attributes:
-        layout: Which reader: "gptq", "awq", "packed", "int8", "fp8", "mxfp4", "nvfp4", "modelopt".
+        layout: Which reader: "gptq", "awq", "packed", "int8", "fp8", "mxfp4", "nvfp4", "modelopt",
+            or "gpt_oss", whose stacks of experts alone are quantised, in mxfp4.
         bits: Of a code. group: Columns to a scale; -1 for all of a row.
         block: Rows and columns to a scale, of FP8; None where it is a row, or the tensor.
         is_v2: Whether GPTQ's zeros are kept as they are, and not less one.
@@ -58,7 +62,7 @@ class Scheme:
     def kind(self) -> str:
         """What the weights are kept as."""
         integers = {4: "int4", 8: "uint8"}[self.bits]
-        return {"modelopt": "nvfp4"}.get(
+        return {"modelopt": "nvfp4", "gpt_oss": "mxfp4"}.get(
             self.layout, integers if self.layout in ("gptq", "awq", "packed") else self.layout
         )
 
@@ -95,6 +99,8 @@ def scheme_of(settings: Mapping[str, Any], path: str = "") -> Scheme:
         return Scheme("fp8", 8, block=_pair(block) if block else None, rounds_inputs=True)
     if method == "modelopt" and settings.get("quant_algo") == "NVFP4":
         return Scheme("modelopt", 4, 16, rounds_inputs=True)
+    if method == "mxfp4":
+        return Scheme("gpt_oss", 4, 32)
     if method == "torchao":
         return _torchao(settings)
     raise UnreadableError(method)
@@ -203,6 +209,8 @@ def read_codes(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
 
 def _check(codes: Codes) -> None:
     """Refuse scales of another number than there are blocks, or that are not finite."""
+    if codes.form.turned:
+        return
     rows, columns = codes.form.shape
     if codes.form.kind == "int8":
         columns = codes.form.block
@@ -337,7 +345,17 @@ def _read_fp4(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
     return Codes(packed, PackedFormat(kind, shape, scheme.group), scales)
 
 
+def _read_gpt_oss(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    """Read blocks (E, out, in / 32, 16) and exponents (E, out, in / 32) of a stack (E, in, out)."""
+    (stem,) = {name.removesuffix("_blocks").removesuffix("_scales") for name in own}
+    packed, scale = own[f"{stem}_blocks"].flatten(-2), own[f"{stem}_scales"]
+    number, rows, half = packed.shape
+    form = PackedFormat("mxfp4", torch.Size([number, 2 * half, rows]), scheme.group, turned=True)
+    return Codes(packed, form, (scale,))
+
+
 _READERS = {
+    "gpt_oss": _read_gpt_oss,
     "gptq": _read_gptq,
     "awq": _read_awq,
     "packed": _read_packed,
@@ -352,9 +370,12 @@ _READERS = {
 def empty_codes(shape: Sequence[int], scheme: Scheme) -> Codes:
     """Return what a weight (..., out, in) of a checkpoint takes, without values."""
     *lead, rows, width = shape
+    turned = scheme.layout == "gpt_oss"
+    if turned:
+        rows, width = width, rows
     kind, (height, block) = scheme.kind, scheme.block or (1, width)
     block = min(block if scheme.group < 0 else scheme.group, width)
-    form = PackedFormat(kind, torch.Size(shape), block, height)
+    form = PackedFormat(kind, torch.Size(shape), block, height, turned)
     grid = (*lead, -(-rows // height), -(-width // block))
     codes = torch.int8 if kind == "int8" else torch.uint8
     packed = torch.empty(*lead, rows, width // 2 if kind in PAIRED else width, dtype=codes)
@@ -376,11 +397,15 @@ def unpacked(codes: Codes, dtype: torch.dtype) -> Tensor:
 def some_values(codes: Codes, positions: Tensor) -> Tensor:
     """Return the values at positions of the flattened weight, in float32."""
     rows, width = codes.form.shape[-2:]
+    if codes.form.turned:  # as the codes lie
+        rows, width = width, rows
+        stack, place = positions // (rows * width), positions % (rows * width)
+        positions = stack * rows * width + place % rows * width + place // rows
     at = positions // width
     grid = codes.scales[0].shape
     row = at // rows * grid[-2] + at % rows // codes.form.rows
     scales = [s.flatten(0, -2)[row] if s.dim() > 1 else s for s in codes.scales]
-    form = codes.form._replace(shape=torch.Size([len(at), width]), rows=1)
+    form = codes.form._replace(shape=torch.Size([len(at), width]), rows=1, turned=False)
     part = Codes(codes.packed.flatten(0, -2)[at], form, tuple(scales))
     return unpacked(part, torch.float32)[torch.arange(len(at)), positions % width]
 
@@ -437,3 +462,8 @@ def kept_notice(settings: Mapping[str, Any]) -> str:
     """Return what is to be known of a base that keeps its bits."""
     told = f"The base keeps the bits of its files: {described(settings)}."
     return f"{told} {SERVER_ROUNDS}" if scheme_of(settings).rounds_inputs else told
+
+
+def has_codes(settings: Mapping[str, Any], weight: Tensor | None) -> bool:
+    """Tell whether a linear layer's weight, or a stack, is among those that are quantised."""
+    return weight is not None and (scheme_of(settings).layout != "gpt_oss" or weight.dim() == 3)

@@ -1,9 +1,7 @@
-"""Checkpoints that are quantised already: taken over as they are, dequantised, or refused by name.
+"""Checkpoints that are quantised already: their bits are kept, or they are refused by name.
 
 Those of bitsandbytes are loaded by transformers and taken over with their bits. Those that
-published.py reads keep their codes; 8 bits and fewer values can be packed in 4 bits if asked. MXFP4
-as gpt-oss has it is dequantised tensor by tensor while it is loaded, and is then what any
-checkpoint is.
+published.py reads keep their codes; such of 8 bits, and gpt-oss, can be packed in 4 bits if asked.
 """
 
 from __future__ import annotations
@@ -14,14 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers.quantizers.auto import AutoHfQuantizer
-from transformers.quantizers.base import HfQuantizer
-
 from peftkit.base.published import UnreadableError, scheme_of
 from peftkit.errors import BaseError
 
 TAKEN_OVER = "bitsandbytes"
-DEQUANTISED = "mxfp4"
 READ = (
     "compressed-tensors (w4a16, w8a16, w8a8, fp8, nvfp4, mxfp4), AWQ (gemm), GPTQ in 4 or 8 bits, "
     "auto-round, FP8, ModelOpt NVFP4, torchao int8 and float8, bitsandbytes"
@@ -39,7 +33,7 @@ def quantized_by(config: Any) -> str:
 
 def published(config: Any) -> dict[str, Any] | None:
     """Return a config's `quantization_config` if published.py reads such a checkpoint."""
-    if quantized_by(config) in ("", TAKEN_OVER, DEQUANTISED):
+    if quantized_by(config) in ("", TAKEN_OVER):
         return None
     try:
         scheme_of(_settings(config))
@@ -57,7 +51,7 @@ def check_readable(name: str, config: Any, quantize: str = "none") -> None:
     Raises:
         BaseError: It is quantised otherwise, or is in 4 bits and is to be packed again.
     """
-    if quantized_by(config) in ("", TAKEN_OVER, DEQUANTISED):
+    if quantized_by(config) in ("", TAKEN_OVER):
         return
     try:
         scheme = scheme_of(_settings(config))
@@ -68,7 +62,7 @@ def check_readable(name: str, config: Any, quantize: str = "none") -> None:
             fix="Give the same model in 16 bits (quantize: nf4 packs it while it is read), or in a "
             f"format that is read: {READ}.",
         ) from None
-    if quantize != "none" and scheme.bits == 4:
+    if quantize != "none" and scheme.bits == 4 and scheme.layout != "gpt_oss":
         raise BaseError(
             f"the weights of {name} are in 4 bits already.",
             found=f"base.quantize is {quantize}, which would round them a second time.",
@@ -82,13 +76,6 @@ def dense_config(config: Any) -> Any:
     for part in (dense, dense.get_text_config()):
         part.__dict__.pop("quantization_config", None)
     return dense
-
-
-def dequantizer(config: Any) -> HfQuantizer:
-    """Return what of transformers makes the weights of the dense model."""
-    settings = _settings(config) | {"dequantize": True}
-    made: HfQuantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
-    return made
 
 
 @contextmanager

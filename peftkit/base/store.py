@@ -27,7 +27,7 @@ from peftkit.base.locate import Location, cache_folder
 from peftkit.base.mapped import fill, mapped, packed_skeleton
 from peftkit.base.pretrained import snapshot
 from peftkit.base.purpose import Purpose
-from peftkit.base.quantized import DEQUANTISED, published, quantized_by
+from peftkit.base.quantized import published, quantized_by
 from peftkit.base.shapes import on_meta
 from peftkit.base.storage_format import LoadedModel, StorageFormat
 from peftkit.errors import BaseError, OutputError, PeftkitError
@@ -79,7 +79,7 @@ def storable(
     if not shared and (form.quantize == "none" or purpose.head is not None):
         return None
     known = published(config)
-    if quantized_by(config) not in ("", DEQUANTISED) and known is None:
+    if quantized_by(config) and known is None:
         return None
     if known is not None and form.quantize == "none":  # opening its own files is as fast
         return None

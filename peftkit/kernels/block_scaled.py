@@ -35,13 +35,17 @@ def unpack_blocks(
     shape: Sequence[int],
     block: int,
     rows: int,
+    turned: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the tensor (..., out, in) as new memory.
+    """Return the tensor (..., out, in) as new memory; if turned, as (..., in, out).
 
     Args:
+        shape: Of what is returned.
         block, rows: Columns and rows to a scale; the last ones may be fewer.
     """
+    if turned:
+        shape = (*shape[:-2], shape[-1], shape[-2])
     scale, *rest = scales
     factor = rest.pop(0) if kind == "nvfp4" else None
     places = rest.pop() if rest and rest[-1].dim() == 1 else None
@@ -60,7 +64,9 @@ def unpack_blocks(
         if rows > 1:
             scale = scale.repeat_interleave(rows, -2)[..., : shape[-2], :]
         found = _apply(torch.mul, found, scale, block).to(dtype)
-    return found if places is None else found.index_select(-1, places)
+    if places is not None:
+        found = found.index_select(-1, places)
+    return found.mT if turned else found
 
 
 def _scale(scale: Tensor, kind: str, factor: Tensor | None) -> Tensor:

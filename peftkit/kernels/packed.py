@@ -31,13 +31,15 @@ class PackedFormat(NamedTuple):
     """How packed data is read.
 
     kind: "nf4", "fp4", "int8", or one of `block_scaled.KINDS`. shape: Of the tensor. block: Values
-    to a scale, along a row unless they are of bitsandbytes. rows: Rows to a scale.
+    to a scale, along a row unless they are of bitsandbytes. rows: Rows to a scale. turned: The
+    tensor is that of the codes with its last two dimensions swapped.
     """
 
     kind: str
     shape: torch.Size
     block: int = BLOCK
     rows: int = 1
+    turned: bool = False
 
 
 def pack_int8(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,6 +116,7 @@ def times_packed(
     shape: Sequence[int],
     block: int,
     rows: int = 1,
+    turned: bool = False,
     total: Tensor | None = None,
 ) -> Tensor:
     """Return x W, (..., in), of a packed W (out, in); added to a total (M, in) where one is given.
@@ -121,7 +124,7 @@ def times_packed(
     An operator, so that torch.compile does not see W: it would make one of this W and that of the
     forward pass, and hold it in between.
     """
-    form = PackedFormat(kind, torch.Size(shape), block, rows)
+    form = PackedFormat(kind, torch.Size(shape), block, rows, turned)
     weight = unpack(packed, tuple(scales), form, x.dtype)
     return x @ weight if total is None else torch.addmm(total, x, weight)
 
@@ -135,6 +138,7 @@ def _like_product(
     shape: Sequence[int],
     block: int,
     rows: int = 1,
+    turned: bool = False,
     total: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], shape[-1])

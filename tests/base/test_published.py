@@ -19,7 +19,7 @@ from peftkit.base.load import Base, load_base
 from peftkit.base.locate import Location
 from peftkit.base.mapped import packed_skeleton
 from peftkit.base.placement import BlockStream
-from peftkit.base.pretrained import check_config
+from peftkit.base.pretrained import check_config, quiet
 from peftkit.base.published import described, read_codes, scheme_of, unpacked
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.storage_format import LoadedModel, StorageFormat
@@ -30,6 +30,7 @@ from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
 from peftkit.quant.audit import audit
 from peftkit.quant.layers import QuantizedLinear, weight_of
+from tests.base.test_quantized import in_mxfp4
 from tests.families import ARCHITECTURES, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -341,6 +342,30 @@ def test_experts_are_stacked_in_their_codes(name: str, family: str, tmp_path: Pa
     experts = found.model.get_submodule("model.layers.0.mlp.experts")
     for leaf, parts in expected.items():
         assert torch.equal(getattr(experts, leaf), torch.stack(parts)), leaf
+
+
+def test_stacks_of_gpt_oss_keep_their_codes(tmp_path: Path) -> None:
+    in_mxfp4(tmp_path)
+    found = built(tmp_path, torch.bfloat16).model
+    with quiet():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert audit(found).quantized_as == "mxfp4"
+    losses = []
+    for model in (found, theirs.requires_grad_(False)):
+        for leaf in ("gate_up_proj", "down_proj"):
+            path = "model.layers.1.mlp.experts"
+            weights = [getattr(m.get_submodule(path), leaf) for m in (model, theirs)]
+            assert torch.equal(*weights), leaf
+        torch.manual_seed(0)
+        adapter = attach(model.float(), LoRA(rank=2, targets=("experts",)))
+        optimizer = torch.optim.SGD(adapter.parameters(), lr=0.1)
+        for _ in range(2):
+            loss = model(input_ids=IDS, labels=IDS).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        adapter.detach()
+    assert losses[:2] == pytest.approx(losses[2:], abs=1e-4)
 
 
 LEAVES = {
