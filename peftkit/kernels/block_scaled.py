@@ -13,17 +13,18 @@ Shapes: codes (..., out, in) or (..., out, in / 2), scales and zeros (..., R, G)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 KINDS = ("int4", "uint8", "fp8", "mxfp4", "nvfp4")
 PAIRED = ("int4", "mxfp4", "nvfp4")
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _WIDE = {2: torch.int32, 4: torch.int64}
 """Bytes of a value -> what holds two of them."""
+PIECE = 1 << 17
+"""Values that a CPU dequantises at a time."""
 _BLOCKS = tuple(1 << power for power in range(12, 5, -1))
 """Values to a scale that bitsandbytes' kernel of 8 bits takes."""
 
@@ -55,15 +56,9 @@ def unpack_blocks(
     if kind == "fp8" or (kind == "uint8" and zero is None):
         found = _by_table(packed, scale, kind, shape, block, rows, dtype)
     if found is None:
-        known = dtype if dtype.itemsize in _WIDE else torch.float32
-        found = _values(packed, kind, known)
-        if kind in ("int4", "uint8"):
-            _apply(
-                torch.sub, found, (8 if kind == "int4" else 128) if zero is None else zero, block
-            )
         if rows > 1:
             scale = scale.repeat_interleave(rows, -2)[..., : shape[-2], :]
-        found = _apply(torch.mul, found, scale, block).to(dtype)
+        found = _in_pieces(packed, scale, zero, kind, shape, block, dtype)
     if places is not None:
         found = found.index_select(-1, places)
     return found.mT if turned else found
@@ -85,38 +80,72 @@ def exponents(scale: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(power, dtype=torch.float32), power)
 
 
-def _values(packed: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-    """Return what the codes say before zeros and scales."""
+def _in_pieces(
+    packed: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    kind: str,
+    shape: Sequence[int],
+    block: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return codes less zeros, times scales.
+
+    On a CPU some rows at a time, so that what lies in between stays in its cache.
+    """
+    known = dtype if dtype.itemsize in _WIDE else torch.float32
+    middle = {"int4": 8, "uint8": 128}.get(kind, 0) if zero is None else 0
+    pairs = _pairs(kind, middle, known, packed.device) if kind in PAIRED else None
+    made = packed.new_empty((math.prod(shape[:-1]), shape[-1]), dtype=known)
+    codes, scale = packed.flatten(0, -2), scale.expand(*shape[:-1], -1).flatten(0, -2)
+    zeros = None if zero is None else zero.flatten(0, -2)
+    is_real = type(packed) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
+    step = max(PIECE // shape[-1], 1) if is_real and packed.device.type == "cpu" else len(made)
+    for at in range(0, len(made), step):
+        part = slice(at, at + step)
+        values = _values(codes[part], kind, middle, pairs, known)
+        if zeros is not None:
+            _apply(torch.sub, values, zeros[part], block, values)
+        _apply(torch.mul, values, scale[part], block, made[part])
+    return made.to(dtype).view(*shape)
+
+
+def _values(
+    packed: Tensor, kind: str, middle: int, pairs: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return what codes (rows, ...) say before tensors of zeros, and scales.
+
+    Args:
+        middle: What integers count from where there are no zeros.
+        pairs: Of kinds of 4 bits: both values of each byte.
+    """
+    if pairs is not None:
+        wide = pairs.view(_WIDE[dtype.itemsize]).flatten()
+        return wide.index_select(0, packed.flatten().int()).view(dtype).view(len(packed), -1)
+    if kind == "fp8":
+        return packed.view(torch.float8_e4m3fn).to(dtype)
+    return packed.to(dtype).sub_(middle)
+
+
+def _pairs(kind: str, middle: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the two values of every byte: (256, 2)."""
+    byte = torch.arange(256, dtype=torch.uint8, device=device)
+    codes = torch.stack([byte & 15, byte >> 4], 1)
     if kind == "int4":
-        made = packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=dtype)
-        made[..., ::2] = packed & 15
-        made[..., 1::2] = packed >> 4
-        return made
-    if kind in PAIRED:
-        pairs = _pairs(dtype, packed.device).view(_WIDE[dtype.itemsize]).flatten()
-        return pairs[packed.int()].view(dtype)
-    return (packed.view(torch.float8_e4m3fn) if kind == "fp8" else packed).to(dtype)
+        return codes.to(dtype).sub_(middle)
+    bits = (codes & 8) << 4 | (codes & 7) << 2  # e2m1 as e4m3, but for its bias
+    return bits.view(torch.float8_e4m3fn).float().mul_(64).to(dtype)
 
 
-@cache
-def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the two values of every byte of e2m1 codes: (256, 2)."""
-    byte = torch.arange(256)
-    return torch.tensor(_E2M1)[torch.stack([byte & 15, byte >> 4], 1)].to(device, dtype)
-
-
-def _apply(how: Callable[..., Tensor], made: Tensor, by: Tensor | int, block: int) -> Tensor:
+def _apply(how: Callable[..., Tensor], values: Tensor, by: Tensor, block: int, out: Tensor) -> None:
     """Subtract from values, or multiply them by, what there is for each block of columns."""
-    if isinstance(by, int):
-        return made.sub_(by)
-    width = made.shape[-1]
+    width = values.shape[-1]
     if by.shape[-1] * block == width:
-        view = made.unflatten(-1, (-1, block))
+        values, out = values.unflatten(-1, (-1, block)), out.unflatten(-1, (-1, block))
         by = by[..., None]
     else:
-        view, by = made, by.repeat_interleave(block, -1)[..., :width]
-    how(view, by, out=view)  # rounded once: no float32 is written in between
-    return made
+        by = by.repeat_interleave(block, -1)[..., :width]
+    how(values, by, out=out)  # rounded once: no float32 is written in between
 
 
 def _by_table(
@@ -143,9 +172,7 @@ def _by_table(
     return found
 
 
-@cache
 def _table(kind: str, device: torch.device) -> Tensor:
     """Return the value of every byte, in float32."""
-    byte = torch.arange(256, dtype=torch.uint8)
-    values = byte.view(torch.float8_e4m3fn).float() if kind == "fp8" else byte.float() - 128
-    return values.to(device)
+    byte = torch.arange(256, dtype=torch.uint8, device=device)
+    return byte.view(torch.float8_e4m3fn).float() if kind == "fp8" else byte.float() - 128
