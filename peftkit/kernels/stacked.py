@@ -124,8 +124,11 @@ class AdaptedStack:
         if stack.a.shape[:-1].numel() <= stack.dense_columns:
             return out + _dense_update(x, stack.a, stack.b, kwargs["offs"])
         missing = -stack.a.shape[-2] % _ALIGNED
-        a = functional.pad(stack.a, (0, 0, 0, missing))
-        b = functional.pad(stack.b, (0, missing))
+        # some GPUs' kernels give experts without tokens a gradient (pytorch issue 172439)
+        used = torch.diff(kwargs["offs"], prepend=kwargs["offs"].new_zeros(1))[:, None, None] > 0
+        a, b = (part.where(used, part.detach()) for part in (stack.a, stack.b))
+        a = functional.pad(a, (0, 0, 0, missing))
+        b = functional.pad(b, (0, missing))
         return out + func(func(x, a.mT, **kwargs), b.mT, **kwargs)
 
 

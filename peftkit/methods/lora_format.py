@@ -100,16 +100,18 @@ class LoRAFormat(PeftFormat[LoRA]):
     def with_missing(
         self, module: AdapterModule, state: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """Add the subtracted start that PEFT's PiSSA and OLoRA make again from the weight."""
-        if not isinstance(module, LoRALinear) or module.start_A is None or module.start_B is None:
+        """Add the subtracted values that PEFT's PiSSA and OLoRA make again from the weight."""
+        if not isinstance(module, LoRALinear):
             return state
         a, b = state["lora_A.weight"], state["lora_B.weight"]
-        start_a, start_b = module.start_A, module.start_B
+        start_a, start_b = module.initial_A, module.initial_B
+        if start_a is None or start_b is None:
+            return state
         if start_a.is_meta:  # only the shapes are asked for
             start_a = torch.empty_like(start_a, device=a.device)
             start_b = torch.empty_like(start_b, device=b.device)
         else:
-            start_a, start_b = module.subtracted_start(exact=True)
+            start_a, start_b = module.subtracted_values(exact=True)
         return {
             **state,
             "lora_A.weight": torch.cat([a, start_a.to(a)]),

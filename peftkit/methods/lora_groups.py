@@ -181,7 +181,7 @@ class FusedWeightGroup(Group):
         kinds: dict[Any, list[LoRALinear]] = {}
         for layer in layers:
             weight = frozen_weight(layer.base)
-            if weight is not None and layer.start_A is None:
+            if weight is not None and layer.initial_A is None:
                 kind = weight.dtype, weight.device, layer.in_features
                 kinds.setdefault(kind, []).append(layer)
         return list(kinds.values())
@@ -253,7 +253,7 @@ class SeparateWeightGroup(Group):
     def fitting(cls, layers: Sequence[LoRALinear]) -> list[list[LoRALinear]]:
         kinds: dict[Any, list[LoRALinear]] = {}
         for layer in layers:
-            if is_known(layer.base) and layer.start_A is None:
+            if is_known(layer.base) and layer.initial_A is None:
                 kind = _dtype_of(layer.base), layer.lora_A.device, layer.in_features
                 kinds.setdefault(kind, []).append(layer)
         return list(kinds.values())

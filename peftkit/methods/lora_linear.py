@@ -57,13 +57,13 @@ class LoRALinear(AdapterModule):
     Attributes:
         lora_A: (num_roles * r, in).
         lora_B: (num_rows, r): the output rows that are adapted, all of them unless fused.
-        start_A, start_B: (r, in), (out, r): the subtracted start of PiSSA and OLoRA, or None.
+        initial_A, initial_B: (r, in), (out, r): the subtracted start of PiSSA and OLoRA, or None.
         group: Computes it while it is trained; None: it does so itself.
         training_layout: What puts it into a group (see grouping.py).
     """
 
-    start_A: Tensor | None
-    start_B: Tensor | None
+    initial_A: Tensor | None
+    initial_B: Tensor | None
     group: Grouped | None = None
     training_layout: TrainingLayout | None = None
 
@@ -86,18 +86,18 @@ class LoRALinear(AdapterModule):
         self.lora_A = self.new_parameter(self.slice.num_roles * rank, self.in_features, dtype=dtype)
         self.lora_B = self.new_parameter(self.slice.num_rows, rank, dtype=dtype)
         subtracts = init in SUBTRACTED
-        for name, like in (("start_A", self.lora_A), ("start_B", self.lora_B)):
+        for name, like in (("initial_A", self.lora_A), ("initial_B", self.lora_B)):
             start = torch.zeros_like(like.detach()) if subtracts else None
             self.register_buffer(name, start, persistent=False)
 
     def full_a(self) -> Tensor:
         """Return A as it is applied and saved: (R, in)."""
-        return self.lora_A if self.start_A is None else torch.cat([self.lora_A, self.start_A])
+        return self.lora_A if self.initial_A is None else torch.cat([self.lora_A, self.initial_A])
 
     def full_b(self) -> Tensor:
         """Return B as it is applied and saved: (out, R), zero rows where nothing is adapted."""
-        if self.start_B is not None:
-            return torch.cat([self.lora_B, -self.start_B], dim=1)
+        if self.initial_B is not None:
+            return torch.cat([self.lora_B, -self.initial_B], dim=1)
         return self.slice.spread_matrix(self.lora_B)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -108,29 +108,29 @@ class LoRALinear(AdapterModule):
         if not self.enabled:
             return out
         x = self.dropout(x)
-        if self.start_A is None or self.start_B is None:
+        if self.initial_A is None or self.initial_B is None:
             return add_lora(out, x, self.full_a(), self.full_b(), self.scaling)
         # the same products in the same order on both sides, so that their difference starts at
         # zero; torch folds an x with gaps for a weight that trains, not for one that is frozen
         x = x.contiguous()
-        moved = low_rank(x, self.lora_A, self.lora_B) - low_rank(x, self.start_A, self.start_B)
+        moved = low_rank(x, self.lora_A, self.lora_B) - low_rank(x, self.initial_A, self.initial_B)
         return out + self.scaling * moved
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
-        if self.start_A is None or self.start_B is None:
+        if self.initial_A is None or self.initial_B is None:
             a = drawn(self.init, self.lora_A.shape, self.rank, generator)
             return self.init_from(a, None)
-        return self.init_from(*self.subtracted_start())
+        return self.init_from(*self.subtracted_values())
 
     @torch.no_grad()
-    def subtracted_start(self, *, exact: bool = False) -> tuple[Tensor, Tensor]:
+    def subtracted_values(self, *, exact: bool = False) -> tuple[Tensor, Tensor]:
         """Make what is subtracted from the base's weight, and return it; see `of_weight`."""
-        assert self.start_A is not None
-        assert self.start_B is not None
+        assert self.initial_A is not None
+        assert self.initial_B is not None
         weight = weight_of(self.base).float()
         a, b = of_weight(self.init, weight, self.rank, self.scaling, exact=exact)
-        return self.start_A.copy_(a), self.start_B.copy_(b)
+        return self.initial_A.copy_(a), self.initial_B.copy_(b)
 
     @torch.no_grad()
     def init_from(self, *start: Tensor | None) -> None:
@@ -141,7 +141,7 @@ class LoRALinear(AdapterModule):
         return {"lora_A.weight": self.full_a().detach(), "lora_B.weight": self.full_b().detach()}
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        columns = self.lora_A.shape[0] * (1 if self.start_A is None else 2)
+        columns = self.lora_A.shape[0] * (1 if self.initial_A is None else 2)
         return {
             "lora_A.weight": (columns, self.in_features),
             "lora_B.weight": (self.out_features, columns),
@@ -151,10 +151,10 @@ class LoRALinear(AdapterModule):
     def load(self, state: Mapping[str, Tensor]) -> None:
         a, b = state["lora_A.weight"], state["lora_B.weight"]
         self.lora_A.copy_(a[: self.lora_A.shape[0]])
-        if self.start_A is not None and self.start_B is not None:
+        if self.initial_A is not None and self.initial_B is not None:
             self.lora_B.copy_(b[:, : self.rank])
-            self.start_A.copy_(a[self.rank :])
-            self.start_B.copy_(-b[:, self.rank :])
+            self.initial_A.copy_(a[self.rank :])
+            self.initial_B.copy_(-b[:, self.rank :])
         else:
             self.lora_B.copy_(self.slice.take_matrix(b))
 

@@ -13,10 +13,10 @@ from torch.optim import optimizer
 from torch.utils.checkpoint import checkpoint
 
 from peftkit.adapter import Adapter, attach
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.kernels.grouped import GroupedLinear, Member, grouped_linear_reference
 from peftkit.kernels.lora_update import Layer, Piece, beside
 from peftkit.kernels.packing import keep_copies
-from peftkit.methods import grouping
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_groups import FusedWeightGroup, Group, SeparateWeightGroup
 from peftkit.methods.lora_linear import LoRALinear
@@ -42,7 +42,8 @@ def built(family: str, dtype: torch.dtype, kind: str = "none", kept: bool = True
 @pytest.fixture(params=[FusedWeightGroup, SeparateWeightGroup])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Group]:
     """Have groups computed like this."""
-    monkeypatch.setattr(grouping, "_kind_for", lambda device: request.param)
+    layout = "fused" if request.param is FusedWeightGroup else "separate"
+    monkeypatch.setattr(ExecutionPlan, "lora_layout", layout)
     return request.param
 
 
