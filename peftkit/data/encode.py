@@ -15,7 +15,7 @@ from peftkit.data.chat import Chat, Rendered, Span, special_texts
 from peftkit.data.format import Completion, Conversation, Example, Instruction, Text
 from peftkit.data.messages import Message
 from peftkit.data.pack import IGNORE, Row
-from peftkit.errors import DataError
+from peftkit.errors import BaseError, DataError
 
 # the prompts of Stanford Alpaca, for tokenizers that know no chat
 ALPACA = (
@@ -318,3 +318,45 @@ def row_of(ids: Sequence[int], learnt: Sequence[bool], source: str) -> Row:
         labels[0] = IGNORE
     stop = next((n for n in range(len(labels), 0, -1) if labels[n - 1] != IGNORE), len(labels))
     return Row(tuple(ids[:stop]), tuple(labels[:stop]), (stop,), source)
+
+
+class SpecialTokens:
+    """A tokenizer's own beginning and end of a text, apart from the text.
+
+    Attributes:
+        lead, tail: Tokens before and after every text.
+
+    Raises:
+        BaseError: The tokenizer does not put the same tokens around every text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.lead, self.tail = self._around("a")
+        if self._around("the 2 of us") != (self.lead, self.tail):
+            raise BaseError(
+                "Cannot tell what the tokenizer of the base puts around a text.",
+                found="It is not the same tokens for every text.",
+                fix="Give a base whose tokenizer does so.",
+            )
+
+    @property
+    def size(self) -> int:
+        """How many tokens stand around a text."""
+        return len(self.lead) + len(self.tail)
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the tokens of a text without those around it."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def put_around(self, ids: Sequence[int]) -> list[int]:
+        """Return tokens with those around them."""
+        return [*self.lead, *ids, *self.tail]
+
+    def _around(self, text: str) -> tuple[list[int], list[int]]:
+        bare, full = self.tokens(text), list(self._tokenizer(text)["input_ids"])
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                return full[:start], full[start + len(bare) :]
+        return [], full  # never the same for two texts

@@ -25,10 +25,9 @@ from peftkit.data.documents import agreed_style
 from peftkit.data.encode import Encoder, Style, require_template, row_of, with_bos
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import Completion, Conversation, Example, Instruction, ParsedRow
-from peftkit.data.image_processor import Asked
+from peftkit.data.image_processor import Asked, ImageTemplate, expanded
 from peftkit.data.image_row import ImageRow
 from peftkit.data.image_rows import MARK, parse_with_images
-from peftkit.data.image_template import ImageTemplate, expanded
 from peftkit.data.images import Picture
 from peftkit.data.load import Record
 from peftkit.data.messages import Message

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from peftkit.data.cache import tokenizer_key
 from peftkit.data.columns import Dropped
+from peftkit.data.encode import SpecialTokens
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import (
     Completion,
@@ -19,7 +20,6 @@ from peftkit.data.format import (
     parse,
 )
 from peftkit.data.load import Record
-from peftkit.data.special_tokens import SpecialTokens
 from peftkit.errors import DataError
 
 

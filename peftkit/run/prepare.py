@@ -29,7 +29,6 @@ from peftkit.run.config import Recipe
 from peftkit.run.distill import answer_rows
 from peftkit.tasks.distill.task import Distill
 from peftkit.tasks.protocol import Task, TaskConfig
-from peftkit.tasks.splits import load_splits
 from peftkit.train.checkpoints.checkpoint import Checkpoints
 from peftkit.train.checkpoints.identity import fingerprint
 from peftkit.train.rank_monitor import RankMonitor
@@ -119,7 +118,7 @@ def prepare(
     if isinstance(task, Distill):
         answer_rows(recipe, base, task, on_event)
     recipe = recipe.model_copy(update={"data": task.data})
-    train, evaluation = load_splits(task, recipe.data)
+    train, evaluation = task.load_splits(recipe.data)
     if company is not None:
         company.check_equal_across_ranks(
             rows={"train": _known_by(train), "eval": _known_by(evaluation)}
@@ -202,7 +201,7 @@ def _initial_values(
         original = load_base(**known, purpose=settings.purpose, device="cpu", on_event=on_event)
         return method, loftq_starts(base.model, method, original.model)
     task = settings.on(base.model, base.processor, recipe.data)
-    rows, _ = load_splits(task, recipe.data.model_copy(update={"eval": None}))
+    rows, _ = task.load_splits(recipe.data.model_copy(update={"eval": None}))
     found, starts = init_from_rows(base.model, method, task, rows, seed=recipe.train.seed)
     return as_on_main(base.model, method, found, starts, World(base.device))
 

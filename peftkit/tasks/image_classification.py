@@ -16,10 +16,9 @@ from pydantic import field_validator
 from torch import Tensor, nn
 
 from peftkit.base.purpose import ProblemType, Processor, labels_of
-from peftkit.data.class_folders import class_folders, iterate_images
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.images import Picture, picture, require_pillow
-from peftkit.data.load import DataConfig, Part, Record
+from peftkit.data.load import DataConfig, Part, Record, iterate_records
 from peftkit.data.stored import StoredRows
 from peftkit.errors import DataError
 from peftkit.files.strict_json import shown
@@ -28,6 +27,8 @@ from peftkit.tasks.labels import field_of, label_name, number_of, sorted_names
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.metrics import class_metrics
 from peftkit.tasks.protocol import Task
+
+DATA_FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,3 +175,53 @@ class ImageClassificationConfig(ClassifierConfig):
     @property
     def problem_type(self) -> ProblemType:
         return "single_label_classification"
+
+
+def class_folders(where: str, image: str, label: str) -> list[Record] | None:
+    """Return a record for each image in folders of classes; None where there are no such folders.
+
+    Args:
+        image, label: Names that the records' fields are given.
+
+    Raises:
+        DataError: The folders are empty.
+    """
+    folder = Path(where).expanduser()
+    if not _has_class_folders(folder):
+        return None
+    found = [
+        Record({image: path, label: kind.name}, str(path))
+        for kind in _shown(folder)
+        if kind.is_dir()
+        for path in _shown(kind)
+    ]
+    if not found:
+        raise DataError(
+            f"Cannot use {where}.",
+            found="It holds folders, and no files in them.",
+            fix="Give a folder with one folder of images for each class.",
+        )
+    return found
+
+
+def iterate_images(where: str, image: str, label: str) -> Iterator[Record]:
+    """Yield one record per image: fields named `image` and `label`, and its source.
+
+    Raises:
+        DataError: There are none, or they cannot be read.
+    """
+    yield from class_folders(where, image, label) or iterate_records(where)
+
+
+def _has_class_folders(folder: Path) -> bool:
+    """Tell whether a folder holds folders, and no files that a data set is made of."""
+    if not folder.is_dir():
+        return False
+    entries = _shown(folder)
+    return any(entry.is_dir() for entry in entries) and not any(
+        entry.suffix.lower() in DATA_FILES for entry in entries
+    )
+
+
+def _shown(folder: Path) -> list[Path]:
+    return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))

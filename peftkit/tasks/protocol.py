@@ -25,7 +25,7 @@ from peftkit.data.chat import choose_template
 from peftkit.data.documents import agreed_style, style_of
 from peftkit.data.encode import Style
 from peftkit.data.encoding import RowEncoder
-from peftkit.data.lazy_rows import LazyRows
+from peftkit.data.lazy_rows import LazyRows, weighted
 from peftkit.data.lengths import padded
 from peftkit.data.load import DataConfig, Record
 from peftkit.data.stored import StoredRows
@@ -101,6 +101,34 @@ class Task(loop.Task, ABC):
         """Return a file's rows and a share of them that is held out, by a hash of each row."""
         left, held_out = self.encode(where).held_out(share)
         return self.prepare_rows(left), self.prepare_rows(held_out)
+
+    def load_splits(self, data: DataConfig) -> tuple[LazyRows, Sequence[Any]]:
+        """Return the training rows and the eval rows, as a recipe's data section says.
+
+        Raises:
+            DataError: Rows cannot be used; or the share that is held out is none or all of them.
+        """
+        sources, share = data.sources, data.eval
+        if isinstance(share, str) or share is None:
+            trained = [(self.load(source.path), source.weight) for source in sources]
+            held = [self.load(share)] if share else []
+        else:
+            parts = [self.split(source.path, share) for source in sources]
+            trained = [
+                (rows, source.weight) for (rows, _), source in zip(parts, sources, strict=True)
+            ]
+            held = [out for _, out in parts]
+            for what, count in (
+                ("held out", sum(map(len, held))),
+                ("left to learn from", sum(len(rows) for rows, _ in trained)),
+            ):
+                if not count:
+                    raise DataError(
+                        f"data.eval: {share} is no share of {data.train_name}.",
+                        found=f"No row is {what}.",
+                        fix="Take another share, or name a file.",
+                    )
+        return weighted(trained), weighted([(rows, 1.0) for rows in held]) if held else []
 
     def encode(self, where: str) -> StoredRows:
         """Return a file's rows as the encoder makes them, and tell what became of them."""

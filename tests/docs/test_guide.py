@@ -18,7 +18,6 @@ import yaml
 
 import peftkit
 from peftkit import PeftkitError, load_recipe
-from peftkit.data.class_folders import iterate_images
 from peftkit.data.format import parse as parse_rows
 from peftkit.data.image_rows import parse_with_images
 from peftkit.data.load import DataConfig, read_records
@@ -26,6 +25,7 @@ from peftkit.data.pairs import read_pairs
 from peftkit.data.preferences import read_pairs_of, read_verdicts
 from peftkit.run.config import Recipe
 from peftkit.tasks.distill.rows import with_answer
+from peftkit.tasks.image_classification import iterate_images
 from peftkit.tasks.labels import text_of
 from peftkit.tasks.table import TASKS
 from peftkit_cli.app import app
