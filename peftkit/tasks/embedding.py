@@ -29,9 +29,9 @@ from peftkit.data.lengths import padded_texts
 from peftkit.data.load import DataConfig, Record
 from peftkit.data.stored import StoredRows
 from peftkit.errors import DataError
-from peftkit.events import Listener, Progress, ignore
+from peftkit.events import Listener, ignore
 from peftkit.tasks.loss import accepted, unwrapped
-from peftkit.tasks.measure import BATCH_SIZE, over_batches
+from peftkit.tasks.measure import over_batches, over_texts
 from peftkit.tasks.pooling import Pooled, pooled, pooling_for, pooling_of, write_modules
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.texts import Texts, TextsRow, joined_texts
@@ -264,17 +264,15 @@ class Embedding(Task):
         recalls = {f"recall@{k}": float((rank <= k).float().mean()) for k in RECALL_AT}
         return {"loss": float(torch.cat(losses).mean()), **recalls, "mrr": float((1 / rank).mean())}
 
-    @torch.no_grad()
     def vectors(
         self, model: nn.Module, texts: Sequence[str], on_event: Listener = ignore
     ) -> list[list[float]]:
         """Return the vector of each text."""
-        device, found = next(model.parameters()).device, list[list[float]]()
-        for start in range(0, len(texts), 4 * BATCH_SIZE):
-            on_event(Progress("Embedding", start, len(texts)))
-            encoded = [self.texts.encode(text) for text in texts[start : start + 4 * BATCH_SIZE]]
-            batch = {name: t.to(device) for name, t in self.texts.collate(encoded).items()}
-            found += self.embed(model, batch).tolist()
+        encoded = [self.texts.encode(text) for text in texts]
+        embed = partial(self.embed, model)
+        found: list[list[float]] = over_texts(
+            self.texts, model, encoded, embed, "Embedding", on_event
+        )
         return found
 
     def predict_rows(

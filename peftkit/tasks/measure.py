@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from peftkit.data.lengths import tokens_of_each
 from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.protocol import Task
+from peftkit.tasks.texts import Encoded, Texts
 from peftkit.train.batches import split_micro_batches
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
 
@@ -33,6 +34,20 @@ def mean_loss(
         total += float(loss)
         num_targets += task.num_targets(batch)
     return total / num_targets, num_targets
+
+
+@torch.no_grad()
+def mean_metrics(
+    task: Task, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+) -> dict[str, float]:
+    """Return the mean loss of rows, and what is told at each step of training."""
+    total, num_targets = torch.zeros(1 + task.num_metrics), 0
+    compute = partial(task.loss_and_metric_sums, model)
+    for _, batch, sums in over_batches(task, model, rows, "Comparing", on_event, compute):
+        total += sums.cpu()
+        num_targets += task.num_targets(batch)
+    loss, *means = (total / num_targets).tolist()
+    return {"loss": loss, **task.metric_means(means)}
 
 
 def over_batches(
@@ -86,3 +101,29 @@ def over_batches(
             fits = lambda row: attempt([row]) is not None  # noqa: E731
             raise too_large(some[0], rows, fits, fix=_FIX)
         size = len(some) // 2
+
+
+@torch.no_grad()
+def over_texts(
+    texts: Texts,
+    model: nn.Module,
+    encoded: Sequence[Encoded],
+    compute: Callable[[Mapping[str, Tensor]], Tensor],
+    text: str,
+    on_event: Listener,
+) -> list[Any]:
+    """Return what is computed of each text, as plain numbers; shortest first, in their order.
+
+    Args:
+        compute: Makes a number, or several, of each text of a batch. text: Of the progress.
+    """
+    device, found = next(model.parameters()).device, [None] * len(encoded)
+    order = sorted(range(len(encoded)), key=lambda n: len(encoded[n].input_ids))
+    for start in range(0, len(order), 2 * BATCH_SIZE):
+        on_event(Progress(text, start, len(order)))
+        part = order[start : start + 2 * BATCH_SIZE]
+        batch = texts.collate([encoded[n] for n in part])
+        values = compute({name: tensor.to(device) for name, tensor in batch.items()})
+        for n, value in zip(part, values.tolist(), strict=True):
+            found[n] = value
+    return found

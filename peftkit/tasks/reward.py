@@ -27,9 +27,9 @@ from peftkit.data.format import Completion, Conversation, Example, Instruction, 
 from peftkit.data.lengths import padded_texts
 from peftkit.data.load import DataConfig, Record
 from peftkit.data.preferences import NOTHING_TO_COMPARE, Pair, read_pairs_of
-from peftkit.events import Listener, Progress, ignore
+from peftkit.events import Listener, ignore
 from peftkit.tasks.loss import accepted
-from peftkit.tasks.measure import BATCH_SIZE, over_batches
+from peftkit.tasks.measure import mean_metrics, over_texts
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.texts import Encoded, Texts, TextsRow, joined_texts
 
@@ -177,34 +177,19 @@ class Reward(Task):
         pairs = zip(names, row.texts, strict=True)
         return [(name, self.texts.pieces(document.input_ids)) for name, document in pairs]
 
-    @torch.no_grad()
     def metrics(
         self, model: nn.Module, rows: Sequence[RewardRow], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return the loss, and what is told at each step of training."""
-        total = torch.zeros(1 + self.num_metrics)
-        compute = partial(self.loss_and_metric_sums, model)
-        for *_, sums in over_batches(self, model, rows, "Comparing", on_event, compute):
-            total += sums.cpu()
-        loss, *means = (total / len(rows)).tolist()
-        return {"loss": loss, **self.metric_means(means)}
+        return mean_metrics(self, model, rows, on_event=on_event)
 
-    @torch.no_grad()
     def scores(
         self, model: nn.Module, examples: Sequence[Example], on_event: Listener = ignore
     ) -> list[float]:
         """Return the reward of each example; longer ones lose their end."""
-        device = next(model.parameters()).device
         documents = [self.row_encoder.encoded(example) for example in examples]
-        order = sorted(range(len(documents)), key=lambda n: len(documents[n].input_ids))
-        found = [0.0] * len(documents)
-        for start in range(0, len(order), BATCH_SIZE):
-            on_event(Progress("Scoring", start, len(order)))
-            part = order[start : start + BATCH_SIZE]
-            batch = self.texts.collate([documents[n] for n in part])
-            values = self.values(model, {name: t.to(device) for name, t in batch.items()})
-            for n, value in zip(part, values.tolist(), strict=True):
-                found[n] = value
+        values = partial(self.values, model)
+        found: list[float] = over_texts(self.texts, model, documents, values, "Scoring", on_event)
         return found
 
     def predict_rows(

@@ -6,7 +6,7 @@ Shapes: B rows, L labels.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -38,7 +38,7 @@ from peftkit.tasks.labels import (
     value_of,
 )
 from peftkit.tasks.loss import unwrapped
-from peftkit.tasks.measure import BATCH_SIZE
+from peftkit.tasks.measure import over_texts
 from peftkit.tasks.metrics import class_metrics, multi_label_metrics, number_metrics
 from peftkit.tasks.protocol import Task
 from peftkit.tasks.texts import Texts
@@ -189,7 +189,12 @@ class SequenceClassification(Classifier):
         return class_metrics(logits.argmax(-1), targets)
 
     @torch.no_grad()
-    def predict(self, model: nn.Module, texts: Sequence[str | tuple[str, str]]) -> Tensor:
+    def predict(
+        self,
+        model: nn.Module,
+        texts: Sequence[str | tuple[str, str]],
+        on_event: Listener = ignore,
+    ) -> Tensor:
         """Return the probability of each label (B, L), or the number (B, 1).
 
         Args:
@@ -198,7 +203,6 @@ class SequenceClassification(Classifier):
         Raises:
             DataError: One is empty, or is no pair, or one too many.
         """
-        device = next(model.parameters()).device
         pairs = [(text, None) if isinstance(text, str) else text for text in texts]
         for pair in pairs:
             if (pair[1] is None) != (self.config.pair is None) or not all(
@@ -210,7 +214,10 @@ class SequenceClassification(Classifier):
                     fix="Give one text." if self.config.pair is None else "Give pairs of texts.",
                 )
         rows = [self.texts.encode(*pair) for pair in pairs]
-        batch = {name: t.to(device) for name, t in self.texts.collate(rows).items()}
+        said = partial(self._said, model)
+        return torch.tensor(over_texts(self.texts, model, rows, said, "Classifying", on_event))
+
+    def _said(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         logits = self.logits(model, batch)
         if self.problem == "regression":
             return logits
@@ -220,12 +227,9 @@ class SequenceClassification(Classifier):
         self, model: nn.Module, texts: Sequence[str | tuple[str, str]]
     ) -> list[dict[str, float]]:
         """Return the probability of each label, or the "value", of each text."""
-        found: list[dict[str, float]] = []
-        for start in range(0, len(texts), BATCH_SIZE):
-            for row in self.predict(model, texts[start : start + BATCH_SIZE]).tolist():
-                labelled = zip(self.labels, row, strict=True)
-                found.append(dict(sorted(labelled, key=lambda pair: -pair[1])))
-        return found
+        rows = self.predict(model, texts).tolist()
+        named = [zip(self.labels, row, strict=True) for row in rows]
+        return [dict(sorted(row, key=lambda pair: -pair[1])) for row in named]
 
     def predict_rows(
         self,

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.data.encode import Style
+from peftkit.data.lengths import rounded_up
 from peftkit.data.pack import collate, labelled_pieces, last_answer
 from peftkit.events import Listener, ignore
 from peftkit.tasks.attention import TrainingAttention, training_attention
-from peftkit.tasks.head import head_of, token_loss, token_losses
+from peftkit.tasks.head import head_of, token_log_probs, token_loss, token_losses
+from peftkit.tasks.isolation import check_causal
 from peftkit.tasks.length import exact_length
 from peftkit.tasks.loss import accepted, unwrapped
 from peftkit.tasks.measure import mean_loss
@@ -214,3 +216,47 @@ class AnswerTask(TokenTask):
     def last_answer(self, row: Any) -> tuple[list[int], str]:
         """Return what comes before a document's last learnt answer, and the answer's text."""
         return last_answer(self.tokenizer, row)
+
+
+class DocumentTask(AnswerTask):
+    """A task whose rows are documents to compare: how likely each answer is decides the loss.
+
+    Raises:
+        BaseError: The model is not causal.
+    """
+
+    predicts_tokens: ClassVar[bool] = False
+    is_causal: ClassVar[bool] = True
+
+    def __init__(self, model: nn.Module, processor: Any, *config: Any, **more: Any) -> None:
+        check_causal(model)
+        super().__init__(model, processor, *config, **more)
+
+    def positions(self, lengths: Sequence[int], shared: int = 0) -> int:
+        """Return how many positions documents take that go through the model at once.
+
+        Args:
+            shared: Tokens that several begin with, beyond the first time.
+        """
+        padded = len(lengths) * rounded_up(max(lengths))
+        if self._attention is None:
+            return padded
+        if self._attention.takes_spans:
+            return sum(lengths) - shared
+        return min(padded, num_positions(lengths) - shared)
+
+    def padded(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Return documents as a batch, padded on the right; document (n,): whose a token is."""
+        batch = super().padded(rows)
+        return {**batch, "document": batch["target_index"] // batch["input_ids"].shape[1]}
+
+    def token_log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the log-probability of each answer token (n,), in fp32."""
+        inputs = self.model_inputs(model, batch)
+        found = token_log_probs(model, self._head, inputs, batch["target_index"], batch["targets"])
+        if not found.requires_grad:  # no backward pass will ask again
+            self.forget_layout()
+        return found
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.loss_and_metric_sums(model, batch)[0]

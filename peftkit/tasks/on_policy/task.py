@@ -17,12 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.data.encode import Encoder, Style, stop_ids
-from peftkit.data.lengths import MULTIPLE
 from peftkit.data.load import DataConfig
 from peftkit.events import Listener, ScoredAnswer, ignore
 from peftkit.model.modes import adapters_off
-from peftkit.tasks.head import token_log_probs
-from peftkit.tasks.isolation import check_causal
 from peftkit.tasks.on_policy.losses import (
     OF_TOKENS,
     advantages,
@@ -31,13 +28,12 @@ from peftkit.tasks.on_policy.losses import (
 )
 from peftkit.tasks.on_policy.rewards import Rewards, source_hashes
 from peftkit.tasks.on_policy.rows import Group, Prompt, PromptEncoder, asked
-from peftkit.tasks.token_task import AnswerTask
-from peftkit.tasks.unpadding import num_positions
+from peftkit.tasks.token_task import DocumentTask
 from peftkit.train.rollouts import seed_of
 from peftkit.train.task import Rollout, SampledAnswer, Sampler, SetupContext
 
 
-class GRPO(AnswerTask):
+class GRPO(DocumentTask):
     """Answers in groups, weighted by how much better than their group they are.
 
     Raises:
@@ -45,15 +41,12 @@ class GRPO(AnswerTask):
         DataError: A chat template or a length that cannot be.
     """
 
-    predicts_tokens: ClassVar[bool] = False
-    is_causal: ClassVar[bool] = True
     makes_rows: ClassVar[bool] = True
     num_metrics: ClassVar[int] = 4
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, config: Any, data: DataConfig, **more: Any
     ) -> None:
-        check_causal(model)
         super().__init__(model, tokenizer, config, data, **more)
         self.updates = config.updates
         if self._style is None:
@@ -211,18 +204,7 @@ class GRPO(AnswerTask):
         """Return how many positions the answers of rows take that go through at once."""
         groups = [self._as_group(row) for row in rows]
         lengths = [len(g.prompt) + len(answer) for g in groups for answer in g.answers]
-        padded = len(lengths) * (-(-max(lengths) // MULTIPLE) * MULTIPLE)
-        if self._attention is None:
-            return padded
-        shared = sum(len(group.prompt) * (len(group.answers) - 1) for group in groups)
-        if self._attention.takes_spans:
-            return sum(lengths) - shared
-        return min(padded, num_positions(lengths) - shared)
-
-    def padded(self, rows: Sequence[Any]) -> dict[str, Tensor]:
-        """Return documents as a batch, padded on the right."""
-        batch = super().padded(rows)
-        return {**batch, "document": batch["target_index"] // batch["input_ids"].shape[1]}
+        return self.positions(lengths, sum(len(g.prompt) * (len(g.answers) - 1) for g in groups))
 
     def collate(self, rows: Sequence[Prompt | Group]) -> dict[str, Tensor]:
         """Return a batch of all answers: besides what token tasks have, what each is worth (D,)."""
@@ -241,14 +223,6 @@ class GRPO(AnswerTask):
         if self.config.loss in OF_TOKENS:
             return len(batch["targets"])
         return len(batch["worth"])
-
-    def token_log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the log-probability of each answer token (n,), in fp32."""
-        inputs = self.model_inputs(model, batch)
-        found = token_log_probs(model, self._head, inputs, batch["target_index"], batch["targets"])
-        if not found.requires_grad:  # no backward pass will ask again
-            self.forget_layout()
-        return found
 
     def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return those of these weights, for later updates, and the reference's, for the KL."""
@@ -288,10 +262,6 @@ class GRPO(AnswerTask):
         told = (-now, found.clipped_low.to(now), found.clipped_high.to(now), kl)
         sums = [(value.detach() * found.mean_weights).sum() for value in told]
         return torch.stack([(losses * found.weights).sum(), *sums])
-
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the summed loss, in fp32."""
-        return self.loss_and_metric_sums(model, batch)[0]
 
     def metric_means(self, means: Sequence[float]) -> dict[str, float]:
         """Return means over answer tokens; entropy: of the policy, estimated by its own tokens."""

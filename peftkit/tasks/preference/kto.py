@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from peftkit.data.columns import Dropped
 from peftkit.data.encoding import EncodedRows
 from peftkit.data.lazy_rows import LazyRows
-from peftkit.data.lengths import rounded_up
 from peftkit.data.load import Record
 from peftkit.data.pack import cut_document
 from peftkit.data.preferences import Verdict, check_both_labels, read_verdicts
@@ -20,7 +19,6 @@ from peftkit.data.stored import StoredRows
 from peftkit.tasks.preference.losses import kto_losses
 from peftkit.tasks.preference.rows import AnswerEncoder, Compared, Judged, answer_start
 from peftkit.tasks.preference.task import Preference, summed
-from peftkit.tasks.unpadding import num_positions
 
 OTHER = "other_"
 """How the names of a batch begin that are of the prompts with other prompts' answers."""
@@ -109,11 +107,7 @@ class KTO(Preference):
 
     def num_positions(self, rows: Sequence[Compared]) -> int:
         """Return how many positions the longer of the two documents of each row take."""
-        lengths = [max(row.lengths) for row in rows]
-        padded = len(lengths) * rounded_up(max(lengths))
-        if self._attention is None:
-            return padded
-        return sum(lengths) if self._attention.takes_spans else min(padded, num_positions(lengths))
+        return self.positions([max(row.lengths) for row in rows])
 
     def _batch(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
         pairs = [row.documents for row in rows]

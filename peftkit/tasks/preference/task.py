@@ -15,22 +15,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from peftkit.data.lengths import padded_texts
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import IGNORE, Row, labelled_pieces
 from peftkit.events import Listener, ignore
 from peftkit.model.modes import adapters_off
-from peftkit.tasks.head import token_log_probs
-from peftkit.tasks.isolation import check_causal
-from peftkit.tasks.measure import over_batches
+from peftkit.tasks.measure import mean_metrics
 from peftkit.tasks.preference.reference import Reference, ReferenceValues
 from peftkit.tasks.preference.rows import AnswerEncoder, Compared
-from peftkit.tasks.token_task import AnswerTask
-from peftkit.tasks.unpadding import num_positions
+from peftkit.tasks.token_task import DocumentTask
 from peftkit.train.task import SetupContext
 
 
-class Preference(AnswerTask):
+class Preference(DocumentTask):
     """What all tasks of preferences have in common.
 
     Args:
@@ -41,14 +37,11 @@ class Preference(AnswerTask):
         DataError: A chat template or a length that cannot be.
     """
 
-    predicts_tokens: ClassVar[bool] = False
-    is_causal: ClassVar[bool] = True
     encoder_type: ClassVar[type[AnswerEncoder]]
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, config: Any, data: DataConfig, **more: Any
     ) -> None:
-        check_causal(model)
         super().__init__(model, tokenizer, config, data, **more)
         self.row_encoder = self.encoder_type(tokenizer, self.template, self.max_length)
         self._reference = Reference(partial(adapters_off, model))
@@ -75,14 +68,8 @@ class Preference(AnswerTask):
 
     def num_positions(self, rows: Sequence[Compared]) -> int:
         """Return how many positions the documents of rows take that go through at once."""
-        padded = padded_texts(rows)
-        if self._attention is None:
-            return padded
         lengths = [length for row in rows for length in row.lengths]
-        shared = sum(row.common for row in rows)
-        if self._attention.takes_spans:
-            return sum(lengths) - shared
-        return min(padded, num_positions(lengths) - shared)
+        return self.positions(lengths, shared=sum(row.common for row in rows))
 
     def collate(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
         """Return a batch: see `documents`; and reference (B, 2), where it is known."""
@@ -101,20 +88,6 @@ class Preference(AnswerTask):
         """
         return super().collate(documents)
 
-    def padded(self, rows: Sequence[Any]) -> dict[str, Tensor]:
-        """Return documents as a batch, padded on the right."""
-        batch = super().padded(rows)
-        width = batch["input_ids"].shape[1]
-        return {**batch, "document": batch["target_index"] // width}
-
-    def token_log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the log-probability of each answer token (n,), in fp32."""
-        inputs = self.model_inputs(model, batch)
-        found = token_log_probs(model, self._head, inputs, batch["target_index"], batch["targets"])
-        if not found.requires_grad and self._attention:  # no backward pass will ask again
-            self._attention.layout = None
-        return found
-
     def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the summed log-probability of each answer (B, 2)."""
         tokens = self.token_log_probs(model, batch)
@@ -131,22 +104,11 @@ class Preference(AnswerTask):
         """Return the number of rows."""
         return batch["cut"].numel()
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss summed over the rows of a batch, in fp32."""
-        return self.loss_and_metric_sums(model, batch)[0]
-
-    @torch.no_grad()
     def metrics(
         self, model: nn.Module, rows: Sequence[Compared], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return the loss, and what is told at each step of training."""
-        total, count = torch.zeros(1 + self.num_metrics), 0
-        compute = partial(self.loss_and_metric_sums, model)
-        for _, batch, sums in over_batches(self, model, rows, "Comparing", on_event, compute):
-            total += sums.cpu()
-            count += self.num_targets(batch)
-        loss, *means = (total / count).tolist()
-        return {"loss": loss, **self.metric_means(means)}
+        return mean_metrics(self, model, rows, on_event=on_event)
 
     def _spans(self, row: Compared, names: Sequence[str]) -> list[tuple[str, str]]:
         pairs = zip(row.documents, names, strict=False)
