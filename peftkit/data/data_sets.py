@@ -58,6 +58,12 @@ def open_data_set(where: str) -> Any:
 
 
 def _no_data_set(where: str, problem: Exception) -> DataError:
+    if Path(where.partition(":")[0]).is_dir():
+        return DataError(
+            f"Cannot load the data set '{where}'.",
+            found=_first_lines(problem),
+            fix="Mend the folder's files, or name one of them, which tells the line.",
+        )
     return DataError(
         f"Cannot load the data set '{where}'.",
         found=f"There is no such file here, and as a data set: {_first_lines(problem)}",

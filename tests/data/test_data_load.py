@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from peftkit.data.load import DataConfig, read_records
+from peftkit.data.survey import survey
 from peftkit.errors import ConfigError, DataError
 
 
@@ -101,3 +102,18 @@ def test_other_endings_are_named(tmp_path: Path) -> None:
 def test_the_config_is_strict(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         DataConfig(train="a.jsonl", **wrong)  # type: ignore[arg-type]
+
+
+def test_a_folder_with_a_broken_file_says_what_is_broken(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": [1\n')
+    said = refused(str(tmp_path))
+    assert "An error occurred while generating" not in said
+    assert "Mend the folder's files" in said
+
+
+def test_a_file_of_several_formats_is_told_without_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{"prompt": "a", "completion": "b"}\n')
+    assert survey(str(path)).mixed == f"{path}:2 has the format prompt_completion"
+    path.write_text('{"text": "a"}\n')
+    assert survey(str(path)).mixed == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -354,3 +355,22 @@ def test_a_processor_of_prompt_and_answer_refuses_what_it_cannot_take(tmp_path: 
 def _no_gradients_left() -> Iterator[None]:
     yield
     torch.set_grad_enabled(True)
+
+
+def test_what_cannot_chat_about_images_is_refused_by_name() -> None:
+    model, processor = model_of("llava"), copy.copy(processor_of("llava"))
+
+    class Blip(type(model)):  # type: ignore[misc]
+        def forward(self, pixel_values: Tensor, **more: Any) -> Any:
+            return super().forward(pixel_values=pixel_values, **more)
+
+    class FuyuProcessor(type(processor)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **more: Any) -> Any:
+            raise TypeError("patches of another kind")
+
+    processor.__class__ = FuyuProcessor
+    with pytest.raises(BaseError, match=r"(?s)Cannot use FuyuProcessor.*patches of another kind"):
+        ImageText(model, processor, DataConfig(train="", max_length=None))
+    model.__class__ = Blip
+    with pytest.raises(BaseError, match=r"(?s)Cannot train Blip.*read text without an image"):
+        ImageText(model, processor_of("llava"), DataConfig(train="", max_length=None))

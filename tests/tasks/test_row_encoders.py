@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from peftkit.tasks.sequence_classification import LabelledEncoder
 from peftkit.tasks.texts import Texts
 from peftkit.tasks.token_classification import TaggedEncoder, TokenClassificationConfig
 from tests.families import ARCHITECTURES
+from tests.tasks.classifiers import write_rows as write
 from tests.tasks.test_image_classification import model_of, png
 
 Tokenizer = PreTrainedTokenizerFast
@@ -82,11 +82,6 @@ CASES: dict[str, tuple[Callable[[Tokenizer], RowEncoder], list[dict[str, Any]]]]
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def never(*args: Any) -> Any:

@@ -30,6 +30,7 @@ from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 from tests.conftest import use_small_chunks
 from tests.families import ARCHITECTURES, EOS, PAD
+from tests.tasks.classifiers import write_rows as write
 
 Tokenizer = PreTrainedTokenizerFast
 FAMILIES = ("t5", "t5_gated", "mt5", "bart", "pegasus")
@@ -45,11 +46,6 @@ def task_on(
 ) -> Seq2Seq:
     config = DataConfig(**{"train": "", "max_length": 32, **(data or {})})
     return Seq2SeqConfig(**settings).on(model, tokenizer, config)
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def build(name: str) -> PreTrainedModel:

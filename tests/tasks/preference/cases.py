@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from peftkit.methods.protocol import Method
 from peftkit.tasks.preference.config import PreferenceConfig
 from peftkit.tasks.preference.rows import Compared
 from peftkit.tasks.preference.task import Preference
+from tests.tasks.classifiers import write_rows as write
 
 PAIRS = [
     ("the quick brown fox ", "jumps over the lazy dog", "sleeps"),
@@ -26,11 +25,6 @@ PAIRS = [
     ("the dog and ", "the fox", "extra olives with extra cheese"),
     ("the quick brown dog ", "is lazy", "is a pizza with three olives"),
 ]
-
-
-def write(file: Path, rows: Sequence[dict[str, Any]]) -> str:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(file)
 
 
 def write_pairs(file: Path) -> str:
