@@ -15,27 +15,21 @@ from peftkit.data.preferences import NOTHING_TO_COMPARE
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """Two documents: of a pair the chosen and the rejected one.
+class Compared(Row):
+    """Two documents, one after the other: of a pair the chosen and the rejected one.
 
-    Of a judged answer (KTO) the second is its prompt with another prompt's answer.
+    Of a judged answer (KTO) the second is its prompt with another prompt's answer. Labels count in
+    the answers.
 
     Args:
-        input_ids, labels, lengths: As of a `Row` with two documents; labels count in the answers.
         common: Tokens that both begin with, none of them in an answer.
         is_cut: Whether an answer is missing its end.
-        source: "train.jsonl:7".
-        wanted: Of a judged answer its label. margin: Of a pair, if asked for.
+        wanted: Of a judged answer its label.
     """
 
-    input_ids: tuple[int, ...]
-    labels: Learnt
-    lengths: tuple[int, int]
     common: int
     is_cut: bool
-    source: str
     wanted: bool | None = None
-    margin: float | None = None
 
     @property
     def documents(self) -> tuple[Row, Row]:
@@ -45,11 +39,6 @@ class Compared:
             Row(self.input_ids[:cut], self.labels[:cut], (cut,), self.source),
             Row(self.input_ids[cut:], self.labels[cut:], (self.lengths[1],), self.source),
         )
-
-    @property
-    def num_targets(self) -> int:
-        """Tokens of answers."""
-        return sum(label != IGNORE for label in self.labels)
 
 
 @dataclass(frozen=True, slots=True)
