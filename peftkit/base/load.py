@@ -40,7 +40,7 @@ class BaseConfig(Config):
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Precision of all computing and of what is not quantised; auto: the machine's fastest."""
+    """dtype of the computation and of weights that are not quantised; auto: the fastest here."""
     quantize: Literal["none", "nf4", "fp4", "int8"] = "none"
     """Keep the weights of linear layers in 4 or 8 bits. none: as the files have them, which may be
     quantised already (AWQ, GPTQ, compressed-tensors, FP8 and others keep their bits)."""
@@ -50,13 +50,13 @@ class BaseConfig(Config):
     """Quantise the towers for images and sound and their projectors too; by default only the
     language side of such a model is, and these stay in 16 bits."""
     placement: Literal["auto", "device", "stream"] = "auto"
-    """Where the packed weights of blocks are: on the device, or in main memory, from where two
-    blocks at a time are streamed to it. auto: streamed where a packed base does not fit a GPU."""
+    """Where the quantised weights of blocks stay: on the device, or in main memory, from where two
+    blocks at a time are streamed to it. auto: streamed if a quantised base does not fit a GPU."""
     store: Literal["auto", "off"] = "auto"
-    """auto: a large base that was packed once is kept in the cache (PEFTKIT_CACHE), from where it
-    is opened in seconds; peftkit base ls shows what is there. off: it is packed at each start."""
+    """auto: a large base that was quantised once is kept in the cache (PEFTKIT_CACHE) and opened in
+    seconds; see peftkit base ls. off: it is quantised at each start."""
     new_tokens: tuple[str, ...] = ()
-    """Tokens to add; their rows in the embedding and the head are trained beside the method."""
+    """Tokens to add; their rows in the embedding and the head are trained too."""
 
 
 @dataclass(frozen=True, slots=True)

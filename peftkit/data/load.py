@@ -39,7 +39,7 @@ class Source(Config):
 
 
 class DataConfig(Config):
-    """What to learn from, and how its rows become tokens."""
+    """The data, and how its rows become tokens."""
 
     train: str | tuple[Source, ...]
     """A .jsonl, .json, .csv, .tsv or .parquet file, a folder or a hub data set: "org/name",
@@ -51,10 +51,10 @@ class DataConfig(Config):
     format: Literal["auto"] | FormatName = "auto"
     """What a row's fields mean; auto decides by their names."""
     max_length: Annotated[int, Field(ge=2)] | None = 1024
-    """Longest row in tokens, longer ones are cut; null: as long as the model can read."""
+    """Maximum length of a row in tokens, longer ones are truncated; null: the model's maximum."""
     packing: bool = True
-    """Put several short rows beside each other, isolated, instead of padding. Where the model
-    cannot keep them apart, true is an error; the default then is false, and the run says so."""
+    """Pack several short rows into one, without attention between them, instead of padding. Where
+    the model cannot do that, true is an error; the default then is false, with a notice."""
     chat_template: str | None = None
     """How a conversation becomes text; null: the tokenizer's own template, "chatml": ChatML,
     else a .jinja file."""

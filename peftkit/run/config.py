@@ -24,15 +24,15 @@ class Recipe(Config):
     """Everything that `peftkit train` needs to know."""
 
     task: AnyTask = CausalLMConfig()
-    """What the model is trained to do: a word, or a section with that word as its type."""
+    """What the model is trained to do: a name, or a section with that name as its type."""
     base: BaseConfig
     """The frozen model."""
     method: AnyMethod = LoRA()
-    """What is trained beside it."""
+    """The adapter that is trained on it."""
     data: DataConfig
-    """Rows to learn from."""
+    """Rows to train on."""
     train: TrainConfig = TrainConfig()
-    """How to learn."""
+    """How to train."""
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> Recipe:

@@ -25,7 +25,7 @@ class EarlyStopping(Config):
 
 
 class TrainConfig(Config):
-    """How to learn."""
+    """How to train."""
 
     output_dir: Path = Path("runs/adapter")
     """Folder of the run: checkpoints, metrics.jsonl, and in the end the adapter."""
@@ -34,28 +34,28 @@ class TrainConfig(Config):
     max_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps, in place of `epochs` where given."""
     batch_size: int = Field(default=8, ge=1)
-    """Rows that each process puts through the model at once."""
+    """Rows per process and micro-batch."""
     gradient_accumulation: int = Field(default=1, ge=1)
-    """Batches per optimizer step; a step learns from batch_size x this x processes rows."""
+    """Micro-batches per optimizer step: a step has batch_size x this x processes rows."""
     tokens_per_batch: Literal["auto"] | Annotated[int, Field(ge=1)] | None = "auto"
-    """Tokens that go through the model at once, padding included, in at most batch_size rows: a
-    step's rows are sorted by length and cut where they have more. One longer row is allowed;
-    null: no limit. auto: 1,280 on a CPU, which is no faster with more; 16,384 on a GPU. Which rows
-    a step learns from does not depend on it."""
+    """Maximum number of tokens that go through the model at once, padding included: a step's rows
+    are sorted by length and split accordingly. One longer row is allowed; null: no limit. auto:
+    1,280 on a CPU, which is no faster with more; 16,384 on a GPU. It does not change which rows a
+    step has."""
     learning_rate: float = Field(default=2e-4, gt=0)
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up."""
+    """How the learning rate decays after the warm-up."""
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
-    """Part of all steps during which the learning rate rises from zero."""
+    """Fraction of the steps during which the learning rate rises from zero."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's decay, of matrices only: vectors, such as DoRA's magnitudes, are left alone."""
+    """AdamW's weight decay, for matrices only, not for vectors such as DoRA's magnitudes."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients with a larger total norm are scaled down to it; null: never."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"] = "adamw"
     """The first is torch's fused AdamW, the others are bitsandbytes'; paged ones need a GPU."""
     loraplus_ratio: float = Field(default=1.0, gt=0)
-    """LoRA+ (arXiv:2402.12354): how many times the learning rate lora_B gets; 16 is usual."""
+    """LoRA+ (arXiv:2402.12354): learning rate of lora_B relative to lora_A; 16 is usual."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Random seed for the order of rows, dropout and a new adapter's values."""
     eval_every: int | None = Field(default=100, ge=1)
@@ -79,21 +79,21 @@ class TrainConfig(Config):
     """Compute LoRA layers that read one input together (q, k and v; gate and up). false: each on
     its own, which takes longer; on a CPU in bf16 it also rounds more."""
     eval_before: bool = False
-    """Evaluate before the first step too: what the base can do without the adapter."""
+    """Also evaluate before the first step: the base without the adapter."""
     eval_generate: int | None = Field(default=None, ge=1)
-    """Eval rows that each evaluation has the model answer, to count exact answers (exact_match) and
-    to compare them with the rows' own (rouge_l); null: none."""
+    """Eval rows to generate answers for at each evaluation, scored against the rows' own answers
+    (exact_match, rouge_l); null: none."""
     early_stopping: EarlyStopping | None = None
     """Stop when the eval loss no longer falls; null: never."""
     keep_best: bool = False
-    """Save the weights with the lowest eval loss as the adapter, not those of the last step."""
+    """Save the weights with the lowest eval loss as the adapter instead of the last ones."""
     sample_every: int | None = Field(default=None, ge=1)
-    """Steps between samples of what the model says, with more before the first step and at the end:
-    on the screen, in samples.jsonl and in the report; null: none."""
+    """Steps between generated samples, with more before the first step and at the end: shown on the
+    screen, in samples.jsonl and in the report; null: none."""
     sample_prompts: tuple[str, ...] = ()
     """Prompts to sample from; by default the first eval rows."""
     sample_tokens: int = Field(default=64, ge=1)
-    """The most tokens of a sample."""
+    """Maximum number of tokens of a sample."""
     shard: Literal["auto", "none", "base", "offload"] = "auto"
     """With several processes: base shards the frozen base over them, block by block; offload also
     keeps the shards in main memory. Each process has the whole adapter. auto: base where one device
@@ -102,7 +102,7 @@ class TrainConfig(Config):
     """Context-parallel degree: processes each sequence is split across, for rows that are too long
     for one device."""
     log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    """Trackers that get the metrics too; metrics.jsonl is always written."""
+    """Trackers that also get the metrics; metrics.jsonl is always written."""
 
     @property
     def evaluates(self) -> tuple[str, ...]:
