@@ -26,6 +26,9 @@ COMMANDS: dict[str, list[str]] = {
         "RECIPE.yaml...", "--over", "--pick", "--each", "--set", "--out", "--resume", "--halve",
         "--json", "--quiet",
     ],
+    "distill": [
+        "PROMPT.md", "--base", "--data", "--out", "--questions", "--set", "--resume", "--overwrite",
+    ],
     "plan": ["RECIPE|MODEL", "--memory", "--ranks", "--link", "--set", "--json"],
     "generate": [
         "ADAPTER", "--prompt", "--image", "--base", "--max-new-tokens", "--temperature", "--seed",
