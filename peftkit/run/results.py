@@ -102,7 +102,8 @@ def measured(ready: Prepared, result: Result, on_event: Listener) -> Result:
     """Add what a task is measured by beside a perplexity: it takes no longer than the loss."""
     if not ready.eval or ready.task.predicts_tokens:
         return result
-    found = ready.task.metrics(ready.base.model, ready.eval, on_event=on_event)
+    if not (found := ready.task.metrics(ready.base.model, ready.eval, on_event=on_event)):
+        return result  # a task whose evaluations were made by the run
     rows = tuple((name, f"{value:.4g}") for name, value in found.items())
     on_event(Table("The eval rows", ("metric", "value"), rows))
     measured = {f"eval_{name}": value for name, value in found.items()}

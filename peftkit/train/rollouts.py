@@ -91,10 +91,12 @@ class Rollouts:
         state.empty_steps += 1
         if state.empty_steps >= MAX_EMPTY:
             raise RunError(
-                f"{MAX_EMPTY} steps in a row taught nothing: all answers to a prompt are worth "
-                "the same",
-                found=f"Their mean reward is {told['reward']:.4g}.",
-                fix="Give a reward that tells answers apart, easier prompts, or more answers each.",
+                f"{MAX_EMPTY} steps in a row taught nothing: all answers to a prompt that are "
+                "learnt from are worth the same",
+                found=f"Their mean reward is {told['reward']:.4g}; {told['cut']:.0%} were cut at "
+                "task.max_new_tokens.",
+                fix="Give a reward that tells answers apart, easier prompts, more answers each, or "
+                "longer ones.",
             )
         stop = learner.ranks.max(learner.stop.signum)
         return StepFacts(0.0, told, 0.0, num_tokens=0, stop=stop, notice="")

@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from peftkit import recipe
+from peftkit import open_adapter, recipe
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError, PeftkitError, RunError
 from peftkit.events import EvalDone, Event, RolledOut, StepDone
 from peftkit.run.config import Recipe
+from peftkit_cli.app import run
 
 REWARDS = """
 import asyncio, time
@@ -203,3 +204,19 @@ def test_a_reward_that_is_not_there_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         recipe.run(asked(task={"rewards": [term]}))
+
+
+def test_functions_that_a_foreign_recipe_names_are_not_run(
+    asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe.run(asked("share_of_o", max_steps=1))
+    (tmp_path / "rewards.py").write_text("raise SystemExit('it ran')")
+    assert run(["train", "--from", "run", "--out", "again"]) == 2
+    told = capsys.readouterr().err
+    assert "rewards.py:share_of_o" in told
+    assert "it ran" not in told
+    opened = open_adapter("run")  # nor does opening it
+    assert opened.style is not None
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    mine = "task.rewards=[{use: 'rewards.py:share_of_o'}]"
+    assert run(["train", "--from", "run", "--out", "again", "--set", mine]) == 0
