@@ -55,4 +55,4 @@ def site_links(markdown: str) -> str:
     """
     for name, place in ABOVE.items():
         markdown = re.sub(rf"\]\((?:\.\./)?{re.escape(name)}(?=[)#])", f"]({place}", markdown)
-    return markdown.replace("](docs/", "](").replace('="docs/', '="')
+    return markdown.replace("](docs/", "](").replace('="docs/', '="../')
