@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from peftkit.base.load import DTYPES, fast_dtype
 from peftkit.base.placement import ROOM
 from peftkit.base.shapes import read_config
@@ -48,10 +50,7 @@ def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
     config: Any = read_config(recipe.base.model, recipe.base.revision, plain_purpose(recipe.task))
     estimator = MemoryEstimator(recipe, config, here)
     needed = _needed(estimator, plan, on_event)
-    lacks = needed > here.usable
-    if here.world_size > 1:  # all do the same
-        lacks = bool(World(device).max(int(lacks)))
-    if not lacks:
+    if not _lacks(needed, here, device):
         return plan
     needed = needed or estimator.smallest().peak_bytes  # another process has less memory
     found = f"It and a row of {estimator.length:,} tokens take {_gb(needed)}; "
@@ -66,7 +65,7 @@ def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
         if other.placement == "stream" and not estimator.can_stream:
             continue
         less = estimator.smallest(other.placement, other.shard).peak_bytes
-        if less <= here.usable or other == others[-1]:
+        if not _lacks(less, here, device) or other == others[-1]:
             on_event(Notice(f"{_told(other)} {found} So: {_gb(less)}."))
             return other
     on_event(Notice(f"The base leaves too little memory to train. {found}"))
@@ -98,6 +97,12 @@ def _elsewhere(recipe: Recipe, plan: ExecutionPlan) -> Iterator[ExecutionPlan]:
         yield replace(plan, shard="offload")
     elif recipe.base.placement == "auto" and plan.device == "cuda" and not plan.is_sharded:
         yield replace(plan, placement="stream")
+
+
+def _lacks(needed: int, here: Environment, device: torch.device) -> bool:
+    """Tell whether so much is more than there is, on any process: all do the same."""
+    lacks = needed > here.usable
+    return bool(World(device).max(int(lacks))) if here.world_size > 1 else lacks
 
 
 def _needed(estimator: MemoryEstimator, plan: ExecutionPlan, on_event: Listener) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,34 @@ def test_base_is_streamed_exactly_where_it_and_one_row_do_not_fit(
     assert "base.placement: auto" in str(told[0])
 
 
+class Ranks:
+    """Two processes that see the same memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Join nobody: what each would say is the same."""
+
+    def max(self, value: int) -> int:
+        """Return the largest value of all."""
+        return value
+
+
+def test_a_base_is_spread_as_far_as_the_memory_of_each_process_asks(
+    folder, tmp_path, monkeypatch
+) -> None:
+    recipe = asked(folder, tmp_path, base={"quantize": "none", "dtype": "bf16"})
+    two = Environment("cuda", GB, world_size=2)
+    costs = MemoryEstimator(recipe, costs_of(recipe).config, two)
+    whole, spread = (costs.smallest(shard=shard).peak_bytes for shard in ("none", "base"))
+    monkeypatch.setattr(resolve, "World", Ranks)
+    for memory, shard in ((whole, "none"), (spread, "base"), (spread - 1, "offload")):
+        here = replace(two, memory=memory)
+        monkeypatch.setattr(resolve, "free_now", lambda *_: here)  # noqa: B023
+        told: list[Event] = []
+        plan = resolve_plan(recipe, told.append)
+        assert (plan.shard, plan.placement, plan.num_processes) == (shard, "device", 2)
+        assert len(told) == (shard != "none")
+
+
 def test_what_may_not_be_streamed_stays_and_is_told(folder, tmp_path, monkeypatch) -> None:
     on_a_card(monkeypatch, 1000)
     for recipe in (
@@ -130,7 +159,7 @@ def test_run_on_a_card_that_is_too_small_streams_and_trains(folder, tmp_path, mo
 def work(recipe: dict[str, Any], memory: int) -> None:
     """Train where the second process alone sees too little memory."""
     own = memory if os.environ["RANK"] == "1" else GB
-    resolve.free_now = lambda *_: Environment("cpu", own)  # type: ignore[assignment]
+    resolve.free_now = lambda *_: Environment("cpu", own, world_size=2)  # type: ignore[assignment]
     told: list[Event] = []
     story.run(from_dict(Recipe, recipe, "test"), on_event=told.append)
     if os.environ["RANK"] == "1":

@@ -19,6 +19,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 
 from tests.simulated_gpu import tensors
+from tests.simulated_gpu.real import REAL, real_card
 from tests.simulated_gpu.tensors import Card, CudaTensor, Kernels
 
 STREAMS: list[Stream] = []
@@ -257,6 +258,10 @@ def simulated(card: Card | None = None, kernels: Callable[[], Kernels] = Kernels
         card: What it says it is; an H200 by default.
         kernels: Makes the mode that runs operators: one that counts, perhaps.
     """
+    if REAL:
+        with real_card(None if card is None else card.memory) as here:
+            yield here  # type: ignore[misc]
+        return
     card = card or Card()
     STREAMS.clear()
     card.default_stream = Stream(is_default=True)
@@ -302,4 +307,6 @@ def simulated(card: Card | None = None, kernels: Callable[[], Kernels] = Kernels
 
 def on_cpu(tensor: Tensor) -> Tensor:
     """Return a tensor's values, without a wait of the card."""
+    if REAL:
+        return tensor.detach().cpu()
     return tensor.values if isinstance(tensor, CudaTensor) else tensor

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.simulated_gpu.real import real_card
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
 
@@ -124,3 +129,23 @@ def test_a_backward_pass_keeps_to_the_card(card: Card) -> None:
     expected = torch.zeros(5, 3)
     expected[1:3] = 2 * on_cpu(x.detach())[1:3]
     assert torch.equal(on_cpu(x.grad), expected)
+
+
+def test_a_real_card_answers_what_tests_ask(card: Card) -> None:
+    """Played by the simulated one: what is asked of torch.cuda, not what a card says."""
+    with real_card(memory=card.memory // 2) as found:
+        before = found.allocated
+        kept = torch.zeros(1 << 20, device="cuda")
+        assert found.allocated - before == found.peak - before == kept.nbytes
+        assert card.memory == pytest.approx(found.memory, rel=1e-6)
+        found.settle()
+        found.reset()
+    assert found.memory == card.memory
+
+
+def test_without_a_card_the_suite_for_one_says_so() -> None:
+    environment = {**os.environ, "PEFTKIT_REAL_CARD": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert "torch finds no CUDA device" in ran.stdout + ran.stderr
