@@ -109,8 +109,12 @@ class Trainer:
         self.state = state
         self.scale.factor, self.scale.good_steps = state.loss_scale, state.good_steps
         # the config may force another mode than the saved one: no number depends on it
-        saved = state.plan.activations
-        self.set_activations(saved if saved in self.modes else self.modes[0])
+        saved = state.plan
+        state.plan = replace(
+            self.asked, rows=saved.rows, tokens=saved.tokens, compile=saved.compile
+        )
+        known = saved.activations in self.modes
+        self.set_activations(saved.activations if known else self.modes[0])
 
     @property
     def plan(self) -> ExecutionPlan:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from peftkit.errors import CheckpointError
 from peftkit.events import EvalDone, RunStarted
+from peftkit.train.state import state_from_json
 from tests.train.toy import Crash, Played, Row, Toy, crash_after, make_rows, play, same
 
 NUM_STEPS = 12  # 3 epochs of 4 steps, each epoch's last one smaller; 2 batches accumulated
@@ -262,3 +263,13 @@ def test_the_manifest_says_where_the_run_stands(tmp_path: Path) -> None:
     assert manifest["identity"]["base"] == "sha256:aa"
     assert {"train", "rows", "num_processes"} <= manifest["identity"].keys()
     assert manifest["versions"]["torch"] == torch.__version__
+
+
+def test_a_state_from_before_there_was_a_plan_is_read() -> None:
+    saved = {"micro_batch": 3, "micro_tokens": 64, "activations": "recompute", "planned": True}
+    found = state_from_json({**saved, "compiled": False, "step": 7})
+    assert (found.step, found.measured) == (7, True)
+    plan = found.plan
+    assert (plan.rows, plan.tokens, plan.activations, plan.compile) == (3, 64, "recompute", False)
+    with pytest.raises(CheckpointError, match="not of this version"):
+        state_from_json({"step": 7})
