@@ -205,7 +205,7 @@ def attach(
         module.train(model.training)
         _replace(model, path, module)
     if (stream := getattr(model, "block_stream", None)) is not None:
-        stream.settle(model)  # made beside weights in main memory
+        stream.move_unstreamed(model)  # made beside weights in main memory
     return Adapter(model, method, modules, full)
 
 

@@ -48,7 +48,7 @@ def owners(names: Iterable[str], head: Iterable[str]) -> dict[str, str]:
 
 @torch.no_grad()
 def renew(model: nn.Module, names: Iterable[str]) -> None:
-    """Draw the matrices among these parameters anew; biases become 0, scales of norms 1."""
+    """Draw the matrices among these parameters again; biases become 0, scales of norms 1."""
     generator = torch.Generator().manual_seed(SEED)
     std = getattr(model.config, "initializer_range", None) or 0.02
     for name in sorted(names):

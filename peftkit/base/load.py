@@ -150,7 +150,7 @@ def load_base(
     location = convert(locate(model, revision), on_event)
     location, revision = pretrained.reachable(location, revision)
     on_event(Stage(f"Loading the base {location.name}"))
-    with parsed_once(location), pretrained.fitting(location.name):
+    with parsed_once(location), pretrained.oom_as_error(location.name):
         config = pretrained.check_config(location, revision, purpose)
         tokenizer, images, both = _processors(location, revision, purpose, on_event)
         padding = None if tokenizer is None else tokenizer.pad_token_id

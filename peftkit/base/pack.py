@@ -75,7 +75,7 @@ def pack_base(
     wanted = StoreKey(location.name, source, CAUSAL_LM, config, form)
     with being_packed(folder, on_event) as is_there:
         if not is_there:
-            with pretrained.fitting(location.name):
+            with pretrained.oom_as_error(location.name):
                 built = build(location, revision, CAUSAL_LM, config, form, on_event=on_event)
             keep(folder, built, wanted)
     return folder

@@ -104,8 +104,8 @@ class _Stack:
             multiplied with one after the other, after the same routing.
     """
 
-    def __init__(self, owner: Any, packing: Packing, shelf: DeviceBuffer, *, pins: bool) -> None:
-        self.packing, self.shelf = packing, shelf
+    def __init__(self, owner: Any, packing: Packing, buffer: DeviceBuffer, *, pins: bool) -> None:
+        self.packing, self.buffer = packing, buffer
         self.beside: list[_Stack] = []
         packed = owner._parameters["original"]
         self.packed, self._is_pinned = packed, pins and pinned([packed])
@@ -119,7 +119,7 @@ class _Stack:
         packing = self.packing
         packing.kept = PackedStack(PackedExperts(packing.form, packing.dtype, self, packing.scales))
         if self._was_full and self.beside[0] is self:  # all are likely to be needed again
-            self.shelf.expect(self._units(range(len(self._by_expert)))[0])
+            self.buffer.expect(self._units(range(len(self._by_expert)))[0])
 
     def leave(self) -> None:
         """Let the packed data be read where it is."""
@@ -134,7 +134,7 @@ class _Stack:
             units += stack._units(experts)[:: -1 if backwards else 1]
         for unit, then in zip(units, [*units[1:], None], strict=True):
             if unit.key[0] == id(self):
-                yield unit.key[1], self.shelf.take(unit, then)
+                yield unit.key[1], self.buffer.take(unit, then)
 
     def ends(self, offs: Tensor) -> list[int]:
         """Return what a tensor says, read once for all products of the module."""
@@ -191,13 +191,13 @@ class BlockStream:
     """The blocks of a model, streamed to a device as they are needed.
 
     Attributes:
-        shelf: The blocks on the device. experts: The groups of experts on it.
+        buffer: The blocks on the device. experts: The groups of experts on it.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
         way, pins = CopyStream(device), device.type == "cuda"
-        self.shelf, self.experts = DeviceBuffer(way), DeviceBuffer(way)
+        self.buffer, self.experts = DeviceBuffer(copies), DeviceBuffer(copies)
         found = [
             _Block(number, module, places, self.experts, pins=pins)
             for number, (module, places) in enumerate(streamed_places(model))
@@ -214,7 +214,7 @@ class BlockStream:
         self._streamed = {
             id(t) for b in found for t in (*b.host, *(stack.packed for stack in b.stacks))
         }
-        self.settle(model)
+        self.move_unstreamed(model)
         self._index = {id(block.module): index for index, block in enumerate(found)}
         for block in found:
             block.module.register_forward_pre_hook(lambda block, _: self.enter(block), prepend=True)
@@ -223,7 +223,7 @@ class BlockStream:
             )
         setattr(model, ATTRIBUTE, self)
 
-    def settle(self, model: nn.Module) -> None:
+    def move_unstreamed(self, model: nn.Module) -> None:
         """Move to the device what is not streamed, as an adapter that is on the model now."""
         moved: dict[int, Any] = {}
         for module in model.modules():
@@ -261,7 +261,7 @@ class BlockStream:
         self._last = index
         following = index + self._step
         then = self._blocks[following].unit if following in range(len(self._blocks)) else None
-        self._blocks[index].enter(self.shelf.take(self._blocks[index].unit, then))
+        self._blocks[index].enter(self.buffer.take(self._blocks[index].unit, then))
 
     def leave(self, block: nn.Module) -> None:
         """Put main memory back into a block's modules."""
@@ -284,11 +284,11 @@ class BlockStream:
         return index - self._last
 
 
-def _stacks(block: nn.Module, shelf: DeviceBuffer, *, pins: bool) -> list[_Stack]:
+def _stacks(block: nn.Module, buffer: DeviceBuffer, *, pins: bool) -> list[_Stack]:
     """Return the stacked experts of a block that are fetched one by one, module by module."""
     found = []
     for stacks in expert_places(block):
-        beside = [_Stack(owner, packing, shelf, pins=pins) for owner, packing in stacks]
+        beside = [_Stack(owner, packing, buffer, pins=pins) for owner, packing in stacks]
         for stack in beside:
             stack.beside = beside
         found += beside

@@ -213,7 +213,7 @@ def explained(location: Location, what: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def fitting(name: str) -> Iterator[None]:
+def oom_as_error(name: str) -> Iterator[None]:
     """Turn memory that runs out, on a GPU or on a CPU, into a BaseError."""
     try:
         yield

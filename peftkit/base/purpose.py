@@ -26,7 +26,7 @@ class ClassHead:
     Attributes:
         labels: A name for each of its outputs, in their order.
         problem_type: As transformers' configs say it; None: as the base's own says.
-        fresh: Make it anew even where the base has one.
+        fresh: Make a new one even where the base has one.
     """
 
     labels: tuple[str, ...]

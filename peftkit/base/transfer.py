@@ -67,9 +67,9 @@ class DeviceBuffer:
         bytes_moved: To the device, so far.
     """
 
-    def __init__(self, way: CopyStream) -> None:
+    def __init__(self, copies: CopyStream) -> None:
         self.resident = self.most_resident = self.bytes_moved = 0
-        self._way = way
+        self._copies = copies
         self._there: dict[Any, tuple[Tensor, Any]] = {}
 
     def take(self, unit: Unit, then: Unit | None = None) -> Tensor:
@@ -78,7 +78,7 @@ class DeviceBuffer:
         for each in wanted:
             self.expect(each, keep=[other.key for other in wanted])
         flat, arrival = self._there[unit.key]
-        self._way.wait(arrival)
+        self._copies.wait(arrival)
         self._there[unit.key] = flat, None
         return flat
 
@@ -90,8 +90,8 @@ class DeviceBuffer:
             if len(self._there) < ON_DEVICE:
                 break
             # of a pass that was broken off: it is written to until then
-            self._way.wait(self._there.pop(key)[1])
-        flat, arrival = self._way.send(unit)
+            self._copies.wait(self._there.pop(key)[1])
+        flat, arrival = self._copies.send(unit)
         self._there[unit.key] = flat, arrival
         self.bytes_moved += sum(tensor.nbytes for tensor in unit.host)
         self.resident += 1

@@ -176,7 +176,7 @@ def merge_dequantized(adapter: Adapter, dtype: torch.dtype, *, tally: Tally) -> 
 
 
 def _dequantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Build the model's class anew, with dequantised weights."""
+    """Build another model of this class, with dequantised weights."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -97,9 +97,9 @@ def trained(
 
 def assert_two_at_most(base: Base) -> None:
     stream = stream_of(base)
-    assert stream.shelf.most_resident == 2
+    assert stream.buffer.most_resident == 2
     assert stream.experts.most_resident <= 2
-    assert stream.shelf.resident <= 2
+    assert stream.buffer.resident <= 2
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -192,13 +192,13 @@ def test_inference_is_the_same_with_two_blocks_on_the_device(folder) -> None:
         expected, found = (b.model(input_ids=ids()).logits for b in (resident, streamed))
     assert torch.equal(expected, found)
     stream = stream_of(streamed)
-    assert stream.shelf.most_resident == 2
+    assert stream.buffer.most_resident == 2
     made = [
         base.model.generate(ids(), max_new_tokens=4, do_sample=False, pad_token_id=0)
         for base in (resident, streamed)
     ]
     assert torch.equal(*made)
-    assert stream.shelf.most_resident == 2
+    assert stream.buffer.most_resident == 2
 
 
 def test_a_step_moves_what_is_not_there_yet(folder) -> None:
@@ -208,15 +208,15 @@ def test_a_step_moves_what_is_not_there_yet(folder) -> None:
     size = sum(t.nbytes for t in stream._blocks[0].host)
     with torch.no_grad():
         base.model(input_ids=ids())
-    assert stream.shelf.bytes_moved == LAYERS * size
+    assert stream.buffer.bytes_moved == LAYERS * size
     base.model.train()
     Blocks(base.model).set_activations("recompute")
     for _ in range(2):
-        before = stream.shelf.bytes_moved
+        before = stream.buffer.bytes_moved
         base.model(input_ids=ids(), use_cache=False).logits.sum().backward()
     # the last two blocks are there for the backward pass, and the first two for the forward pass
-    assert stream.shelf.bytes_moved - before == (2 * LAYERS - 4) * size
-    assert stream.shelf.most_resident == 2
+    assert stream.buffer.bytes_moved - before == (2 * LAYERS - 4) * size
+    assert stream.buffer.most_resident == 2
 
 
 def test_pass_that_breaks_off_leaves_the_weights_in_main_memory(folder) -> None:

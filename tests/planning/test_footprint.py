@@ -61,7 +61,7 @@ def test_streamed_base_is_held_as_reckoned(quantize) -> None:
     assert moved_in_a_step(model, stream) == pytest.approx(
         held.moved, rel=0.01
     )  # where each begins
-    assert stream.shelf.most_resident == AT_ONCE
+    assert stream.buffer.most_resident == AT_ONCE
 
 
 def moved_in_a_step(model: Any, stream: BlockStream) -> int:
@@ -70,9 +70,9 @@ def moved_in_a_step(model: Any, stream: BlockStream) -> int:
     model.train()
     ids, moved = torch.arange(200).remainder(41)[None], 0
     for _ in range(2):
-        before = stream.shelf.bytes_moved + stream.experts.bytes_moved
+        before = stream.buffer.bytes_moved + stream.experts.bytes_moved
         model(input_ids=ids, use_cache=False).logits.float().sum().backward()
-        moved = stream.shelf.bytes_moved + stream.experts.bytes_moved - before
+        moved = stream.buffer.bytes_moved + stream.experts.bytes_moved - before
     return moved
 
 

@@ -83,7 +83,7 @@ def test_steps_are_those_of_a_resident_base(
         stream = next(ran).block_stream
         found = [next(ran)]
         card.reset()
-        before = stream.shelf.bytes_moved
+        before = stream.buffer.bytes_moved
         found += ran
         waits = Counter(wait.why for wait in card.waits if "peftkit/base/" in wait.where)
         del waits["Event.synchronize()"]  # of the thread of the ring, for a buffer
@@ -96,8 +96,8 @@ def test_steps_are_those_of_a_resident_base(
         for name, gradient in theirs.items():
             torch.testing.assert_close(mine[name], gradient, atol=1e-5, rtol=1e-4)
     size = sum(t.nbytes for t in stream._blocks[0].host)
-    assert stream.shelf.bytes_moved - before == (2 * LAYERS - 4) * size
-    assert stream.shelf.most_resident == 2
+    assert stream.buffer.bytes_moved - before == (2 * LAYERS - 4) * size
+    assert stream.buffer.most_resident == 2
     assert stream.experts.most_resident == (2 if family == "mixtral" else 0)
 
 
