@@ -4,7 +4,7 @@ Frozen weights only travel one way. When a block is entered, its packed weights 
 and the next block's are on their way (transfer.py): the block above in a forward pass, the one
 below in a backward pass that computes blocks again. When it is left, the module holds main memory
 again; what the block's backward pass needs of the copies lives as long as its graph. Where
-activations are kept that would be every block: so they are recomputed (`Blocks.ways`).
+activations are kept that would be every block: so they are recomputed (`train/memory/blocks.py`).
 
 Of stacked experts only the scales travel with their block. Those that have tokens are fetched for
 each of their products, a group at a time, and once more in the backward pass.
@@ -196,7 +196,7 @@ class BlockStream:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
-        way, pins = CopyStream(device), device.type == "cuda"
+        copies, pins = CopyStream(device), device.type == "cuda"
         self.buffer, self.experts = DeviceBuffer(copies), DeviceBuffer(copies)
         found = [
             _Block(number, module, places, self.experts, pins=pins)
