@@ -63,7 +63,7 @@ class DistillConfig(TaskConfig):
         if self.answers == "student":
             raise ConfigError(
                 "task.answers: student is not there yet.",
-                found="A run does not make answers between its steps.",
+                found="The task distill makes no answers between its steps.",
                 fix="Set task.answers: teacher, or data where the rows have answers.",
             )
         return self

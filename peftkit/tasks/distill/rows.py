@@ -146,8 +146,14 @@ class DistillEncoder(RowEncoder):
     def rows(self, read: Asked) -> EncodedRows:
         rows, counts = list[Any](), Counter[str]()
         for row in read.conversations:
-            answer = self.answers.get(self._teacher_ids(row), "") if self._by_teacher else None
-            rows.append(self._row(row if answer is None else _answered(row, answer), counts))
+            if not self._by_teacher:
+                rows.append(self._row(row, counts))
+                continue
+            ids = self._teacher_ids(row)
+            if len(ids) >= self._limit:
+                rows.append(Dropped(row.source, TOO_LONG))
+            else:
+                rows.append(self._row(_answered(row, self.answers.get(ids, "")), counts))
         agreed = {"format": read.format, "style": self.style.kind}
         return EncodedRows(rows, agreed, counts, read.unused)
 

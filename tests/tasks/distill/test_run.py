@@ -192,5 +192,5 @@ def test_initial_values_that_read_rows_are_refused(told: dict[str, Any]) -> None
 
 def test_a_prompt_without_room_for_a_row_is_refused(told: dict[str, Any], tmp_path: Path) -> None:
     write_prompt(tmp_path, "the quick brown fox " * 500)
-    with pytest.raises(DataError, match="prompt"):
+    with pytest.raises(DataError, match="Too long after the teacher's prompt: 5"):
         run(recipe(told))
