@@ -44,8 +44,8 @@ def serve(
     ] = None,
     base: Base = None,
     max_batch: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Prompts answered together.")
-    ] = 8,
+        int, typer.Option(metavar="N", min=1, help="Answers generated at once.")
+    ] = 32,
     max_waiting: Annotated[
         int, typer.Option(metavar="N", min=1, help="Queue limit; beyond it, HTTP 429.")
     ] = 64,
@@ -58,6 +58,7 @@ def serve(
     The models are the adapters and `base`. A request may set its own temperature and max_tokens.
     """
     folders = named_runs(runs)
+    from peftkit.inference.open_engine import why_plain
     from peftkit.serve.server import serve_adapters, vllm_command
     from peftkit_cli.render import Renderer
 
@@ -66,6 +67,8 @@ def serve(
         typer.echo(f"{url}/v1")
         models = ", ".join([*bank.names, "base"])
         note(f"Models: {models}. Ctrl-C ends it. Also there: {url}/health, {url}/metrics")
+        if (why := why_plain(bank.base.model, bank.base.tokenizer)) is not None:
+            note(f"Requests are answered batch by batch (this model has {why}).")
         if command := vllm_command(bank):
             note(f"For production, vLLM loads the same folders:\n  {command}")
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -34,7 +34,7 @@ from peftkit.formats.peft.low_rank import layers_of, read_low_rank
 from peftkit.inference.bank_layer import BankLinear, InUse, Routing, Switch, make_update
 from peftkit.inference.engine import Engine, Limits
 from peftkit.inference.open_engine import open_engine
-from peftkit.inference.sampling import MAX_NEW_TOKENS, Sampling
+from peftkit.inference.sampling import Sampling
 from peftkit.inference.text import decoded
 from peftkit.methods.protocol import ADAPTER_DTYPES
 from peftkit.model.places import unwrap_adapter
@@ -186,40 +186,30 @@ class AdapterBank:
         prompts: Sequence[Sequence[int]],
         names: Sequence[str | None],
         *,
-        stops: Sequence[int] = (),
-        max_new_tokens: int = MAX_NEW_TOKENS,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int | None = None,
         batch_size: int | None = None,
+        **settings: Any,
     ) -> list[list[int]]:
         """Return the token ids that follow each prompt, each by its own adapter.
 
         Args:
             prompts: Token ids of each prompt.
             names: The adapter of each; None is the bare base.
-            stops, max_new_tokens, temperature, top_p, top_k, seed: As in `generate_ids`.
             batch_size: Most answers made at once, whatever their adapters; None: 64.
+            settings: As in `generate_ids`.
 
         Raises:
             AdapterError: There is no adapter of a name.
             DataError: Not one name for each prompt; or as `generate_ids`.
         """
-        sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed, tuple(stops))
-        return self._answer(prompts, names, [sampling] * len(prompts), batch_size)
+        return self._answer(prompts, names, [Sampling(**settings)] * len(prompts), batch_size)
 
     def generate(
         self,
         prompts: Sequence[str],
         names: Sequence[str | None],
         *,
-        max_new_tokens: int = MAX_NEW_TOKENS,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int | None = None,
         batch_size: int | None = None,
+        **settings: Any,
     ) -> list[str]:
         """Return the answer to each prompt by its own adapter, in that adapter's prompt format.
 
@@ -228,9 +218,8 @@ class AdapterBank:
         _check_number(prompts, names)
         tokenizer = self.base.tokenizer
         styles = {name: self.style(name) for name in set(names)}
-        sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
         by_name = {
-            name: replace(sampling, stops=tuple(stop_ids(tokenizer, style)))
+            name: Sampling(**settings, stops=stop_ids(tokenizer, style))
             for name, style in styles.items()
         }
         ids = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,7 +19,7 @@ from peftkit.inference.engine import Limits, room_left
 from peftkit.inference.open_engine import open_engine
 from peftkit.inference.plain import PlainEngine
 from peftkit.inference.request import Request, Running
-from peftkit.inference.sampling import MAX_NEW_TOKENS, Sampling, seed_of
+from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.inference.text import TextStream, decoded
 
 
@@ -28,12 +29,8 @@ def generate(
     prompts: str | Sequence[str],
     *,
     style: Style | None = None,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    seed: int | None = None,
     batch_size: int | None = None,
+    **settings: Any,
 ) -> list[str]:
     """Return one completion for each prompt.
 
@@ -43,8 +40,8 @@ def generate(
         prompts: One text or several.
         style: The adapter's prompt format; by default the prompt is a user message in the chat
             template, or plain if the tokenizer has none.
-        max_new_tokens, temperature, top_p, top_k, seed: As in `Sampling`.
         batch_size: Most answers made at once; None: 64.
+        settings: max_new_tokens, temperature, top_p, top_k, seed, as in `Sampling`.
 
     Raises:
         DataError: A prompt is empty or fills the context, or an argument is out of its range.
@@ -56,12 +53,8 @@ def generate(
         tokenizer,
         [prompt_ids(tokenizer, prompt, style) for prompt in asked],
         stops=stop_ids(tokenizer, style),
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
         batch_size=batch_size,
+        **settings,
     )
     return [decoded(tokenizer, ids) for ids in answers]
 
@@ -71,14 +64,9 @@ def generate_ids(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     *,
-    stops: Sequence[int] = (),
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    seed: int | None = None,
     batch_size: int | None = None,
     on_answer: Callable[[int], None] = lambda number: None,
+    **settings: Any,
 ) -> list[list[int]]:
     """Return the token ids that follow each prompt, without the end token that stopped it.
 
@@ -86,16 +74,16 @@ def generate_ids(
         model: A causal language model; left in the train or eval mode it was in.
         tokenizer: The model's own.
         prompts: Token ids of each prompt.
-        stops, max_new_tokens, temperature, top_p, top_k, seed: As in `Sampling`; what is drawn
-            for a prompt depends on the seed and on its place among the prompts.
         batch_size: Most answers made at once; None: 64.
         on_answer: Called with the number of answers that are over, as it grows.
+        settings: max_new_tokens, temperature, top_p, top_k, seed, stops, as in `Sampling`; what is
+            drawn for a prompt depends on the seed and on its place among the prompts.
 
     Raises:
         DataError: A prompt is empty or fills the context, or an argument is out of its range.
     """
-    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed, tuple(stops))
-    room_left(model, prompts, max_new_tokens)  # before any work is done
+    sampling = Sampling(**settings)
+    room_left(model, prompts, sampling.max_new_tokens)  # before any work is done
     limits = Limits() if batch_size is None else Limits(rows=batch_size)
     with open_engine(model, tokenizer, limits) as engine:
         answers = engine.answers(prompts, sampling, log_probs=False, on_answer=on_answer)
@@ -106,13 +94,7 @@ def stream(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompt: Sequence[int] | Mapping[str, Tensor],
-    *,
-    stops: Sequence[int] = (),
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    seed: int | None = None,
+    **settings: Any,
 ) -> Iterator[str]:
     """Yield the text that follows a prompt as it is made; arguments as in `generate_ids`.
 
@@ -122,9 +104,9 @@ def stream(
     The model runs in a thread. Leaving the loop early, by `break` or Ctrl-C, stops it at the next
     token.
     """
-    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed, tuple(stops))
+    sampling = Sampling(**settings)
     ids = prompt["input_ids"][0].tolist() if isinstance(prompt, Mapping) else list(prompt)
-    room_left(model, [ids], max_new_tokens)
+    room_left(model, [ids], sampling.max_new_tokens)
     told: SimpleQueue[Running | Exception | None] = SimpleQueue()
     request = Request(ids, sampling, seed_of(sampling, 0), on_token=told.put)
     asked = threading.Event()

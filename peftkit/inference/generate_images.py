@@ -15,7 +15,7 @@ from peftkit.errors import AdapterError
 from peftkit.formats.open_adapter import Opened
 from peftkit.inference.plain import PlainEngine
 from peftkit.inference.request import Request
-from peftkit.inference.sampling import MAX_NEW_TOKENS, Sampling, seed_of
+from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.inference.text import decoded
 from peftkit.tasks.image_text import ImageText, ImageTextConfig
 
@@ -33,20 +33,12 @@ class ImagePrompt:
 
 
 def generate_with_images(
-    opened: Opened,
-    prompt: str,
-    images: Sequence[Picture] = (),
-    *,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    seed: int | None = None,
+    opened: Opened, prompt: str, images: Sequence[Picture] = (), **settings: Any
 ) -> str:
     """Return the completion of one prompt, before which images stand.
 
     Args:
-        max_new_tokens, temperature, top_p, top_k, seed: As in `generate_ids`.
+        settings: max_new_tokens, temperature, top_p, top_k, seed, as in `Sampling`.
 
     Raises:
         AdapterError: The adapter was not trained on images.
@@ -54,16 +46,7 @@ def generate_with_images(
     """
     task = image_task(opened)
     text = task.encoder.prompt(MARK * len(images) + prompt, opened.style)
-    (ids,) = complete(
-        opened.base.model,
-        task,
-        [ImagePrompt(text, tuple(images))],
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-    )
+    (ids,) = complete(opened.base.model, task, [ImagePrompt(text, tuple(images))], **settings)
     return decoded(task.tokenizer, ids)
 
 
@@ -90,17 +73,11 @@ def complete(
     task: ImageText,
     prompts: Sequence[ImagePrompt],
     *,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    seed: int | None = None,
     batch_size: int = 8,
+    **settings: Any,
 ) -> list[list[int]]:
     """Return the token ids that follow each prompt, as `generate_ids` does."""
-    sampling = Sampling(
-        max_new_tokens, temperature, top_p, top_k, seed, tuple(task.encoder.stop_ids(task.style))
-    )
+    sampling = Sampling(**settings, stops=task.encoder.stop_ids(task.style))
     answers: list[list[int]] = [[] for _ in prompts]
     groups: dict[int, list[int]] = {}
     for index, prompt in enumerate(prompts):

@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from peftkit.execution.environment import free_now
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Engine, Limits, Use
 from peftkit.inference.plain import PlainEngine
@@ -18,6 +19,8 @@ from peftkit.inference.sampling import Sampling
 from peftkit.model.modes import evaluating
 from peftkit.tasks.length import num_virtual
 
+CACHE_SHARE = 0.5
+"""Of the memory that is free; slots may be twice as long as what is in them."""
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 TOLERANCE_16_BIT = 0.1
 """By how much logits may differ, as a share of their spread; of a wrong mask they differ by 1."""
@@ -41,6 +44,15 @@ def open_engine(
     return kind(model, tokenizer, limits, use)
 
 
+def tokens_that_fit(model: Any) -> int | None:
+    """Return of how many tokens keys and values fit into memory; None if that is not known."""
+    config, there = model.config.get_text_config(), free_now(model.device)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    of_token = 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
+    return None if there.memory is None else int(CACHE_SHARE * there.usable) // of_token
+
+
 def why_plain(model: Any, tokenizer: Any) -> str | None:
     """Return why a model's answers are made by transformers' own loop; None if they need not be.
 
@@ -49,11 +61,10 @@ def why_plain(model: Any, tokenizer: Any) -> str | None:
     if num_virtual(model):
         return "virtual tokens"
     config = model.config.get_text_config()
-    key = (model.config._attn_implementation, model.dtype)
     known = _known.setdefault(model, {})
-    if key not in known:
-        known[key] = _by_its_words(model, config) or _by_trying(model, tokenizer, config)
-    return known[key]
+    if model.dtype not in known:
+        known[model.dtype] = _by_its_words(model, config) or _by_trying(model, tokenizer, config)
+    return known[model.dtype]
 
 
 def _by_its_words(model: Any, config: Any) -> str | None:

@@ -45,10 +45,11 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
-    stops: tuple[int, ...] = ()
+    stops: Sequence[int] = ()
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "stops", tuple(self.stops))
         if self.max_new_tokens < 1:
             raise DataError(
                 f"max_new_tokens is {self.max_new_tokens}.", fix="Give a number above 0."

@@ -23,6 +23,7 @@ from peftkit.errors import PeftkitError, did_you_mean
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.engine import Limits as EngineLimits
 from peftkit.inference.engine import room_left
+from peftkit.inference.open_engine import tokens_that_fit
 from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
 from peftkit.serve.answers import ReplyFormat, refusal, status_of
 from peftkit.serve.gate import Gate
@@ -57,10 +58,6 @@ class Limits:
     max_new_tokens: int = 1024
     temperature: float = 0.0
 
-    def of_engine(self) -> EngineLimits:
-        """Return what the engine is to take on."""
-        return EngineLimits(rows=self.max_batch, prefill=PREFILL_TOKENS, kept=KEPT_TOKENS)
-
 
 def make_app(
     bank: AdapterBank, *, key: str | None = None, limits: Limits | None = None
@@ -71,7 +68,16 @@ def make_app(
         key: Asked of every request but /health; None serves programs on this machine only.
     """
     limits = limits or Limits()
-    worker = Worker(bank, limits=limits.of_engine(), max_waiting=limits.max_waiting)
+    worker = Worker(
+        bank,
+        limits=EngineLimits(
+            rows=limits.max_batch,
+            tokens=tokens_that_fit(bank.base.model),
+            prefill=PREFILL_TOKENS,
+            kept=KEPT_TOKENS,
+        ),
+        max_waiting=limits.max_waiting,
+    )
     service = _Service(bank, worker, limits)
 
     @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ def serve_adapters(
     host: str = "127.0.0.1",
     port: int = 8000,
     key: str | None = None,
-    max_batch: int = 8,
+    max_batch: int = 32,
     max_waiting: int = 64,
     max_new_tokens: int = 1024,
     temperature: float = 0.0,
@@ -42,7 +43,7 @@ def serve_adapters(
         host: The address to listen on; any but this machine's own needs a key.
         port: 0 picks a free port.
         key: Clients send it as `Authorization: Bearer KEY`.
-        max_batch: Prompts in one batch.
+        max_batch: Answers made at once.
         max_waiting: Prompts that may wait.
         max_new_tokens: Length of an answer, unless a request says.
         temperature: 0 is greedy; unless a request says.
@@ -87,8 +88,15 @@ def serve_adapters(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=5
         )
         shown = f"[{host}]" if ":" in host else host
+
+        class Server(uvicorn.Server):
+            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+                """Tell those who wait before their connections are closed."""
+                await asyncio.to_thread(app.state.worker.stop)
+                await super().shutdown(sockets)
+
         on_ready(f"http://{shown}:{listener.getsockname()[1]}", bank)
-        uvicorn.Server(config).run(sockets=[listener])
+        Server(config).run(sockets=[listener])
 
 
 def listening(host: str, port: int) -> socket.socket:

@@ -42,6 +42,26 @@ def test_a_server_prints_its_address_answers_and_ends_on_ctrl_c(trained: Path) -
     assert "Traceback" not in err
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGTERM")
+def test_sigterm_ends_an_answer_and_the_server_without_a_traceback(trained: Path) -> None:
+    process = start("serve", "demo=runs/demo", "--port", "0", cwd=trained)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        body = {"model": "base", "prompt": "the", "max_tokens": 100_000, "stream": True}
+        asked = Request(f"{url}/completions", json.dumps(body).encode())
+        with urlopen(asked, timeout=60) as answer:
+            assert answer.readline().startswith(b"data: ")
+            process.send_signal(signal.SIGTERM)
+            rest = answer.read()
+    finally:
+        process.terminate()
+        _, err = process.communicate(timeout=30)
+    assert b"shutting down" in rest or b"[DONE]" in rest
+    assert process.returncode in (143, -signal.SIGTERM)
+    assert "Traceback" not in err
+
+
 def test_runs_are_named_after_their_folders_or_as_asked(tmp_path: Path) -> None:
     for name in ("json", "sql"):
         (tmp_path / name).mkdir()
