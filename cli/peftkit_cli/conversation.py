@@ -67,15 +67,10 @@ class Conversation:
         "/quit": "leave; Ctrl-D does too, and Ctrl-C stops an answer",
     }
 
-    def __init__(
-        self,
-        source: Opened | AdapterBank,
-        max_new_tokens: int,
-        temperature: float,
-        seed: int | None,
-    ) -> None:
+    def __init__(self, source: Opened | AdapterBank, **settings: Any) -> None:
+        """Begin it; settings are those of `peftkit.inference.sampling.Sampling`."""
         self.base, self.voices = source.base, voices_of(source)
-        self.max_new_tokens, self.temperature, self.seed = max_new_tokens, temperature, seed
+        self._settings = settings
         self.history: list[dict[str, Any]] = []
         reads_images = isinstance(source, Opened) and isinstance(source.task, ImageTextConfig)
         self._seeing = image_task(source) if reads_images else None  # type: ignore[arg-type]
@@ -215,9 +210,7 @@ class Conversation:
                     tokenizer,
                     self._prompt(asked, style),
                     stops=self._stops(style),
-                    max_new_tokens=self.max_new_tokens,
-                    temperature=self.temperature,
-                    seed=self.seed,
+                    **self._settings,
                 ):
                     typer.echo(piece, nl=False)
                     pieces.append(piece)

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -51,20 +51,17 @@ def generate(
     from peftkit.inference.generate_images import generate_with_images
     from peftkit.tasks.image_text import ImageTextConfig
 
+    settings: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+    }
     if image or isinstance(opened.task, ImageTextConfig):
         pictures = [Picture(path, str(path)) for path in image or ()]
-        settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-        typer.echo(generate_with_images(opened, text, pictures, **settings))  # type: ignore[arg-type]
+        typer.echo(generate_with_images(opened, text, pictures, **settings))
         return
-    (answer,) = generate_text(
-        opened.base.model,
-        opened.base.tokenizer,
-        text,
-        style=opened.style,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-    )
+    base_model, tokenizer = opened.base.model, opened.base.tokenizer
+    (answer,) = generate_text(base_model, tokenizer, text, style=opened.style, **settings)
     typer.echo(answer)
 
 
@@ -205,7 +202,7 @@ def chat(
     source = _open_all(adapter, named, base, force)
     from peftkit_cli.conversation import Conversation
 
-    talk = Conversation(source, max_new_tokens, temperature, seed)
+    talk = Conversation(source, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     if talk.on_terminal:
         who = ", ".join(named) if named else adapter
         note(f"{who} on {source.base.name}. /help lists the commands.")

@@ -39,7 +39,8 @@ class Limits:
 
     Attributes:
         rows: Answers that grow at once.
-        tokens: Of prompts and answers, whose keys and values are held; None: as many as come.
+        tokens: Of prompts and answers, whose keys and values are held; None: as many as come. An
+            answer that alone needs more is made alone.
         prefill: Tokens of prompts in a step; while they are computed, answers do not grow.
         kept: Tokens of common beginnings that are kept when nobody reads them.
     """
@@ -109,15 +110,9 @@ class Engine(ABC):
         """Let an answer be made by the steps that follow.
 
         Raises:
-            DataError: The prompt is empty, fills the context, or needs more than the limits.
+            DataError: The prompt is empty or fills the context.
         """
         running = self.running(request)
-        if self.limits.tokens is not None and running.num_tokens > self.limits.tokens:
-            raise DataError(
-                f"prompt and answer may take {running.num_tokens:,} tokens.",
-                found=f"There is memory for {self.limits.tokens:,} at once.",
-                fix="Ask for fewer tokens, or free memory.",
-            )
         self._waiting.append(running)
         return running
 

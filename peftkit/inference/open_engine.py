@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from peftkit.inference.request import Request
 from peftkit.inference.sampling import Sampling
 from peftkit.model.modes import evaluating
 from peftkit.tasks.length import num_virtual
+from peftkit.train.sharding import is_sharded
 
 CACHE_SHARE = 0.5
 """Of the memory that is free; slots may be twice as long as what is in them."""
@@ -38,8 +40,12 @@ def open_engine(
     """Return an engine for a model, to be entered: `CachedEngine` if it can be, else plain.
 
     Args:
+        limits: Its `tokens` are as many as fit into memory, unless given.
         use: Switches the adapters of a batch's rows.
     """
+    limits = limits or Limits()
+    if limits.tokens is None and not is_sharded(model):  # processes have to decide alike
+        limits = replace(limits, tokens=tokens_that_fit(model))
     kind = CachedEngine if why_plain(model, tokenizer) is None else PlainEngine
     return kind(model, tokenizer, limits, use)
 
@@ -47,10 +53,13 @@ def open_engine(
 def tokens_that_fit(model: Any) -> int | None:
     """Return of how many tokens keys and values fit into memory; None if that is not known."""
     config, there = model.config.get_text_config(), free_now(model.device)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    of_all = getattr(config, "num_attention_heads", None)
+    heads = getattr(config, "num_key_value_heads", None) or of_all
+    if there.memory is None or not (isinstance(heads, int) and isinstance(of_all, int)):
+        return None
+    size = getattr(config, "head_dim", None) or config.hidden_size // of_all
     of_token = 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
-    return None if there.memory is None else int(CACHE_SHARE * there.usable) // of_token
+    return int(CACHE_SHARE * there.usable) // of_token
 
 
 def why_plain(model: Any, tokenizer: Any) -> str | None:

@@ -195,7 +195,7 @@ class _Service:
                     loop.call_soon_threadsafe(told.put_nowait, (index, what))
 
             sampling = Sampling(
-                max_new_tokens=room_left(self._bank.base.model, [ids], asked),
+                max_new_tokens=self._room_left(ids, asked),
                 temperature=_given(body.temperature, self._limits.temperature),
                 top_p=_given(body.top_p, 1.0),
                 seed=body.seed,
@@ -216,16 +216,28 @@ class _Service:
             )
         return jobs
 
+    def _room_left(self, ids: list[int], asked: int) -> int:
+        """Return how many tokens may follow, by the context and by memory."""
+        room, most = room_left(self._bank.base.model, [ids], asked), self._worker.limits.tokens
+        if most is not None and len(ids) >= most:
+            raise RequestError(
+                f"the prompt has {len(ids):,} tokens.",
+                found=f"There is memory for {most:,} at once.",
+                param="prompt",
+            )
+        return room if most is None else min(room, most - len(ids))
+
     def _constraint(self, body: Body, sampling: Sampling) -> Constraint | None:
         """Return what holds an answer to the JSON that is asked for."""
         if body.schema_of_answer is None:
             return None
         base = self._bank.base
-        if sampling.stops not in self._json:
-            ends = sorted({*end_tokens(base.model, base.tokenizer), *sampling.stops})
+        stops = tuple(sampling.stops)
+        if stops not in self._json:
+            ends = sorted({*end_tokens(base.model, base.tokenizer), *stops})
             size = base.model.get_output_embeddings().weight.shape[0]
-            self._json[sampling.stops] = JsonAnswers(base.tokenizer, size, ends)
-        return self._json[sampling.stops].constraint(body.schema_of_answer)
+            self._json[stops] = JsonAnswers(base.tokenizer, size, ends)
+        return self._json[stops].constraint(body.schema_of_answer)
 
     def _token_text(self, token: int) -> str:
         return str(self._bank.base.tokenizer.decode([token]))

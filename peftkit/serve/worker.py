@@ -152,7 +152,7 @@ class Worker:
             self._changed.notify_all()
 
     def _work(self) -> None:
-        while not self._ended:
+        while self._has_come():
             try:
                 with self.bank.engine(self.limits) as self._engine:
                     while self._wait(self._engine):
@@ -163,6 +163,12 @@ class Worker:
                 error = RunError(f"the model failed: {type(problem).__name__}: {problem}")
                 self._tell_all(error)
         self._tell_all(_shutting_down())
+
+    def _has_come(self) -> bool:
+        """Wait for the first job, before which the model is left as it is; False at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._new or self._ended)
+            return not self._ended
 
     def _tell_all(self, error: Exception) -> None:
         with self._changed:
