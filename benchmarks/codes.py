@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import heading, table, versions
+from peftkit.base.codes import empty_codes, unpacked
 from peftkit.base.load import DTYPES
-from peftkit.base.published import Scheme, empty_codes, unpacked
+from peftkit.base.published import Scheme
 from peftkit.quant.layers import pack
 
 FORMS = {

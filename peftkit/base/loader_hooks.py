@@ -16,8 +16,8 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from peftkit.base.codes import LEAVES, STACKS, stacked_codes, unpacked
 from peftkit.base.packing_loader import PackingLoader
-from peftkit.base.published import LEAVES, STACKS, stacked_codes, unpacked
 
 METHOD = "peftkit"
 

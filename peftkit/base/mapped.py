@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.base.class_head import head_of_classes
-from peftkit.base.published import empty_codes, has_codes, scheme_of
+from peftkit.base.codes import empty_codes
+from peftkit.base.published import has_codes, scheme_of
 from peftkit.base.purpose import Purpose
 from peftkit.base.quantized import published
 from peftkit.base.shapes import on_meta

@@ -17,15 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.base.class_head import head_of_classes
+from peftkit.base.codes import Codes, read_codes, some_values, unpacked
 from peftkit.base.fingerprint import sample, sample_positions, shown
-from peftkit.base.published import (
-    Codes,
-    UnreadableError,
-    read_codes,
-    scheme_of,
-    some_values,
-    unpacked,
-)
+from peftkit.base.published import UnreadableError, scheme_of
 from peftkit.errors import BaseError
 from peftkit.events import Listener, Progress
 from peftkit.kernels.host_memory import trim_malloc

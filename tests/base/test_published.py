@@ -15,12 +15,13 @@ from torch import Tensor
 
 from peftkit.adapter import attach
 from peftkit.base.build import build
+from peftkit.base.codes import read_codes, unpacked
 from peftkit.base.load import Base, load_base
 from peftkit.base.locate import Location
 from peftkit.base.mapped import packed_skeleton
 from peftkit.base.placement import BlockStream
 from peftkit.base.pretrained import check_config, quiet
-from peftkit.base.published import described, read_codes, scheme_of, unpacked
+from peftkit.base.published import described, scheme_of
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.storage_format import LoadedModel, StorageFormat
 from peftkit.errors import BaseError

@@ -1,0 +1,298 @@
+"""Weights that others have quantised, read into codes, scales and zeros (kernels/block_scaled.py).
+
+A reader for each format repacks its tensors without loss. Which layers are quantised their tensors
+say; the config says how (published.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from peftkit.base.published import Scheme, UnreadableError
+from peftkit.kernels.block_scaled import PAIRED, exponents
+from peftkit.kernels.packed import PackedFormat, unpack
+from peftkit.quant.layers import import_bitsandbytes
+
+STACKS = {name: [f"{name}_blocks", f"{name}_scales"] for name in ("gate_up_proj", "down_proj")}
+"""Of gpt-oss: a parameter, and the tensors that its files have for it."""
+LEAVES = (
+    *("weight", "qweight", "qzeros", "scales", "g_idx"),
+    *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
+    *("weight_global_scale", "weight_scale_2", "weight_scale_inv"),
+    *("input_global_scale", "input_scale", "activation_scale"),
+    *("_weight_qdata", "_weight_scale", "_weight_zero_point"),
+)
+"""Names of a quantised layer's tensors, in any format; what is of the server's inputs is unused."""
+AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where the k-th column of eight lies in a word."""
+
+
+class Codes(NamedTuple):
+    """A weight as it is kept."""
+
+    packed: Tensor
+    form: PackedFormat
+    scales: tuple[Tensor, ...]
+
+
+def read_codes(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    """Return a layer's weight in the one form.
+
+    Args:
+        own: Its tensors by the last part of their names.
+
+    Raises:
+        UnreadableError: Tensors are missing, or their shapes do not belong together.
+    """
+    try:
+        codes = _READERS[scheme.layout](own, scheme)
+    except KeyError as missing:
+        raise UnreadableError(f"it has no {missing}") from None
+    _check(codes)
+    return codes
+
+
+def _check(codes: Codes) -> None:
+    """Refuse scales of another number than there are blocks, or that are not finite."""
+    if codes.form.turned:
+        return
+    rows, columns = codes.form.shape
+    if codes.form.kind == "int8":
+        columns = codes.form.block
+    grid = -(-rows // codes.form.rows), -(-columns // codes.form.block)
+    for each in codes.scales:
+        if each.dim() == 2 and tuple(each.shape) != grid:
+            raise UnreadableError(
+                f"{each.shape[0]} x {each.shape[1]} scales for {grid[0]} x {grid[1]} blocks of a "
+                f"weight of {rows} x {columns}"
+            )
+        if each.dtype.itemsize > 1 and each.is_floating_point() and not each.isfinite().all():
+            raise UnreadableError("a scale is not finite")
+    if codes.form.kind == "fp8" and ((codes.packed & 127) == 127).any():
+        raise UnreadableError("a value is NaN")
+
+
+def _fields(words: Tensor, bits: int) -> Tensor:
+    """Return the fields of 32-bit words (..., n), the first ones low, as uint8."""
+    low = words.contiguous().view(torch.uint8)
+    return low if bits == 8 else torch.stack([low & 15, low >> 4], -1).flatten(-2)
+
+
+def _integers(
+    codes: Tensor, bits: int, scale: Tensor, zero: Tensor | None, group: int, *more: Tensor
+) -> Codes:
+    """Return integers (out, in) in the one form; a zero in the middle everywhere is not kept."""
+    shape = torch.Size(codes.shape)
+    if zero is not None and (zero == 1 << bits - 1).all():
+        zero = None
+    packed = codes[:, ::2] | codes[:, 1::2] << 4 if bits == 4 else codes.contiguous()
+    form = PackedFormat("int4" if bits == 4 else "uint8", shape, shape[1] if group < 0 else group)
+    zeros = () if zero is None else (zero.contiguous(),)
+    return Codes(packed, form, (scale.contiguous(), *zeros, *more))
+
+
+def _sorted_by(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the order of columns that puts groups together, and where each column is then."""
+    order = torch.argsort(index.long(), stable=True)
+    plain = torch.arange(len(index), device=index.device) // size
+    if not torch.equal(index[order].long(), plain):
+        raise UnreadableError("groups of different sizes (g_idx)")
+    return order, torch.argsort(order).int()
+
+
+def _read_gptq(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    """Words run along in; those of zeros along out. Version 1 keeps zeros less one.
+
+    The one is added to the word, as it was taken from it: a zero of 0 borrows from its neighbour.
+    """
+    bits, scale = scheme.bits, own["scales"].t()
+    codes = _fields(own["qweight"].t(), bits)
+    words = own["qzeros"]
+    if not scheme.is_v2:
+        one = sum(1 << at for at in range(0, 32, bits))
+        words = words + (one - (1 << 32) if one >> 31 else one)
+    zero = _fields(words, bits).t()[: scale.shape[0]]
+    size = codes.shape[1] if scheme.group < 0 else scheme.group
+    index = own.get("g_idx")
+    plain = torch.arange(codes.shape[1], device=codes.device) // size
+    if index is None or torch.equal(index.long(), plain):
+        return _integers(codes, bits, scale, zero, size)
+    order, places = _sorted_by(index, size)
+    return _integers(codes[:, order], bits, scale, zero, size, places)
+
+
+def _read_awq(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    def columns(words: Tensor) -> Tensor:
+        place = torch.tensor(AWQ_COLUMNS, device=words.device)
+        return _fields(words, 4).unflatten(-1, (-1, 8))[..., place].flatten(-2).t()
+
+    codes, zero = columns(own["qweight"]), columns(own["qzeros"])
+    return _integers(codes, 4, own["scales"].t(), zero, scheme.group)
+
+
+def _read_packed(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    rows, width = own["weight_shape"].tolist()
+    bits, scale = scheme.bits, own["weight_scale"].reshape(rows, -1)
+    codes = _fields(own["weight_packed"], bits)[:, :width]
+    zero = own.get("weight_zero_point")
+    if zero is not None:
+        zero = _fields(zero.t(), bits).t()[:rows]
+    size = width if scheme.group < 0 else scheme.group
+    index = own.get("weight_g_idx")
+    if index is None or bool((index < 0).all()):
+        return _integers(codes, bits, scale, zero, size)
+    order, places = _sorted_by(index, size)
+    return _integers(codes[:, order], bits, scale, zero, size, places)
+
+
+def _read_int8(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    codes = own["_weight_qdata"] if "_weight_qdata" in own else own["weight"]
+    scale = own["_weight_scale"] if "_weight_scale" in own else own["weight_scale"]
+    zero = own.get("_weight_zero_point", own.get("weight_zero_point"))
+    rows, width = codes.shape
+    scale = scale.reshape(-1, 1).expand(rows, 1).float().contiguous()
+    if zero is None or not zero.any():
+        return Codes(codes, PackedFormat("int8", codes.shape), (scale,))
+    moved = (codes.int() + 128).to(torch.uint8)
+    zero = (zero.reshape(-1, 1).expand(rows, 1).int() + 128).to(torch.uint8)
+    return _integers(moved, 8, scale, zero, width)
+
+
+def _read_fp8(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    weight = own["_weight_qdata"] if "_weight_qdata" in own else own["weight"]
+    names = ("_weight_scale", "weight_scale", "weight_scale_inv")
+    scale = own[next((name for name in names if name in own), names[1])]
+    rows, width = weight.shape
+    if weight.dtype == torch.int8:  # experts of DeepSeek-V4
+        form = PackedFormat("mxfp4", torch.Size([rows, 2 * width]), 32)
+        return Codes(weight.view(torch.uint8), form, (scale.view(torch.uint8),))
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        scale = exponents(scale)
+    height, block = scheme.block or (1, width)
+    if scheme.block is None:
+        scale = scale.reshape(-1, 1)
+        height = 1 if len(scale) == rows else rows
+    if weight.dtype != torch.float8_e4m3fn:
+        raise UnreadableError(f"FP8 values of {weight.dtype}")
+    form = PackedFormat("fp8", weight.shape, min(block, width), height)
+    return Codes(weight.view(torch.uint8), form, (scale.float(),))
+
+
+def _read_fp4(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    packed = own["weight_packed"] if "weight_packed" in own else own["weight"]
+    shape = torch.Size([packed.shape[0], 2 * packed.shape[1]])
+    scales: tuple[Tensor, ...] = (own["weight_scale"].view(torch.uint8),)
+    if scheme.layout == "nvfp4":  # it divides
+        scales += (own["weight_global_scale"].float().reshape(1),)
+    elif scheme.layout == "modelopt":
+        scales += (own["weight_scale_2"].float().reshape(()),)
+    kind = "mxfp4" if scheme.layout == "mxfp4" else "nvfp4"
+    return Codes(packed, PackedFormat(kind, shape, scheme.group), scales)
+
+
+def _read_gpt_oss(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    """Read blocks (E, out, in / 32, 16) and exponents (E, out, in / 32) of a stack (E, in, out)."""
+    (stem,) = {name.removesuffix("_blocks").removesuffix("_scales") for name in own}
+    packed, scale = own[f"{stem}_blocks"].flatten(-2), own[f"{stem}_scales"]
+    number, rows, half = packed.shape
+    form = PackedFormat("mxfp4", torch.Size([number, 2 * half, rows]), scheme.group, turned=True)
+    return Codes(packed, form, (scale,))
+
+
+_READERS = {
+    "gpt_oss": _read_gpt_oss,
+    "gptq": _read_gptq,
+    "awq": _read_awq,
+    "packed": _read_packed,
+    "int8": _read_int8,
+    "fp8": _read_fp8,
+    "mxfp4": _read_fp4,
+    "nvfp4": _read_fp4,
+    "modelopt": _read_fp4,
+}
+
+
+def empty_codes(shape: Sequence[int], scheme: Scheme) -> Codes:
+    """Return what a weight (..., out, in) of a checkpoint takes, without values."""
+    *lead, rows, width = shape
+    turned = scheme.layout == "gpt_oss"
+    if turned:
+        rows, width = width, rows
+    kind, (height, block) = scheme.kind, scheme.block or (1, width)
+    block = min(block if scheme.group < 0 else scheme.group, width)
+    form = PackedFormat(kind, torch.Size(shape), block, height, turned)
+    grid = (*lead, -(-rows // height), -(-width // block))
+    codes = torch.int8 if kind == "int8" else torch.uint8
+    packed = torch.empty(*lead, rows, width // 2 if kind in PAIRED else width, dtype=codes)
+    dtype = {"int4": torch.float16, "uint8": torch.float16}.get(kind, torch.float32)
+    scales = [torch.empty(grid, dtype=torch.uint8 if kind in ("mxfp4", "nvfp4") else dtype)]
+    if scheme.has_zeros:
+        scales.append(torch.empty(grid, dtype=torch.uint8))
+    if kind == "nvfp4":
+        scales.append(torch.empty(1, dtype=torch.float32))
+    return Codes(packed, form, tuple(scales))
+
+
+def unpacked(codes: Codes, dtype: torch.dtype) -> Tensor:
+    """Return a weight as a tensor of floats."""
+    import_bitsandbytes()  # whose operators unpack 8 bits
+    return unpack(codes.packed, codes.scales, codes.form, dtype)
+
+
+def some_values(codes: Codes, positions: Tensor) -> Tensor:
+    """Return the values at positions of the flattened weight, in float32."""
+    rows, width = codes.form.shape[-2:]
+    if codes.form.turned:  # as the codes lie
+        rows, width = width, rows
+        stack, place = positions // (rows * width), positions % (rows * width)
+        positions = stack * rows * width + place % rows * width + place // rows
+    at = positions // width
+    grid = codes.scales[0].shape
+    row = at // rows * grid[-2] + at % rows // codes.form.rows
+    scales = [s.flatten(0, -2)[row] if s.dim() > 1 else s for s in codes.scales]
+    form = codes.form._replace(shape=torch.Size([len(at), width]), rows=1, turned=False)
+    part = Codes(codes.packed.flatten(0, -2)[at], form, tuple(scales))
+    return unpacked(part, torch.float32)[torch.arange(len(at)), positions % width]
+
+
+def stacked_codes(
+    experts: Mapping[str, Sequence[Codes]],
+    combined: Callable[[dict[str, Any]], Tensor],
+    expected: torch.Size,
+) -> Codes | None:
+    """Return experts' weights as one stack of codes; None where they have to be dequantised.
+
+    Args:
+        experts: Each part of the stack (gate, up): its weight in every expert.
+        combined: Makes the model's stack of such lists of tensors.
+        expected: The shape of the stack.
+    """
+    first = next(iter(experts.values()))[0]
+    every = [codes for part in experts.values() for codes in part]
+    rows, width = first.form.shape
+    same = all(codes.form == first.form for codes in every)
+    plain = len({len(codes.scales) for codes in every}) == 1 and all(
+        scale.dim() == 2 for codes in every for scale in codes.scales
+    )
+    if not (same and plain) or (first.form.rows > 1 and rows % first.form.rows):
+        return None
+    if tuple(expected) != (len(next(iter(experts.values()))), rows * len(experts), width):
+        return None
+
+    def made(pick: Callable[[Codes], Tensor]) -> Tensor:
+        return combined(
+            {f"{path}.weight": [pick(c) for c in part] for path, part in experts.items()}
+        )
+
+    packed = made(lambda codes: codes.packed)
+    scales = [made(partial(_scale_of, number)) for number in range(len(first.scales))]
+    return Codes(packed, first.form._replace(shape=torch.Size(expected)), tuple(scales))
+
+
+def _scale_of(number: int, codes: Codes) -> Tensor:
+    return codes.scales[number]
