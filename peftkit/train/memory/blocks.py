@@ -172,7 +172,8 @@ class Blocks:
     @property
     def _tiled(self) -> bool:
         """Whether feed-forward layers go tile by tile: a tile's backward pass needs the weights."""
-        return self.activations != "keep" and not (self.compiled or self.are_streamed)
+        elsewhere = self.are_streamed or self._plan.is_sharded
+        return self.activations != "keep" and not (self.compiled or elsewhere)
 
     def _learn_alike(self) -> None:
         """Let the lowest block that learns run the code of those above it.
