@@ -82,6 +82,7 @@ def test_a_run_learns_and_its_folder_is_an_adapter(
         "report.html",
         "run.json",
         "checkpoints",
+        ".locks",
     } == found
     assert load(folder / "recipe.yaml") == asked
     opened = open_adapter(folder)
