@@ -61,7 +61,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "run/",
         "serve/requests",
     ),
-    "yaml": ("config/",),
+    "yaml": ("config/", "cli/import_recipe"),  # there: files of other programs
     "PIL": ("data/images",),  # the optional extra `images`; imported when called
     "starlette": ("serve/",),  # the optional extra `serve`, with uvicorn; imported when called
     "uvicorn": ("serve/server",),

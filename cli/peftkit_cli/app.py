@@ -29,6 +29,7 @@ from peftkit_cli import (
     data,
     distill,
     exchange,
+    import_recipe,
     init,
     inspect,
     merge,
@@ -71,6 +72,7 @@ app = typer.Typer(
 TRAIN, TALK, LOOK = "Train", "Talk and merge", "Look"
 app.command(rich_help_panel=TRAIN)(about.quickstart)
 app.command(rich_help_panel=TRAIN)(init.init)
+app.command("import-recipe", rich_help_panel=TRAIN)(import_recipe.import_recipe)
 app.command(rich_help_panel=TRAIN)(train.train)
 app.command(rich_help_panel=TRAIN)(train.check)
 app.command(rich_help_panel=TRAIN)(distill.distill)

@@ -16,6 +16,7 @@ from tests.cli.conftest import Run, environment
 
 COMMANDS: dict[str, list[str]] = {
     "quickstart": [],
+    "import-recipe": ["FILE", "--out"],
     "init": ["--data", "--task", "--model", "--memory", "--out"],
     "train": [
         "RECIPE.yaml", "--set", "--out", "--from", "--resume", "--overwrite", "--allow-changes",
