@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,7 +65,7 @@ OPTIMIZERS = one_of(
 LOSSES = one_of(
     sigmoid="dpo", dpo="dpo", hinge="hinge", ipo="ipo", orpo="orpo", simpo="simpo", kto="kto"
 )
-Table = Mapping[str, tuple[str, Callable[[Any], Any]]]
+Table = dict[str, tuple[str, Callable[[Any], Any]]]
 TRAINER: Table = {
     "output_dir": ("train.output_dir", same),
     "learning_rate": ("train.learning_rate", number),
@@ -243,7 +243,7 @@ def converted(theirs: Settings, folder: Path) -> tuple[Settings, Settings]:
     elif "model_name_or_path" in theirs:
         table, data, defaults = LLAMA_FACTORY, llama_factory_data, LLAMA_FACTORY_DEFAULTS
         if "lora_alpha" not in theirs:
-            theirs["lora_alpha"] = 2 * theirs.get("lora_rank", defaults["lora_rank"])
+            theirs["lora_alpha"] = 2 * int(theirs.get("lora_rank") or defaults["lora_rank"])
     else:
         raise ConfigError(
             "this is neither axolotl's YAML nor LLaMA-Factory's.",
