@@ -96,6 +96,7 @@ if TYPE_CHECKING:
     from peftkit.tasks.on_policy.config import GRPOConfig as GRPOConfig
     from peftkit.tasks.on_policy.rewards import RewardTerm as RewardTerm
     from peftkit.tasks.preference.config import PreferenceConfig as PreferenceConfig
+    from peftkit.tasks.reranker import RerankerConfig as RerankerConfig
     from peftkit.tasks.reward import RewardConfig as RewardConfig
     from peftkit.tasks.seq2seq import Seq2Seq as Seq2Seq
     from peftkit.tasks.seq2seq import Seq2SeqConfig as Seq2SeqConfig
@@ -152,6 +153,7 @@ _HOME = {
     "PreferenceConfig": "tasks.preference.config",
     "RewardTerm": "tasks.on_policy.rewards",
     "EmbeddingConfig": "tasks.embedding",
+    "RerankerConfig": "tasks.reranker",
     "RewardConfig": "tasks.reward",
     "PrefixTuning": "methods.prefix",
     "PromptTuning": "methods.prompt",

@@ -20,7 +20,13 @@ from peftkit.run import rules
 from peftkit.run.config import Recipe
 from peftkit.run.distill import AgreementWatch
 from peftkit.run.prepare import Prepared, prepare
-from peftkit.run.results import adapter_folder, identity, save_result, write_facts
+from peftkit.run.results import (
+    adapter_folder,
+    identity,
+    measured_before,
+    save_result,
+    write_facts,
+)
 from peftkit.tasks.distill.task import Distill
 from peftkit.train.checkpoints.checkpoint import StartPolicy, locked
 from peftkit.train.checkpoints.identity import flat
@@ -73,6 +79,7 @@ def run(
             before = BeforeRun(on_event)
             ready = prepare(recipe, resume=resume, company=company, on_event=before.on_event)
             watch = watch_of(recipe, ready, metrics, on_event)
+            known = {} if resume else measured_before(ready, before.on_event)
         recipe = ready.recipe
         weights = adapter_folder(recipe, ready)
         report = LiveReport(folder, on_event, lambda: write_facts(recipe, ready, before))
@@ -92,6 +99,7 @@ def run(
         )
         if result.is_main or is_sharded(ready.base.model):  # then all processes run the model
             with stop_requests() as stop:
+                result = replace(result, metrics={**known, **result.metrics})
                 result = save_result(recipe, ready, result, on_event=on_event)
                 if result.is_main:
                     report.write()

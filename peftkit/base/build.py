@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from peftkit.base.class_head import head_of_classes, owners, renew
+from peftkit.base.class_head import head_of_classes, owners, renew, start_from_words
 from peftkit.base.download import told
 from peftkit.base.fingerprint import fingerprint
 from peftkit.base.gguf import open_gguf, parsed_once
@@ -229,6 +229,8 @@ def _fresh(name: str, model: Any, purpose: Purpose, info: Mapping[str, Any]) -> 
             fix=fix,
         )
     renew(model, lacking)
+    if purpose.head and purpose.head.word_ids:
+        start_from_words(model, lacking, purpose.head.word_ids, name)
     return tuple(sorted(lacking))
 
 

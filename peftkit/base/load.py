@@ -156,6 +156,7 @@ def load_base(
         padding = None if tokenizer is None else tokenizer.pad_token_id
         if purpose.head is not None:
             pad_with(config, padding)
+            purpose = replace(purpose, head=purpose.head.with_tokens(tokenizer))
         may_leave = device is None and sharing is None
         weights = place_of_weights(placement, config, purpose, form, may_leave=may_leave)
         place = weights.device

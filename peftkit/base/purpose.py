@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from peftkit.errors import BaseError, first_few
@@ -27,11 +27,33 @@ class ClassHead:
         labels: A name for each of its outputs, in their order.
         problem_type: As transformers' configs say it; None: as the base's own says.
         fresh: Make a new one even where the base has one.
+        words: Two words; a new head of one output starts as the difference of their rows in the
+            base's language head. word_ids: Their tokens, once a tokenizer is known.
     """
 
     labels: tuple[str, ...]
     problem_type: ProblemType | None = None
     fresh: bool = False
+    words: tuple[str, str] | None = None
+    word_ids: tuple[int, int] | None = None
+
+    def with_tokens(self, tokenizer: Any) -> ClassHead:
+        """Return the head with the tokens of its words.
+
+        Raises:
+            BaseError: One is not a single token.
+        """
+        if self.words is None:
+            return self
+        found = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in self.words]
+        for word, ids in zip(self.words, found, strict=True):
+            if len(ids) != 1:
+                raise BaseError(
+                    f"A head cannot start from the word {word!r}.",
+                    found=f"The tokenizer writes it with {len(ids)} tokens.",
+                    fix="Give two words of one token each, such as yes and no.",
+                )
+        return replace(self, word_ids=(found[0][0], found[1][0]))
 
 
 @dataclass(frozen=True, slots=True)

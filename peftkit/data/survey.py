@@ -30,6 +30,8 @@ TASKS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("chosen", "rejected"), ("preference", "reward")),
     (("prompt", "completion", "label"), ("preference (loss: kto)",)),
     (("anchor", "positive"), ("embedding",)),
+    (("query", "positive"), ("reranker",)),
+    (("query", "text", "score"), ("reranker",)),
     (("words", "tags"), ("token_classification",)),
     (("image", "label"), ("image_classification",)),
     (("text", "label"), ("sequence_classification", "masked_lm", "causal_lm")),

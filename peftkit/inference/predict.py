@@ -14,7 +14,7 @@ from peftkit.files.disk import write_text
 from peftkit.formats.open_adapter import Opened
 from peftkit.tasks.protocol import Task
 
-PREDICTING = ("sequence_classification", "reward", "embedding")
+PREDICTING = ("sequence_classification", "reward", "embedding", "reranker")
 
 
 def predict(opened: Opened, texts: Sequence[str | tuple[str, str]]) -> list[dict[str, float]]:
@@ -28,7 +28,7 @@ def predict(opened: Opened, texts: Sequence[str | tuple[str, str]]) -> list[dict
         AdapterError: The adapter was not trained to classify or score texts.
         DataError: A text is empty, or single texts were given for a task of pairs, or the reverse.
     """
-    return _task(opened, ("sequence_classification", "reward")).predict_texts(
+    return _task(opened, ("sequence_classification", "reward", "reranker")).predict_texts(
         opened.base.model, texts
     )
 

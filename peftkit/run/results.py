@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from peftkit.formats.continued import save_start
 from peftkit.formats.peft.folder import AdapterFolder, Provenance
 from peftkit.formats.peft.limits import refused_by_peft
 from peftkit.formats.serving import served_rank
+from peftkit.model.modes import evaluating
 from peftkit.report.facts import BeforeRun
 from peftkit.run.config import Recipe
 from peftkit.run.prepare import Prepared
@@ -104,10 +105,27 @@ def measured(ready: Prepared, result: Result, on_event: Listener) -> Result:
         return result
     if not (found := ready.task.metrics(ready.base.model, ready.eval, on_event=on_event)):
         return result  # a task whose evaluations were made by the run
-    rows = tuple((name, f"{value:.4g}") for name, value in found.items())
-    on_event(Table("The eval rows", ("metric", "value"), rows))
+    on_event(_metrics_table("The eval rows", found))
     measured = {f"eval_{name}": value for name, value in found.items()}
     return replace(result, metrics={**result.metrics, **measured})
+
+
+def measured_before(ready: Prepared, on_event: Listener) -> dict[str, float]:
+    """Measure the eval rows before the first step, for tasks that say so.
+
+    Where several processes have the base together all must call.
+    """
+    if not ready.settings.measures_before or not ready.eval:
+        return {}
+    with evaluating(ready.base.model):
+        found = ready.task.metrics(ready.base.model, ready.eval, on_event=on_event)
+    on_event(_metrics_table("The eval rows before training", found))
+    return {f"before_{name}": value for name, value in found.items()}
+
+
+def _metrics_table(title: str, found: Mapping[str, float]) -> Table:
+    rows = tuple((name, f"{value:.4g}") for name, value in found.items())
+    return Table(title, ("metric", "value"), rows)
 
 
 def _write_papers(recipe: Recipe, ready: Prepared, result: Result, on_event: Listener) -> None:

@@ -1,4 +1,4 @@
-"""Metrics of classes, numbers, entities and texts, as scikit-learn, scipy, seqeval and
+"""Metrics of classes, numbers, entities, rankings and texts, as scikit-learn, scipy, seqeval and
 rouge-score define them.
 
 Shapes: N rows, L labels.
@@ -6,6 +6,7 @@ Shapes: N rows, L labels.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 _WORD = re.compile(r"[^\W_]+")
+CUT_OFF = 10
+"""nDCG and MRR look at the first so many texts."""
 
 
 def class_metrics(predicted: Tensor, true: Tensor) -> dict[str, float]:
@@ -129,6 +132,33 @@ def _entity_scores(right: int, found: int, there: int) -> dict[str, float]:
 def _f1(hits: Tensor, both: Tensor) -> Tensor:
     """Return 2 hits / (predicted + true)."""
     return 2 * hits / both.clamp(min=1)
+
+
+def ranking_metrics(rankings: Iterable[Sequence[tuple[float, float]]]) -> dict[str, float]:
+    """Return means over queries; those without a relevant text are left out, 0 if all are.
+
+    nDCG: the discounted gain as a share of the best order's (Jarvelin and Kekalainen, 2002). MRR: 1
+    over the place of the first text of more than half relevance, 0 beyond CUT_OFF. Of texts with
+    equal scores the less relevant comes first.
+
+    Args:
+        rankings: Of each query the score and the relevance, from 0 to 1, of each of its texts.
+    """
+    ordered = ([r for _, r in sorted(of, key=lambda pair: (-pair[0], pair[1]))] for of in rankings)
+    ranked = [relevances for relevances in ordered if max(relevances) > 0]
+    shares = [_gain(order) / _gain(sorted(order, reverse=True)) for order in ranked]
+    places = [_reciprocal_rank(order) for order in ranked]
+    count = max(len(ranked), 1)
+    return {f"ndcg@{CUT_OFF}": sum(shares) / count, f"mrr@{CUT_OFF}": sum(places) / count}
+
+
+def _gain(relevances: Sequence[float]) -> float:
+    return sum(value / math.log2(2 + place) for place, value in enumerate(relevances[:CUT_OFF]))
+
+
+def _reciprocal_rank(relevances: Sequence[float]) -> float:
+    places = (place for place, value in enumerate(relevances[:CUT_OFF], start=1) if value > 0.5)
+    return 1 / next(places, math.inf)
 
 
 def rouge_l(text: str, reference: str) -> float:

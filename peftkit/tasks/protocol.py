@@ -263,7 +263,7 @@ class Task(loop.Task, ABC):
 def _predicts_nothing(task: Task) -> DataError:
     return DataError(
         f"{type(task).__name__} predicts nothing of a text.",
-        fix="Adapters of sequence_classification, reward and embedding do.",
+        fix="Adapters of sequence_classification, reward, embedding and reranker do.",
     )
 
 
@@ -286,6 +286,8 @@ class TaskConfig(Config, ABC):
     """Whether the tokens of a row may lie on several processes (train.context_parallel)."""
     data_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields of DataConfig, beside train and eval, that this task reads; others are refused."""
+    measures_before: ClassVar[bool] = False
+    """Whether what it is measured by is also told of the base, before the first step."""
     num_texts: ClassVar[int] = 1
     """Texts of one row that the model reads, each at most data.max_length long; at least."""
 

@@ -15,6 +15,7 @@ from peftkit.tasks.masked_lm import MaskedLMConfig
 from peftkit.tasks.on_policy.config import GRPOConfig
 from peftkit.tasks.preference.config import PreferenceConfig
 from peftkit.tasks.protocol import TaskConfig
+from peftkit.tasks.reranker import RerankerConfig
 from peftkit.tasks.reward import RewardConfig
 from peftkit.tasks.seq2seq import Seq2SeqConfig
 from peftkit.tasks.sequence_classification import SequenceClassificationConfig
@@ -33,6 +34,7 @@ TASKS: dict[str, type[TaskConfig]] = {
     "reward": RewardConfig,
     "embedding": EmbeddingConfig,
     "grpo": GRPOConfig,
+    "reranker": RerankerConfig,
 }
 
 
@@ -53,7 +55,8 @@ _Section = Annotated[
     | DistillConfig
     | RewardConfig
     | EmbeddingConfig
-    | GRPOConfig,
+    | GRPOConfig
+    | RerankerConfig,
     Field(discriminator="type"),
 ]
 AnyTask = Annotated[_Section, BeforeValidator(_spelled_out, json_schema_input_type=str | _Section)]

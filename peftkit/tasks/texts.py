@@ -110,6 +110,10 @@ class Texts:
             tuple(made.get("offset_mapping", ())),
         )
 
+    def bare(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a part of a text, without those around it."""
+        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
     def collate(self, texts: Sequence[Any]) -> dict[str, Tensor]:
         """Return input_ids, attention_mask and, if there are any, token_type_ids (B, T).
 

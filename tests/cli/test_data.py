@@ -55,6 +55,8 @@ def test_tokens_are_counted_as_a_model_has_them(tmp_path: Path, model_folder: Pa
         ({"prompt": "a", "completion": "b", "label": True}, ["preference (loss: kto)"]),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["preference", "reward"]),
         ({"anchor": "a", "positive": "b"}, ["embedding"]),
+        ({"query": "a", "positive": "b", "negatives": ["c"]}, ["reranker"]),
+        ({"query": "a", "text": "b", "score": 1}, ["reranker"]),
         ({"image": "a.png", "label": "b"}, ["image_classification"]),
         ({"foo": 1}, []),
     ],

@@ -224,7 +224,7 @@ def read(block: Block, folder: Path, model: Any = None, tokenizer: Any = None) -
     elif task.type == "image_classification":
         task.resolve(DataConfig(train=where))
         return len(list(iterate_images(where, task.image, task.label)))
-    elif task.type == "embedding":
+    elif task.type in ("embedding", "reranker"):
         return len(task.on(model, tokenizer, DataConfig(train=where)).load(where))
     elif task.type == "token_classification":
         assert task.resolve(DataConfig(train=where)).labels

@@ -85,11 +85,13 @@ def recipe_for(task: str, folder: Path) -> Recipe:
     plain = [
         {"text": "the quick brown fox jumps over the lazy dog " * (n % 3 + 1)} for n in range(6)
     ]
+    ranked = [{"query": "the fox", "positive": "a quick fox", "negatives": ["a", "pizza"]}] * 6
     families = {"causal_lm": "llama", "seq2seq": "t5"}
     writers: dict[str, Any] = {
         "sequence_classification": write_texts,
         "token_classification": write_words,
         "masked_lm": lambda file: write_rows(file, plain),
+        "reranker": lambda file: write_rows(file, ranked),
     }
     write = writers.get(task, lambda file: write_rows(file, texts))
     data = write(folder / "rows.jsonl")
@@ -145,6 +147,7 @@ TASKS = (
     "masked_lm",
     "sequence_classification",
     "token_classification",
+    "reranker",
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from scipy.stats import pearsonr
@@ -14,6 +16,7 @@ from peftkit.tasks.metrics import (
     entity_metrics,
     multi_label_metrics,
     number_metrics,
+    ranking_metrics,
     tag_metrics,
 )
 
@@ -102,3 +105,27 @@ def test_only_tags_of_beginnings_and_insides_are_spans() -> None:
     assert are_spans(["O", "B-X", "I-X"])
     assert not are_spans(["O", "NOUN"])
     assert not are_spans(["O"])
+
+
+@pytest.mark.parametrize("num_texts", [2, 9, 25])
+def test_ndcg_at_10_is_scikit_learns(num_texts) -> None:
+    generator = torch.Generator().manual_seed(num_texts)
+    scores, relevances = torch.rand(2, 7, num_texts, generator=generator).double()
+    found = ranking_metrics(
+        [
+            list(zip(*pair, strict=True))
+            for pair in zip(scores.tolist(), relevances.tolist(), strict=True)
+        ]
+    )
+    expected = reference.ndcg_score(relevances, scores, k=10)
+    assert found["ndcg@10"] == pytest.approx(expected)
+
+
+def test_of_equal_scores_the_wrong_text_comes_first_and_queries_without_a_right_one_do_not_count():
+    third = [(0.1, 1.0), (0.9, 0.0), (0.5, 0.0)]
+    tied = [(2.0, 1.0), (2.0, 0.0)]
+    eleventh = [(-1.0, 1.0), *[(0.0, 0.0)] * 10]
+    found = ranking_metrics([third, tied, eleventh, [(1.0, 0.0), (2.0, 0.0)]])
+    assert found["mrr@10"] == pytest.approx((1 / 3 + 1 / 2 + 0) / 3)
+    assert found["ndcg@10"] == pytest.approx((1 / math.log2(4) + 1 / math.log2(3) + 0) / 3)
+    assert ranking_metrics([[(0.0, 0.0)]]) == {"ndcg@10": 0.0, "mrr@10": 0.0}

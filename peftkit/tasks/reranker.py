@@ -1,0 +1,231 @@
+"""Rerankers: how well a text answers a query, as one number that texts are sorted by.
+
+A head of one output reads query and text together, as sentence-transformers' CrossEncoder does. A
+decoder's head may start as the difference of two words' rows in its language head (`answers`): its
+sigmoid is then the probability of "yes" over "no", as Qwen3-Reranker (arXiv:2506.05176) has it.
+
+| loss      | of a query's texts, whose scores are s and relevances r                              |
+| pointwise | binary cross entropy of each text, sigmoid(s) against r                              |
+| pairwise  | -log sigmoid(s_i - s_j) of each pair with r_i > r_j (RankNet, Burges et al., 2005)   |
+| listwise  | cross entropy of softmax(s) against r / sum(r) (ListNet, Cao et al., 2007)           |
+
+Shapes: B rows, n texts of all rows together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+from torch.nn import functional
+
+from peftkit.base.purpose import ClassHead, Purpose
+from peftkit.data.lengths import padded_texts
+from peftkit.data.load import DataConfig, Record
+from peftkit.data.messages import WrongField
+from peftkit.data.stored import StoredRows
+from peftkit.errors import ConfigError, DataError
+from peftkit.events import Listener, ignore
+from peftkit.tasks.loss import accepted
+from peftkit.tasks.measure import over_batches, over_texts
+from peftkit.tasks.metrics import ranking_metrics
+from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.reranker_rows import QUERY, TEXT, RerankEncoder, RerankRow, query_of, texts_of
+from peftkit.tasks.texts import Texts
+
+OUTPUT = "relevance"
+"""Name of the head's one output."""
+
+
+class Reranker(Task):
+    """Rows from queries and texts, batches of all pairs of them, a loss of their scores.
+
+    Args:
+        model: With a head of one value.
+    """
+
+    row_encoder: RerankEncoder
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        config: RerankerConfig,
+        data: DataConfig,
+        **more: Any,
+    ) -> None:
+        super().__init__(model, tokenizer, config, data, **more)
+        self.texts = Texts(model, tokenizer, data.max_length)
+        self.max_length = self.texts.max_length
+        self.row_encoder = RerankEncoder(self.texts, config)
+
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        return [("texts", f"{rows.counts['texts']:,}")]
+
+    def num_positions(self, rows: Sequence[RerankRow]) -> int:
+        return padded_texts(rows)
+
+    def collate(self, rows: Sequence[RerankRow]) -> dict[str, Tensor]:
+        """Return a batch of tokens (n, T), relevances (n,), and whose each text is (n,)."""
+        sizes = torch.tensor([len(row.lengths) for row in rows])
+        return {
+            **self.texts.collate([text for row in rows for text in row.texts]),
+            "relevance": torch.tensor([value for row in rows for value in row.relevance]),
+            "owner": torch.repeat_interleave(torch.arange(len(rows)), sizes),
+        }
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        """Return the number of texts, of pairs, or of queries."""
+        if self.config.loss == "pointwise":
+            return batch["relevance"].numel()
+        if self.config.loss == "listwise":
+            return 1 + int(batch["owner"].cpu()[-1])
+        return int(_better(batch["relevance"].cpu(), batch["owner"].cpu()).sum())
+
+    def scores(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the score of each text (n,), in fp32: the log-odds of its relevance."""
+        logits: Tensor = model(**accepted(model, {**batch, "use_cache": False})).logits
+        return logits[:, 0].float()
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss summed over texts, pairs or queries, in fp32."""
+        return self._loss(self.scores(model, batch), batch["relevance"], batch["owner"])
+
+    def _loss(self, scores: Tensor, relevance: Tensor, owner: Tensor) -> Tensor:
+        if self.config.loss == "pointwise":
+            return functional.binary_cross_entropy_with_logits(scores, relevance, reduction="sum")
+        if self.config.loss == "pairwise":
+            ahead = scores[:, None] - scores[None]
+            return -(functional.logsigmoid(ahead) * _better(relevance, owner)).sum()
+        same = owner[:, None] == owner[None]
+        log_sums = torch.where(same, scores[None], -torch.inf).logsumexp(1)
+        shares = relevance / torch.where(same, relevance[None], 0.0).sum(1)
+        return -(shares * (scores - log_sums)).sum()
+
+    def spans(self, row: RerankRow) -> list[tuple[str, str]]:
+        """Return each text after its query, with its relevance."""
+        pairs = zip(row.relevance, row.texts, strict=True)
+        return [(f"{value:g}", self.texts.pieces(text.input_ids)) for value, text in pairs]
+
+    @torch.no_grad()
+    def metrics(
+        self, model: nn.Module, rows: Sequence[RerankRow], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        """Return the loss, and nDCG@10 and MRR@10 over the texts of each query."""
+        loss, targets = 0.0, 0
+        found: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+        compute = partial(self.scores, model)
+        for some, batch, scores in over_batches(self, model, rows, "Ranking", on_event, compute):
+            loss += float(self._loss(scores, batch["relevance"], batch["owner"]))
+            targets += self.num_targets(batch)
+            left = iter(scores.tolist())
+            for row in some:
+                found[row.query] += [(next(left), value) for value in row.relevance]
+        return {"loss": loss / targets, **ranking_metrics(found.values())}
+
+    def predict(
+        self, model: nn.Module, pairs: Sequence[tuple[str, str]], on_event: Listener = ignore
+    ) -> list[float]:
+        """Return the probability that each text answers its query."""
+        encoded = [self.row_encoder.encode(*pair) for pair in pairs]
+
+        def probabilities(batch: Mapping[str, Tensor]) -> Tensor:
+            return self.scores(model, batch).sigmoid()
+
+        return over_texts(self.texts, model, encoded, probabilities, "Ranking", on_event)
+
+    def predict_texts(
+        self, model: nn.Module, texts: Sequence[str | tuple[str, str]]
+    ) -> list[dict[str, float]]:
+        """Return the score of each pair of a query and a text."""
+        pairs = []
+        for pair in texts:
+            if isinstance(pair, str) or not all(part.strip() for part in pair):
+                raise DataError(
+                    "Cannot rank a text alone.", fix="Give pairs of a query and a text."
+                )
+            pairs.append(pair)
+        return [{"score": score} for score in self.predict(model, pairs)]
+
+    def predict_rows(
+        self,
+        model: nn.Module,
+        records: Sequence[Record],
+        where: str,
+        *,
+        on_event: Listener = ignore,
+    ) -> list[dict[str, Any]]:
+        """Return the `prediction` of each row: of its text, or of all texts that it lists."""
+        name, queries, texts = self.config.text, list[str](), list[list[str]]()
+        for record in records:
+            try:
+                queries.append(query_of(record.fields, self.config.query))
+                texts.append(texts_of(record.fields, name))
+            except WrongField as problem:
+                raise DataError(f"Cannot rank {record.source}: {problem}.") from None
+        pairs = [(q, text) for q, some in zip(queries, texts, strict=True) for text in some]
+        left = iter(self.predict(model, pairs, on_event))
+        found = [[next(left) for _ in some] for some in texts]
+        lists = (isinstance(record.fields[name], list) for record in records)
+        return [
+            {"prediction": some if is_list else some[0]}
+            for some, is_list in zip(found, lists, strict=True)
+        ]
+
+
+def _better(relevance: Tensor, owner: Tensor) -> Tensor:
+    """Return (n, n), whether text i is more relevant than text j to the same query."""
+    return (owner[:, None] == owner[None]) & (relevance[:, None] > relevance[None])
+
+
+class RerankerConfig(TaskConfig):
+    """Rerankers: which of several texts answers a query best."""
+
+    task_type: ClassVar[str] = "SEQ_CLS"
+    auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
+    task: ClassVar[Callable[..., Task]] = Reranker
+    command: ClassVar[str] = "peftkit predict {folder} --data FILE --out ranked.jsonl"
+    measures_before: ClassVar[bool] = True
+    num_texts: ClassVar[int] = 2
+    data_fields: ClassVar[frozenset[str]] = frozenset({"max_length"})
+
+    type: Literal["reranker"] = "reranker"
+    loss: Literal["pointwise", "pairwise", "listwise"] = "pointwise"
+    """What is learnt: each text by itself, pairs of a query's texts, or all of them together."""
+    query: str = "query"
+    """Field with the query."""
+    positive: str = "positive"
+    """Field with a text that answers it, or several."""
+    negatives: str = "negatives"
+    """Field with texts that do not."""
+    text: str = "text"
+    """Field with the text of a scored pair, or with several."""
+    score: str = "score"
+    """Field with how well the text answers, from 0 to 1; or with as many numbers as texts."""
+    template: str | None = None
+    """How a decoder is asked: a text with {query} and {text}, to which no special tokens are added;
+    null: both, as the tokenizer writes a pair."""
+    answers: tuple[str, str] | None = None
+    """Two words of one token each, ["yes", "no"]: a decoder's new head starts as the difference of
+    their rows in its language head; null: at random."""
+
+    @model_validator(mode="after")
+    def _template(self) -> RerankerConfig:
+        if self.template is not None:
+            places = [self.template.find(mark) for mark in (QUERY, TEXT)]
+            if min(places) < 0 or self.template.count(TEXT) != 1:
+                raise ConfigError(
+                    "task.template lacks {query} or {text}, or has {text} twice.",
+                    fix="Write it as: 'Query: {query}\\nText: {text}\\nRelevant:'",
+                )
+        return self
+
+    @property
+    def purpose(self) -> Purpose:
+        head = ClassHead((OUTPUT,), "regression", words=self.answers)
+        return Purpose(self.type, self.auto_class, self.processor, head)
