@@ -29,6 +29,9 @@ READ: tuple[tuple[str, dict[str, Any]], ...] = (
     ("context_parallel: 2", {
         "train": {"context_parallel": 2, "eval_generate": 4}, "data": {"eval": "rows.jsonl"},
     }),
+    ("init: eva", {
+        "task": {"type": "distill", "teacher": {"prompt": "rules.md"}}, "method": {"init": "eva"},
+    }),
     ("method.start_from", {"base": {"new_tokens": ["<a>"]}, "method": {"start_from": "run"}}),
     ("method.token_rows", {"base": {"new_tokens": ["<a>"]}, "method": {"token_rows": [3]}}),
     ("data.eval is not set", {"train": {"keep_best": True}}),
