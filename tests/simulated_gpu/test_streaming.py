@@ -128,7 +128,7 @@ def test_a_unit_goes_through_a_ring_that_is_smaller(card: Card) -> None:
     host = [torch.arange(n, dtype=torch.float32) for n in (1500, 3, 777)]
     host.append(torch.tensor(3.5))
     unit = transfer.Unit(0, host)
-    shelf = transfer.DeviceBuffer(transfer.CopyStream(torch.device("cuda")))
+    shelf = transfer.DeviceBuffer(transfer.CopyStream(torch.device("cuda", 0)))
     for copy, tensor in zip(unit.views(shelf.take(unit)), host, strict=True):
         assert torch.equal(on_cpu(copy), tensor)
     assert card.pinned_bytes == transfer.NUM_SLOTS * transfer.SLOT

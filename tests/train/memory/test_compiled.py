@@ -18,7 +18,7 @@ from peftkit.events import RunStarted
 from peftkit.execution.plan import Activations
 from peftkit.kernels import grouped
 from peftkit.methods.lora import LoRA
-from peftkit.tasks import head
+from peftkit.tasks import token_task
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.config import TrainConfig
@@ -121,7 +121,7 @@ def test_documents_in_one_row_are_one_graph_whatever_their_lengths(
     blocks = Blocks(model)
     blocks.compile()
     # a run asks before it compiles
-    backend.setattr(head, "can_unpad", lambda model, attention, share: True)
+    backend.setattr(token_task, "can_unpad", lambda model, attention, share: True)
     assert_close(learnt(), wanted)
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1
@@ -137,7 +137,7 @@ def test_scales_of_layers_and_sizes_that_are_equal_by_chance_make_no_graph_more(
     attach(model, method).prepare_training()
     task = CausalLM(model, tokenizer, DataConfig(train="", max_length=64))
     same = grouped.ALIGNMENT - 2  # tokens in common are padded by two, ranks up to ALIGNMENT
-    backend.setattr(head, "can_unpad", lambda model, attention, share: True)
+    backend.setattr(token_task, "can_unpad", lambda model, attention, share: True)
     blocks = Blocks(model)
     blocks.compile()
     with task.training(model):
