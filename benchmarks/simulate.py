@@ -180,7 +180,10 @@ class Tokens(Task):
 @contextlib.contextmanager
 def without_data() -> Iterator[None]:
     """Let tensors have shapes alone; no block is watched for random numbers: there are none."""
-    with mock.patch.object(blocks, "_generators", list), FakeTensorMode(allow_non_fake_inputs=True):
+    with (
+        mock.patch.object(blocks.Blocks, "_generators", return_value=[]),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
         yield
 
 

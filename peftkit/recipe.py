@@ -63,9 +63,9 @@ def run(
         Interrupted: SIGINT or SIGTERM came; what was reached is saved.
     """
     start = StartPolicy(resume, overwrite, allow_changes)
+    rules.check(recipe, world_size())
     with monitored_ranks(default_device) as company, ExitStack() as stack:
         folder = recipe.train.output_dir
-        rules.check(recipe, world_size())
         check_output(recipe.train, start)
         if company is not None:
             company.check_equal_across_ranks(

@@ -94,6 +94,9 @@ def run_group(
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)  # not reaped yet: the number is still its own
         process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
