@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from peftkit.errors import PeftkitError as PeftkitError
     from peftkit.errors import RunError as RunError
     from peftkit.errors import TargetError as TargetError
+    from peftkit.formats.exchange import export_adapter as export_adapter
+    from peftkit.formats.exchange import import_adapter as import_adapter
     from peftkit.formats.hub import pull_adapter as pull_adapter
     from peftkit.formats.hub import push_adapter as push_adapter
     from peftkit.formats.open_adapter import Opened as Opened
@@ -54,6 +56,9 @@ if TYPE_CHECKING:
     from peftkit.inference.generate import stream as stream
     from peftkit.inference.predict import predict as predict
     from peftkit.inference.predict import predict_file as predict_file
+    from peftkit.merging.combine import combine as combine
+    from peftkit.merging.compare import compare as compare
+    from peftkit.merging.extract import extract as extract
     from peftkit.merging.fold import merge_into as merge_into
     from peftkit.merging.into_gguf import MergedGGUF as MergedGGUF
     from peftkit.merging.into_gguf import merge_into_gguf as merge_into_gguf
@@ -112,11 +117,6 @@ if TYPE_CHECKING:
     )
     from peftkit.train.config import TrainConfig as TrainConfig
     from peftkit.train.loop import fit as fit
-    from peftkit.transform.combine import combine as combine
-    from peftkit.transform.compare import compare as compare
-    from peftkit.transform.exchange import export_adapter as export_adapter
-    from peftkit.transform.exchange import import_adapter as import_adapter
-    from peftkit.transform.extract import extract as extract
 
 _HOME = {
     "Adapter": "adapter",
@@ -172,17 +172,17 @@ _HOME = {
     "answer": "inference.evaluate",
     "attach": "adapter",
     "check_recipe": "recipe:check",
-    "combine": "transform.combine",
-    "compare": "transform.compare",
+    "combine": "merging.combine",
+    "compare": "merging.compare",
     "eva_starts": "methods.eva",
     "evaluate": "inference.evaluate",
-    "export_adapter": "transform.exchange",
-    "extract": "transform.extract",
+    "export_adapter": "formats.exchange",
+    "extract": "merging.extract",
     "find_roles": "model.targets",
     "fit": "train.loop",
     "generate": "inference.generate",
     "generate_ids": "inference.generate",
-    "import_adapter": "transform.exchange",
+    "import_adapter": "formats.exchange",
     "list_runs": "report.runs",
     "load_adapter": "formats.peft.folder",
     "load_base": "base.load",

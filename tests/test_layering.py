@@ -29,7 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("formats/", "run/config", "run/rules"),
     ("planning/",),
     ("inference/", "merging/", "report/"),
-    ("transform/", "run/"),
+    ("run/",),
     ("recipe",),
     ("serve/", "sweeps/"),
     ("__init__",),

@@ -48,7 +48,7 @@ def combine(
 ) -> None:
     """Combine adapters of one base into one. Prints the new adapter's folder."""
     weighted = _weighted(adapters)
-    from peftkit.transform.combine import combine as combine_adapters
+    from peftkit.merging.combine import combine as combine_adapters
     from peftkit_cli.render import Renderer
 
     settings = {"rank": rank, "density": density, "seed": seed, "force": force}
@@ -102,7 +102,7 @@ def extract(
     force: Replace = False,
 ) -> None:
     """Extract the best adapter of a given rank from a full fine-tune. Prints its folder."""
-    from peftkit.transform.extract import extract as extract_adapter
+    from peftkit.merging.extract import extract as extract_adapter
     from peftkit_cli.render import Renderer
 
     names = [target.strip() for target in targets.split(",")]

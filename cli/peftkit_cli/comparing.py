@@ -13,12 +13,12 @@ import typer
 from peftkit.errors import AdapterError
 
 if TYPE_CHECKING:
-    from peftkit.transform.compare import RoleUpdate
+    from peftkit.merging.compare import RoleUpdate
 
 
 def measure(folder: Path) -> tuple[list[RoleUpdate], str]:
     """Return an adapter's updates by role, or none and the reason why they cannot be measured."""
-    from peftkit.transform.compare import role_updates
+    from peftkit.merging.compare import role_updates
 
     try:
         return role_updates(folder), ""
@@ -42,7 +42,7 @@ def show_updates(updates: Sequence[RoleUpdate]) -> None:
 
 def show_comparison(one: Path, other: Path, *, as_json: bool) -> None:
     """Print how two adapters differ, on stdout: what they are, then their updates by role."""
-    from peftkit.transform.compare import compare
+    from peftkit.merging.compare import compare
     from peftkit_cli.render import print_table
 
     found = compare(one, other)

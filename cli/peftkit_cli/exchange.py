@@ -50,7 +50,7 @@ def export(
         raise ConfigError(
             f"--profile {profile} cannot be used with --to {to}", fix="Use it with --to peft."
         )
-    from peftkit.transform.exchange import export_adapter
+    from peftkit.formats.exchange import export_adapter
     from peftkit_cli.render import Renderer
 
     with Renderer() as on_event:
@@ -96,7 +96,7 @@ def import_(
     force: Replace = False,
 ) -> None:
     """Convert another program's adapter to an adapter folder. Prints the folder."""
-    from peftkit.transform.exchange import import_adapter
+    from peftkit.formats.exchange import import_adapter
     from peftkit_cli.render import Renderer
 
     with Renderer() as on_event:

@@ -1,1 +1,1 @@
-"""Merging an adapter into its base: the maths, two ways to write the model, and the check."""
+"""What is made of adapters: merged models, combinations, comparisons; adapters of tuned models."""

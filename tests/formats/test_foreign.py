@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peftkit.errors import AdapterError, OutputError
+from peftkit.formats.exchange import import_adapter
 from peftkit.formats.foreign import plain_name, recognise
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.methods.lora import LoRA
-from peftkit.transform.exchange import import_adapter
 from tests.formats.test_mlx import base_folder, logits, trained
 
 TWO = torch.ones(2, 2)

@@ -15,13 +15,13 @@ from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.errors import AdapterError
 from peftkit.formats.card import adapter_usage, render_card, training_card
+from peftkit.formats.exchange import export_adapter
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank
 from peftkit.formats.serving import MAX_LORA_RANKS, check_serving, max_lora_rank, served_rank
 from peftkit.formats.uniform import compress, uniform, without_padding
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
-from peftkit.transform.exchange import export_adapter
 from tests.formats.test_mlx import logits, trained
 
 

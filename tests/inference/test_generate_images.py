@@ -22,6 +22,7 @@ from peftkit.data.images import Picture
 from peftkit.data.load import DataConfig
 from peftkit.errors import AdapterError, DataError, PeftkitError
 from peftkit.events import Event, RunStarted, Table
+from peftkit.formats.exchange import export_adapter
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.bank import open_bank
 from peftkit.inference.evaluate import evaluate
@@ -37,7 +38,6 @@ from peftkit.run.prepare import prepare
 from peftkit.tasks.image_text import ImageTextConfig
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
-from peftkit.transform.exchange import export_adapter
 from peftkit_cli import app
 from tests.tasks.test_image_text import images_of, model_of, processor_of, task_of
 from tests.vision import FAMILIES, QUESTIONS, said, write_rows

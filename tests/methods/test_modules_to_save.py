@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, TargetError
+from peftkit.formats.exchange import Format, export_adapter
 from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS, load_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
+from peftkit.merging.combine import combine
 from peftkit.methods.lora import LoRA
 from peftkit.methods.modules_to_save import named_modules
 from peftkit.methods.protocol import AdapterModule
 from peftkit.quant.quantize import quantize_model
-from peftkit.transform.combine import combine
-from peftkit.transform.exchange import Format, export_adapter
 from tests.methods.exchange import built, check_back, saved, trained
 
 pytestmark = pytest.mark.filterwarnings(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from peftkit.transform.exchange import import_adapter
+from peftkit.formats.exchange import import_adapter
 
 Chosen = Callable[[str], str]
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError
+from peftkit.formats.exchange import import_adapter
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.methods.lora import LoRA
-from peftkit.transform.exchange import import_adapter
 from tests.families import ARCHITECTURES
 from tests.formats.test_mlx import logits
 

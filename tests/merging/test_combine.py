@@ -18,8 +18,8 @@ from peftkit.errors import AdapterError, OutputError
 from peftkit.events import Event, Notice, Saved
 from peftkit.formats.peft.folder import Provenance, load_adapter
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
-from peftkit.transform.blend import EXACT, PRUNING, RULES, Settings, blend, drop, trim
-from peftkit.transform.combine import Combined, combine
+from peftkit.merging.blend import EXACT, PRUNING, RULES, Settings, blend, drop, trim
+from peftkit.merging.combine import Combined, combine
 from tests.families import FAMILIES
 
 ROUNDING = 2e-6

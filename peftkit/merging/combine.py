@@ -23,8 +23,8 @@ from peftkit.formats.peft.folder import Provenance
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
 from peftkit.formats.staged import check_free, new_adapter_folder
 from peftkit.kernels import svd
-from peftkit.transform.blend import EXACT, PRUNING, RULES, Blended, Rule, Settings, blend
-from peftkit.transform.combine_sources import Source, check_layers, endings_to_avoid, joined
+from peftkit.merging.blend import EXACT, PRUNING, RULES, Blended, Rule, Settings, blend
+from peftkit.merging.combine_sources import Source, check_layers, endings_to_avoid, joined
 
 DENSITY = 0.5
 """Share of entries that the pruning methods keep unless told otherwise."""

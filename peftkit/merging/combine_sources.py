@@ -9,7 +9,7 @@ from peftkit.errors import AdapterError, first_few
 from peftkit.events import Listener, Notice
 from peftkit.formats.peft.folder import AdapterFile, Provenance
 from peftkit.formats.peft.low_rank import LowRank
-from peftkit.transform.blend import ELECTING, EXACT, Settings
+from peftkit.merging.blend import ELECTING, EXACT, Settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from peftkit.events import Event, Notice, Table
 from peftkit.formats.peft.folder import load_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.kernels import svd
-from peftkit.transform.extract import Extracted, extract
+from peftkit.merging.extract import Extracted, extract
 from tests.families import FAMILIES
 
 IDS = torch.arange(3, 23).view(1, 20)

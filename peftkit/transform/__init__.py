@@ -1,1 +1,0 @@
-"""Adapters made from adapters and models: combine, compare, extract, convert."""
