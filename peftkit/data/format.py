@@ -12,11 +12,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from peftkit.data.cache import cache_folder
 from peftkit.data.load import FormatName, Record
@@ -24,6 +25,7 @@ from peftkit.data.messages import (
     Message,
     WrongField,
     completion_messages,
+    full_text,
     parse_messages,
     parse_tools,
     text_of,
@@ -31,6 +33,7 @@ from peftkit.data.messages import (
 from peftkit.errors import ConfigError, DataError, first_few
 
 MAX_SHOWN = 5
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,20 +165,39 @@ def parse(
     found = detect(first.fields) if name == "auto" else name
     if found is None:
         raise _unknown_fields(first, where)
-    examples: list[Example] = []
-    problems: list[str] = []
-    used: set[str] = set()
+    read = partial(_example, name=found, auto=name == "auto")
+    examples, unused = read_each(records, read, found, where)
+    return ParsedRow(found, tuple(examples), unused)
+
+
+def read_each(
+    records: Sequence[Record],
+    read: Callable[[Record], tuple[Read, Iterable[str]]],
+    what: str,
+    where: str,
+    fix: str = "Mend or remove these rows.",
+) -> tuple[list[Read], tuple[str, ...]]:
+    """Return what each record says, and the fields that none of them needed.
+
+    Args:
+        read: Returns what a record says, and the fields that it looked at.
+        what: The rows' format, in words.
+
+    Raises:
+        DataError: `read` raised WrongField; with file, line and field of the first few such rows.
+    """
+    found, problems, used = list[Read](), list[str](), set[str]()
     for record in records:
         try:
-            example, read = _example(record, found, auto=name == "auto")
-            examples.append(example)
-            used.update(read)
+            said, own = read(record)
+            found.append(said)
+            used.update(own)
         except WrongField as problem:
             problems.append(f"{record.source}: {problem}")
     if problems:
-        raise bad_rows(problems, len(records), found, where)
-    names = dict.fromkeys(key for record in records for key in record.fields)
-    return ParsedRow(found, tuple(examples), tuple(key for key in names if key not in used))
+        raise bad_rows(problems, len(records), what, where, fix)
+    names = dict.fromkeys(name for record in records for name in record.fields)
+    return found, tuple(name for name in names if name not in used)
 
 
 def _parse_named(records: Sequence[Record], names: FieldNames, where: str) -> ParsedRow:
@@ -239,14 +261,21 @@ def _turns(record: Record) -> tuple[Example, set[str]]:
     if key is None:
         raise WrongField(TURNS[0], "missing")
     messages, learnt = parse_messages(fields[key], key)
+    return conversation_of(record, messages, learnt), {key, "system", "tools"}
+
+
+def conversation_of(
+    record: Record, messages: Sequence[Message], learnt: Sequence[int]
+) -> Conversation:
+    """Return a conversation, with the system message and the tools that its row has as fields."""
+    fields = record.fields
     if fields.get("system"):
         if messages[0]["role"] == "system":
-            raise WrongField("system", f"{key} begin with a system turn already")
+            raise WrongField("system", "the messages begin with a system turn already")
         system: Message = {"role": "system", "content": text_of(fields, "system")}
         messages, learnt = [system, *messages], [turn + 1 for turn in learnt]
     tools = parse_tools(fields.get("tools"), "tools")
-    conversation = Conversation(tuple(messages), tuple(learnt), tuple(tools), record.source)
-    return conversation, {key, "system", "tools"}
+    return Conversation(tuple(messages), tuple(learnt), tuple(tools), record.source)
 
 
 def _instruction(record: Record) -> tuple[Example, set[str]]:
@@ -254,10 +283,8 @@ def _instruction(record: Record) -> tuple[Example, set[str]]:
     question = first_of(fields, QUESTIONS) or QUESTIONS[0]
     answer = first_of(fields, [key for key in ANSWERS if key != question]) or ANSWERS[0]
     material = first_of(fields, [key for key in _MATERIAL if key != question])
-    request, output = text_of(fields, question), text_of(fields, answer)
+    request, output = full_text(fields, question), text_of(fields, answer)
     given = text_of(fields, material) if material and fields[material] is not None else ""
-    if not request.strip():
-        raise WrongField(question, "empty")
     example = Instruction(request, given, output, record.source)
     used = {question, answer, material or "", "system", "history"}
     if not fields.get("system") and not fields.get("history"):
@@ -288,8 +315,7 @@ def _completion(record: Record) -> tuple[Example, set[str]]:
     used = {prompt, answer, "tools"}
     if isinstance(fields.get(prompt), list):  # conversational: two lists of messages
         messages, learnt = completion_messages(fields, prompt, answer)
-        tools = tuple(parse_tools(fields.get("tools"), "tools"))
-        return Conversation(tuple(messages), tuple(learnt), tools, record.source), used
+        return conversation_of(record, messages, learnt), {*used, "system"}
     if fields.get("tools"):
         raise WrongField("tools", "tools need messages; a plain prompt says for itself what it can")
     return Completion(text_of(fields, prompt), text_of(fields, answer), record.source), used
@@ -318,7 +344,7 @@ def _unknown_fields(record: Record, where: str) -> DataError:
     )
 
 
-def bad_rows(problems: Sequence[str], total: int, name: str, where: str) -> DataError:
+def bad_rows(problems: Sequence[str], total: int, name: str, where: str, fix: str) -> DataError:
     """Return the error that names the first of the rows that cannot be used, and their number.
 
     Where there are more, all of them go into a file beside the encoded rows.
@@ -333,5 +359,5 @@ def bad_rows(problems: Sequence[str], total: int, name: str, where: str) -> Data
     return DataError(
         f"Cannot use {len(problems)} of {total} rows of {where} (format '{name}').",
         found=found,
-        fix="Mend or remove these rows.",
+        fix=fix,
     )

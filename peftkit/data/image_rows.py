@@ -23,13 +23,14 @@ from peftkit.data.format import (
     Instruction,
     ParsedRow,
     Text,
-    bad_rows,
     first_of,
     parse,
+    read_each,
 )
 from peftkit.data.images import Picture, picture
 from peftkit.data.load import FormatName, Record
 from peftkit.data.messages import WrongField, kind_of, text_of
+from peftkit.errors import DataError
 
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Stands for an image in the texts of an example."""
@@ -54,25 +55,19 @@ def parse_with_images(
     Raises:
         DataError: With file, line and field of the first few rows that cannot be used.
     """
-    told, found, problems = [], [], []
-    for record in records:
-        try:
-            row = _Row(record, where)
-            told.append(row.told())
-            found.append(tuple(row.pictures))
-        except WrongField as problem:
-            problems.append(f"{record.source}: {problem}")
-    if problems:
-        raise bad_rows(problems, len(records), "images in text", where)
-    parsed = parse(told, name, where=where)
+
+    def read(record: Record) -> tuple[tuple[Record, tuple[Picture, ...]], set[str]]:
+        row = _Row(record, where)
+        return (row.told(), tuple(row.pictures)), set()
+
+    found, _ = read_each(records, read, "images in text", where)
+    parsed = parse([told for told, _ in found], name, where=where)
     for example in parsed.examples:
         try:
             _check(example)
         except WrongField as problem:
-            problems.append(f"{example.source}: {problem}")
-    if problems:
-        raise bad_rows(problems, len(records), parsed.format, where)
-    return parsed, found
+            raise DataError(f"Cannot use {example.source}: {problem}.") from None
+    return parsed, [pictures for _, pictures in found]
 
 
 class _Row:

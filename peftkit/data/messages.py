@@ -66,6 +66,24 @@ def text_of(fields: Mapping[str, Any], name: str, path: str = "") -> str:
     return value
 
 
+def full_text(fields: Mapping[str, Any], name: str, path: str = "") -> str:
+    """Return a field that must be text with more than white space in it."""
+    found = text_of(fields, name, path)
+    if not found.strip():
+        raise WrongField(path or name, "empty")
+    return found
+
+
+def texts_of(fields: Mapping[str, Any], name: str) -> list[str]:
+    """Return a field that is a text or a list of texts."""
+    value = fields.get(name)
+    if not isinstance(value, list):
+        return [full_text(fields, name)]
+    if not value:
+        raise WrongField(name, "empty")
+    return [full_text({name: text}, name, f"{name}[{n}]") for n, text in enumerate(value)]
+
+
 def parse_messages(value: Any, field: str) -> tuple[list[Message], list[int]]:
     """Return the messages and the indices of the assistant turns to learn.
 

@@ -24,16 +24,17 @@ from peftkit.data.format import (
     Example,
     Instruction,
     Text,
-    bad_rows,
+    conversation_of,
     parse,
+    read_each,
 )
 from peftkit.data.load import Record
 from peftkit.data.messages import (
     Message,
     WrongField,
     completion_messages,
+    full_text,
     parse_messages,
-    parse_tools,
     text_of,
 )
 from peftkit.errors import DataError
@@ -86,26 +87,16 @@ def read_pairs_of(
     Raises:
         DataError: With file, line and field of the first few rows that are no pairs.
     """
-    pairs: list[Pair | Dropped] = []
-    problems: list[str] = []
-    used: set[str] = set()
-    for record in records:
-        try:
-            if _is_useless(record):
-                pairs.append(Dropped(record.source, USELESS))
-                continue
-            pair, own = _pair(record)
-            if margin is not None:
-                pair = replace(pair, margin=_number(record.fields, margin))
-                own.add(margin)
-            pairs.append(pair)
-            used |= own
-        except WrongField as problem:
-            problems.append(f"{record.source}: {problem}")
-    if problems:
-        raise bad_rows(problems, len(records), "pairs of a chosen and a rejected answer", where)
-    names = dict.fromkeys(key for record in records for key in record.fields)
-    return pairs, tuple(key for key in names if key not in used)
+
+    def read(record: Record) -> tuple[Pair | Dropped, set[str]]:
+        if _is_useless(record):
+            return Dropped(record.source, USELESS), set()
+        pair, own = _pair(record)
+        if margin is None:
+            return pair, own
+        return replace(pair, margin=_number(record.fields, margin)), {*own, margin}
+
+    return read_each(records, read, "pairs of a chosen and a rejected answer", where)
 
 
 def read_verdicts(
@@ -116,29 +107,26 @@ def read_verdicts(
     Raises:
         DataError: With file, line and field of the first few rows that are no such answers.
     """
-    problems = []
-    for record in records:
-        value = record.fields.get(LABEL)
+
+    def without_label(record: Record) -> tuple[Record, set[str]]:
+        fields = dict(record.fields)
+        value = fields.pop(LABEL, None)
         if not isinstance(value, bool):
             found = "missing" if LABEL not in record.fields else f"found {value!r:.40}"
-            problems.append(f"{record.source}: {LABEL}: expected true or false, {found}")
-    if problems:
-        raise bad_rows(problems, len(records), "answers with a label", where)
-    bare = [
-        Record({k: v for k, v in record.fields.items() if k != LABEL}, record.source)
-        for record in records
-    ]
+            raise WrongField(LABEL, f"expected true or false, {found}")
+        return Record(fields, record.source), set()
+
+    bare, _ = read_each(records, without_label, "answers with a label", where)
     parsed = parse(bare, "auto", where=where)
     verdicts = []
     for record, example in zip(records, parsed.examples, strict=True):
-        if isinstance(example, Text):
-            problems.append(f"{record.source}: a text alone has no prompt and no answer")
-            continue
+        if isinstance(example, Text):  # then all rows are
+            raise DataError(
+                f"Cannot use {record.source}: a text alone has no prompt and no answer."
+            )
         if isinstance(example, Conversation) and parsed.format != "prompt_completion":
             example = replace(example, learnt=example.learnt[-1:])
         verdicts.append(Verdict(example, record.fields[LABEL], record.source))
-    if problems:
-        raise bad_rows(problems, len(records), "answers with a label", where)
     return verdicts, parsed.unused, parsed.format
 
 
@@ -196,10 +184,8 @@ def _of_texts(record: Record) -> tuple[Pair, set[str]]:
     question = next((key for key in QUESTIONS if key in fields), None)
     if question is None:
         return Pair(Text(chosen, source), Text(rejected, source), True, source), {*SIDES}
-    asked = text_of(fields, question)
+    asked = full_text(fields, question)
     given = text_of(fields, "input") if question != "input" and fields.get("input") else ""
-    if not asked.strip():
-        raise WrongField(question, "empty")
     answers = [Instruction(asked, given, text, source) for text in (chosen, rejected)]
     return Pair(answers[0], answers[1], False, source), {question, "input", *SIDES}
 
@@ -210,7 +196,6 @@ def _of_messages(record: Record, key: str) -> tuple[Pair, set[str]]:
     prompt = fields[key]
     if not isinstance(prompt, list) or not prompt:
         raise WrongField(key, "expected a list of turns")
-    tools = tuple(parse_tools(fields.get("tools"), "tools"))
     found = []
     for side in SIDES:
         answer = _as_list(fields[side])
@@ -222,14 +207,13 @@ def _of_messages(record: Record, key: str) -> tuple[Pair, set[str]]:
             if not answer:
                 raise WrongField(side, f"there is nothing after {key}")
         messages, learnt = completion_messages({key: given, side: answer}, key, side)
-        found.append(_conversation(messages, learnt, tools, record, side))
+        found.append(_conversation(messages, learnt, record, side))
     return Pair(found[0], found[1], False, record.source), {key, *SIDES, "tools", "system"}
 
 
 def _of_conversations(record: Record) -> tuple[Pair, set[str]]:
     """Read two conversations; what they begin with in common is the prompt."""
     fields = record.fields
-    tools = tuple(parse_tools(fields.get("tools"), "tools"))
     prompt = text_of(fields, "prompt") if fields.get("prompt") is not None else None
     sides = []
     for side in SIDES:
@@ -251,7 +235,7 @@ def _of_conversations(record: Record) -> tuple[Pair, set[str]]:
         if messages[common]["role"] != "assistant":
             raise WrongField(side, f"turn {common} is {messages[common]['role']}'s: not one prompt")
         learnt = [n for n, m in enumerate(messages) if n >= common and m["role"] == "assistant"]
-        found.append(_conversation(messages, learnt, tools, record, side))
+        found.append(_conversation(messages, learnt, record, side))
     used = {*SIDES, "tools", "system"} | ({"prompt"} if prompt is not None else set())
     return Pair(found[0], found[1], False, record.source), used
 
@@ -259,30 +243,13 @@ def _of_conversations(record: Record) -> tuple[Pair, set[str]]:
 def _conversation(
     messages: Sequence[Message],
     learnt: Sequence[int],
-    tools: tuple[Mapping[str, Any], ...],
     record: Record,
     side: str,
 ) -> Conversation:
-    messages, turns = list(messages), list(learnt)
-    if record.fields.get("system"):
-        if messages[0]["role"] == "system":
-            raise WrongField("system", "the messages begin with a system turn already")
-        system = {"role": "system", "content": text_of(record.fields, "system")}
-        messages, turns = [system, *messages], [turn + 1 for turn in turns]
-    made = Conversation(tuple(messages), tuple(turns), tools, record.source)
-    if _is_empty(made):
+    turns = [messages[turn] for turn in learnt]
+    if not any(t.get("tool_calls") or str(t.get("content") or "").strip() for t in turns):
         raise WrongField(side, "empty")
-    return made
-
-
-def _is_empty(example: Example) -> bool:
-    """Tell whether an answer says nothing."""
-    if isinstance(example, Conversation):
-        turns = [example.messages[turn] for turn in example.learnt]
-        return not any(t.get("tool_calls") or str(t.get("content") or "").strip() for t in turns)
-    if isinstance(example, Instruction):
-        return not example.output.strip()
-    return isinstance(example, Completion) and not example.completion.strip()
+    return conversation_of(record, messages, learnt)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -25,11 +25,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.data.encoding import EncodedRows, RowEncoder
+from peftkit.data.format import read_each
 from peftkit.data.lengths import padded_texts
 from peftkit.data.load import DataConfig, Record
+from peftkit.data.messages import WrongField, full_text, texts_of
 from peftkit.data.stored import StoredRows
 from peftkit.errors import DataError
 from peftkit.events import Listener, ignore
+from peftkit.tasks.labels import FIX, said_in
 from peftkit.tasks.loss import accepted, unwrapped
 from peftkit.tasks.measure import over_batches, over_texts
 from peftkit.tasks.pooling import Pooled, pooled, pooling_for, pooling_of, write_modules
@@ -71,7 +74,7 @@ class EmbeddingEncoder(RowEncoder):
         return (*self._key, *self._fields)
 
     def read(self, records: Sequence[Record], where: str) -> list[tuple[list[str], str]]:
-        found = [(self._texts(record), record.source) for record in records]
+        found, _ = read_each(records, self._texts, "an anchor and a positive", where, FIX)
         first, where_first = found[0]
         for texts, source in found:
             if len(texts) != len(first):
@@ -91,25 +94,14 @@ class EmbeddingEncoder(RowEncoder):
             rows.append(EmbeddingRow(**joined_texts(encoded), names=names, source=source))
         return EncodedRows(rows, {"number of negatives": str(len(read[0][0]) - 2)}, counts)
 
-    def _texts(self, record: Record) -> list[str]:
-        """Return anchor, positive and negatives of a row."""
+    def _texts(self, record: Record) -> tuple[tuple[list[str], str], Sequence[str]]:
+        """Return anchor, positive and negatives of a row, with its source."""
         fields = record.fields
-        negatives: Any = fields.get(self._negatives, ())
-        listed = [negatives] if isinstance(negatives, str) else list(negatives or ())
-        named = [(name, fields.get(name)) for name in (self._anchor, self._positive)]
-        named += [(self._negatives, text) for text in listed]
-        for name, text in named:
-            if not isinstance(text, str) or not text.strip():
-                found = "missing" if text is None else f"found {text!r:.40}"
-                raise DataError(
-                    f"Cannot use {record.source}: {name}: expected a text, {found}.",
-                    fix="Mend the row, or name its fields: task.anchor, task.positive, "
-                    "task.negatives.",
-                )
-        texts = [str(text) for _, text in named]
+        texts = [full_text(fields, name) for name in (self._anchor, self._positive)]
+        texts += texts_of(fields, self._negatives) if fields.get(self._negatives) else []
         if texts[1] in texts[2:]:
-            raise DataError(f"Cannot use {record.source}: a negative is equal to {self._positive}.")
-        return texts
+            raise WrongField(self._negatives, f"one is equal to {self._positive}")
+        return (texts, record.source), self._fields
 
 
 def _name(text: str) -> tuple[int, int]:
@@ -284,15 +276,11 @@ class Embedding(Task):
         on_event: Listener = ignore,
     ) -> list[dict[str, Any]]:
         """Return the vector of each row's `text`, or else of its anchor, as `embedding`."""
-        texts = []
-        for record in records:
-            text = record.fields.get("text", record.fields.get(self.config.anchor))
-            if not isinstance(text, str) or not text.strip():
-                raise DataError(
-                    f"Cannot embed {record.source}: it has no text.",
-                    fix=f"Give rows a field text, or {self.config.anchor}.",
-                )
-            texts.append(text)
+
+        def text(fields: Mapping[str, Any]) -> str:
+            return full_text(fields, "text" if "text" in fields else self.config.anchor)
+
+        texts = [found for found, _ in said_in(records, text)]
         return [{"embedding": vector} for vector in self.vectors(model, texts, on_event)]
 
 

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 
 from peftkit.base.purpose import ProblemType, Processor, labels_of
 from peftkit.data.encoding import EncodedRows, RowEncoder
+from peftkit.data.format import read_each
 from peftkit.data.images import Picture, picture, require_pillow
 from peftkit.data.load import DataConfig, Part, Record, iterate_records
+from peftkit.data.messages import WrongField
 from peftkit.data.stored import StoredRows
 from peftkit.errors import DataError
 from peftkit.files.strict_json import shown
 from peftkit.tasks.classifier import Classifier, ClassifierConfig
-from peftkit.tasks.labels import field_of, label_name, number_of, sorted_names
+from peftkit.tasks.labels import FIX, field_of, label_of, number_of, said_in, sorted_names
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.metrics import class_metrics
 from peftkit.tasks.protocol import Task
@@ -70,28 +72,23 @@ class ClassifiedEncoder(RowEncoder):
             yield partial(list, records[start : start + self.at_once])
 
     def read(self, records: Sequence[Record], where: str) -> list[ImageRow]:
-        rows = []
-        for record in records:
-            name = label_name(field_of(record, self._config.label, "task.label"), record.source)
-            label = number_of(name, self._numbers, record.source)
-            rows.append(ImageRow(self._picture(record, where), label, record.source))
-        return rows
+        read = partial(self._labelled, where=where)
+        return read_each(records, read, "an image and its label", where, FIX)[0]
 
     def rows(self, read: list[ImageRow]) -> EncodedRows:
         for row in read:
             row.image.decode(self._mode)
         return EncodedRows(read)
 
-    def _picture(self, record: Record, where: str) -> Picture:
-        value = field_of(record, self._config.image, "task.image")
+    def _labelled(self, record: Record, where: str) -> tuple[ImageRow, Sequence[str]]:
+        name, fields = self._config.image, record.fields
+        label = number_of(label_of(fields, self._config.label), self._numbers)
+        value = field_of(fields, name, "task.image")
         found = picture(value, record, where)
         if found is None:
-            raise DataError(
-                f"Cannot use {record.source}: its '{self._config.image}' is no image.",
-                found=f"It is {shown(value)}.",
-                fix="Give a path or encoded bytes, or name another field with task.image.",
-            )
-        return found
+            words = f"expected a path or encoded bytes of an image, found {shown(value)}"
+            raise WrongField(name, words)
+        return ImageRow(found, label, record.source), ()
 
 
 class ImageClassification(Classifier):
@@ -169,7 +166,7 @@ class ImageClassificationConfig(ClassifierConfig):
             for source in data.sources
             for record in iterate_images(source.path, self.image, self.label)
         )
-        names = (label_name(field_of(r, self.label, "task.label"), r.source) for r in records)
+        names = (name for name, _ in said_in(records, partial(label_of, name=self.label)))
         return self.model_copy(update={"labels": sorted_names(names, data.train_name)})
 
     @property

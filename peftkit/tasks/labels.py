@@ -3,92 +3,65 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from peftkit.data.load import DataConfig, Record, iterate_records
-from peftkit.data.messages import MAX_CHARACTERS
+from peftkit.data.messages import WrongField, full_text
 from peftkit.errors import ConfigError, DataError, did_you_mean, first_few
 from peftkit.files.strict_json import shown
 
 Problem = Literal["single_label", "multi_label", "regression"]
 MAX_LABELS = 10_000
 MAX_LISTED = 12
+FIX = "Mend the rows, or name the right fields in the recipe's task."
+Read = TypeVar("Read")
 
 
-def field_of(record: Record, name: str, setting: str) -> Any:
-    """Return a field of a row.
-
-    Args:
-        setting: The key of the recipe that names the field.
+def field_of(fields: Mapping[str, Any], name: str, setting: str) -> Any:
+    """Return a field of a row that is there and not null; `setting` is what names it in a recipe.
 
     Raises:
-        DataError: The row has no such field, or nothing in it.
+        WrongField: It is not.
     """
-    value = record.fields.get(name)
+    value = fields.get(name)
     if value is None:
-        raise DataError(
-            f"Cannot use {record.source}: it has no {name!r}.",
-            found=f"Its fields: {', '.join(record.fields)}. "
-            f"{did_you_mean(name, record.fields)}".rstrip(),
-            fix=f"Name the right field with {setting}.",
-        )
+        hint = f"{', '.join(fields)}. {did_you_mean(name, fields)}".rstrip()
+        raise WrongField(name, f"missing ({setting}); the row has {hint}")
     return value
 
 
-def text_of(record: Record, name: str, setting: str) -> str:
-    """Return a field that is a text.
-
-    Raises:
-        DataError: It is missing, empty, or no text.
-    """
-    value = field_of(record, name, setting)
-    if not isinstance(value, str) or not value.strip():
-        raise DataError(
-            f"Cannot use {record.source}: its {name!r} is not a text.",
-            found=f"It is {shown(value)}.",
-            fix=f"Mend the row, or name another field with {setting}.",
-        )
-    if len(value) > MAX_CHARACTERS:
-        raise DataError(
-            f"Cannot use {record.source}: its {name!r} is too long.",
-            found=f"It has {len(value):,} characters; at most {MAX_CHARACTERS:,} are read.",
-            fix="Cut or remove the row.",
-        )
-    return value
+def text_of(fields: Mapping[str, Any], name: str, setting: str) -> str:
+    """Return a field that is a text; see `field_of`."""
+    field_of(fields, name, setting)
+    return full_text(fields, name)
 
 
-def list_of(record: Record, name: str, setting: str) -> list[Any]:
-    """Return a field that is a list.
-
-    Raises:
-        DataError: It is missing, or something else.
-    """
-    value = field_of(record, name, setting)
+def list_of(fields: Mapping[str, Any], name: str, setting: str) -> list[Any]:
+    """Return a field that is a list; see `field_of`."""
+    value = field_of(fields, name, setting)
     if not isinstance(value, list):
-        raise DataError(
-            f"Cannot use {record.source}: its {name!r} is not a list.",
-            found=f"It is {shown(value)}.",
-            fix='Write it as a JSON list, ["...", "..."]; CSV has none.',
-        )
+        raise WrongField(name, f"expected a JSON list, found {shown(value)}")
     return value
 
 
-def label_name(value: Any, source: str) -> str:
-    """Return the name of a label: texts as they are, whole numbers and truth values written out.
-
-    Raises:
-        DataError: It is something else.
-    """
+def label_name(value: Any) -> str:
+    """Return the name of a label: texts as they are, whole numbers and truth values written out."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if (isinstance(value, str) and value) or isinstance(value, int):
         return str(value)
-    raise DataError(
-        f"Cannot use {source}: its label is no name.",
-        found=f"It is {shown(value)}.",
-        fix="Give texts or whole numbers as labels.",
-    )
+    raise WrongField("", f"expected a text or a whole number as label, found {shown(value)}")
+
+
+def label_of(fields: Mapping[str, Any], name: str) -> str:
+    """Return the name of a row's label."""
+    return label_name(field_of(fields, name, "task.label"))
+
+
+def label_names(values: Iterable[Any]) -> list[str]:
+    """Return the names of several labels."""
+    return [label_name(value) for value in values]
 
 
 def sorted_names(names: Iterable[str], where: str) -> tuple[str, ...]:
@@ -109,19 +82,12 @@ def sorted_names(names: Iterable[str], where: str) -> tuple[str, ...]:
     return tuple(sorted(found, key=int) if numbers else sorted(found))
 
 
-def number_of(label: str, numbers: Mapping[str, int], source: str) -> int:
-    """Return the number of a label.
-
-    Raises:
-        DataError: The head does not know it.
-    """
+def number_of(label: str, numbers: Mapping[str, int]) -> int:
+    """Return the number of a label that the head knows."""
     if label not in numbers:
-        raise DataError(
-            f"Cannot use {source}: it has a label that the head does not know.",
-            found=f"It is {shown(label)}; the labels are {listed(list(numbers))}. "
-            f"{did_you_mean(label, numbers)}".rstrip(),
-            fix="Mend the row; or name all labels with task.labels and train again.",
-        )
+        hint = did_you_mean(label, numbers)
+        known = f"{listed(list(numbers))}. {hint}".rstrip()
+        raise WrongField("", f"the head does not know the label {shown(label)}; it knows {known}")
     return numbers[label]
 
 
@@ -140,7 +106,31 @@ def check_names(labels: Sequence[str]) -> None:
         )
 
 
-def records_of(data: DataConfig) -> Iterator[Record]:
+def said_in(
+    records: Iterable[Record], read: Callable[[Mapping[str, Any]], Read]
+) -> Iterator[tuple[Read, str]]:
+    """Yield what `read` returns of each row, and where the row is.
+
+    Raises:
+        DataError: It raised WrongField.
+    """
+    for record in records:
+        try:
+            said = read(record.fields)
+        except WrongField as problem:
+            raise DataError(f"Cannot use {record.source}: {problem}.", fix=FIX) from None
+        yield said, record.source
+
+
+def names_in(
+    data: DataConfig, read: Callable[[Mapping[str, Any]], Iterable[str]]
+) -> tuple[str, ...]:
+    """Return the names of all labels that `read` finds in the training rows; see `sorted_names`."""
+    found = said_in(trained_on(data), read)
+    return sorted_names((name for names, _ in found for name in names), data.train_name)
+
+
+def trained_on(data: DataConfig) -> Iterator[Record]:
     """Yield all training rows, few of them in memory."""
     for source in data.sources:
         yield from iterate_records(source.path)
@@ -178,19 +168,11 @@ def problem_of(values: Iterable[tuple[Any, str]]) -> Problem:
     )
 
 
-def value_of(value: Any, source: str) -> float:
-    """Return the number of a row, whose text it may be.
-
-    Raises:
-        DataError: It is none.
-    """
+def value_of(value: Any) -> float:
+    """Return the number of a row, whose text it may be."""
     found = None if isinstance(value, bool) else _as_number(value)
     if found is None:
-        raise DataError(
-            f"Cannot use {source}: it has no number to learn.",
-            found=f"It is {shown(value)}.",
-            fix="Give a number, or name the right field with task.label.",
-        )
+        raise WrongField("", f"expected a number to learn, found {shown(value)}")
     return found
 
 

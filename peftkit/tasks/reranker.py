@@ -27,15 +27,16 @@ from torch.nn import functional
 from peftkit.base.purpose import ClassHead, Purpose
 from peftkit.data.lengths import padded_texts
 from peftkit.data.load import DataConfig, Record
-from peftkit.data.messages import WrongField
+from peftkit.data.messages import full_text, texts_of
 from peftkit.data.stored import StoredRows
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Listener, ignore
+from peftkit.tasks.labels import said_in
 from peftkit.tasks.loss import accepted
 from peftkit.tasks.measure import over_batches, over_texts
 from peftkit.tasks.metrics import ranking_metrics
 from peftkit.tasks.protocol import Task, TaskConfig
-from peftkit.tasks.reranker_rows import QUERY, TEXT, RerankEncoder, RerankRow, query_of, texts_of
+from peftkit.tasks.reranker_rows import QUERY, TEXT, RerankEncoder, RerankRow
 from peftkit.tasks.texts import Texts
 
 OUTPUT = "relevance"
@@ -161,16 +162,12 @@ class Reranker(Task):
         on_event: Listener = ignore,
     ) -> list[dict[str, Any]]:
         """Return the `prediction` of each row: of its text, or of all texts that it lists."""
-        name, queries, texts = self.config.text, list[str](), list[list[str]]()
-        for record in records:
-            try:
-                queries.append(query_of(record.fields, self.config.query))
-                texts.append(texts_of(record.fields, name))
-            except WrongField as problem:
-                raise DataError(f"Cannot rank {record.source}: {problem}.") from None
-        pairs = [(q, text) for q, some in zip(queries, texts, strict=True) for text in some]
+        name, asked = self.config.text, self.config.query
+        rows = said_in(records, lambda fields: (full_text(fields, asked), texts_of(fields, name)))
+        told = [(query, texts) for (query, texts), _ in rows]
+        pairs = [(query, text) for query, texts in told for text in texts]
         left = iter(self.predict(model, pairs, on_event))
-        found = [[next(left) for _ in some] for some in texts]
+        found = [[next(left) for _ in texts] for _, texts in told]
         lists = (isinstance(record.fields[name], list) for record in records)
         return [
             {"prediction": some if is_list else some[0]}

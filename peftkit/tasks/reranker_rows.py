@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from peftkit.data.encoding import EncodedRows, RowEncoder
-from peftkit.data.format import bad_rows
+from peftkit.data.format import read_each
 from peftkit.data.load import Record
-from peftkit.data.messages import WrongField, text_of
+from peftkit.data.messages import WrongField, full_text, texts_of
 from peftkit.errors import DataError
 from peftkit.tasks.texts import Encoded, Texts, TextsRow, joined_texts
 
@@ -72,18 +72,7 @@ class RerankEncoder(RowEncoder):
         return (*self._texts.key, *names, own.loss, self._before, self._after)
 
     def read(self, records: Sequence[Record], where: str) -> tuple[list[Ranking], tuple[str, ...]]:
-        found, problems, used = list[Ranking](), list[str](), set[str]()
-        for record in records:
-            try:
-                ranking, own = self._ranking(record)
-                found.append(ranking)
-                used |= own
-            except WrongField as problem:
-                problems.append(f"{record.source}: {problem}")
-        if problems:
-            raise bad_rows(problems, len(records), "a query and its texts", where)
-        names = dict.fromkeys(name for record in records for name in record.fields)
-        return found, tuple(name for name in names if name not in used)
+        return read_each(records, self._ranking, "a query and its texts", where)
 
     def rows(self, read: tuple[list[Ranking], tuple[str, ...]]) -> EncodedRows:
         rankings, unused = read
@@ -119,7 +108,7 @@ class RerankEncoder(RowEncoder):
 
     def _ranking(self, record: Record) -> tuple[Ranking, set[str]]:
         config, fields = self._config, record.fields
-        query = query_of(fields, config.query)
+        query = full_text(fields, config.query)
         if config.positive in fields:
             positives = texts_of(fields, config.positive)
             negatives = texts_of(fields, config.negatives) if fields.get(config.negatives) else []
@@ -146,23 +135,6 @@ class RerankEncoder(RowEncoder):
                 "", f"all texts are as relevant, and the loss {self._config.loss} compares them"
             )
         return Ranking(query, tuple(texts), tuple(relevance), record.source)
-
-
-def query_of(fields: Mapping[str, Any], name: str, path: str = "") -> str:
-    found = text_of(fields, name, path)
-    if not found.strip():
-        raise WrongField(path or name, "empty")
-    return found
-
-
-def texts_of(fields: Mapping[str, Any], name: str) -> list[str]:
-    """Return a field that is a text or a list of texts."""
-    value = fields.get(name)
-    if not isinstance(value, list):
-        return [query_of(fields, name)]
-    if not value:
-        raise WrongField(name, "empty")
-    return [query_of({name: text}, name, f"{name}[{n}]") for n, text in enumerate(value)]
 
 
 def _number(value: object) -> float | None:

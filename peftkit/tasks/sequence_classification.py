@@ -6,7 +6,7 @@ Shapes: B rows, L labels.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, ProblemType, Purpose, labels_of
 from peftkit.data.encoding import EncodedRows, RowEncoder
+from peftkit.data.format import read_each
 from peftkit.data.load import DataConfig, Record
 from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError, ConfigError, DataError
@@ -25,16 +26,19 @@ from peftkit.events import Listener, ignore
 from peftkit.files.strict_json import shown
 from peftkit.tasks.classifier import Classifier, ClassifierConfig
 from peftkit.tasks.labels import (
+    FIX,
     Problem,
     check_names,
     field_of,
     label_name,
+    label_names,
     list_of,
+    names_in,
     number_of,
     problem_of,
-    records_of,
-    sorted_names,
+    said_in,
     text_of,
+    trained_on,
     value_of,
 )
 from peftkit.tasks.loss import unwrapped
@@ -92,28 +96,34 @@ class LabelledEncoder(RowEncoder):
     def key(self, where: str) -> object:
         return (*self._texts.key, *self._fields, self._problem, tuple(self._numbers))
 
-    def read(self, records: Sequence[Record], where: str) -> Sequence[Record]:
-        return records
+    def read(self, records: Sequence[Record], where: str) -> Any:
+        return read_each(records, self._labelled, "a text and its label", where, FIX)
 
-    def rows(self, read: Sequence[Record]) -> EncodedRows:
-        counts, rows = Counter[str](), list[Any]()
-        for record in read:
-            second = None if self._pair is None else text_of(record, self._pair, "task.pair")
-            text = self._texts.encode(text_of(record, self._text, "task.text"), second)
+    def rows(self, read: Any) -> EncodedRows:
+        (found, unused), counts, rows = read, Counter[str](), list[Any]()
+        for texts, target, source in found:
+            text = self._texts.encode(*texts)
             counts["cut"] += text.is_cut
-            target = self._target(record)
-            rows.append(LabelledRow(text.input_ids, text.types, target, record.source))
-        return EncodedRows(rows, counts=counts)
+            rows.append(LabelledRow(text.input_ids, text.types, target, source))
+        return EncodedRows(rows, counts=counts, unused=unused)
 
-    def _target(self, record: Record) -> tuple[float, ...]:
-        name, source = self._label, record.source
+    def texts(self, fields: Mapping[str, Any]) -> tuple[str, str | None]:
+        """Return the text, or the two, of a row."""
+        second = None if self._pair is None else text_of(fields, self._pair, "task.pair")
+        return text_of(fields, self._text, "task.text"), second
+
+    def _labelled(self, record: Record) -> tuple[Any, list[str]]:
+        said = self.texts(record.fields), self._target(record.fields), record.source
+        return said, [name for name in self._fields if name]
+
+    def _target(self, fields: Mapping[str, Any]) -> tuple[float, ...]:
+        value = field_of(fields, self._label, "task.label")
         if self._problem == "regression":
-            return (value_of(field_of(record, name, "task.label"), source),)
+            return (value_of(value),)
         if self._problem == "single_label":
-            label = label_name(field_of(record, name, "task.label"), source)
-            return (number_of(label, self._numbers, source),)
-        there = [label_name(value, source) for value in list_of(record, name, "task.label")]
-        found = {number_of(label, self._numbers, source) for label in there}
+            return (number_of(label_name(value), self._numbers),)
+        there = label_names(list_of(fields, self._label, "task.label"))
+        found = {number_of(label, self._numbers) for label in there}
         return tuple(float(number in found) for number in range(len(self._numbers)))
 
 
@@ -123,6 +133,8 @@ class SequenceClassification(Classifier):
     Args:
         model: With a head of classes: its config names the labels and the problem.
     """
+
+    row_encoder: LabelledEncoder
 
     def __init__(
         self,
@@ -240,13 +252,9 @@ class SequenceClassification(Classifier):
         on_event: Listener = ignore,
     ) -> list[dict[str, Any]]:
         """Return the probabilities of each row's text, or its value, as `prediction`."""
-        first, second = self.config.text, self.config.pair
-        texts: list[str | tuple[str, str]] = []
-        for record in records:
-            text = text_of(record, first, "task.text")
-            pair = None if second is None else text_of(record, second, "task.pair")
-            texts.append(text if pair is None else (text, pair))
-        return [{"prediction": found} for found in self.predict_texts(model, texts)]
+        found = [texts for texts, _ in said_in(records, self.row_encoder.texts)]
+        given = [text if pair is None else (text, pair) for text, pair in found]
+        return [{"prediction": found} for found in self.predict_texts(model, given)]
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return cross entropy, binary cross entropy, or squared error, summed."""
@@ -286,19 +294,17 @@ class SequenceClassificationConfig(ClassifierConfig):
         """Find the problem and the labels in the training data, as far as they are not given."""
         if self.problem == "regression" or (self.problem != "auto" and self.labels):
             return self
-        values = partial(_values, data, self.label)
-        problem = problem_of(values()) if self.problem == "auto" else self.problem
-        labels = self.labels
-        if problem == "multi_label" and not labels:
-            listed = (
-                (value, record.source)
-                for record in records_of(data)
-                for value in list_of(record, self.label, "task.label")
-            )
-            labels = sorted_names((label_name(*pair) for pair in listed), data.train_name)
-        elif problem == "single_label" and not labels:
-            labels = sorted_names((label_name(*pair) for pair in values()), data.train_name)
+        read = partial(field_of, name=self.label, setting="task.label")
+        said, labels = said_in(trained_on(data), read), self.labels
+        problem = problem_of(said) if self.problem == "auto" else self.problem
+        if problem != "regression" and not labels:
+            labels = names_in(data, partial(self._names, problem == "multi_label"))
         return self.model_copy(update={"problem": problem, "labels": labels})
+
+    def _names(self, several: bool, fields: Mapping[str, Any]) -> list[str]:
+        read = list_of if several else field_of
+        value = read(fields, self.label, "task.label")
+        return label_names(value if several else [value])
 
     @property
     def problem_type(self) -> ProblemType | None:
@@ -309,12 +315,6 @@ class SequenceClassificationConfig(ClassifierConfig):
         labels = (NUMBER,) if self.problem == "regression" else self.labels
         head = ClassHead(labels, self.problem_type, self.fresh_head)
         return Purpose(self.type, self.auto_class, self.processor, head)
-
-
-def _values(data: DataConfig, label: str) -> Iterator[tuple[Any, str]]:
-    """Yield what each training row's field says, and where the row is."""
-    for record in records_of(data):
-        yield field_of(record, label, "task.label"), record.source
 
 
 def _problem(settings: Any, num_labels: int) -> Problem:

@@ -19,19 +19,13 @@ from torch import Tensor, nn
 
 from peftkit.base.purpose import labels_of
 from peftkit.data.encoding import EncodedRows, RowEncoder
+from peftkit.data.format import read_each
 from peftkit.data.load import DataConfig, Record
+from peftkit.data.messages import WrongField, texts_of
 from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError, DataError
-from peftkit.files.strict_json import shown
 from peftkit.tasks.classifier import Classifier, ClassifierConfig
-from peftkit.tasks.labels import (
-    check_names,
-    label_name,
-    list_of,
-    number_of,
-    records_of,
-    sorted_names,
-)
+from peftkit.tasks.labels import FIX, check_names, label_names, list_of, names_in, number_of
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.metrics import are_spans, entity_metrics, tag_metrics
 from peftkit.tasks.protocol import Task
@@ -70,25 +64,18 @@ class TaggedEncoder(RowEncoder):
     def key(self, where: str) -> object:
         return (*self._texts.key, self._config.words, self._config.tags, tuple(self._numbers))
 
-    def read(self, records: Sequence[Record], where: str) -> Sequence[Record]:
-        return records
+    def read(self, records: Sequence[Record], where: str) -> Any:
+        return read_each(records, self._tagged, "words and their tags", where, FIX)
 
-    def rows(self, read: Sequence[Record]) -> EncodedRows:
-        counts, rows = Counter[str](), list[Any]()
-        for record in read:
-            words, tags = self._words(record), self._tags(record)
-            if len(words) != len(tags):
-                raise DataError(
-                    f"Cannot use {record.source}: it has not as many tags as words.",
-                    found=f"{len(words)} words and {len(tags)} tags.",
-                    fix="Give each word one tag.",
-                )
-            row, is_cut = self._encode(words, tags, record.source)
+    def rows(self, read: Any) -> EncodedRows:
+        (found, unused), counts, rows = read, Counter[str](), list[Any]()
+        for words, tags, source in found:
+            row, is_cut = self._encode(words, tags, source)
             counts.update(words=len(words), tagged=len(row.places), cut=is_cut)
             rows.append(row)
-        return EncodedRows(rows, counts=counts)
+        return EncodedRows(rows, counts=counts, unused=unused)
 
-    def _encode(self, words: list[str], tags: list[str], source: str) -> tuple[TaggedRow, bool]:
+    def _encode(self, words: list[str], tags: list[int], source: str) -> tuple[TaggedRow, bool]:
         """Tokenise the words as one text; a token belongs to the word that its last letter is in.
 
         So the tokens are those of the text, whatever the tokenizer makes of the spaces.
@@ -101,25 +88,19 @@ class TaggedEncoder(RowEncoder):
         for place, (start, end) in enumerate(text.offsets):
             if end > start:  # special tokens are nowhere in the text
                 places.setdefault(bisect_right(starts, end - 1) - 1, place)
-        numbers = [number_of(tags[word], self._numbers, source) for word in places]
-        ids = text.input_ids
-        row = TaggedRow(ids, text.types, tuple(places.values()), tuple(numbers), source)
+        numbers = tuple(tags[word] for word in places)
+        row = TaggedRow(text.input_ids, text.types, tuple(places.values()), numbers, source)
         return row, text.is_cut
 
-    def _words(self, record: Record) -> list[str]:
-        words = list_of(record, self._config.words, "task.words")
-        wrong = [word for word in words if not isinstance(word, str) or not word.strip()]
-        if wrong or not words:
-            raise DataError(
-                f"Cannot use {record.source}: its {self._config.words!r} are not words.",
-                found=f"One is {shown(wrong[0])}." if wrong else "There are none.",
-                fix="Mend or remove the row.",
-            )
-        return words
-
-    def _tags(self, record: Record) -> list[str]:
-        tags = list_of(record, self._config.tags, "task.tags")
-        return [label_name(tag, record.source) for tag in tags]
+    def _tagged(self, record: Record) -> tuple[tuple[list[str], list[int], str], list[str]]:
+        """Return a row's words, the numbers of their tags, and where it is."""
+        names = [self._config.words, self._config.tags]
+        list_of(record.fields, names[0], "task.words")
+        words = texts_of(record.fields, names[0])
+        tags = label_names(list_of(record.fields, names[1], "task.tags"))
+        if len(words) != len(tags):
+            raise WrongField(names[1], f"{len(words)} words and {len(tags)} tags")
+        return (words, [number_of(tag, self._numbers) for tag in tags], record.source), names
 
 
 class TokenClassification(Classifier):
@@ -222,6 +203,5 @@ class TokenClassificationConfig(ClassifierConfig):
         """Find the tags in the training data, if they are not given."""
         if self.labels:
             return self
-        lists = ((list_of(r, self.tags, "task.tags"), r.source) for r in records_of(data))
-        names = (label_name(tag, source) for tags, source in lists for tag in tags)
-        return self.model_copy(update={"labels": sorted_names(names, data.train_name)})
+        names = names_in(data, lambda row: label_names(list_of(row, self.tags, "task.tags")))
+        return self.model_copy(update={"labels": names})

@@ -117,7 +117,7 @@ def test_check_shows_labels_beside_texts(peftkit: Run, classifier, tmp_path) -> 
             "1 texts and 2 second texts",
         ),
         (("eval", "{out}", "--data", "{new}"), "Did you mean 'animal'?"),
-        (("eval", "{out}", "--data", "{none}"), "it has no 'label'"),
+        (("eval", "{out}", "--data", "{none}"), "label: missing"),
     ],
 )
 def test_what_a_classifier_cannot_do_is_exit_2(
@@ -144,14 +144,14 @@ def test_an_adapter_that_answers_does_not_classify(peftkit: Run, trained: Path) 
         ("{type: sequence_classification, txt: a}", [], "Did you mean 'text'"),
         ("sequence_classification", ["data.packing=false"], "data.packing is not used"),
         ("sequence_classification", ["data.format=text"], "data.format is not used"),
-        ("{type: sequence_classification, label: class}", [], "it has no 'class'"),
+        ("{type: sequence_classification, label: class}", [], "class: missing"),
         ("{type: sequence_classification, labels: [a, a]}", [], "'a' is there twice"),
         (
             "{type: sequence_classification, labels: [animal, food]}",
             [],
-            "rows.jsonl:3: it has a label that the head does not know",
+            "rows.jsonl:3: the head does not know the label",
         ),
-        ("token_classification", [], "it has no 'tags'"),
+        ("token_classification", [], "tags: missing"),
     ],
 )
 def test_recipes_that_cannot_be_are_exit_2(

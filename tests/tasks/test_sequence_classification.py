@@ -187,24 +187,28 @@ _SMALL = {
 @pytest.mark.parametrize(
     ("rows", "settings", "words"),
     [
-        ([{"text": "a", "label": "x"}, {"text": "b"}], {}, "2: it has no 'label'"),
+        ([{"text": "a", "label": "x"}, {"text": "b"}], {}, "2: label: missing"),
         ([{"txt": "a", "label": "x"}, {"txt": "b", "label": "y"}], {}, "Did you mean 'txt'"),
-        ([{"text": " ", "label": "x"}, {"text": "b", "label": "y"}], {}, "1: its 'text' is not"),
-        ([{"text": 3, "label": "x"}, {"text": "b", "label": "y"}], {}, "1: its 'text' is not"),
+        ([{"text": " ", "label": "x"}, {"text": "b", "label": "y"}], {}, "1: text: empty"),
+        ([{"text": 3, "label": "x"}, {"text": "b", "label": "y"}], {}, "1: text: expected text"),
         ([{"text": "a", "label": "x"}, {"text": "b", "label": "x"}], {}, "1 different ones: x"),
         ([{"text": "a", "label": "x"}, {"text": "b", "label": 1.5}], {}, "2: a number"),
         ([{"text": "a", "label": "x"}, {"text": "b", "label": ["y"]}], {}, "2: a list"),
         (
             [{"text": "a", "label": [1.5]}, {"text": "b", "label": ["y"]}],
             {},
-            "its label is no name",
+            r"1: expected a text or a whole number as label, found 1\.5",
         ),
-        ([{"text": "a", "label": "x"}], {"problem": "regression"}, "no number to learn"),
-        ([{"text": "a", "label": "x"}], {"problem": "multi_label"}, "1: its 'label' is not a list"),
+        ([{"text": "a", "label": "x"}], {"problem": "regression"}, "1: expected a number to learn"),
+        (
+            [{"text": "a", "label": "x"}],
+            {"problem": "multi_label"},
+            "label: expected a JSON list",
+        ),
         (
             [{"text": "a", "label": "x"}, {"text": "b", "label": "z"}],
             {"labels": ("x", "y"), "problem": "single_label"},
-            "2: it has a label that the head does not know.\n  It is 'z'",
+            "2: the head does not know the label 'z'",
         ),
         ([{"text": "a", "label": "x"}], {"pair": "second"}, "set task.pair|task.pair"),
     ],
@@ -221,7 +225,7 @@ def test_a_label_that_training_never_saw_is_refused_with_its_row(bert, tmp_path)
     _, task = made(bert, write_texts(tmp_path / "rows.jsonl"))
     assert task.labels == LABELS
     new = write_rows(tmp_path / "new.jsonl", [{"text": "a dog", "label": "animals"}])
-    with pytest.raises(DataError, match=r"new\.jsonl:1.*\n.*Did you mean 'animal'"):
+    with pytest.raises(DataError, match=r"new\.jsonl:1.*Did you mean 'animal'"):
         task.load(new)
 
 

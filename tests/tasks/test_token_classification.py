@@ -51,7 +51,7 @@ def test_first_piece_of_each_word_carries_its_tag(bert, tmp_path) -> None:
     pieces = word_pieces()
     task.texts.tokenizer = pieces
     words, tags = WORDS[0]
-    row, is_cut = task.row_encoder._encode(words, tags, "here")
+    row, is_cut = task.row_encoder._encode(words, [*map(task.labels.index, tags)], "here")
     expected = pieces(words, is_split_into_words=True)
     first = [expected.word_ids().index(number) for number in range(len(words))]
     assert list(row.input_ids) == expected["input_ids"]
@@ -128,13 +128,13 @@ def test_words_behind_the_cut_are_counted_and_not_learnt(bert, tmp_path) -> None
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"words": ["a", "b"], "tags": ["X"]}, r"rows\.jsonl:2: it has not as many tags"),
-        ({"words": "a b", "tags": ["X", "Y"]}, "'words' is not a list"),
-        ({"words": [], "tags": []}, "There are none"),
-        ({"words": ["a", " "], "tags": ["X", "Y"]}, "One is ' '"),
-        ({"words": ["a", 3], "tags": ["X", "Y"]}, "One is 3"),
-        ({"words": ["a"], "tags": [None]}, "its label is no name"),
-        ({"words": ["a"]}, "it has no 'tags'"),
+        ({"words": ["a", "b"], "tags": ["X"]}, r"rows\.jsonl:2: tags: 2 words and 1 tags"),
+        ({"words": "a b", "tags": ["X", "Y"]}, "words: expected a JSON list"),
+        ({"words": [], "tags": []}, "words: empty"),
+        ({"words": ["a", " "], "tags": ["X", "Y"]}, r"words\[1\]: empty"),
+        ({"words": ["a", 3], "tags": ["X", "Y"]}, r"words\[1\]: expected text"),
+        ({"words": ["a"], "tags": [None]}, "as label, found None"),
+        ({"words": ["a"]}, "tags: missing"),
     ],
 )
 def test_rows_that_cannot_be_used_are_named(row, words, bert, tmp_path) -> None:
@@ -147,7 +147,7 @@ def test_rows_that_cannot_be_used_are_named(row, words, bert, tmp_path) -> None:
 def test_a_tag_that_training_never_saw_is_refused_with_its_row(bert, tmp_path) -> None:
     _, task, _ = made(bert, write_words(tmp_path / "rows.jsonl"))
     new = write_rows(tmp_path / "new.jsonl", [{"words": ["Rome"], "tags": ["B-CITY"]}])
-    with pytest.raises(DataError, match=r"new\.jsonl:1: .*\n.*It is 'B-CITY'"):
+    with pytest.raises(DataError, match=r"new\.jsonl:1: .*'B-CITY'"):
         task.load(new)
 
 
