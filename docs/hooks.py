@@ -36,13 +36,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def with_all_names(markdown: str) -> str:
     """Return the page of the API with the public names that it does not list yet at its end."""
     tree = ast.parse((ROOT / "peftkit" / "__init__.py").read_text(encoding="utf-8"))
-    (table,) = [
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOME"
+    names = [
+        alias.asname
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname
     ]
     listed = set(re.findall(r"(?m)^::: peftkit\.(\w+)$", markdown))
-    rest = [name for name in ast.literal_eval(table) if name not in listed]
+    rest = [name for name in names if name not in listed]
     return "\n\n".join(
         [markdown, *(["## More"] if rest else []), *(f"::: peftkit.{n}" for n in rest)]
     )

@@ -9,14 +9,16 @@ The run needs eval rows and train.sample_every.
 from __future__ import annotations
 
 import argparse
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 from peftkit.report.chart import Chart, Line, charts
+from peftkit.report.drawing import NUM_COLORS
 from peftkit.report.history import History, read_history
 from peftkit.report.html import text
-from peftkit.report.look import DARK, LIGHT
+from peftkit.report.page import STYLE
 from peftkit.report.verdict import verdict
 
 HERE = Path(__file__).parent
@@ -27,7 +29,8 @@ THEMES = {
     "light": {"ground": "#ffffff", "text": "#1b1f26", "soft": "#5c6675", "rule": "#dde1e7"},
     "dark": {"ground": "#14171c", "text": "#e6e9ee", "soft": "#9aa5b4", "rule": "#343b46"},
 }
-COLORS = {"light": LIGHT, "dark": DARK}
+_COLORS = re.findall(r"--c\d: (#\w+)", STYLE)
+COLORS = {"light": _COLORS[:NUM_COLORS], "dark": _COLORS[NUM_COLORS:]}
 MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
 
 

@@ -1,10 +1,7 @@
 """peftkit: parameter-efficient fine-tuning of transformers, by roles.
 
     from peftkit import CausalLM, DataConfig, LoRA, TrainConfig
-    from peftkit import attach
-    from peftkit import fit
-    from peftkit import load_base
-    from peftkit import save_adapter
+    from peftkit import attach, fit, load_base, save_adapter
 
     base = load_base("smollm2-135m", quantize="nf4")
     adapter = attach(base.model, LoRA(rank=16, targets=("q", "v")))
@@ -17,6 +14,7 @@ Names are imported when they are first used, so that importing peftkit itself co
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -118,107 +116,29 @@ if TYPE_CHECKING:
     from peftkit.train.config import TrainConfig as TrainConfig
     from peftkit.train.loop import fit as fit
 
-_HOME = {
-    "Adapter": "adapter",
-    "AdapterBank": "inference.bank",
-    "AdapterError": "errors",
-    "Answer": "inference.evaluate",
-    "Base": "base.load",
-    "BaseError": "errors",
-    "BitFit": "methods.bitfit",
-    "Bottleneck": "methods.bottleneck",
-    "CausalLM": "tasks.causal_lm",
-    "CausalLMConfig": "tasks.causal_lm",
-    "CheckpointError": "errors",
-    "ConfigError": "errors",
-    "DataConfig": "data.load",
-    "DataError": "errors",
-    "DoRA": "methods.dora",
-    "IA3": "methods.ia3",
-    "ImageClassification": "tasks.image_classification",
-    "ImageClassificationConfig": "tasks.image_classification",
-    "ImageText": "tasks.image_text",
-    "ImageTextConfig": "tasks.image_text",
-    "LNTuning": "methods.ln_tuning",
-    "LoRA": "methods.lora",
-    "MaskedLM": "tasks.masked_lm",
-    "MaskedLMConfig": "tasks.masked_lm",
-    "MergeError": "errors",
-    "Opened": "formats.open_adapter",
-    "OutputError": "errors",
-    "PeftkitError": "errors",
-    "Plan": "planning.plan",
-    "GRPOConfig": "tasks.on_policy.config",
-    "DistillConfig": "tasks.distill.config",
-    "PreferenceConfig": "tasks.preference.config",
-    "RewardTerm": "tasks.on_policy.rewards",
-    "EmbeddingConfig": "tasks.embedding",
-    "RerankerConfig": "tasks.reranker",
-    "RewardConfig": "tasks.reward",
-    "PrefixTuning": "methods.prefix",
-    "PromptTuning": "methods.prompt",
-    "Provenance": "formats.peft.folder",
-    "Recipe": "run.config",
-    "RunError": "errors",
-    "Seq2Seq": "tasks.seq2seq",
-    "Seq2SeqConfig": "tasks.seq2seq",
-    "SequenceClassification": "tasks.sequence_classification",
-    "SequenceClassificationConfig": "tasks.sequence_classification",
-    "TargetError": "errors",
-    "TokenClassification": "tasks.token_classification",
-    "TokenClassificationConfig": "tasks.token_classification",
-    "TrainConfig": "train.config",
-    "VeRA": "methods.vera",
-    "answer": "inference.evaluate",
-    "attach": "adapter",
-    "check_recipe": "recipe:check",
-    "combine": "merging.combine",
-    "compare": "merging.compare",
-    "eva_starts": "methods.eva",
-    "evaluate": "inference.evaluate",
-    "export_adapter": "formats.exchange",
-    "extract": "merging.extract",
-    "find_roles": "model.targets",
-    "fit": "train.loop",
-    "generate": "inference.generate",
-    "generate_ids": "inference.generate",
-    "import_adapter": "formats.exchange",
-    "list_runs": "report.runs",
-    "load_adapter": "formats.peft.folder",
-    "load_base": "base.load",
-    "load_recipe": "run.config:load",
-    "loftq_starts": "methods.data_init",
-    "merge": "merging.merge",
-    "merge_into": "merging.fold",
-    "MergedGGUF": "merging.into_gguf",
-    "merge_into_gguf": "merging.into_gguf",
-    "open_adapter": "formats.open_adapter",
-    "open_bank": "inference.bank",
-    "plan_run": "planning.plan",
-    "predict": "inference.predict",
-    "predict_file": "inference.predict",
-    "prepare_recipe": "run.prepare:prepare",
-    "pull_adapter": "formats.hub",
-    "push_adapter": "formats.hub",
-    "read_adapter": "formats.peft.folder",
-    "run_recipe": "recipe:run",
-    "save_adapter": "formats.peft.folder",
-    "serve_adapters": "serve.server",
-    "stream": "inference.generate",
-    "sweep": "sweeps.sweep",
-    "write_report": "report.page",
-}
-"""Public name to the module that defines it, and to its name there where that is another."""
 
-__all__ = list(_HOME)
+def _homes() -> dict[str, tuple[str, str]]:
+    """Return each public name's module and its name there: the imports above, read as text."""
+    source = __spec__.loader.get_source(__name__)  # type: ignore[union-attr]
+    homes: dict[str, tuple[str, str]] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (module := node.module or "").startswith(
+            "peftkit."
+        ):
+            homes |= {alias.asname: (module, alias.name) for alias in node.names if alias.asname}
+    return homes
+
+
+_HOMES = _homes()
+__all__ = list(_HOMES)
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _HOMES:
         raise AttributeError(f"module 'peftkit' has no attribute {name!r}")
-    module, _, attribute = _HOME[name].partition(":")
-    return getattr(import_module(f"peftkit.{module}"), attribute or name)
+    module, attribute = _HOMES[name]
+    return getattr(import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

@@ -31,6 +31,15 @@ def test_every_package_is_packed(pyproject: dict[str, Any]) -> None:
     assert set(pyproject["tool"]["setuptools"]["packages"]) == found | {"peftkit_cli.recipes"}
 
 
+def test_every_file_that_code_reads_is_packed(pyproject: dict[str, Any]) -> None:
+    told = pyproject["tool"]["setuptools"]["package-data"]
+    for top, package in ((ROOT, "peftkit"), (ROOT / "cli", "peftkit_cli")):
+        for path in (top / package).rglob("*.*"):
+            if path.suffix not in (".py", ".pyc"):
+                patterns = told[".".join(path.relative_to(top).parent.parts)]
+                assert any(path.match(pattern) for pattern in patterns), path
+
+
 def test_run_time_dependencies_are_the_agreed_ones(pyproject: dict[str, Any]) -> None:
     names = {re.split(r"[<>=]", text)[0] for text in pyproject["project"]["dependencies"]}
     assert names == {

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import time
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 
 from peftkit.report import sections
@@ -12,11 +15,20 @@ from peftkit.report.drawing import drawn
 from peftkit.report.figures import count, duration, size
 from peftkit.report.history import History, read_history, shorten_names
 from peftkit.report.html import paragraph, table, text
-from peftkit.report.look import POLICY, SCRIPT, STYLE
 from peftkit.report.verdict import verdict, warnings
 
 REFRESH_SECONDS = 30
 """How often a browser reloads the report of a run that is going on."""
+STYLE, SCRIPT = (
+    files("peftkit.report").joinpath(name).read_text(encoding="utf-8")
+    for name in ("report.css", "report.js")
+)
+_SCRIPT_HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+POLICY = (
+    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+    f"script-src 'sha256-{_SCRIPT_HASH}'"
+)
+"""What a browser may do with a report: no request, and no script but ours."""
 
 
 def write_report(runs: Sequence[str | Path], out: str | Path) -> Path:

@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
+from pydantic import BaseModel
 
+from peftkit.config.explain import options_of
 from peftkit.run.config import Recipe, load
+from peftkit_cli.import_recipe import TABLE
 from tests.cli.conftest import Run
 
 AXOLOTL = """\
@@ -127,3 +131,19 @@ def test_what_is_of_neither_program_is_refused(text: str, peftkit: Run, tmp_path
     assert (done.code, done.out) == (2, "")
     assert "ConfigError: " in done.err
     assert not (tmp_path / "ours.yaml").exists()
+
+
+def test_every_line_of_the_table_leads_to_a_setting_of_ours() -> None:
+    def sections(kind: type[BaseModel]) -> dict[str, list[type[BaseModel]]]:
+        options = {name: options_of(field.annotation) for name, field in kind.model_fields.items()}
+        return {n: [o for o in found if hasattr(o, "model_fields")] for n, found in options.items()}
+
+    table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    tables = [table["both"], *(table[name]["keys"] for name in ("axolotl", "llama_factory"))]
+    for key, rule in (line for lines in tables for line in lines.items()):
+        assert set(rule) <= {"to", "as", "values"}, key
+        kinds: list[type[BaseModel]] = [Recipe]
+        for name in rule.get("to", "base").split("."):
+            having = [kind for kind in kinds if name in kind.model_fields]
+            assert having, f"{key}: {rule['to']}"
+            kinds = [inner for kind in having for inner in sections(kind)[name]]
