@@ -111,6 +111,11 @@ class Sample:
     reference: str | None
     source: str
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the completion equals the reference, apart from surrounding white space."""
+        return self.completion.strip() == (self.reference or "").strip()
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled(Event):

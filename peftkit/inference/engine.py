@@ -29,6 +29,8 @@ AnEngine = TypeVar("AnEngine", bound="Engine")
 MAX_ROWS = 64
 """Answers that grow at once."""
 
+OnAnswer = Callable[[int], None]
+"""Is told the number of answers that are over, as it grows."""
 Use = Callable[[Sequence[str | None]], AbstractContextManager[None]]
 """Switches the model to the adapters of the rows of a batch (`AdapterBank.use`)."""
 
@@ -134,7 +136,7 @@ class Engine(ABC):
         seeds: Sequence[Sequence[int]] | None = None,
         adapters: Sequence[str | None] | None = None,
         log_probs: bool = True,
-        on_answer: Callable[[int], None] = lambda number: None,
+        on_answer: OnAnswer | None = None,
     ) -> list[list[Answer]]:
         """Return n answers to each prompt; a prompt is computed once for all of its answers.
 
@@ -143,32 +145,22 @@ class Engine(ABC):
             seeds: Of each prompt one for each answer; by default made of `sampling.seed`.
             adapters: Of each prompt.
             log_probs: Return the log-probability of each token too.
-            on_answer: Called with the number of answers that are over, as it grows.
         """
         settings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
-        made: list[list[Running | None]] = [[None] * n for _ in prompts]
+        names = [None] * len(prompts) if adapters is None else adapters
+        made: dict[int, list[Running]] = {}
         # Longest first: those of like length are computed together.
         for index in sorted(range(len(prompts)), key=lambda index: -len(prompts[index])):
-            for number in range(n):
-                if seeds is not None:
-                    seed = seeds[index][number]
-                else:
-                    seed = seed_of(settings[index], index * n + number)
-                request = Request(
-                    prompts[index],
-                    settings[index],
-                    seed,
-                    None if adapters is None else adapters[index],
-                    log_probs,
-                )
-                made[index][number] = self.submit(request)
-        all_made = [one for of_prompt in made for one in of_prompt if one is not None]
+            one, ids, name = settings[index], prompts[index], names[index]
+            drawn = seeds[index] if seeds else [seed_of(one, index * n + k) for k in range(n)]
+            made[index] = [self.submit(Request(ids, one, seed, name, log_probs)) for seed in drawn]
         number = 0
         while not self.is_idle:
             self.step()
-            if (over := sum(one.ended_by is not None for one in all_made)) > number:
+            over = sum(one.ended_by is not None for of in made.values() for one in of)
+            if on_answer is not None and over > number:
                 on_answer(number := over)
-        return [[one.answer for one in of_prompt if one is not None] for of_prompt in made]
+        return [[one.answer for one in made[index]] for index in range(len(prompts))]
 
     def run(self) -> None:
         """Make all answers that were submitted."""

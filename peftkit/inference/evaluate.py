@@ -5,42 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from peftkit.base.load import Base
 from peftkit.data.encode import Style, stop_ids
-from peftkit.data.image_row import ImageRow
 from peftkit.data.load import DataConfig
-from peftkit.data.pack import Row
-from peftkit.events import Listener, Progress, Stage, ignore
+from peftkit.data.pack import last_answer
+from peftkit.events import Listener, Progress, Sample, Stage, ignore
+from peftkit.inference.engine import OnAnswer
 from peftkit.inference.generate import generate_ids
-from peftkit.inference.generate_images import ImagePrompt
-from peftkit.inference.generate_images import complete as complete_images
+from peftkit.inference.generate_images import ImagePrompt, complete
 from peftkit.inference.text import decoded
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.image_text import ImageText
-from peftkit.tasks.measure import BATCH_SIZE
 from peftkit.tasks.protocol import Task, TaskConfig
 
+Answer = Sample
 MARGIN = 1.25
-"""Tokens that a completion may have beyond the longest reference."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One row's prompt, the reference answer, and the completion."""
-
-    source: str
-    prompt: str
-    reference: str
-    completion: str
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the completion equals the reference, apart from surrounding white space."""
-        return self.completion.strip() == self.reference.strip()
+"""Answers may be this much longer than the longest reference before they are cut."""
 
 
 def evaluate(
@@ -76,9 +59,7 @@ def evaluate(
         measured.set_reference(before, "")
     metrics = measured.metrics(base.model, rows, on_event=on_event)
     if isinstance(measured, CausalLM | ImageText):
-        seen = isinstance(measured, ImageText)
-        found = _answers_to_images if seen else _answers
-        answers = found(base, measured, rows, on_event)
+        answers = _answers(base, measured, rows, on_event)
         metrics["exact_match"] = sum(answer.is_exact for answer in answers) / len(answers)
     metrics["num_rows"] = len(rows)
     return dict(sorted(metrics.items(), key=lambda item: item[0].startswith("num_")))
@@ -101,50 +82,53 @@ def _rows(
     return measured, measured.load(str(data))
 
 
-def _answers(base: Base, task: Any, rows: Sequence[Row], on_event: Listener) -> list[Answer]:
+def _answers(base: Base, task: Task, rows: Sequence[Any], on_event: Listener) -> list[Answer]:
     on_event(Stage(f"Completing {len(rows)} rows"))
-    tokenizer = base.tokenizer
-    asked = [task.last_answer(row) for row in rows]
-    longest = max(len(row.input_ids) - len(ids) for row, (ids, _) in zip(rows, asked, strict=True))
-    completions = generate_ids(
-        base.model,
-        tokenizer,
-        [ids for ids, _ in asked],
-        max_new_tokens=math.ceil(MARGIN * longest),
-        stops=stop_ids(tokenizer, task.style),
+    most = longest_answer(task, rows)
+    return completions(
+        base,
+        task,
+        rows,
+        most,
         on_answer=lambda number: on_event(Progress("Completing", number, len(rows))),
     )
-    return [
-        Answer(
-            row.source,
-            tokenizer.decode(ids, skip_special_tokens=True),
-            reference,
-            tokenizer.decode(completion, skip_special_tokens=True),
-        )
-        for row, (ids, reference), completion in zip(rows, asked, completions, strict=True)
-    ]
 
 
-def _answers_to_images(
-    base: Base, task: Any, rows: Sequence[ImageRow], on_event: Listener
+def longest_answer(task: Any, rows: Sequence[Any]) -> int:
+    """Return how many tokens an answer may have, by the longest reference."""
+    if isinstance(task, ImageText):
+        lengths = [task.answer_length(row) for row in rows]
+    else:
+        lengths = [len(row.input_ids) - len(last_answer(task.tokenizer, row)[0]) for row in rows]
+    return math.ceil(MARGIN * max(lengths))
+
+
+def completions(
+    base: Base,
+    task: Any,
+    rows: Sequence[Any],
+    max_new_tokens: int,
+    *,
+    batch_size: int | None = None,
+    on_answer: OnAnswer | None = None,
 ) -> list[Answer]:
-    on_event(Stage(f"Completing {len(rows)} rows"))
-    wanted = [task.last_answer(row) for row in rows]
-    longest = max(task.answer_length(row) for row in rows)
-    answers = []
-    for start in range(0, len(rows), BATCH_SIZE):
-        on_event(Progress("Completing", start, len(rows)))
-        part = rows[start : start + BATCH_SIZE]
-        completions = complete_images(
-            base.model,
-            task,
-            [ImagePrompt(row.prompt, row.images) for row in part],
-            max_new_tokens=math.ceil(MARGIN * longest),
-        )
-        answers += [
-            Answer(row.source, row.prompt, reference, decoded(task.tokenizer, ids))
-            for row, (_, reference), ids in zip(
-                part, wanted[start : start + len(part)], completions, strict=True
-            )
-        ]
-    return answers
+    """Return what a model says greedily to each row's prompt; a row without targets is a prompt."""
+    tokenizer = base.tokenizer
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "on_answer": on_answer}
+    asked: list[tuple[list[int], str | None]] = [
+        last_answer(tokenizer, row) if row.num_targets else (list(row.input_ids), None)
+        for row in rows
+    ]
+    if isinstance(task, ImageText):
+        prompts = [row.prompt.strip() for row in rows]
+        shown = [ImagePrompt(row.prompt, row.images) for row in rows]
+        answers = complete(base.model, task, shown, **how)
+    else:
+        prompts = [decoded(tokenizer, ids).strip() for ids, _ in asked]
+        stops = stop_ids(tokenizer, task.style)
+        how |= {"stops": stops, "batch_size": batch_size}
+        answers = generate_ids(base.model, tokenizer, [ids for ids, _ in asked], **how)
+    return [
+        Answer(prompt, decoded(tokenizer, ids), reference, row.source)
+        for row, prompt, (_, reference), ids in zip(rows, prompts, asked, answers, strict=True)
+    ]

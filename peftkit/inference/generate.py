@@ -7,7 +7,7 @@ tokens. Temperature 0 is greedy decoding.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
-from peftkit.inference.engine import Limits, room_left
+from peftkit.inference.engine import Limits, OnAnswer, room_left
 from peftkit.inference.open_engine import open_engine
 from peftkit.inference.plain import PlainEngine
 from peftkit.inference.request import Request, Running
@@ -65,7 +65,7 @@ def generate_ids(
     prompts: Sequence[Sequence[int]],
     *,
     batch_size: int | None = None,
-    on_answer: Callable[[int], None] = lambda number: None,
+    on_answer: OnAnswer | None = None,
     **settings: Any,
 ) -> list[list[int]]:
     """Return the token ids that follow each prompt, without the end token that stopped it.
@@ -108,20 +108,17 @@ def stream(
     ids = prompt["input_ids"][0].tolist() if isinstance(prompt, Mapping) else list(prompt)
     room_left(model, [ids], sampling.max_new_tokens)
     told: SimpleQueue[Running | Exception | None] = SimpleQueue()
-    request = Request(ids, sampling, seed_of(sampling, 0), on_token=told.put)
+    inputs = prompt if isinstance(prompt, Mapping) else None
+    request = Request(ids, sampling, seed_of(sampling, 0), on_token=told.put, inputs=inputs)
     asked = threading.Event()
     running: list[Running] = []
 
     def work() -> None:
         try:
-            images = PlainEngine(model, tokenizer) if isinstance(prompt, Mapping) else None
-            with images or open_engine(model, tokenizer) as engine:
+            with (open_engine if inputs is None else PlainEngine)(model, tokenizer) as engine:
                 running.append(engine.submit(request))
                 asked.set()
-                if images is not None and isinstance(prompt, Mapping):
-                    images.answer(running, prompt)
-                else:
-                    engine.run()
+                engine.run()
         except Exception as error:  # raised again below, in the thread that reads
             told.put(error)
         finally:

@@ -13,6 +13,7 @@ from peftkit.data.images import Picture
 from peftkit.data.load import DataConfig
 from peftkit.errors import AdapterError
 from peftkit.formats.open_adapter import Opened
+from peftkit.inference.engine import OnAnswer
 from peftkit.inference.plain import PlainEngine
 from peftkit.inference.request import Request
 from peftkit.inference.sampling import Sampling, seed_of
@@ -74,11 +75,12 @@ def complete(
     prompts: Sequence[ImagePrompt],
     *,
     batch_size: int = 8,
+    on_answer: OnAnswer | None = None,
     **settings: Any,
 ) -> list[list[int]]:
     """Return the token ids that follow each prompt, as `generate_ids` does."""
     sampling = Sampling(**settings, stops=task.encoder.stop_ids(task.style))
-    answers: list[list[int]] = [[] for _ in prompts]
+    answers: dict[int, list[int]] = {}
     groups: dict[int, list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(task.kind_of(len(prompt.images)), []).append(index)
@@ -92,9 +94,10 @@ def complete(
                     for index, ids in zip(chosen, inputs["input_ids"].tolist(), strict=True)
                 ]
                 engine.answer(rows, inputs)
-                for index, row in zip(chosen, rows, strict=True):
-                    answers[index] = row.ids
-    return answers
+                answers |= {index: row.ids for index, row in zip(chosen, rows, strict=True)}
+                if on_answer is not None:
+                    on_answer(len(answers))
+    return [answers[index] for index in range(len(prompts))]
 
 
 def inputs_of(model: Any, task: ImageText, prompts: Sequence[ImagePrompt]) -> dict[str, Tensor]:

@@ -9,8 +9,10 @@ Shapes: B rows, T tokens of the longest prompt, V tokens of the vocabulary.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -46,12 +48,14 @@ class PlainEngine(Engine):
 
     def step(self) -> None:
         waiting = [one for one in self._waiting if one.ended_by is None]
-        self._batch = batch = waiting[: min(self.limits.rows, MAX_ROWS)]
-        self._waiting.clear()
-        self._waiting += waiting[len(batch) :]
+        texts = list(takewhile(lambda one: one.request.inputs is None, waiting))
+        batch = texts[: min(self.limits.rows, MAX_ROWS)] or waiting[:1]
+        self._batch, self._waiting = batch, deque(waiting[len(batch) :])
         if not batch:
             return
-        inputs = left_padded([one.request.ids for one in batch], self._pad or 0)
+        inputs = batch[0].request.inputs
+        if inputs is None:
+            inputs = left_padded([one.request.ids for one in batch], self._pad or 0)
         try:
             with self._using([one.request.adapter for one in batch]):
                 self.answer(batch, inputs)

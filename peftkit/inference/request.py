@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -43,6 +43,8 @@ class Request:
         log_probs: Whether log-probabilities are wanted.
         constraint: What the answer may consist of.
         on_token: Called after each token, and at the end, in the thread that steps the engine.
+        inputs: All that a model with images reads of the prompt, (1, T); for `PlainEngine` alone,
+            which answers it by itself.
     """
 
     ids: Sequence[int]
@@ -52,6 +54,7 @@ class Request:
     log_probs: bool = False
     constraint: Constraint | None = None
     on_token: Callable[[Running], None] | None = None
+    inputs: Mapping[str, Tensor] | None = None
 
 
 class Running:

@@ -6,20 +6,19 @@ run stay as they are.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from peftkit.base.load import Base
-from peftkit.data.encode import prompt_ids, stop_ids
-from peftkit.data.pack import IGNORE, Row, last_answer
+from peftkit.data.encode import prompt_ids
+from peftkit.data.pack import IGNORE, Row
 from peftkit.data.pairs import Pair, PairRow
 from peftkit.errors import ConfigError, DataError, RunError
 from peftkit.events import Listener, Notice, Sample, ignore
 from peftkit.inference.engine import room_left
-from peftkit.inference.generate import generate_ids
+from peftkit.inference.evaluate import completions, longest_answer
 from peftkit.model.modes import evaluating
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.distill.task import Distill
@@ -34,8 +33,6 @@ from peftkit.train.sharding import is_sharded
 
 NUM_SAMPLES = 3
 """Eval rows that are sampled where the recipe names no prompts."""
-MARGIN = 1.25
-"""Answers may be this much longer than the longest reference before they are cut."""
 BATCH_SIZE = 16
 Metric = Callable[[str, str], float]
 """How good a completion is, given the reference."""
@@ -89,12 +86,11 @@ class TextWatch:
         """Return exact_match, rouge_l and the metrics asked for, means over train.eval_generate."""
         if not self._measured:
             return {}
-        if isinstance(self._task, Seq2Seq):
-            most = self._task.max_target
+        task = self._task
+        if isinstance(task, Seq2Seq):
+            most = task.max_target
         else:
-            asked = [last_answer(self._task.tokenizer, row)[0] for row in self._measured]
-            pairs = zip(self._measured, asked, strict=True)
-            most = math.ceil(MARGIN * max(len(row.input_ids) - len(ids) for row, ids in pairs))
+            most = longest_answer(task, self._measured)
         answers = self._answers(self._measured, most)
         return self.measured([(each.completion, each.reference or "") for each in answers])
 
@@ -160,25 +156,8 @@ class TextWatch:
         self._task.forget_layout()  # what the last training step set is not of these rows
         if isinstance(self._task, Seq2Seq):
             return self._translated(self._task, rows, max_new_tokens)
-        task, tokenizer = self._task, self._base.tokenizer
-        asked = [_asked(tokenizer, row) for row in rows]
-        answers = generate_ids(
-            self._base.model,
-            tokenizer,
-            [ids for ids, _ in asked],
-            max_new_tokens=max_new_tokens,
-            stops=stop_ids(tokenizer, task.style),
-            batch_size=self._batch_size,
-        )
-        return [
-            Sample(
-                prompt=str(tokenizer.decode(ids, skip_special_tokens=True)).strip(),
-                completion=str(tokenizer.decode(answer, skip_special_tokens=True)),
-                reference=reference,
-                source=row.source,
-            )
-            for row, (ids, reference), answer in zip(rows, asked, answers, strict=True)
-        ]
+        size = self._batch_size
+        return completions(self._base, self._task, rows, max_new_tokens, batch_size=size)
 
     def _translated(
         self, task: Seq2Seq, rows: Sequence[PairRow], max_new_tokens: int
@@ -194,13 +173,6 @@ class TextWatch:
             )
             for row, answer in zip(rows, answers, strict=True)
         ]
-
-
-def _asked(tokenizer: Any, row: Row) -> tuple[list[int], str | None]:
-    """Return a row's prompt and its reference; a prompt of the recipe has none."""
-    if row.num_targets == 0:
-        return list(row.input_ids), None
-    return last_answer(tokenizer, row)
 
 
 def _documents(rows: Sequence[Any], number: int) -> list[Any]:

@@ -15,9 +15,10 @@ from peftkit.data.load import DataConfig, read_records
 from peftkit.errors import DataError
 from peftkit.events import Listener, Progress, Stage, Table
 from peftkit.execution.environment import is_main_process
+from peftkit.inference.evaluate import MARGIN
 from peftkit.inference.generate import generate_ids
 from peftkit.inference.text import decoded
-from peftkit.inference.watch import MARGIN, NUM_SAMPLES, Metric, TextWatch
+from peftkit.inference.watch import NUM_SAMPLES, Metric, TextWatch
 from peftkit.run.config import Recipe
 from peftkit.tasks.distill.rows import Distilled, Question
 from peftkit.tasks.distill.task import Distill

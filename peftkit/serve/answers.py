@@ -1,21 +1,26 @@
-"""Answers in the form of OpenAI's interface: objects, chunks of a stream, errors."""
+"""Answers as OpenAI's interface gives them: whole, as the events of a stream, or an error."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from peftkit.errors import PeftkitError
+from peftkit.errors import PeftkitError, RunError
 from peftkit.inference.sampling import Chosen
 from peftkit.serve.requests import RequestError
-from peftkit.serve.worker import Piece, Whole
+from peftkit.serve.worker import Job, Piece
+
+Told = asyncio.Queue[tuple[int, Piece | Exception]]
+"""What the worker tells of the answers to a request: which one, and what has come of it."""
 
 
 def status_of(error: PeftkitError) -> int:
@@ -62,54 +67,42 @@ class ReplyFormat:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, answers: Sequence[Whole], num_prompt: int) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Piece], num_prompt: int) -> dict[str, Any]:
         """Return the response that is not streamed."""
         choices = [
-            self._choice(
-                index,
-                "message",
-                {"role": "assistant", "content": answer.text},
-                answer.text,
-                answer.reason,
-                answer.chosen,
-            )
+            self._choice(index, "message", {"role": "assistant", "content": answer.text}, answer)
             for index, answer in enumerate(answers)
         ]
         return self._object(choices, False) | {"usage": usage(answers, num_prompt)}
 
-    def begin(self, index: int) -> dict[str, Any] | None:
-        """Return the chunk before the first text: a chat says whose turn it is."""
+    def begin(self, index: int) -> list[dict[str, Any]]:
+        """Return what comes before the first text: a chat says whose turn it is."""
         delta = {"role": "assistant", "content": ""}
-        return (
-            self._object([self._choice(index, "delta", delta, "")], True) if self.is_chat else None
-        )
+        choice = self._choice(index, "delta", delta, Piece(""))
+        return [self._object([choice], True)] if self.is_chat else []
 
-    def piece(self, index: int, piece: Piece) -> dict[str, Any]:
-        """Return the chunk with a piece of text."""
-        delta = {"content": piece.text}
-        choice = self._choice(index, "delta", delta, piece.text, None, piece.chosen)
-        return self._object([choice], True)
+    def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        """Return the chunks of a piece of text: its text, and that it is the last."""
+        parts = []
+        if piece.text or piece.chosen:
+            parts.append(({"content": piece.text}, Piece(piece.text, piece.chosen)))
+        if piece.reason is not None:
+            parts.append(({}, Piece("", (), piece.reason)))
+        return [
+            self._object([self._choice(index, "delta", delta, part)], True) for delta, part in parts
+        ]
 
-    def end(self, index: int, reason: str) -> dict[str, Any]:
-        """Return the chunk that ends an answer."""
-        return self._object([self._choice(index, "delta", {}, "", reason)], True)
-
-    def used(self, answers: Sequence[Whole], num_prompt: int) -> dict[str, Any]:
+    def used(self, answers: Sequence[Piece], num_prompt: int) -> dict[str, Any]:
         """Return the chunk with the numbers of tokens."""
         return self._object([], True) | {"usage": usage(answers, num_prompt)}
 
     def _choice(
-        self,
-        index: int,
-        place: str,
-        turn: Mapping[str, str],
-        text: str,
-        reason: str | None = None,
-        chosen: Sequence[Chosen] = (),
+        self, index: int, place: str, turn: Mapping[str, str], piece: Piece
     ) -> dict[str, Any]:
-        content = {place: dict(turn)} if self.is_chat else {"text": text}
-        told = None if self.num_top is None or not chosen else self._log_probs(chosen)
-        return {"index": index, **content, "logprobs": told, "finish_reason": reason}
+        content = {place: dict(turn)} if self.is_chat else {"text": piece.text}
+        has_told = self.num_top is not None and piece.chosen
+        told = self._log_probs(piece.chosen) if has_told else None
+        return {"index": index, **content, "logprobs": told, "finish_reason": piece.reason}
 
     def _log_probs(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
         if self.is_chat:
@@ -152,7 +145,7 @@ class ReplyFormat:
         }
 
 
-def usage(answers: Sequence[Whole], num_prompt: int) -> dict[str, int]:
+def usage(answers: Sequence[Piece], num_prompt: int) -> dict[str, int]:
     """Return the numbers of tokens of a request."""
     new = sum(answer.num_tokens for answer in answers)
     return {
@@ -165,3 +158,63 @@ def usage(answers: Sequence[Whole], num_prompt: int) -> dict[str, int]:
 def event(fields: Mapping[str, Any] | None) -> str:
     """Return a server-sent event; None is the last."""
     return f"data: {'[DONE]' if fields is None else json.dumps(fields, ensure_ascii=False)}\n\n"
+
+
+async def whole_answers(request: Request, jobs: Sequence[Job], told: Told) -> list[Piece]:
+    """Return the whole answers, in order; if the client goes away, nobody works on."""
+    pieces: list[list[Piece]] = [[] for _ in jobs]
+    gone = asyncio.create_task(_gone(request))
+    try:
+        while not all(of and of[-1].reason for of in pieces):
+            coming = asyncio.create_task(told.get())
+            await asyncio.wait((coming, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                coming.cancel()
+                raise RequestError("the client has gone.", status=499)
+            index, what = coming.result()
+            if isinstance(what, Exception):
+                raise what
+            pieces[index].append(what)
+    finally:
+        gone.cancel()
+        for job in jobs:
+            job.cancel()
+    return [
+        replace(
+            of[-1],
+            text="".join(piece.text for piece in of),
+            chosen=tuple(one for piece in of for one in piece.chosen),
+        )
+        for of in pieces
+    ]
+
+
+async def _gone(request: Request) -> None:
+    """Return when the client has gone; its body has been read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def streamed(
+    form: ReplyFormat, jobs: Sequence[Job], told: Told, num_prompt: int, wants_usage: bool
+) -> AsyncIterator[str]:
+    """Yield the events of a streamed answer; an error after the first comes as an event too."""
+    ended: list[Piece] = []
+    try:
+        for chunk in (chunk for index in range(len(jobs)) for chunk in form.begin(index)):
+            yield event(chunk)
+        while len(ended) < len(jobs):
+            index, what = await told.get()
+            if isinstance(what, Exception):
+                problem = what if isinstance(what, PeftkitError) else RunError(str(what))
+                yield event(error_fields(problem))
+                return
+            for chunk in form.piece(index, what):
+                yield event(chunk)
+            ended += [what] if what.reason else []
+        if wants_usage:
+            yield event(form.used(ended, num_prompt))
+        yield event(None)
+    finally:
+        for job in jobs:
+            job.cancel()

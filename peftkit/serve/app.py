@@ -24,13 +24,13 @@ from peftkit.inference.bank import AdapterBank
 from peftkit.inference.engine import Limits as EngineLimits
 from peftkit.inference.engine import room_left
 from peftkit.inference.open_engine import tokens_that_fit
+from peftkit.inference.request import Request as Wanted
 from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
-from peftkit.serve.answers import ReplyFormat, refusal, status_of
+from peftkit.serve.answers import ReplyFormat, Told, refusal, status_of, streamed, whole_answers
 from peftkit.serve.gate import Gate
 from peftkit.serve.json_answers import JsonAnswers
-from peftkit.serve.replies import streamed, whole_answers
 from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
-from peftkit.serve.worker import Job, Told, Worker
+from peftkit.serve.worker import Job, Piece, Worker
 
 BARE = "base"
 """Name of the base without an adapter."""
@@ -156,7 +156,7 @@ class _Service:
     async def _respond(
         self, request: Request, body: Body, adapter: str | None, prompts: Sequence[list[int]]
     ) -> Response:
-        told: asyncio.Queue[tuple[int, Told]] = asyncio.Queue()
+        told: Told = asyncio.Queue()
         jobs = self._jobs(body, adapter, prompts, told)
         form = ReplyFormat(isinstance(body, ChatBody), body.model, self._token_text, body.num_top)
         num_prompt = sum(map(len, prompts))
@@ -170,11 +170,7 @@ class _Service:
         return JSONResponse(form.whole(answers, num_prompt))
 
     def _jobs(
-        self,
-        body: Body,
-        adapter: str | None,
-        prompts: Sequence[list[int]],
-        told: asyncio.Queue[tuple[int, Told]],
+        self, body: Body, adapter: str | None, prompts: Sequence[list[int]], told: Told
     ) -> list[Job]:
         """Return one job for each answer that is asked for."""
         copies = body.n or 1
@@ -190,7 +186,7 @@ class _Service:
         for index in range(len(prompts) * copies):
             ids = prompts[index // copies]
 
-            def tell(what: Told, index: int = index) -> None:
+            def tell(what: Piece | Exception, index: int = index) -> None:
                 with suppress(RuntimeError):  # the loop has been closed
                     loop.call_soon_threadsafe(told.put_nowait, (index, what))
 
@@ -202,18 +198,15 @@ class _Service:
                 stops=self._stops(self._bank.style(adapter)),
                 top_logprobs=body.num_top or 0,
             )
-            jobs.append(
-                Job(
-                    adapter,
-                    ids,
-                    sampling,
-                    tell,
-                    seed=seed_of(sampling, index),
-                    stop_texts=body.stop_texts,
-                    log_probs=body.num_top is not None,
-                    constraint=self._constraint(body, sampling),
-                )
+            wanted = Wanted(
+                ids,
+                sampling,
+                seed_of(sampling, index),
+                adapter,
+                log_probs=body.num_top is not None,
+                constraint=self._constraint(body, sampling),
             )
+            jobs.append(Job(wanted, tell, body.stop_texts))
         return jobs
 
     def _room_left(self, ids: list[int], asked: int) -> int:

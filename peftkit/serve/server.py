@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -106,25 +105,16 @@ def listening(host: str, port: int) -> socket.socket:
         ConfigError: The port is taken, or the host is not this machine's.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
+        family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            if os.name == "posix":  # elsewhere it would let two servers have one port
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)
-        except BaseException:
-            listener.close()
-            raise
+        return socket.create_server(address, family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"cannot listen on {host}, port {port}.",
             found=getattr(error, "strerror", None) or str(error),
             fix="Choose another with --port (0 picks a free port) or --host.",
         ) from None
-    return listener
 
 
 def vllm_command(bank: AdapterBank) -> str | None:

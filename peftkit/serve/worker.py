@@ -6,14 +6,14 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from peftkit.errors import PeftkitError, RunError
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.engine import Engine, Limits
 from peftkit.inference.request import Request, Running
-from peftkit.inference.sampling import Chosen, Constraint, Sampling
+from peftkit.inference.sampling import Chosen
 from peftkit.inference.text import TextStream
 from peftkit.serve.requests import RequestError
 
@@ -25,29 +25,16 @@ class Piece:
     """What has come of an answer since the last piece.
 
     Attributes:
-        chosen: Its tokens, with their log-probabilities if asked for.
+        chosen: Its tokens with their log-probabilities, if asked for.
+        reason: With the last piece why it ended. stop: an end token or a stop text; length: its
+            maximum, or the model's context.
+        num_tokens: With the last piece how many tokens were made in all.
     """
 
     text: str
     chosen: tuple[Chosen, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """An answer that is over.
-
-    Attributes:
-        reason: stop: an end token or a stop text; length: its maximum, or the model's context.
-        num_tokens: How many tokens were made for it.
-    """
-
-    text: str
-    reason: Literal["stop", "length"]
-    num_tokens: int
-    chosen: tuple[Chosen, ...] = ()
-
-
-Told = Piece | Whole | Exception
+    reason: Literal["stop", "length"] | None = None
+    num_tokens: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -55,25 +42,16 @@ class Job:
     """One answer that a client wants.
 
     Args:
-        adapter: Its adapter; None is the bare base.
-        ids: Tokens of the prompt.
+        tell: Takes the pieces of the answer, or what went wrong; called by the worker's thread.
         stop_texts: Texts that end it.
-        tell: Takes the pieces of the answer, then the whole or what went wrong; called by the
-            worker's thread.
     """
 
-    adapter: str | None
-    ids: Sequence[int]
-    sampling: Sampling
-    tell: Callable[[Told], None]
-    seed: int = 0
+    request: Request
+    tell: Callable[[Piece | Exception], None]
     stop_texts: tuple[str, ...] = ()
-    log_probs: bool = False
-    constraint: Constraint | None = None
     running: Running | None = None
     is_cancelled: bool = False
     is_over: bool = False
-    num_told: int = 0
 
     def cancel(self) -> None:
         """Nobody wants the rest: its place is free at the next token."""
@@ -190,35 +168,35 @@ class Worker:
         return not self._ended
 
     def _begin(self, engine: Engine, job: Job) -> None:
-        text = TextStream(self.bank.base.tokenizer, job.stop_texts)
-
-        def tell(running: Running) -> None:
-            self.counts["generated_tokens"] += 1
-            piece = text.take(running)
-            chosen = tuple(running.chosen[job.num_told : len(running.ids)]) if job.log_probs else ()
-            if piece or chosen:
-                job.num_told += len(chosen)
-                job.tell(Piece(piece, chosen))
-            if running.ended_by in ("stop", "length"):
-                reason: Literal["stop", "length"] = (
-                    "stop" if text.is_stopped or running.ended_by == "stop" else "length"
-                )
-                said = tuple(running.chosen[: len(running.ids)]) if job.log_probs else ()
-                job.is_over = True
-                job.tell(Whole(text.text, reason, len(running.ids), said))
-
-        request = Request(
-            job.ids, job.sampling, job.seed, job.adapter, job.log_probs, job.constraint, tell
-        )
+        request = replace(job.request, on_token=self._teller(job))
         try:
             job.running = engine.submit(request)
-            self.counts["prompt_tokens"] += len(job.ids)
+            self.counts["prompt_tokens"] += len(request.ids)
             self.counts["answers"] += 1
         except PeftkitError as error:
             job.tell(error)
             job.is_cancelled = True
         if job.is_cancelled:
             job.cancel()
+
+    def _teller(self, job: Job) -> Callable[[Running], None]:
+        """Return what tells a job's client of each token."""
+        text, num_told = TextStream(self.bank.base.tokenizer, job.stop_texts), 0
+
+        def tell(running: Running) -> None:
+            nonlocal num_told
+            self.counts["generated_tokens"] += 1
+            new, number = text.take(running), len(running.ids)
+            chosen = tuple(running.chosen[num_told:number]) if job.request.log_probs else ()
+            num_told += len(chosen)
+            if running.ended_by in ("stop", "length"):
+                job.is_over = True
+                reason = "stop" if text.is_stopped else running.ended_by
+                job.tell(Piece(new, chosen, reason, number))
+            elif new or chosen:
+                job.tell(Piece(new, chosen))
+
+        return tell
 
 
 def _goes_on(job: Job) -> bool:

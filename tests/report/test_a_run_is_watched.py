@@ -13,7 +13,7 @@ from peftkit import recipe
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError, DataError, RunError
 from peftkit.events import EvalDone, Event, Notice, RunStarted, Sampled, StepDone
-from peftkit.inference import watch
+from peftkit.inference import evaluate
 from peftkit.run.config import Recipe
 from peftkit_cli.train import _function
 
@@ -97,14 +97,14 @@ def test_a_metric_that_fails_is_left_out_with_one_notice(
 def test_memory_that_runs_out_while_it_generates_halves_the_prompts_at_once(
     fits: int, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = watch.generate_ids
+    real = evaluate.generate_ids
 
     def short(*given: Any, batch_size: int, **how: Any) -> Any:
         if batch_size > fits:
             raise RuntimeError("CUDA out of memory.")
         return real(*given, batch_size=batch_size, **how)
 
-    monkeypatch.setattr(watch, "generate_ids", short)
+    monkeypatch.setattr(evaluate, "generate_ids", short)
     if not fits:
         with pytest.raises(RunError, match="while one prompt was answered"):
             run(settings, tmp_path / "run", sample_every=4, sample_tokens=3)

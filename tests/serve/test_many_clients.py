@@ -12,9 +12,10 @@ import torch
 
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.engine import Limits
+from peftkit.inference.request import Request
 from peftkit.inference.sampling import Sampling
 from peftkit.serve.app import make_app
-from peftkit.serve.worker import Job, Piece, Told, Worker
+from peftkit.serve.worker import Job, Piece, Worker
 from tests.families import FAMILIES
 from tests.inference.test_bank import a_base
 
@@ -31,11 +32,12 @@ def test_a_short_request_beside_a_long_one_begins_within_a_second(bank: AdapterB
     seen: list[tuple[str, float, int]] = []
 
     def job(name: str, size: int, num_new: int) -> Job:
-        def tell(what: Told) -> None:
-            seen.append((name, perf_counter(), 0 if isinstance(what, Piece) else 1))
+        def tell(what: Piece | Exception) -> None:
+            is_over = isinstance(what, Exception) or what.reason is not None
+            seen.append((name, perf_counter(), int(is_over)))
 
         ids = torch.randint(5, 300, (size,), generator=torch.Generator().manual_seed(size))
-        return Job(None, ids.tolist(), Sampling(max_new_tokens=num_new), tell)
+        return Job(Request(ids.tolist(), Sampling(max_new_tokens=num_new)), tell)
 
     bank.engine()  # looks at the model
     worker = Worker(bank, limits=Limits(rows=4, prefill=256))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -15,7 +16,7 @@ from peftkit.inference.request import Request, Running
 from peftkit.inference.sampling import Chosen, Sampling
 from peftkit.inference.text import TextStream
 from peftkit.serve.requests import RequestError
-from peftkit.serve.worker import Job, Piece, Whole, Worker
+from peftkit.serve.worker import Job, Piece, Worker
 
 
 class Asked:
@@ -24,12 +25,15 @@ class Asked:
     def __init__(self, adapter: str | None, ids: list[int], seed: int = 0, **settings: Any) -> None:
         self.queue: SimpleQueue[Any] = SimpleQueue()
         sampling = Sampling(**{"max_new_tokens": 4, **settings})
-        self.job = Job(adapter, ids, sampling, self.queue.put, seed=seed)
+        self.job = Job(Request(ids, sampling, seed, adapter), self.queue.put)
 
     def end(self) -> Any:
         """Return the whole answer, or the error."""
+        text = ""
         while isinstance(what := self.queue.get(timeout=20), Piece):
-            pass
+            text += what.text
+            if what.reason is not None:
+                return replace(what, text=text)
         return what
 
 
@@ -108,7 +112,7 @@ def test_what_fails_is_told_and_those_after_it_are_answered(
     worker.start()
     failed = first.end()
     worker.submit([second.job])
-    assert isinstance(second.end(), Whole)
+    assert isinstance(second.end(), Piece)
     worker.stop()
     assert isinstance(failed, RunError)
     assert "no more" in str(failed)
