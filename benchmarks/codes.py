@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks.report import heading, table, versions
 from peftkit.base.codes import empty_codes, unpacked
-from peftkit.base.load import DTYPES
 from peftkit.base.published import Scheme
+from peftkit.base.request import DTYPES
 from peftkit.quant.layers import pack
 
 FORMS = {

@@ -26,7 +26,7 @@ from benchmarks.workers import work
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.base.locate import locate
-from peftkit.base.pretrained import load_tokenizer
+from peftkit.base.processors import load_tokenizer
 from peftkit.events import ignore
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.methods.lora import LoRA
@@ -87,7 +87,7 @@ def job_of(args: argparse.Namespace, rows: list[dict[str, Any]], folder: Path) -
 
 def small_model(folder: Path) -> str:
     """Write a Llama of four layers with random weights and SmolLM2's tokenizer."""
-    tokenizer = load_tokenizer(locate(NAME), None, ignore)
+    tokenizer = load_tokenizer(locate(NAME), ignore)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),

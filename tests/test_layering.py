@@ -49,8 +49,8 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "transformers": ("base/", "tasks/", "methods/prefix", "inference/"),
     "gguf": ("formats/gguf/", "base/gguf"),  # the optional extra; imported when called
     "huggingface_hub": ("formats/hub",),
-    "tqdm": ("base/download",),  # what the hub tells of a download by; transformers brings it
-    "safetensors": ("formats/", "merging/"),
+    "tqdm": ("base/pretrained",),  # what the hub tells of a download by; transformers brings it
+    "safetensors": ("formats/", "merging/", "base/store"),
     "pydantic": (
         "config/",
         "methods/",

@@ -20,7 +20,7 @@ from PIL import Image
 from transformers import PreTrainedModel
 from transformers.processing_utils import ProcessorMixin
 
-from peftkit.base.multimodal import UnreadVideos, blind_to_videos
+from peftkit.base.processors import UnreadVideos, blind_to_videos
 from tests.families import _GROUPED, tiny_tokenizer
 
 VOCAB = 448

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from peftkit.adapter import attach
-from peftkit.base import store
+from peftkit.base import packed_bases, store
 from peftkit.base.build import load_model
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location
 from peftkit.base.purpose import CAUSAL_LM
+from peftkit.base.request import StorageFormat, request_of
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.events import Event, RunStarted, StepDone
@@ -91,12 +92,14 @@ def work(way: str, folder: Path, num_tokens: int) -> dict[str, float]:
         anonymous, files, store: at most, from the start of the loading on.
     """
     packing.COPY_SHARE = 0.0  # unpacked weights that are kept for speed where there is room
-    store.WORTH_KEEPING = 0
+    packed_bases.WORTH_KEEPING = 0
     with Watch() as watch:
         began = time.perf_counter()
         model: Any
         if way == "whole":
-            model, _ = load_model(Location(str(folder), str(folder)), None, CAUSAL_LM, DTYPE)
+            form = StorageFormat("none", False, DTYPE, torch.device("cpu"))
+            asked = request_of(Location(str(folder), str(folder)), CAUSAL_LM, form)
+            model, _ = load_model(asked)
             model.requires_grad_(False)
             quantize_model(model, "nf4")
         else:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from benchmarks import shapes
 from benchmarks.workers.meter import Meter, device_of, read_job, telling_of_memory
 from peftkit.adapter import attach
-from peftkit.base.load import DTYPES, load_base
+from peftkit.base.load import load_base
+from peftkit.base.request import DTYPES
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import IGNORE, Row
 from peftkit.data.pairs import PairRow

@@ -18,7 +18,7 @@ base = typer.Typer(
 @base.command("ls")
 def list_(as_json: Json = False) -> None:
     """List the packed bases: their sizes, and any problem with them."""
-    from peftkit.base.listed import stored_bases
+    from peftkit.base.pack import stored_bases
     from peftkit.base.store import store_folder
     from peftkit.report.figures import size
     from peftkit_cli.render import print_table
@@ -48,7 +48,7 @@ def remove(
     ],
 ) -> None:
     """Remove packed bases. The original models stay."""
-    from peftkit.base.listed import remove_stored
+    from peftkit.base.pack import remove_stored
     from peftkit.report.figures import size
 
     for each in remove_stored(name):

@@ -39,10 +39,11 @@ def data(
     with Renderer(transient=True) as on_event:
         if model is not None:
             from peftkit.base.locate import locate
-            from peftkit.base.pretrained import load_tokenizer, reachable
+            from peftkit.base.pretrained import reachable
+            from peftkit.base.processors import load_tokenizer
 
-            location, revision = reachable(locate(model), None)
-            tokenizer = load_tokenizer(location, revision, on_event)
+            location = reachable(locate(model))
+            tokenizer = load_tokenizer(location, on_event)
         template = choose_template(tokenizer, chat_template) if tokenizer is not None else None
         found = survey(file, tokenizer, template=template, max_length=max_length, on_event=on_event)
     if as_json:

@@ -178,7 +178,7 @@ def model_facts(name: str) -> tuple[dict[str, Any], list[Group], list[MethodFact
 
 def _without_weights(name: str) -> nn.Module:
     """Build a model that writes text, with or without images before it."""
-    from peftkit.base.load import skeleton
+    from peftkit.base.skeleton import skeleton
     from peftkit.tasks.image_text import ImageTextConfig
 
     try:

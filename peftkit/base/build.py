@@ -5,40 +5,41 @@ Weights that are missing, which transformers would fill with random numbers, are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
-from peftkit.base.class_head import head_of_classes, owners, renew, start_from_words
-from peftkit.base.download import told
 from peftkit.base.fingerprint import fingerprint
 from peftkit.base.gguf import open_gguf, parsed_once
 from peftkit.base.loader_hooks import Broken, StreamConfig
 from peftkit.base.locate import Location
 from peftkit.base.packing_loader import PackingLoader, kept_in_float32
-from peftkit.base.pretrained import (
-    check_config,
-    check_weights,
-    explained,
-    load_tokenizer,
-    loader_arguments,
-    quiet,
-)
-from peftkit.base.purpose import CAUSAL_LM, Purpose
-from peftkit.base.quantized import (
+from peftkit.base.pretrained import check_weights, explained, loader_arguments, quiet, told_of_bytes
+from peftkit.base.processors import load_tokenizer
+from peftkit.base.published import (
     TAKEN_OVER,
     check_readable,
     dense_config,
-    one_at_a_time,
     published,
     quantized_by,
 )
-from peftkit.base.shapes import on_meta
-from peftkit.base.spill import Spill
-from peftkit.base.storage_format import LoadedModel, StorageFormat
+from peftkit.base.purpose import (
+    CAUSAL_LM,
+    Purpose,
+    head_of_classes,
+    owners,
+    renew,
+    start_from_words,
+)
+from peftkit.base.request import BaseRequest, LoadedModel, StorageFormat, request_of
+from peftkit.base.skeleton import on_meta
 from peftkit.errors import BaseError, OutputError, first_few
 from peftkit.events import Listener, Notice, Progress, Stage, ignore
 from peftkit.files.folders import alone, new_folder
@@ -47,14 +48,9 @@ from peftkit.quant.quantize import adopt_bitsandbytes, quantize_model, tower_pat
 
 
 def build(
-    location: Location,
-    revision: str | None,
-    purpose: Purpose,
-    config: Any,
-    form: StorageFormat,
+    wanted: BaseRequest,
     *,
-    pad_token_id: int | None = None,
-    spill: Spill | None = None,
+    put: Callable[[Tensor], Tensor] | None = None,
     on_event: Listener = ignore,
 ) -> LoadedModel:
     """Build a base out of its files.
@@ -63,34 +59,22 @@ def build(
     is kept and the weight in hand. A checkpoint of bitsandbytes keeps its bits.
 
     Args:
-        config: What `check_config` says of it.
-        pad_token_id: For a decoder with a head of classes that does not know its own.
-        spill: Where weights are kept meanwhile; by default in memory.
+        put: Moves what is kept to where it is to be; by default it stays in memory.
 
     Raises:
         BaseError: The files are damaged, incomplete, no model for this task, quantised in a way
             that is not read here, or cannot be packed.
     """
-    check_readable(location.name, config, form.quantize)
+    form, purpose = wanted.form, wanted.purpose
+    check_readable(wanted.location.name, wanted.config, form.quantize)
     stream = None
-    if quantized_by(config) != TAKEN_OVER:
+    if quantized_by(wanted.config) != TAKEN_OVER:
+        has_head, settings = purpose.head is not None, published(wanted.config)
         stream = PackingLoader(
-            form.quantize,
-            form.dtype,
-            form.device,
-            double_quant=form.double_quant,
-            has_head=purpose.head is not None,
-            towers=form.quantize_towers,
-            settings=published(config),
-            on_event=on_event,
-            **({"put": spill.moved} if spill else {}),
+            form, has_head=has_head, settings=settings, put=put, on_event=on_event
         )
-    model, fresh = load_model(
-        location, revision, purpose, form.dtype, stream, on_event, form.device
-    )
+    model, fresh = load_model(wanted, stream, on_event)
     model.requires_grad_(False).eval()
-    if purpose.head is not None:
-        pad_with(model.config, pad_token_id)
     head = _trained_head(model, fresh) if purpose.head else ()
     adopt_bitsandbytes(model, form.dtype)
     forget_quantization(model)
@@ -110,34 +94,17 @@ def build(
     return LoadedModel(model.to(form.device), identity, head)
 
 
-def pad_with(config: Any, pad_token_id: int | None) -> None:
-    """Say what rows are padded with, where a config does not: a head reads the last token."""
-    text = config.get_text_config()
-    if getattr(text, "pad_token_id", None) is None and pad_token_id is not None:
-        text.pad_token_id = pad_token_id
-
-
 def _trained_head(model: Any, fresh: tuple[str, ...]) -> tuple[str, ...]:
     head = head_of_classes(model)
     return tuple(dict.fromkeys((*owners(fresh, head).values(), *head)))
 
 
 def load_model(
-    location: Location,
-    revision: str | None,
-    purpose: Purpose,
-    dtype: torch.dtype,
-    stream: PackingLoader | None = None,
-    on_event: Listener = ignore,
-    device: torch.device | None = None,
+    wanted: BaseRequest, stream: PackingLoader | None = None, on_event: Listener = ignore
 ) -> tuple[Any, tuple[str, ...]]:
-    """Load a model; its weights come in `dtype`, or, for float16, in the files' own.
+    """Load a model; its weights come in the dtype asked for, or, for float16, in the files' own.
 
     (What float16 rounds away the fingerprint would miss: it is rounded afterwards.)
-
-    Args:
-        device: Where to, without a stream that knows it; a checkpoint of bitsandbytes would go to a
-            GPU, where there is one.
 
     Returns:
         The model, and the names of the parameters of its head that the files do not hold.
@@ -145,13 +112,14 @@ def load_model(
     Raises:
         BaseError: The files are damaged, incomplete, or no model for this task.
     """
+    location, device = wanted.location, wanted.form.device
     with quiet(), explained(location):
         if location.gguf:
-            cls, source, where = _gguf_arguments(location, purpose, stream)
+            cls, source, where = _gguf_arguments(wanted, stream)
         else:
-            cls, source, where = _arguments(location, revision, purpose, dtype, stream)
-            where |= {} if location.is_local else told(on_event)
-        if device is not None and (device.type != "cpu" or stream is None):
+            cls, source, where = _arguments(wanted, stream)
+            where |= {} if location.is_local else told_of_bytes(on_event)
+        if device.type != "cpu" or stream is None:  # bitsandbytes would go to a GPU by itself
             where["device_map"] = {"": str(device)}
         try:
             with one_at_a_time():
@@ -164,7 +132,7 @@ def load_model(
         raise BaseError(
             f"{location.name} is not a base model.", found="It is an adapter.", fix="Name its base."
         )
-    fresh = _fresh(location.name, model, purpose, info)
+    fresh = _fresh(location.name, model, wanted.purpose, info)
     if info["unexpected_keys"]:
         keys = first_few(sorted(info["unexpected_keys"]), 5, ", ")
         on_event(Notice(f"{type(model).__name__} does not use these weights of its files: {keys}"))
@@ -172,39 +140,45 @@ def load_model(
 
 
 def _arguments(
-    location: Location,
-    revision: str | None,
-    purpose: Purpose,
-    dtype: torch.dtype,
-    stream: PackingLoader | None,
+    wanted: BaseRequest, stream: PackingLoader | None
 ) -> tuple[Any, str | None, dict[str, Any]]:
     """Return the class, the place and the arguments with which transformers loads a folder."""
-    where = loader_arguments(location, revision)
-    if purpose.head is not None:
-        where["config"] = check_config(location, revision, purpose)
+    location, config, dtype = wanted.location, wanted.config, wanted.form.dtype
+    where = loader_arguments(location) | {"config": config, "use_safetensors": True}
     where["dtype"] = "auto" if dtype == torch.float16 else dtype
-    where["use_safetensors"] = True
     if stream is not None:
-        config = check_config(location, revision, purpose)
-        if quantized_by(config):
-            where["config"] = dense_config(config)
+        where["config"] = dense_config(config)
         where["quantization_config"] = StreamConfig(stream)
     if location.is_local:
         check_weights(Path(location.source))
-    return getattr(transformers, purpose.auto_class), location.source, where
+    return getattr(transformers, wanted.purpose.auto_class), location.source, where
 
 
 def _gguf_arguments(
-    location: Location, purpose: Purpose, stream: PackingLoader | None
+    wanted: BaseRequest, stream: PackingLoader | None
 ) -> tuple[Any, str | None, dict[str, Any]]:
     """Return the class and the arguments with which transformers loads a GGUF file's tensors."""
     assert stream is not None, "a GGUF file is read through a stream"
-    with parsed_once(location):
-        config = check_config(location, None, purpose)
-        bare = on_meta(config, purpose, torch.float32)
-        tensors, conversions = open_gguf(location.gguf_path, bare)
-    where = {"state_dict": tensors, "config": config, "dtype": torch.float32}
+    bare = on_meta(wanted.config, wanted.purpose, torch.float32)
+    with parsed_once(wanted.location):
+        tensors, conversions = open_gguf(wanted.location.gguf_path, bare)
+    where = {"state_dict": tensors, "config": wanted.config, "dtype": torch.float32}
     return type(bare), None, where | {"quantization_config": StreamConfig(stream, conversions)}
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Have transformers read a tensor when its turn comes, instead of ahead, by several threads."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _fresh(name: str, model: Any, purpose: Purpose, info: Mapping[str, Any]) -> tuple[str, ...]:
@@ -254,17 +228,18 @@ def convert(location: Location, on_event: Listener) -> Location:
         raise OutputError(
             f"cannot write {target}.", found=str(error), fix="Set PEFTKIT_CACHE to another folder."
         ) from error
-    return Location(location.name, str(target), location.hub_id)
+    return replace(location, source=str(target), gguf=None, convert_to=None)
 
 
 def _convert_into(target: Path, location: Location, on_event: Listener) -> None:
     on_event(Stage(f"Converting {location.gguf} into {target} (once)"))
     doing = f"Converting {location.gguf}"
-    stream = PackingLoader("none", torch.float32, torch.device("cpu"), on_event=ignore)
+    form = StorageFormat("none", False, torch.float32, torch.device("cpu"))
     with parsed_once(location):
-        tokenizer = load_tokenizer(location, None, on_event)
+        tokenizer = load_tokenizer(location, on_event)
         on_event(Progress(doing, 2, 4))
-        model, _ = load_model(location, None, CAUSAL_LM, torch.float32, stream, on_event)
+        wanted = request_of(location, CAUSAL_LM, form)
+        model, _ = load_model(wanted, PackingLoader(form, on_event=ignore), on_event)
     on_event(Progress(doing, 3, 4))
     forget_quantization(model)
     with new_folder(target) as made:

@@ -4,59 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import nn
 
-from peftkit.base import pretrained
-from peftkit.base.build import build, convert, pad_with
+from peftkit.base.build import convert
 from peftkit.base.gguf import parsed_once
-from peftkit.base.load_shared import Sharing, load_shared
-from peftkit.base.locate import Location, locate
-from peftkit.base.multimodal import load_multimodal
+from peftkit.base.locate import locate
+from peftkit.base.packed_bases import Sharing, open_or_build
 from peftkit.base.placement import BlockStream, place_of_weights
-from peftkit.base.published import described, kept_notice
+from peftkit.base.pretrained import files_of, oom_as_error, reachable
+from peftkit.base.processors import Processors, load_processors
+from peftkit.base.published import described, kept_notice, published
 from peftkit.base.purpose import CAUSAL_LM, Purpose
-from peftkit.base.quantized import published
-from peftkit.base.spill import Spill
-from peftkit.base.storage_format import LoadedModel, StorageFormat
-from peftkit.base.store import StoreKey, opened_or_kept, storable
-from peftkit.config.schema import Config, from_dict
+from peftkit.base.request import (
+    DTYPES,
+    BaseConfig,
+    BaseRequest,
+    LoadedModel,
+    StorageFormat,
+    fast_dtype,
+    request_of,
+)
+from peftkit.config.schema import from_dict
 from peftkit.events import Listener, Notice, Stage, ignore
-from peftkit.execution.environment import as_current, default_device
-from peftkit.kernels.device import gpu_of
+from peftkit.execution.environment import as_current, default_device, free_now
 from peftkit.kernels.packing import keep_copies
 from peftkit.quant.audit import Audit, audit
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-class BaseConfig(Config):
-    """Which base model, and how it is held in memory."""
-
-    model: str
-    """Folder, GGUF file, hub id, or a short name (smollm2-135m, all-minilm-l6-v2)."""
-    revision: str | None = None
-    """Branch, tag or commit on the hub."""
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """dtype of the computation and of weights that are not quantised; auto: the fastest here."""
-    quantize: Literal["none", "nf4", "fp4", "int8"] = "none"
-    """Keep the weights of linear layers in 4 or 8 bits. none: as the files have them, which may be
-    quantised already (AWQ, GPTQ, compressed-tensors, FP8 and others keep their bits)."""
-    double_quant: bool = True
-    """Quantise the scales of nf4 and fp4 as well: 4.1 bits for a weight instead of 4.5."""
-    quantize_towers: bool = False
-    """Quantise the towers for images and sound and their projectors too; by default only the
-    language side of such a model is, and these stay in 16 bits."""
-    placement: Literal["auto", "device", "stream"] = "auto"
-    """Where the quantised weights of blocks stay: on the device, or in main memory, from where two
-    blocks at a time are streamed to it. auto: streamed if a quantised base does not fit a GPU."""
-    store: Literal["auto", "off"] = "auto"
-    """auto: a large base that was quantised once is kept in the cache (PEFTKIT_CACHE) and opened in
-    seconds; see peftkit base ls. off: it is quantised at each start."""
-    new_tokens: tuple[str, ...] = ()
-    """Tokens to add; their rows in the embedding and the head are trained too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,109 +118,57 @@ def load_base(
     asked |= {"placement": placement, "store": store}
     from_dict(BaseConfig, asked, "load_base(...)")
     place = default_device() if device is None else as_current(torch.device(device))
-    computes = place if sharing is None else default_device()
-    computed = DTYPES.get(dtype) or fast_dtype(computes)
-    form = StorageFormat(quantize, double_quant, computed, place, quantize_towers)
-    location = convert(locate(model, revision), on_event)
-    location, revision = pretrained.reachable(location, revision)
+    fast = fast_dtype(place if sharing is None else default_device())
+    form = StorageFormat(quantize, double_quant, DTYPES.get(dtype, fast), place, quantize_towers)
+    location = reachable(convert(locate(model, revision), on_event))
     on_event(Stage(f"Loading the base {location.name}"))
-    with parsed_once(location), pretrained.oom_as_error(location.name):
-        config = pretrained.check_config(location, revision, purpose)
-        tokenizer, images, both = _processors(location, revision, purpose, on_event)
-        padding = None if tokenizer is None else tokenizer.pad_token_id
-        if purpose.head is not None:
-            pad_with(config, padding)
-            purpose = replace(purpose, head=purpose.head.with_tokens(tokenizer))
+    with parsed_once(location), oom_as_error(location.name):
+        inputs = load_processors(location, purpose.processor, on_event)
+        wanted = request_of(location, purpose, form).with_tokens_of(inputs.tokenizer)
         may_leave = device is None and sharing is None
-        weights = place_of_weights(placement, config, purpose, form, may_leave=may_leave)
-        place = weights.device
+        weights = place_of_weights(placement, wanted, may_leave=may_leave)
         if weights.notice:
             on_event(Notice(weights.notice))
         if weights.streamed:
             form = replace(form, device=torch.device("cpu"))
-        elif place != form.device:
-            form = replace(form, device=place, dtype=DTYPES.get(dtype) or fast_dtype(place))
-
-        built = _opened_or_built(
-            StoreKey(location.name, Path(), purpose, config, form),
-            location,
-            revision,
-            padding,
-            store=store,
-            sharing=sharing,
-            on_event=on_event,
-        )
-        if (settings := published(config)) is not None and quantize == "none":
-            on_event(Notice(kept_notice(settings)))
+        elif weights.device != place:
+            own = DTYPES.get(dtype) or fast_dtype(weights.device)
+            form = replace(form, device=weights.device, dtype=own)
+        wanted = replace(wanted, form=form)
+        built = open_or_build(wanted, store=store, sharing=sharing, on_event=on_event)
     if weights.streamed:
-        BlockStream(built.model, place)
-    elif place.type == "cpu" and sharing is None:
+        BlockStream(built.model, weights.device)
+    elif sharing is None and not free_now(weights.device).on_gpu:
         keep_copies(built.model)
+    return _base(wanted, built, inputs, weights.device, on_event)
+
+
+def _base(
+    wanted: BaseRequest,
+    built: LoadedModel,
+    inputs: Processors,
+    device: torch.device,
+    on_event: Listener,
+) -> Base:
+    """Return a base that is where it stays, with all that is known of it."""
+    settings = published(wanted.config) if wanted.form.quantize == "none" else None
+    if settings is not None:
+        on_event(Notice(kept_notice(settings)))
+    location = wanted.location
     return Base(
         model=built.model,
-        tokenizer=tokenizer,
+        tokenizer=inputs.tokenizer,
         name=location.name,
         hub_id=location.hub_id,
-        revision=getattr(built.model.config, "_commit_hash", None) or revision,
+        revision=getattr(built.model.config, "_commit_hash", None) or location.revision,
         fingerprint=built.fingerprint,
         audit=audit(built.model),
-        device=place,
-        image_processor=images,
+        device=device,
+        image_processor=inputs.image_processor,
         head=built.head,
-        multimodal=both,
-        stored=described(settings) if settings is not None and quantize == "none" else "",
+        multimodal=inputs.multimodal,
+        stored=described(settings) if settings is not None else "",
     )
-
-
-def _opened_or_built(
-    wanted: StoreKey,
-    location: Location,
-    revision: str | None,
-    pad_token_id: int | None,
-    *,
-    store: str,
-    sharing: Sharing | None,
-    on_event: Listener,
-) -> LoadedModel:
-    """Open the packed base that the cache keeps, or build it out of its files.
-
-    Args:
-        wanted: Its source is found here.
-    """
-
-    def rebuild(spill: Spill | None = None) -> LoadedModel:
-        return build(
-            location,
-            revision,
-            wanted.purpose,
-            wanted.config,
-            wanted.form,
-            pad_token_id=pad_token_id,
-            spill=spill,
-            on_event=on_event,
-        )
-
-    source, shared = None, sharing is not None
-    if store == "auto":
-        source = storable(
-            location, revision, wanted.purpose, wanted.config, wanted.form, shared=shared
-        )
-    if source is None:
-        return rebuild()
-    wanted = replace(wanted, source=source)
-    if sharing is not None:
-        return load_shared(wanted, rebuild, sharing, on_event)
-    return opened_or_kept(wanted, rebuild, on_event)
-
-
-def skeleton(model: str, *, revision: str | None = None, purpose: Purpose = CAUSAL_LM) -> nn.Module:
-    """Build a model without its weights, on the meta device, out of its config alone.
-
-    Raises:
-        BaseError: There is no such model, or its config is of no use.
-    """
-    location, revision = pretrained.reachable(locate(model, revision), revision)
-    return pretrained.build_skeleton(location, revision, purpose)
 
 
 def local_folder(model: str, revision: str | None = None) -> Path | None:
@@ -256,28 +178,4 @@ def local_folder(model: str, revision: str | None = None) -> Path | None:
         BaseError: There is no such model.
     """
     location = locate(model, revision)
-    if not location.is_local:
-        return pretrained.snapshot(location, revision)
-    return None if location.gguf else Path(location.source)
-
-
-def fast_dtype(device: torch.device) -> torch.dtype:
-    """Return the precision that a device multiplies fastest at: bf16, or what is next to it."""
-    if (gpu := gpu_of(device)) is not None:
-        return gpu.fast_dtype()
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
-    has_bf16 = flags & {"avx512_bf16", "amx_bf16", "bf16"}  # without them it is slower than fp32
-    return torch.bfloat16 if has_bf16 and device.type == "cpu" else torch.float32
-
-
-def _processors(
-    location: Location, revision: str | None, purpose: Purpose, on_event: Listener
-) -> tuple[Any, Any, Any]:
-    """Return the tokenizer, the image processor and that of both; None for what is not needed."""
-    if purpose.processor == "tokenizer":
-        return pretrained.load_tokenizer(location, revision, on_event), None, None
-    if purpose.processor == "image_processor":
-        return None, pretrained.load_image_processor(location, revision), None
-    both = load_multimodal(location, revision)
-    return pretrained.with_padding(both.tokenizer, location, on_event), None, both
+    return None if location.gguf else files_of(location)

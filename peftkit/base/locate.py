@@ -63,6 +63,7 @@ class Location:
         hub_id: Where it is published, as far as known; other tools find it by that.
         gguf: Name of the GGUF file in the folder, if it is one.
         convert_to: Folder that is still to be made out of the GGUF file.
+        revision: Branch, tag or commit on the hub; None: its main branch.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Location:
     hub_id: str | None = None
     gguf: str | None = None
     convert_to: Path | None = None
+    revision: str | None = None
 
     @property
     def is_local(self) -> bool:
@@ -111,7 +113,7 @@ def locate(model: str, revision: str | None = None) -> Location:
             )
         return _local(path)
     if re.fullmatch(HUB_ID, model) and not model.startswith(".") and path.suffix != ".gguf":
-        return Location(model, model, hub_id=model)
+        return Location(model, model, hub_id=model, revision=revision)
     raise BaseError(
         f"there is no base model {model!r}.", found="No such file or folder.", fix=suggest(model)
     )
@@ -156,7 +158,7 @@ def _known(name: str, revision: str | None) -> Location:
                 return Location(name, folder, known.hub_id, known.inside, convert_to=converted)
             if found.is_dir():
                 return Location(name, str(found), known.hub_id)
-    return Location(name, known.hub_id, known.hub_id)
+    return Location(name, known.hub_id, known.hub_id, revision=revision)
 
 
 def _local(path: Path) -> Location:

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftkit.base.class_head import head_of_classes
 from peftkit.base.codes import Codes, read_codes, some_values, unpacked
 from peftkit.base.fingerprint import sample, sample_positions, shown
 from peftkit.base.published import UnreadableError, scheme_of
+from peftkit.base.purpose import head_of_classes
+from peftkit.base.request import StorageFormat
 from peftkit.errors import BaseError
 from peftkit.events import Listener, Progress
 from peftkit.kernels.host_memory import trim_malloc
@@ -43,10 +44,7 @@ class PackingLoader:
     """What happens to each parameter of one model as it is loaded.
 
     Args:
-        kind: "none", "nf4", "fp4" or "int8".
-        dtype: In which the parameters are computed with.
         has_head: Whether the model's head of classes is trained: it is left in the files' dtype.
-        towers: Whether what stands beside a language model is packed too.
         settings: The checkpoint's `quantization_config`, if its codes are read by published.py.
         put: Moves what is kept to where it is to be.
 
@@ -56,20 +54,16 @@ class PackingLoader:
 
     def __init__(
         self,
-        kind: str,
-        dtype: torch.dtype,
-        device: torch.device,
+        form: StorageFormat,
         *,
-        double_quant: bool = True,
         has_head: bool = False,
-        towers: bool = False,
         settings: Mapping[str, Any] | None = None,
-        put: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        put: Callable[[Tensor], Tensor] | None = None,
         on_event: Listener,
     ) -> None:
-        self.kind, self.dtype, self.device = kind, dtype, device
-        self.double_quant, self.has_head, self.on_event = double_quant, has_head, on_event
-        self._towers, self._put, self.settings = towers, put, settings
+        self.kind, self.dtype, self.device = form.quantize, form.dtype, form.device
+        self.form, self.has_head, self.on_event = form, has_head, on_event
+        self.settings, self._put = settings, put or (lambda tensor: tensor)
         self.taken: dict[int, bytes] = {}
         self._jobs: list[Job] = []
         self._by_name: dict[str, Job] = {}
@@ -91,7 +85,9 @@ class PackingLoader:
         self._head = head_of_classes(model) if self.has_head else ()
         if self.kind != "none" or self.settings is not None:
             with _as_tied(model):
-                kept = () if self._towers or self.kind == "none" else tower_paths(model)
+                kept = (
+                    () if self.form.quantize_towers or self.kind == "none" else tower_paths(model)
+                )
                 jobs = quantizable(model, keep=(*self._head, *kept))
             # of a Conv1D with a forward of its own it is seen later whether it is turned
             self._jobs = [j for j in jobs if has_plain_forward(j[1]) or not is_conv1d(j[1])]
@@ -159,7 +155,9 @@ class PackingLoader:
         if leaf == "weight" and is_conv1d(module):
             value = value.t()
         try:
-            packed, packing = pack(value.to(self.device), self.kind, double_quant=self.double_quant)
+            packed, packing = pack(
+                value.to(self.device), self.kind, double_quant=self.form.double_quant
+            )
         except ValueError as error:
             self._problems[name] = f"{name} of {type(module).__name__}: {error}"
             return nn.Parameter(value, requires_grad=False)

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftkit.base.mapped import packed_skeleton
-from peftkit.base.purpose import Purpose
-from peftkit.base.quantized import published
-from peftkit.base.storage_format import StorageFormat
+from peftkit.base.published import published
+from peftkit.base.request import BaseRequest
+from peftkit.base.skeleton import packed_skeleton
 from peftkit.base.transfer import CopyStream, DeviceBuffer, Unit, pinned
 from peftkit.errors import BaseError
 from peftkit.execution.environment import free_now
@@ -58,9 +57,7 @@ class WeightsPlace:
     notice: str = ""
 
 
-def place_of_weights(
-    placement: str, config: Any, purpose: Purpose, form: StorageFormat, *, may_leave: bool
-) -> WeightsPlace:
+def place_of_weights(placement: str, wanted: BaseRequest, *, may_leave: bool) -> WeightsPlace:
     """Return where a base's weights go, as it was asked for or as the device's memory says.
 
     Args:
@@ -70,7 +67,8 @@ def place_of_weights(
     Raises:
         BaseError: It does not fit the device and may go nowhere else, or has no packed weights.
     """
-    is_packed = form.quantize != "none" or published(config) is not None
+    form = wanted.form
+    is_packed = form.quantize != "none" or published(wanted.config) is not None
     if placement == "stream" and not is_packed:
         raise BaseError(
             "a base that is not packed cannot be streamed.",
@@ -80,7 +78,8 @@ def place_of_weights(
     here = free_now(form.device)
     if placement == "stream" or not here.on_gpu:
         return WeightsPlace(form.device, placement == "stream")
-    needed = sum(p.nbytes for p in packed_skeleton(config, purpose, form).parameters())
+    bare = packed_skeleton(wanted.config, wanted.purpose, form)
+    needed = sum(p.nbytes for p in bare.parameters())
     if needed <= (ROOM if placement == "auto" else 1.0) * here.usable:
         return WeightsPlace(form.device)
     found = f"The base takes {needed / 1e9:.2f} GB; {here.usable / 1e9:.2f} GB are free."

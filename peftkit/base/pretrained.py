@@ -6,6 +6,8 @@ Its progress bars and log lines stay off the terminal; no pickle is read and no 
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import io
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -17,17 +19,17 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
-from transformers.utils import logging
+from tqdm import tqdm
+from transformers.utils import hub, logging
 from transformers.utils.hub import cached_file
 
 from peftkit.base.locate import KNOWN, Location, hub_answers, suggest
 from peftkit.base.purpose import Purpose, set_head
 from peftkit.errors import BaseError, PeftkitError, first_few
-from peftkit.events import Listener, Notice
+from peftkit.events import Listener, Progress
 
 
-def check_config(location: Location, revision: str | None, purpose: Purpose) -> Any:
+def check_config(location: Location, purpose: Purpose) -> Any:
     """Read a model's config and see that it is one for this task, before anything large is read.
 
     Returns:
@@ -36,7 +38,7 @@ def check_config(location: Location, revision: str | None, purpose: Purpose) -> 
     Raises:
         BaseError: It is missing, damaged, or of a model for something else or for other labels.
     """
-    config = load_config(location, revision)
+    config = load_config(location)
     if type(config) not in getattr(transformers, purpose.auto_class)._model_mapping:
         raise BaseError(
             f"{location.name} is not a {purpose.task} model.",
@@ -48,97 +50,17 @@ def check_config(location: Location, revision: str | None, purpose: Purpose) -> 
     return config
 
 
-def load_image_processor(location: Location, revision: str | None) -> Any:
-    """Load what turns images into tensors; a base without one gets ViT's, at the base's own size.
-
-    Pillow computes it: the pixels are the same whether torchvision is installed or not.
-
-    Raises:
-        BaseError: There is one and it cannot be used, or the base does not say its images' size.
-    """
-    where = loader_arguments(location, revision)
-    with quiet(), explained(location, "the image processor of "):
-        for name in ("preprocessor_config.json", "processor_config.json"):
-            found = cached_file(
-                location.source,
-                name,
-                revision=revision,
-                _raise_exceptions_for_missing_entries=False,
-            )
-            if found:
-                return transformers.AutoImageProcessor.from_pretrained(
-                    location.source, backend="pil", **where
-                )
-        config = load_config(location, revision)
-        size, channels = config.image_size, getattr(config, "num_channels", 3)
-        height, width = (size, size) if isinstance(size, int) else size
-        return transformers.ViTImageProcessorPil(
-            size={"height": height, "width": width},
-            image_mean=[0.5] * channels,
-            image_std=[0.5] * channels,
-        )
-
-
-def load_tokenizer(location: Location, revision: str | None, on_event: Listener) -> Any:
-    """Load a tokenizer; one without a pad token pads with its end of sequence, and says so.
-
-    Raises:
-        BaseError: There is none, or it can neither end nor pad a text.
-    """
-    with quiet(), explained(location, "the tokenizer of "):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            location.source, **loader_arguments(location, revision)
-        )
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise BaseError(
-            f"cannot load the tokenizer of {location.name}.",
-            found="It has no vocabulary: there is no tokenizer beside the model.",
-            fix="Put tokenizer.json and tokenizer_config.json into the folder.",
-        )
-    return with_padding(tokenizer, location, on_event)
-
-
-def with_padding(tokenizer: Any, location: Location, on_event: Listener) -> Any:
-    """Return a tokenizer that can pad: with its end of sequence, if it has nothing else.
-
-    Raises:
-        BaseError: It can neither end nor pad a text.
-    """
-    if tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
-            raise BaseError(
-                f"the tokenizer of {location.name} can neither end nor pad a text.",
-                found="It has no eos_token and no pad_token.",
-                fix="Name them in its tokenizer_config.json.",
-            )
-        tokenizer.pad_token = tokenizer.eos_token
-        on_event(Notice(f"The tokenizer has no pad token; {tokenizer.eos_token} (eos) is used."))
-    return tokenizer
-
-
-def build_skeleton(location: Location, revision: str | None, purpose: Purpose) -> nn.Module:
-    """Build a model without its weights, on the meta device, out of its config alone.
-
-    Raises:
-        BaseError: The config is missing, or none for this task.
-    """
-    config = check_config(location, revision, purpose)
-    cls = getattr(transformers, purpose.auto_class)
-    with quiet(), explained(location), torch.device("meta"):
-        return cls.from_config(config, trust_remote_code=False).eval()
-
-
-def reachable(location: Location, revision: str | None) -> tuple[Location, str | None]:
-    """Return a location that can be loaded now, and its revision: without a hub, the hub's cache.
+def reachable(location: Location) -> Location:
+    """Return a location that can be loaded now: without a hub, in the hub's cache.
 
     Raises:
         BaseError: It is neither here nor can it be fetched.
     """
     if location.is_local or hub_answers():
-        return location, revision
-    folder = snapshot(location, revision)
+        return location
+    folder = snapshot(location)
     if folder is not None:
-        return replace(location, source=str(folder)), folder.name
+        return replace(location, source=str(folder), revision=folder.name)
     known = KNOWN.get(location.name)
     short = next((n for n, k in KNOWN.items() if k.hub_id == location.name), None)
     if known is not None:
@@ -154,17 +76,24 @@ def reachable(location: Location, revision: str | None) -> tuple[Location, str |
     )
 
 
-def snapshot(location: Location, revision: str | None) -> Path | None:
+def snapshot(location: Location) -> Path | None:
     """Return the hub's own cache folder of a model, whose name is the commit, if it is there."""
     found = cached_file(
         location.source,
         "config.json",
-        revision=revision,
+        revision=location.revision,
         local_files_only=True,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
     return Path(found).parent if found else None
+
+
+def files_of(location: Location) -> Path | None:
+    """Return a base's folder on this machine, or its GGUF file; None where it has not come yet."""
+    if location.gguf:
+        return location.gguf_path
+    return Path(location.source) if location.is_local else snapshot(location)
 
 
 @contextmanager
@@ -230,14 +159,14 @@ def oom_as_error(name: str) -> Iterator[None]:
         ) from None
 
 
-def load_config(location: Location, revision: str | None) -> Any:
+def load_config(location: Location) -> Any:
     with quiet(), explained(location):
         return transformers.AutoConfig.from_pretrained(
-            location.source, **loader_arguments(location, revision)
+            location.source, **loader_arguments(location)
         )
 
 
-def loader_arguments(location: Location, revision: str | None) -> dict[str, Any]:
+def loader_arguments(location: Location) -> dict[str, Any]:
     """Return the arguments with which transformers' loaders find a model, and run no code of it."""
     if location.gguf and importlib.util.find_spec("gguf") is None:
         raise BaseError(
@@ -250,7 +179,7 @@ def loader_arguments(location: Location, revision: str | None) -> dict[str, Any]
     if location.gguf:
         found["gguf_file"] = location.gguf
     elif not location.is_local:
-        found["revision"] = revision or "main"
+        found["revision"] = location.revision or "main"
     return found
 
 
@@ -270,3 +199,31 @@ def check_weights(folder: Path) -> None:
         else "It has no safetensors file.",
         fix="Give a folder with safetensors: transformers' save_pretrained writes them.",
     )
+
+
+def told_of_bytes(on_event: Listener) -> dict[str, Any]:
+    """Return the argument with which transformers tells of the bytes of weights that it fetches.
+
+    huggingface_hub does the rest: a connection that breaks is opened again where it broke, and
+    files that are whole in its cache are not fetched again.
+    """
+    if "tqdm_class" not in inspect.signature(hub.cached_files).parameters:  # older ones cannot
+        return {}
+    most = 0
+
+    class Told(tqdm):
+        """A bar that is not drawn; of several over the same bytes the furthest counts."""
+
+        monitor_interval = 0  # no thread of its own
+
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **(more | {"file": io.StringIO(), "disable": False}))
+
+        def display(self, *_: Any, **__: Any) -> bool:
+            nonlocal most
+            if self.unit == "B" and self.total and self.n >= most:
+                most = int(self.n)
+                on_event(Progress("Downloading the base", most, int(self.total), "B"))
+            return True
+
+    return {"tqdm_class": Told}

@@ -1,7 +1,13 @@
-"""What the config of a quantised checkpoint says: how its layers are read, and what is refused."""
+"""Checkpoints that are quantised already: how their layers are read, as their configs say it.
+
+Those of bitsandbytes are loaded by transformers and taken over with their bits. The others that are
+read here keep their codes (codes.py); such of 8 bits, and gpt-oss, can be packed in 4 bits if
+asked. All else is refused by name.
+"""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +15,13 @@ from typing import Any
 
 from torch import Tensor
 
+from peftkit.errors import BaseError
+
+TAKEN_OVER = "bitsandbytes"
+READ = (
+    "compressed-tensors (w4a16, w8a16, w8a8, fp8, nvfp4, mxfp4), AWQ (gemm), GPTQ in 4 or 8 bits, "
+    "auto-round, FP8, ModelOpt NVFP4, torchao int8 and float8, bitsandbytes"
+)
 SERVER_ROUNDS = "A server of this format quantises the inputs of layers too; training does not."
 
 
@@ -177,3 +190,67 @@ def kept_notice(settings: Mapping[str, Any]) -> str:
 def has_codes(settings: Mapping[str, Any], weight: Tensor | None) -> bool:
     """Tell whether a linear layer's weight, or a stack, is among those that are quantised."""
     return weight is not None and (scheme_of(settings).layout != "gpt_oss" or weight.dim() == 3)
+
+
+def quantized_by(config: Any) -> str:
+    """Return what a checkpoint was quantised with, as its config says, or ""."""
+    found = _settings(config)
+    if not found:
+        return ""
+    bits = found.get("load_in_4bit") or found.get("load_in_8bit")
+    return TAKEN_OVER if bits else str(found.get("quant_method") or "an unknown method")
+
+
+def published(config: Any) -> dict[str, Any] | None:
+    """Return a config's `quantization_config` if published.py reads such a checkpoint."""
+    if quantized_by(config) in ("", TAKEN_OVER):
+        return None
+    try:
+        scheme_of(_settings(config))
+    except UnreadableError:
+        return None
+    return _settings(config)
+
+
+def check_readable(name: str, config: Any, quantize: str = "none") -> None:
+    """See that a checkpoint is dense, or quantised in a way that is read here.
+
+    Args:
+        quantize: How it is to be kept.
+
+    Raises:
+        BaseError: It is quantised otherwise, or is in 4 bits and is to be packed again.
+    """
+    if quantized_by(config) in ("", TAKEN_OVER):
+        return
+    try:
+        scheme = scheme_of(_settings(config))
+    except UnreadableError as problem:
+        raise BaseError(
+            f"cannot read the weights of {name}.",
+            found=f"They are quantised by {problem}.",
+            fix="Give the same model in 16 bits (quantize: nf4 packs it while it is read), or in a "
+            f"format that is read: {READ}.",
+        ) from None
+    if quantize != "none" and scheme.bits == 4 and scheme.layout != "gpt_oss":
+        raise BaseError(
+            f"the weights of {name} are in 4 bits already.",
+            found=f"base.quantize is {quantize}, which would round them a second time.",
+            fix="Set base.quantize: none, which keeps these bits; or give the model in 16 bits.",
+        )
+
+
+def dense_config(config: Any) -> Any:
+    """Return the config of the same model in 16 bits."""
+    dense = copy.deepcopy(config)
+    for part in (dense, dense.get_text_config()):
+        part.__dict__.pop("quantization_config", None)
+    return dense
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    for part in (config, config.get_text_config()):
+        found = getattr(part, "quantization_config", None)
+        if found:
+            return dict(found if isinstance(found, dict) else found.to_dict())
+    return {}

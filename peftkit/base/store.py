@@ -9,154 +9,37 @@ made of, and its own are as they were written. Two processes that open it share 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from peftkit.base.locate import Location, cache_folder
-from peftkit.base.mapped import fill, mapped, packed_skeleton
-from peftkit.base.pretrained import snapshot
-from peftkit.base.purpose import Purpose
-from peftkit.base.quantized import published, quantized_by
-from peftkit.base.shapes import on_meta
-from peftkit.base.storage_format import LoadedModel, StorageFormat
-from peftkit.errors import BaseError, OutputError, PeftkitError
-from peftkit.events import Listener, Notice
+from peftkit.base.locate import cache_folder
+from peftkit.base.pretrained import files_of
+from peftkit.base.published import published, quantized_by
+from peftkit.base.request import BaseRequest, LoadedModel, StorageFormat
+from peftkit.base.skeleton import on_meta, packed_skeleton
+from peftkit.errors import BaseError, OutputError
 from peftkit.files import disk
-from peftkit.files.folders import alone, new_folder
-from peftkit.files.safetensors_header import DTYPE_NAMES, TensorSpec
-from peftkit.quant.checkpoint import quantization_config, tensors_of, to_checkpoint
+from peftkit.files.folders import new_folder
+from peftkit.quant.checkpoint import (
+    from_checkpoint,
+    quantization_config,
+    tensors_of,
+    to_checkpoint,
+)
 
 VERSION = 2
 WEIGHTS, BUFFERS = "model.safetensors", "buffers.safetensors"
 MANIFEST, FOLDER = "store.json", "packed"
-LEFT_FREE = 10_000_000_000
-"""Bytes of a disk that no packed base is written into without being asked for."""
-WORTH_KEEPING = 500_000_000
-"""Bytes of a packed base from which on it is kept without being asked: seconds of packing."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreKey:
-    """A base that the cache may keep packed.
-
-    Attributes:
-        name: As it is recorded. source: The folder with its files, or its GGUF file. config: Of
-            transformers.
-    """
-
-    name: str
-    source: Path
-    purpose: Purpose
-    config: Any
-    form: StorageFormat
-
-
-def storable(
-    location: Location,
-    revision: str | None,
-    purpose: Purpose,
-    config: Any,
-    form: StorageFormat,
-    *,
-    shared: bool = False,
-) -> Path | None:
-    """Return the folder, or the GGUF file, of a base that the cache may keep packed, or None.
-
-    Args:
-        shared: By several processes: then also one that is not packed, or has a head of classes.
-    """
-    if not shared and (form.quantize == "none" or purpose.head is not None):
-        return None
-    known = published(config)
-    if quantized_by(config) and known is None:
-        return None
-    if known is not None and form.quantize == "none":  # opening its own files is as fast
-        return None
-    if location.gguf:
-        return location.gguf_path
-    return Path(location.source) if location.is_local else snapshot(location, revision)
-
-
-def opened_or_kept(
-    wanted: StoreKey, rebuild: Callable[[], LoadedModel], on_event: Listener
-) -> LoadedModel:
-    """Open a base that is kept packed; else build it, and keep it if it is large."""
-    folder = folder_of(wanted.source, wanted.form, wanted.purpose)
-    was_kept = (folder / MANIFEST).is_file()
-    if was_kept:
-        try:
-            return open_stored(folder, wanted)
-        except BaseError as error:
-            on_event(Notice(f"The base is packed again. {error.asked} {error.found}"))
-    size = num_bytes(packed_skeleton(wanted.config, wanted.purpose, wanted.form))
-    if size < WORTH_KEEPING and not was_kept:
-        return rebuild()
-    try:
-        sizes, is_tight = room_for(size)
-    except PeftkitError as error:  # a run goes on without
-        on_event(Notice(f"The packed base is not kept. {error.asked} {error.found}"))
-        return rebuild()
-    if is_tight:
-        fix = f"peftkit base pack {wanted.name} asks, and keeps it."
-        on_event(Notice(f"The packed base is not kept. {sizes} {fix}"))
-        return rebuild()
-    with being_packed(folder, on_event) as has_waited:
-        if has_waited:
-            with contextlib.suppress(BaseError):
-                return open_stored(folder, wanted)
-        built = rebuild()
-        try:
-            keep(folder, built, wanted)
-            on_event(Notice(f"The packed base is kept in {folder}. {sizes}"))
-        except PeftkitError as error:
-            on_event(Notice(f"The packed base is not kept. {error.asked} {error.found}"))
-    return built
-
-
-@contextmanager
-def being_packed(folder: Path, on_event: Listener) -> Iterator[bool]:
-    """Be the only process that packs a base into its folder; say whether another did just before.
-
-    Args:
-        folder: In a folder that is there.
-    """
-    waited = []
-
-    def wait() -> None:
-        waited.append(True)
-        on_event(Notice("Another process is packing this base; this one waits for it."))
-
-    with alone(folder, wait):
-        yield bool(waited) and (folder / MANIFEST).is_file()
-
-
-def num_bytes(model: nn.Module) -> int:
-    """Return the bytes that a packed base takes on the disk."""
-    return sum(tensor.nbytes for _, tensor in tensors_of(model))
-
-
-def room_for(size: int) -> tuple[str, bool]:
-    """Return a sentence on what is needed and free, and whether little would be left of it.
-
-    Raises:
-        OutputError: The cache cannot be written. RunError: The disk has less.
-    """
-    folder = disk.writable_folder(store_folder())
-    disk.check_space(folder, size)
-    free = disk.free_bytes(folder)
-    sizes = f"It takes {size / 1e9:.1f} GB of {free / 1e9:.1f} GB that are free in {folder}."
-    return sizes, free - size < LEFT_FREE
 
 
 def store_folder() -> Path:
@@ -164,19 +47,30 @@ def store_folder() -> Path:
     return cache_folder() / FOLDER
 
 
-def folder_of(source: Path, form: StorageFormat, purpose: Purpose) -> Path:
-    """Return where a base is kept in this form.
+def folder_of(wanted: BaseRequest, *, shared: bool = False) -> Path | None:
+    """Return where the cache keeps a base packed in this form; None where it may not.
 
     Args:
-        source: The folder with its files, or its GGUF file.
+        shared: By several processes: then also one that is not packed, or has a head of classes.
     """
+    purpose, form = wanted.purpose, wanted.form
+    if not shared and (form.quantize == "none" or purpose.head is not None):
+        return None
+    known = published(wanted.config)
+    if quantized_by(wanted.config) and known is None:
+        return None
+    if known is not None and form.quantize == "none":  # opening its own files is as fast
+        return None
+    source = files_of(wanted.location)
+    if source is None:
+        return None
     head = [] if purpose.head is None else [repr(purpose.head)]
-    known = json.dumps([str(source.resolve()), purpose.auto_class, _form(form), *head])
+    said = json.dumps([str(source.resolve()), purpose.auto_class, _form(form), *head])
     name = re.sub(r"[^\w.-]+", "-", source.name)[:40]
-    return store_folder() / f"{name}-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
+    return store_folder() / f"{name}-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
 
 
-def keep(folder: Path, built: LoadedModel, wanted: StoreKey) -> None:
+def keep(folder: Path, built: LoadedModel, wanted: BaseRequest) -> None:
     """Write a packed base into the cache.
 
     Raises:
@@ -190,18 +84,20 @@ def keep(folder: Path, built: LoadedModel, wanted: StoreKey) -> None:
     try:
         with new_folder(folder, last=MANIFEST) as made:
             for name, tensors in files.items():
-                _write(tensors, made / name)
+                specs = disk.specs_of(tensors)
+                values = (tensors[spec.name] for spec in specs)
+                disk.write_tensor_stream(made / name, specs, values, {"format": "pt"})
             if (settings := quantization_config(built.model, bare)) is not None:
                 config = copy.deepcopy(built.model.config)
                 config.quantization_config = settings
                 disk.write_text(config.to_json_string(), made / "config.json")
             manifest = {
                 "version": VERSION,
-                "model": wanted.name,
+                "model": wanted.location.name,
                 "fingerprint": built.fingerprint,
                 "head": list(built.head),
                 "form": _form(wanted.form),
-                "stamp": _stamp(wanted.source),
+                "stamp": _stamp(wanted),
                 "sha256": {name: disk.sha256_of(made / name) for name in files},
             }
             disk.write_json(manifest, made / MANIFEST)
@@ -211,7 +107,7 @@ def keep(folder: Path, built: LoadedModel, wanted: StoreKey) -> None:
         ) from error
 
 
-def open_stored(folder: Path, wanted: StoreKey, *, is_known: bool = False) -> LoadedModel:
+def open_stored(folder: Path, wanted: BaseRequest, *, is_known: bool = False) -> LoadedModel:
     """Open a packed base by mapping its file; on a GPU its tensors are copied there.
 
     Args:
@@ -221,14 +117,16 @@ def open_stored(folder: Path, wanted: StoreKey, *, is_known: bool = False) -> Lo
         BaseError: It is damaged, of another version, or the base's files have changed since.
     """
     manifest, form = manifest_of(folder), wanted.form
-    if manifest["stamp"] != _stamp(wanted.source):
-        raise _useless(folder, f"The files of {wanted.source} have changed since it was made.")
+    if manifest["stamp"] != _stamp(wanted):
+        raise _useless(
+            folder, f"The files of {wanted.location.name} have changed since it was made."
+        )
     tensors: dict[str, Tensor] = {}
     for name, expected in manifest["sha256"].items():
         path = folder / name
         if not path.is_file() or not (is_known or disk.sha256_of(path) == expected):
             raise _useless(folder, f"{name} is not as it was written.")
-        tensors |= mapped(path)
+        tensors |= load_file(path)  # pages of the file
     model = packed_skeleton(wanted.config, wanted.purpose, form)
     if problem := fill(model, tensors, form.device):
         raise _useless(folder, problem)
@@ -239,19 +137,47 @@ def open_stored(folder: Path, wanted: StoreKey, *, is_known: bool = False) -> Lo
     )
 
 
+def fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) -> str:
+    """Put a checkpoint's tensors in the places of those without data, tied ones in all of theirs.
+
+    Returns:
+        What differs between the two, or "".
+    """
+    tensors = from_checkpoint(tensors)
+    expected = dict(tensors_of(model))
+    differing = expected.keys() ^ tensors.keys()
+    differing |= {n for n in expected.keys() & tensors if expected[n].shape != tensors[n].shape}
+    if differing:
+        return f"Its tensors are not the model's, as {sorted(differing)[0]}."
+    new: dict[int, Tensor] = {}
+    for name, old in expected.items():
+        moved = tensors[name].to(device)
+        is_parameter = isinstance(old, nn.Parameter)
+        new[id(old)] = nn.Parameter(moved, requires_grad=False) if is_parameter else moved
+    for module in model.modules():
+        for places in (module._parameters, module._buffers):
+            for name, tensor in places.items():
+                if tensor is not None and id(tensor) in new:
+                    places[name] = new[id(tensor)]  # type: ignore[assignment]
+    left = without_data(model)
+    return f"It does not say {left}." if left else ""
+
+
+def without_data(model: nn.Module) -> str:
+    """Return where a tensor has no data: one that is neither a parameter nor a buffer."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.device.type == "meta":
+                return f"{path}.{name}"
+    return ""
+
+
 def _files(model: nn.Module, bare: nn.Module) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of each file; those that no checkpoint of the model would hold apart."""
     tensors = to_checkpoint(model, bare)
     apart = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
     buffers = {name: tensors.pop(name) for name in apart}
     return {WEIGHTS: tensors} | ({BUFFERS: buffers} if buffers else {})
-
-
-def _write(tensors: dict[str, Tensor], path: Path) -> None:
-    specs = [TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in tensors.items()]
-    specs.sort(key=lambda spec: spec.order)
-    values = (tensors[spec.name] for spec in specs)
-    disk.write_tensor_stream(path, specs, values, {"format": "pt"})
 
 
 def _form(form: StorageFormat) -> dict[str, Any]:
@@ -263,8 +189,10 @@ def _form(form: StorageFormat) -> dict[str, Any]:
     }
 
 
-def _stamp(source: Path) -> dict[str, list[int]]:
+def _stamp(wanted: BaseRequest) -> dict[str, list[int]]:
     """Return the size and the time of every file that a base is read from."""
+    source = files_of(wanted.location)
+    assert source is not None
     files = [source / "config.json", *sorted(source.glob("*.safetensors"))]
     if source.is_file():
         files = [source]

@@ -284,9 +284,14 @@ def write_tensors(
             f"{first_few(bad, 3, ', ')}",
             fix="The run diverged: lower the learning rate, or go back to an earlier checkpoint.",
         )
-    specs = [TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in tensors.items()]
-    specs.sort(key=lambda spec: spec.order)
+    specs = specs_of(tensors)
     write_tensor_stream(path, specs, (tensors[spec.name] for spec in specs), metadata)
+
+
+def specs_of(tensors: Mapping[str, Tensor]) -> list[TensorSpec]:
+    """Return how a safetensors file of these begins, in the order in which they are written."""
+    specs = [TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in tensors.items()]
+    return sorted(specs, key=lambda spec: spec.order)
 
 
 def write_tensor_stream(

@@ -18,8 +18,10 @@ from typing import Literal
 import torch
 from torch import nn
 
-from peftkit.base.load import DTYPES, load_base, skeleton
+from peftkit.base.load import load_base
 from peftkit.base.locate import Location, locate
+from peftkit.base.request import DTYPES
+from peftkit.base.skeleton import skeleton
 from peftkit.errors import AdapterError, first_few
 from peftkit.events import Listener, Notice, Saved, Stage, ignore
 from peftkit.files import disk

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.base.fingerprint import fingerprint
-from peftkit.base.load import local_folder, skeleton
+from peftkit.base.load import local_folder
 from peftkit.base.locate import locate
+from peftkit.base.skeleton import skeleton
 from peftkit.errors import BaseError, TargetError, first_few
 from peftkit.events import Listener, Notice, Progress, Saved, Stage, Table, ignore
 from peftkit.formats.card import Card, adapter_usage, write_card

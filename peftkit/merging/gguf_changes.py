@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from peftkit.adapter import Adapter
-from peftkit.base.load import skeleton
 from peftkit.base.new_tokens import FILE
+from peftkit.base.skeleton import skeleton
 from peftkit.errors import AdapterError, MergeError, first_few
 from peftkit.files.strict_json import shown
 from peftkit.formats.gguf.header import GGUFHeader

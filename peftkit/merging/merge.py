@@ -16,12 +16,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from peftkit.base.load import DTYPES, load_base, local_folder, skeleton
+from peftkit.base.load import load_base, local_folder
 from peftkit.base.locate import locate
 from peftkit.base.placement import ROOM
+from peftkit.base.published import published
 from peftkit.base.purpose import CAUSAL_LM, Purpose
-from peftkit.base.quantized import published
-from peftkit.base.shapes import read_config
+from peftkit.base.request import DTYPES
+from peftkit.base.skeleton import read_config, skeleton
 from peftkit.errors import RunError
 from peftkit.events import Listener, Saved, Stage, Table, ignore
 from peftkit.execution.environment import free_now

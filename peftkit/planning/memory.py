@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from peftkit.base.load import DTYPES, fast_dtype
+from peftkit.base.request import DTYPES, fast_dtype
 from peftkit.execution.environment import Environment
 from peftkit.execution.plan import Activations, ExecutionPlan, Placement, Shard
 from peftkit.planning.cards import LINK, WIRES, card_of

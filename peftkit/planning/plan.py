@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peftkit.base.shapes import read_config
+from peftkit.base.skeleton import read_config
 from peftkit.config.schema import from_dict
 from peftkit.execution.environment import gpu_of_size, this_machine
 from peftkit.execution.plan import ExecutionPlan

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from peftkit.base.load import DTYPES, fast_dtype
 from peftkit.base.placement import ROOM
-from peftkit.base.shapes import read_config
+from peftkit.base.request import DTYPES, fast_dtype
+from peftkit.base.skeleton import read_config
 from peftkit.events import Listener, Notice
 from peftkit.execution.environment import Environment, default_device, free_now, used_bytes
 from peftkit.execution.plan import ExecutionPlan

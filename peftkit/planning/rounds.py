@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from peftkit.base.shapes import read_config
+from peftkit.base.skeleton import read_config
 from peftkit.events import Listener, Notice
 from peftkit.execution.environment import Environment, free_now
 from peftkit.planning.memory import MemoryEstimator

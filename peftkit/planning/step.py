@@ -20,11 +20,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftkit.adapter import Adapter, attach
-from peftkit.base.class_head import head_of_classes
-from peftkit.base.mapped import packed_skeleton
-from peftkit.base.purpose import ClassHead, Purpose
-from peftkit.base.shapes import on_meta, untraced
-from peftkit.base.storage_format import StorageFormat
+from peftkit.base.purpose import ClassHead, Purpose, head_of_classes
+from peftkit.base.request import StorageFormat
+from peftkit.base.skeleton import on_meta, packed_skeleton, untraced
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.kernels.packing import keep_copies
 from peftkit.methods.protocol import Method

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from peftkit.base.shapes import with_depth
+from peftkit.base.skeleton import with_depth
 from peftkit.errors import PeftkitError
 from peftkit.execution.plan import Activations
 from peftkit.execution.strategies import activation_modes

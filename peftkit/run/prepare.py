@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 from peftkit.adapter import Adapter, attach, check_fits
-from peftkit.base.load import Base, load_base, skeleton
+from peftkit.base.load import Base, load_base
 from peftkit.base.new_tokens import add_tokens, token_rows
 from peftkit.base.purpose import Purpose
+from peftkit.base.skeleton import skeleton
 from peftkit.events import Listener, Notice, ignore
 from peftkit.execution.environment import default_device, free_now
 from peftkit.execution.plan import ExecutionPlan

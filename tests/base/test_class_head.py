@@ -12,9 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from peftkit.adapter import attach
-from peftkit.base.class_head import head_of_classes
 from peftkit.base.load import Base, load_base
-from peftkit.base.purpose import ClassHead, Purpose
+from peftkit.base.purpose import ClassHead, Purpose, head_of_classes
 from peftkit.errors import BaseError
 from peftkit.events import Event, Notice
 from peftkit.methods.lora import LoRA

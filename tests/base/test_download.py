@@ -16,9 +16,8 @@ from peftkit.base import locate
 from peftkit.base.build import build
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location
-from peftkit.base.pretrained import check_config
 from peftkit.base.purpose import CAUSAL_LM
-from peftkit.base.storage_format import StorageFormat
+from peftkit.base.request import StorageFormat, request_of
 from peftkit.errors import BaseError
 from peftkit.events import Event, Progress
 from tests.formats.hub_server import Hub, Repo, running_hub
@@ -82,14 +81,14 @@ def test_shards_that_came_whole_are_not_fetched_again(hub, model_folder, tmp_pat
     assert len(shards) > 2
     publish(hub, tmp_path / "shards")
     where, seen = Location(NAME, NAME, hub_id=NAME), list[Event]()
-    config = check_config(where, None, CAUSAL_LM)
     form = StorageFormat("none", False, torch.float32, torch.device("cpu"))
+    wanted = request_of(where, CAUSAL_LM, form)
     hub.failing[f"GET /{NAME}/resolve/{hub.repos[NAME].main}/{shards[-1]}"] = 403
     with pytest.raises(BaseError):
-        build(where, None, CAUSAL_LM, config, form)
+        build(wanted)
     hub.failing.clear()
     hub.ranges.clear()
-    built = build(where, None, CAUSAL_LM, config, form, on_event=seen.append)
+    built = build(wanted, on_event=seen.append)
     assert [name for name, _ in hub.ranges if "safetensors" in name] == [shards[-1]]
     assert torch.equal(built.model.lm_head.weight, model.lm_head.weight)
     told = [e for e in seen if isinstance(e, Progress) and "Downloading" in e.text]

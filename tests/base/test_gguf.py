@@ -20,9 +20,9 @@ from peftkit.base.build import build, cast
 from peftkit.base.fingerprint import fingerprint
 from peftkit.base.gguf import parsed_once
 from peftkit.base.locate import Location
-from peftkit.base.pretrained import check_config, quiet
+from peftkit.base.pretrained import quiet
 from peftkit.base.purpose import CAUSAL_LM, Purpose
-from peftkit.base.storage_format import StorageFormat
+from peftkit.base.request import StorageFormat, request_of
 from peftkit.quant.quantize import quantize_model
 from tests.base.test_packing_loader import peak_of, state_of
 from tests.families import ARCHITECTURES, VOCAB
@@ -165,14 +165,13 @@ def test_every_architecture_loads_as_by_transformers(architecture, tmp_path) -> 
     purpose = SEQ2SEQ if architecture == "t5" else CAUSAL_LM
     where = write_random(tmp_path, architecture, purpose.auto_class)
     with parsed_once(where):
-        config = check_config(where, None, purpose)
         expected = by_transformers(where, purpose.auto_class)
         identity = fingerprint(expected)
         for form in (
             StorageFormat("none", False, torch.float32, CPU),
             StorageFormat("nf4", True, torch.bfloat16, CPU),
         ):
-            built = build(where, None, purpose, config, form)
+            built = build(request_of(where, purpose, form))
             cast(expected, form.dtype)
             if form.quantize != "none":
                 quantize_model(expected, form.quantize)

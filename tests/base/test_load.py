@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from peftkit.base import build
 from peftkit.base import load as base_module
 from peftkit.base.fingerprint import fingerprint
-from peftkit.base.load import Base, fast_dtype, load_base, local_folder, skeleton
+from peftkit.base.load import Base, load_base, local_folder
+from peftkit.base.request import fast_dtype
+from peftkit.base.skeleton import skeleton
 from peftkit.errors import BaseError, ConfigError
 from peftkit.events import Event, Notice, Progress, Stage
 from peftkit.quant.layers import QuantizedLinear

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import transformers
 
-from peftkit.base.multimodal import UnreadVideos, blind_to_videos
+from peftkit.base.processors import UnreadVideos, blind_to_videos
 from tests.vision import _tokenizer
 
 MARKS = [f"{kind}{end}_token" for kind in ("image", "video") for end in ("", "_start", "_end")]

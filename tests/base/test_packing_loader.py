@@ -18,7 +18,7 @@ from peftkit.base.fingerprint import fingerprint
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location
 from peftkit.base.purpose import Purpose
-from peftkit.base.storage_format import StorageFormat
+from peftkit.base.request import StorageFormat, request_of
 from peftkit.errors import BaseError
 from peftkit.quant.audit import audit
 from peftkit.quant.quantize import quantize_model, tower_paths
@@ -49,7 +49,7 @@ def whole_then_quantised(
     where: Location, purpose: Purpose, form: StorageFormat
 ) -> tuple[nn.Module, str]:
     """Load all in 16 bits first, then quantise in place."""
-    model, _ = load_model(where, None, purpose, form.dtype)
+    model, _ = load_model(request_of(where, purpose, form))
     model.requires_grad_(False).eval()
     identity = fingerprint(model)
     cast(model, form.dtype)
@@ -81,7 +81,7 @@ def test_streamed_base_equals_one_that_was_loaded_whole(family, tmp_path) -> Non
         StorageFormat("none", False, torch.bfloat16, CPU),
     ):
         expected, identity = whole_then_quantised(where, purpose, form)
-        built = build(where, None, purpose, config, form)
+        built = build(request_of(where, purpose, form))
         assert built.fingerprint == identity
         found, known = state_of(built.model), state_of(expected)
         assert found.keys() == known.keys()
@@ -110,7 +110,7 @@ import sys, threading, time
 import torch
 import transformers
 from peftkit.base.build import build
-from peftkit.base.storage_format import StorageFormat
+from peftkit.base.request import StorageFormat, request_of
 from peftkit.base.locate import Location
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.pretrained import check_config
@@ -127,7 +127,7 @@ torch.set_num_threads(1)
 # what only a first model loads
 quantize_model(torch.nn.Sequential(torch.nn.Linear(64, 64)), "nf4")
 with torch.device("meta"):
-    transformers.AutoModelForCausalLM.from_config(check_config(where, None, CAUSAL_LM))
+    transformers.AutoModelForCausalLM.from_config(check_config(where, CAUSAL_LM))
 before, most, done = anonymous(), 0, False
 def watch():
     global most
@@ -136,7 +136,7 @@ def watch():
         time.sleep(0.001)
 thread = threading.Thread(target=watch, daemon=True)
 thread.start()
-kept = build(where, None, CAUSAL_LM, check_config(where, None, CAUSAL_LM), form)
+kept = build(request_of(where, CAUSAL_LM, form))
 done = True
 thread.join()
 print(most - before)

@@ -18,12 +18,12 @@ from peftkit.base.build import build
 from peftkit.base.codes import read_codes, unpacked
 from peftkit.base.load import Base, load_base
 from peftkit.base.locate import Location
-from peftkit.base.mapped import packed_skeleton
 from peftkit.base.placement import BlockStream
 from peftkit.base.pretrained import check_config, quiet
 from peftkit.base.published import described, scheme_of
 from peftkit.base.purpose import CAUSAL_LM
-from peftkit.base.storage_format import LoadedModel, StorageFormat
+from peftkit.base.request import LoadedModel, StorageFormat, request_of
+from peftkit.base.skeleton import packed_skeleton
 from peftkit.errors import BaseError
 from peftkit.formats.peft.folder import Provenance, save_adapter
 from peftkit.formats.serving import served_over
@@ -274,7 +274,7 @@ def dense_twin(folder: Path, expected: Mapping[str, Tensor]) -> Any:
 def built(folder: Path, dtype: torch.dtype = torch.float32, quantize: str = "none") -> LoadedModel:
     where = Location(str(folder), str(folder))
     form = StorageFormat(quantize, True, dtype, CPU)
-    return build(where, None, CAUSAL_LM, check_config(where, None, CAUSAL_LM), form)
+    return build(request_of(where, CAUSAL_LM, form))
 
 
 IDS = torch.arange(8)[None]
@@ -291,7 +291,7 @@ def test_a_model_keeps_its_codes_and_computes_as_its_dense_twin(name: str, tmp_p
         assert torch.equal(weight_of(layer), weight), key
     twin = dense_twin(tmp_path, expected)
     torch.testing.assert_close(found.model(input_ids=IDS).logits, twin(input_ids=IDS).logits)
-    settings = check_config(Location("", str(tmp_path)), None, CAUSAL_LM)
+    settings = check_config(Location("", str(tmp_path)), CAUSAL_LM)
     bare = packed_skeleton(settings, CAUSAL_LM, StorageFormat("none", True, torch.float32, CPU))
     sizes = [sum(p.nbytes for p in m.parameters()) for m in (bare, found.model)]
     assert abs(sizes[0] - sizes[1]) < 0.05 * sizes[1]  # of which a plan is made

@@ -15,10 +15,10 @@ from torch import Tensor
 from peftkit.base.build import build
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location
-from peftkit.base.pretrained import check_config, quiet
+from peftkit.base.pretrained import quiet
 from peftkit.base.purpose import CAUSAL_LM
-from peftkit.base.shapes import read_config
-from peftkit.base.storage_format import StorageFormat
+from peftkit.base.request import StorageFormat, request_of
+from peftkit.base.skeleton import read_config
 from peftkit.errors import BaseError
 from peftkit.quant.quantize import quantize_model
 from tests.base.test_packing_loader import peak_of, state_of
@@ -76,15 +76,13 @@ def test_fp8_whose_last_block_is_partial_is_codes_times_the_scale_of_their_block
     mark(tmp_path, quant_method="fp8", weight_block_size=[block, block])
     where = Location(str(tmp_path), str(tmp_path))
     form = StorageFormat("none", True, torch.bfloat16, CPU)
-    config = check_config(where, None, CAUSAL_LM)
-    found = build(where, None, CAUSAL_LM, config, form).model
+    found = build(request_of(where, CAUSAL_LM, form)).model
     for name, weight in expected.items():
         layer = found.get_submodule(name.removesuffix(".weight"))
         assert torch.equal(layer.weight, weight), name
     mark(tmp_path, quant_method="fp8", weight_block_size=[64, 64])
-    config = check_config(where, None, CAUSAL_LM)
     with pytest.raises(BaseError, match="1 x 2 scales for 2 x 4 blocks"):
-        build(where, None, CAUSAL_LM, config, form)
+        build(request_of(where, CAUSAL_LM, form))
 
 
 def in_mxfp4(folder: Path) -> None:
@@ -108,7 +106,7 @@ def test_packed_again_it_is_what_transformers_dequantised_weights_become(
     write(tmp_path)
     where = Location(str(tmp_path), str(tmp_path))
     form = StorageFormat(kind, True, torch.bfloat16, CPU)
-    built = build(where, None, CAUSAL_LM, check_config(where, None, CAUSAL_LM), form)
+    built = build(request_of(where, CAUSAL_LM, form))
     with quiet():
         expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=form.dtype)
     quantize_model(expected, kind)

@@ -16,14 +16,13 @@ import safetensors.torch
 import torch
 import transformers
 
-from peftkit.base import store
+from peftkit.base import packed_bases, store
 from peftkit.base.build import build
-from peftkit.base.listed import stored_bases
-from peftkit.base.load import Base, fast_dtype, load_base
-from peftkit.base.pack import pack_base
-from peftkit.base.pretrained import check_config
+from peftkit.base.load import Base, load_base
+from peftkit.base.locate import Location
+from peftkit.base.pack import pack_base, stored_bases
 from peftkit.base.purpose import CAUSAL_LM, ClassHead, Purpose
-from peftkit.base.storage_format import StorageFormat
+from peftkit.base.request import StorageFormat, fast_dtype, request_of
 from peftkit.errors import BaseError, OutputError, PeftkitError, RunError
 from peftkit.events import Event, Notice
 from peftkit.files import disk
@@ -66,9 +65,9 @@ def test_opened_base_is_the_packed_one_to_the_bit(family, kind, tmp_path) -> Non
     purpose: Purpose | None = purpose_of(config)
     assert purpose is not None
     form = StorageFormat(kind, True, torch.bfloat16, CPU, False)
-    where = store.Location(str(tmp_path), str(tmp_path))
-    wanted = store.StoreKey(family, tmp_path, purpose, config, form)
-    built = build(where, None, purpose, config, form)
+    where = Location(str(tmp_path), str(tmp_path))
+    wanted = request_of(where, purpose, form)
+    built = build(wanted)
     store.keep(tmp_path / "kept", built, wanted)
     again = store.open_stored(tmp_path / "kept", wanted)
     assert again.fingerprint == built.fingerprint
@@ -98,11 +97,10 @@ def test_transformers_opens_the_folder_as_a_checkpoint_of_bitsandbytes(
     for name, value in (gpt2 if family == "gpt2" else WIDE).items():
         setattr(wide, name, value)
     transformers.AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path)
-    config = transformers.AutoConfig.from_pretrained(tmp_path)
     form = StorageFormat(kind, double_quant, torch.float32, CPU, False)
-    where = store.Location(str(tmp_path), str(tmp_path))
-    built = build(where, None, CAUSAL_LM, config, form)
-    store.keep(tmp_path / "kept", built, store.StoreKey(family, tmp_path, CAUSAL_LM, config, form))
+    wanted = request_of(Location(str(tmp_path), str(tmp_path)), CAUSAL_LM, form)
+    built = build(wanted)
+    store.keep(tmp_path / "kept", built, wanted)
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "kept", output_loading_info=True
     )
@@ -139,7 +137,7 @@ def test_folder_that_the_format_cannot_say_is_no_checkpoint(family, kind, tmp_pa
 def test_large_base_is_kept_and_a_small_one_only_when_asked(folder, cache, monkeypatch) -> None:
     first, _ = opened(folder)
     assert not cache.exists()
-    monkeypatch.setattr(store, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(packed_bases, "WORTH_KEEPING", 0)
     _, told = opened(folder)
     assert "is kept in" in told[0]
     assert len(stored_bases()) == 1
@@ -147,7 +145,7 @@ def test_large_base_is_kept_and_a_small_one_only_when_asked(folder, cache, monke
     def never(*args: object, **more: object) -> None:
         raise AssertionError("it is opened, not packed")
 
-    monkeypatch.setattr("peftkit.base.load.build", never)
+    monkeypatch.setattr("peftkit.base.packed_bases.build", never)
     second, told = opened(folder)
     assert told == []
     assert second.fingerprint == first.fingerprint
@@ -219,7 +217,7 @@ def test_full_disk_leaves_nothing(folder, cache, monkeypatch) -> None:
     with pytest.raises(RunError):
         pack_base(str(folder))
     assert stored_bases() == []
-    monkeypatch.setattr(store, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(packed_bases, "WORTH_KEEPING", 0)
     base, told = opened(folder)  # a run goes on without
     assert "is not kept" in told[0]
     assert base.audit.quantized_as == "nf4"
@@ -237,7 +235,7 @@ def test_little_room_is_asked_for_before_anything_is_packed(
     assert run(["base", "pack", str(folder), "--yes"]) == 0
     capsys.readouterr()
     assert run(["base", "rm", str(folder)]) == 0
-    monkeypatch.setattr(store, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(packed_bases, "WORTH_KEEPING", 0)
     _, told = opened(folder)
     assert "is not kept" in told[0]
     assert "peftkit base pack" in told[0]
@@ -248,7 +246,7 @@ def test_little_room_is_asked_for_before_anything_is_packed(
 
 
 def test_of_two_that_pack_the_same_base_one_waits_and_opens_it(folder, cache, monkeypatch) -> None:
-    monkeypatch.setattr(store, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(packed_bases, "WORTH_KEEPING", 0)
     building, may_go_on, built = threading.Event(), threading.Event(), []
     plain = build
 
@@ -258,7 +256,7 @@ def test_of_two_that_pack_the_same_base_one_waits_and_opens_it(folder, cache, mo
         assert may_go_on.wait(60)
         return plain(*args, **more)
 
-    monkeypatch.setattr("peftkit.base.load.build", slow)
+    monkeypatch.setattr("peftkit.base.packed_bases.build", slow)
     found: dict[str, tuple[Base, list[str]]] = {}
 
     def load(name: str) -> None:
@@ -302,13 +300,10 @@ def test_gguf_file_and_dequantised_checkpoint_are_kept_packed_too(cache, tmp_pat
     in_fp8(tmp_path)
     for time, source in enumerate((where.name, str(tmp_path))):
         kept = pack_base(source)
-        location = store.Location(
-            source, str(tmp_path), gguf=where.gguf if ".g" in source else None
-        )
-        config = check_config(location, None, CAUSAL_LM)
+        gguf = where.gguf if ".g" in source else None
         form = StorageFormat("nf4", True, fast_dtype(CPU), CPU, False)
-        built = build(location, None, CAUSAL_LM, config, form)
-        wanted = store.StoreKey("x", Path(source), CAUSAL_LM, config, form)
+        wanted = request_of(Location(source, str(tmp_path), gguf=gguf), CAUSAL_LM, form)
+        built = build(wanted)
         again = store.open_stored(kept, wanted)
         assert again.fingerprint == built.fingerprint
         assert all(
@@ -355,9 +350,9 @@ def test_causal_lm_is_what_a_base_is_packed_for(folder) -> None:
     kept = pack_base(str(folder))
     form = json.loads((kept / store.MANIFEST).read_text())["form"]
     assert form["quantize"] == "nf4"
-    other = store.folder_of(
-        folder, StorageFormat("nf4", False, torch.bfloat16, CPU, False), CAUSAL_LM
-    )
+    form = StorageFormat("nf4", False, torch.bfloat16, CPU, False)
+    other = store.folder_of(request_of(Location("", str(folder)), CAUSAL_LM, form))
+    assert other is not None
     assert other != kept
 
 

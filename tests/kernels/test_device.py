@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from peftkit.base.load import fast_dtype
+from peftkit.base.request import fast_dtype
 from peftkit.execution.environment import default_device, used_bytes
 from peftkit.execution.plan import Activations, plan_for
 from peftkit.kernels.device import GPUS, forked_generators, gpu_here, gpu_of, in_float64

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from peftkit.adapter import Adapter, attach
-from peftkit.base.load import skeleton
+from peftkit.base.skeleton import skeleton
 from peftkit.errors import AdapterError, MergeError, OutputError, RunError
 from peftkit.events import Event, Saved, Table
 from peftkit.formats.peft.folder import Provenance, read_adapter, save_adapter

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from benchmarks.plan import Measured, planned, reckoner_of
-from peftkit.base.shapes import with_depth
+from peftkit.base.skeleton import with_depth
 from peftkit.errors import ConfigError
 from peftkit.execution.plan import Activations
 from peftkit.planning.cards import parse_size

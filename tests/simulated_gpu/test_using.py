@@ -146,7 +146,7 @@ def test_base_that_the_card_cannot_hold_is_one_error_and_nothing_stays(
     # the check ahead of it, which knows no scratch, lets it pass
     monkeypatch.setattr(
         "peftkit.base.load.place_of_weights",
-        lambda _, config, purpose, form, may_leave: WeightsPlace(form.device),
+        lambda _, wanted, may_leave: WeightsPlace(wanted.form.device),
     )
     # transformers' reserves memory first, and asks for less than none on a card so small
     monkeypatch.setattr(transformers.modeling_utils, "caching_allocator_warmup", lambda *asked: 0)

@@ -1,0 +1,221 @@
+"""A base as asked for: opened from the cache that keeps it packed, or built and kept there."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.base.build import build
+from peftkit.base.pretrained import files_of
+from peftkit.base.purpose import head_of_classes
+from peftkit.base.request import BaseRequest, LoadedModel
+from peftkit.base.skeleton import packed_skeleton
+from peftkit.base.store import (
+    MANIFEST,
+    folder_of,
+    keep,
+    open_stored,
+    store_folder,
+)
+from peftkit.errors import BaseError, OutputError, PeftkitError
+from peftkit.events import Listener, Notice
+from peftkit.files import disk
+from peftkit.files.folders import alone
+from peftkit.files.safetensors_header import DTYPES
+from peftkit.quant.checkpoint import tensors_of
+
+LEFT_FREE = 10_000_000_000
+"""Bytes of a disk that no packed base is written into without being asked for."""
+WORTH_KEEPING = 500_000_000
+"""Bytes of a packed base from which on it is kept without being asked: seconds of packing."""
+
+
+def open_or_build(
+    wanted: BaseRequest, *, store: str, sharing: Sharing | None, on_event: Listener
+) -> LoadedModel:
+    """Open the packed base that the cache keeps, or build it out of its files.
+
+    Args:
+        store: "auto", or "off": neither open it there nor keep it.
+        sharing: Processes that open it together.
+    """
+    folder = folder_of(wanted, shared=sharing is not None) if store == "auto" else None
+    if folder is None:
+        return build(wanted, on_event=on_event)
+    if sharing is not None:
+        return load_shared(folder, wanted, sharing, on_event)
+    return opened_or_kept(folder, wanted, on_event)
+
+
+def opened_or_kept(folder: Path, wanted: BaseRequest, on_event: Listener) -> LoadedModel:
+    """Open a base that is kept packed; else build it, and keep it if it is large."""
+    was_kept = (folder / MANIFEST).is_file()
+    if was_kept:
+        try:
+            return open_stored(folder, wanted)
+        except BaseError as error:
+            on_event(Notice(f"The base is packed again. {error.asked} {error.found}"))
+    size = num_bytes(packed_skeleton(wanted.config, wanted.purpose, wanted.form))
+    if size < WORTH_KEEPING and not was_kept:
+        return build(wanted, on_event=on_event)
+    try:
+        sizes, is_tight = room_for(size)
+    except PeftkitError as error:  # a run goes on without
+        on_event(Notice(f"The packed base is not kept. {error.asked} {error.found}"))
+        return build(wanted, on_event=on_event)
+    if is_tight:
+        fix = f"peftkit base pack {wanted.location.name} asks, and keeps it."
+        on_event(Notice(f"The packed base is not kept. {sizes} {fix}"))
+        return build(wanted, on_event=on_event)
+    with being_packed(folder, on_event) as has_waited:
+        if has_waited:
+            with contextlib.suppress(BaseError):
+                return open_stored(folder, wanted)
+        built = build(wanted, on_event=on_event)
+        try:
+            keep(folder, built, wanted)
+            on_event(Notice(f"The packed base is kept in {folder}. {sizes}"))
+        except PeftkitError as error:
+            on_event(Notice(f"The packed base is not kept. {error.asked} {error.found}"))
+    return built
+
+
+@contextmanager
+def being_packed(folder: Path, on_event: Listener) -> Iterator[bool]:
+    """Be the only process that packs a base into its folder; say whether another did just before.
+
+    Args:
+        folder: In a folder that is there.
+    """
+    waited = []
+
+    def wait() -> None:
+        waited.append(True)
+        on_event(Notice("Another process is packing this base; this one waits for it."))
+
+    with alone(folder, wait):
+        yield bool(waited) and (folder / MANIFEST).is_file()
+
+
+def num_bytes(model: nn.Module) -> int:
+    """Return the bytes that a packed base takes on the disk."""
+    return sum(tensor.nbytes for _, tensor in tensors_of(model))
+
+
+def room_for(size: int) -> tuple[str, bool]:
+    """Return a sentence on what is needed and free, and whether little would be left of it.
+
+    Raises:
+        OutputError: The cache cannot be written. RunError: The disk has less.
+    """
+    folder = disk.writable_folder(store_folder())
+    disk.check_space(folder, size)
+    free = disk.free_bytes(folder)
+    sizes = f"It takes {size / 1e9:.1f} GB of {free / 1e9:.1f} GB that are free in {folder}."
+    return sizes, free - size < LEFT_FREE
+
+
+class Sharing(Protocol):
+    """The processes that open a base together; each is going to keep a part of it."""
+
+    @property
+    def is_first_here(self) -> bool:
+        """Whether it is the first of its machine, or of those that see its cache."""
+
+    def wait(self) -> None:
+        """Wait until every process has come here."""
+
+
+def load_shared(
+    folder: Path, wanted: BaseRequest, sharing: Sharing, on_event: Listener
+) -> LoadedModel:
+    """Open a base on several processes; what each holds of it are pages of the same files.
+
+    What the base's own files hold as it is computed with is mapped from them. Else the first
+    process makes it, weight by weight, and the cache keeps it; then all map that.
+
+    Raises:
+        BaseError: It cannot be made.
+        OutputError, RunError: The cache cannot be written, or the disk is full.
+    """
+    if wanted.form.quantize == "none" and _is_in_files(wanted):
+        return build(wanted, on_event=on_event)
+    if sharing.is_first_here:
+        try:
+            open_stored(folder, wanted)
+        except BaseError:
+            with Spill(folder.parent) as spill:
+                keep(folder, build(wanted, put=spill.moved, on_event=on_event), wanted)
+            on_event(Notice(f"The base is kept in {folder}, from where all processes map it."))
+    sharing.wait()
+    return open_stored(folder, wanted, is_known=True)
+
+
+def _is_in_files(wanted: BaseRequest) -> bool:
+    """Tell whether the files hold all but a head in the shapes and dtypes that they are to have.
+
+    So that transformers has nothing to make of them: what it loads are pages of these files.
+    """
+    held: Counter[tuple[tuple[int, ...], Any]] = Counter()
+    source = files_of(wanted.location)
+    for path in source.glob("*.safetensors") if source else ():
+        with disk.open_tensors(path, error=BaseError) as file:
+            entries = file.header.tensors.values()
+            held.update((entry.shape, DTYPES[entry.dtype][1]) for entry in entries)
+    model = packed_skeleton(wanted.config, wanted.purpose, wanted.form)
+    head = head_of_classes(model) if wanted.purpose.head is not None else ()
+    kept = [p for name, p in model.named_parameters() if not (head and name.startswith(head))]
+    return not Counter((tuple(p.shape), p.dtype) for p in kept) - held
+
+
+class Spill:
+    """Tensors on the disk instead of in memory, until a base larger than that is written down.
+
+    They are pages of a file without a name, which live on when the context ends.
+
+    Args:
+        folder: On a disk with room for them all; it is made if need be.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        disk.writable_folder(folder)
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        self._folder, self._end = folder, 0
+
+    def __enter__(self) -> Spill:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the same values, whose memory is the file's pages.
+
+        Raises:
+            OutputError: The disk is full.
+        """
+        if not tensor.numel():
+            return tensor
+        there = tensor.detach().cpu().contiguous()
+        start, size = self._end, there.nbytes
+        try:
+            # not written by way of the pages: of a full disk these would only tell by a signal
+            values: Any = there.view(-1).view(torch.uint8).numpy()
+            left = memoryview(values)
+            while left:
+                left = left[os.pwrite(self._file.fileno(), left, start + size - len(left)) :]
+        except OSError as error:
+            raise OutputError(f"cannot write into {self._folder}.", found=str(error)) from error
+        self._end = -(-(start + size) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        pages = mmap.mmap(self._file.fileno(), size, offset=start)
+        return torch.frombuffer(pages, dtype=there.dtype).view(there.shape)

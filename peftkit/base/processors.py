@@ -1,0 +1,181 @@
+"""What makes a model's inputs: its tokenizer, its image processor, or a processor of both.
+
+transformers' classes for images and text also want a processor of videos, which needs torchvision.
+Where that is missing, images do without: the class is made with no videos.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, NamedTuple
+
+import transformers
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.utils.hub import PushToHubMixin, cached_file
+
+from peftkit.base.locate import Location
+from peftkit.base.pretrained import explained, load_config, loader_arguments, quiet
+from peftkit.base.purpose import Processor
+from peftkit.errors import BaseError
+from peftkit.events import Listener, Notice
+
+
+class Processors(NamedTuple):
+    """What makes a model's inputs; None for what its task does not need.
+
+    Attributes:
+        multimodal: Of images and text; its tokenizer is `tokenizer`.
+    """
+
+    tokenizer: Any = None
+    image_processor: Any = None
+    multimodal: Any = None
+
+
+def load_processors(location: Location, kind: Processor, on_event: Listener) -> Processors:
+    """Load what a task says that its inputs are made by."""
+    if kind == "tokenizer":
+        return Processors(load_tokenizer(location, on_event))
+    if kind == "image_processor":
+        return Processors(image_processor=load_image_processor(location))
+    both = load_multimodal(location)
+    return Processors(with_padding(both.tokenizer, location, on_event), multimodal=both)
+
+
+def load_image_processor(location: Location) -> Any:
+    """Load what turns images into tensors; a base without one gets ViT's, at the base's own size.
+
+    Pillow computes it: the pixels are the same whether torchvision is installed or not.
+
+    Raises:
+        BaseError: There is one and it cannot be used, or the base does not say its images' size.
+    """
+    where = loader_arguments(location)
+    with quiet(), explained(location, "the image processor of "):
+        for name in ("preprocessor_config.json", "processor_config.json"):
+            found = cached_file(
+                location.source,
+                name,
+                revision=location.revision,
+                _raise_exceptions_for_missing_entries=False,
+            )
+            if found:
+                return transformers.AutoImageProcessor.from_pretrained(
+                    location.source, backend="pil", **where
+                )
+        config = load_config(location)
+        size, channels = config.image_size, getattr(config, "num_channels", 3)
+        height, width = (size, size) if isinstance(size, int) else size
+        return transformers.ViTImageProcessorPil(
+            size={"height": height, "width": width},
+            image_mean=[0.5] * channels,
+            image_std=[0.5] * channels,
+        )
+
+
+def load_tokenizer(location: Location, on_event: Listener) -> Any:
+    """Load a tokenizer; one without a pad token pads with its end of sequence, and says so.
+
+    Raises:
+        BaseError: There is none, or it can neither end nor pad a text.
+    """
+    with quiet(), explained(location, "the tokenizer of "):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            location.source, **loader_arguments(location)
+        )
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise BaseError(
+            f"cannot load the tokenizer of {location.name}.",
+            found="It has no vocabulary: there is no tokenizer beside the model.",
+            fix="Put tokenizer.json and tokenizer_config.json into the folder.",
+        )
+    return with_padding(tokenizer, location, on_event)
+
+
+def with_padding(tokenizer: Any, location: Location, on_event: Listener) -> Any:
+    """Return a tokenizer that can pad: with its end of sequence, if it has nothing else.
+
+    Raises:
+        BaseError: It can neither end nor pad a text.
+    """
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise BaseError(
+                f"the tokenizer of {location.name} can neither end nor pad a text.",
+                found="It has no eos_token and no pad_token.",
+                fix="Name them in its tokenizer_config.json.",
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+        on_event(Notice(f"The tokenizer has no pad token; {tokenizer.eos_token} (eos) is used."))
+    return tokenizer
+
+
+def load_multimodal(location: Location) -> Any:
+    """Load the processor of a model of images and text.
+
+    Raises:
+        BaseError: There is none, it cannot be read, or it reads no images.
+    """
+    where = loader_arguments(location)
+    asked = "the processor of "
+    with quiet(), explained(location, asked):
+        if importlib.util.find_spec("torchvision") is None:
+            made = _without_videos(location, where)
+        else:
+            made = transformers.AutoProcessor.from_pretrained(location.source, **where)
+    if not (hasattr(made, "tokenizer") and hasattr(made, "image_processor")):
+        raise BaseError(
+            f"cannot load {asked}{location.name}.",
+            found=f"What is there, {type(made).__name__}, is not one of images and text.",
+            fix="Put the base's processor_config.json and preprocessor_config.json beside it.",
+        )
+    return made
+
+
+def _without_videos(location: Location, where: dict[str, Any]) -> Any:
+    config = load_config(location)
+    kind: Any = PROCESSOR_MAPPING.get(type(config), None)
+    if kind is None or "video_processor" not in getattr(kind, "get_attributes", list)():
+        return transformers.AutoProcessor.from_pretrained(location.source, **where)
+    told, _ = kind.get_processor_dict(location.source, **where)
+    loaders: dict[str, Any] = {
+        "tokenizer": transformers.AutoTokenizer,
+        "image_processor": transformers.AutoImageProcessor,
+        "feature_extractor": transformers.AutoFeatureExtractor,
+    }
+    videos = told.get("video_processor")
+    stand_in = UnreadVideos(videos if isinstance(videos, dict) else {})
+    parts = [
+        loaders[name].from_pretrained(location.source, **where) if name in loaders else stand_in
+        for name in kind.get_attributes()
+    ]
+    return blind_to_videos(kind).from_args_and_dict(parts, told)
+
+
+class UnreadVideos(PushToHubMixin):
+    """Stands in a processor for the part that reads videos; keeps its settings to save again."""
+
+    _auto_class = None
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as they were found."""
+        return dict(self.settings)
+
+
+def blind_to_videos(kind: Any) -> Any:
+    """Return a class of processors like `kind` that takes `UnreadVideos`."""
+
+    def check(self: Any, name: str, part: object) -> object:
+        if isinstance(part, UnreadVideos):
+            return UnreadVideos
+        return kind.check_argument_for_proper_class(self, name, part)
+
+    names = {
+        "check_argument_for_proper_class": check,
+        "save_pretrained": transformers.ProcessorMixin.save_pretrained,  # ERNIE's asks for a font
+        "__module__": kind.__module__,
+    }
+    return type(kind.__name__, (kind,), names)

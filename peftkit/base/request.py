@@ -1,0 +1,123 @@
+"""Which base is asked for: its files, what it is for, and how it is held in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from peftkit.base.locate import Location
+from peftkit.base.pretrained import check_config
+from peftkit.base.purpose import Purpose
+from peftkit.config.schema import Config
+from peftkit.kernels.device import gpu_of
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class BaseConfig(Config):
+    """Which base model, and how it is held in memory."""
+
+    model: str
+    """Folder, GGUF file, hub id, or a short name (smollm2-135m, all-minilm-l6-v2)."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """dtype of the computation and of weights that are not quantised; auto: the fastest here."""
+    quantize: Literal["none", "nf4", "fp4", "int8"] = "none"
+    """Keep the weights of linear layers in 4 or 8 bits. none: as the files have them, which may be
+    quantised already (AWQ, GPTQ, compressed-tensors, FP8 and others keep their bits)."""
+    double_quant: bool = True
+    """Quantise the scales of nf4 and fp4 as well: 4.1 bits for a weight instead of 4.5."""
+    quantize_towers: bool = False
+    """Quantise the towers for images and sound and their projectors too; by default only the
+    language side of such a model is, and these stay in 16 bits."""
+    placement: Literal["auto", "device", "stream"] = "auto"
+    """Where the quantised weights of blocks stay: on the device, or in main memory, from where two
+    blocks at a time are streamed to it. auto: streamed if a quantised base does not fit a GPU."""
+    store: Literal["auto", "off"] = "auto"
+    """auto: a large base that was quantised once is kept in the cache (PEFTKIT_CACHE) and opened in
+    seconds; see peftkit base ls. off: it is quantised at each start."""
+    new_tokens: tuple[str, ...] = ()
+    """Tokens to add; their rows in the embedding and the head are trained too."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageFormat:
+    """How a base is held in memory.
+
+    Attributes:
+        quantize: "none", "nf4", "fp4" or "int8".
+        double_quant: Quantise the scales of nf4 and fp4 as well.
+        dtype: Of all computing and of what is not packed.
+        device: Where it is.
+        quantize_towers: Pack what stands beside a language model too.
+    """
+
+    quantize: str
+    double_quant: bool
+    dtype: torch.dtype
+    device: torch.device
+    quantize_towers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BaseRequest:
+    """A base as it is to be loaded.
+
+    Attributes:
+        location: Where its files can be read. config: Of transformers, with the head of `purpose`.
+    """
+
+    location: Location
+    purpose: Purpose
+    config: Any
+    form: StorageFormat
+
+    def with_tokens_of(self, tokenizer: Any) -> BaseRequest:
+        """Return what is asked of a head that reads a row's last token, or begins with words.
+
+        Raises:
+            BaseError: A word is not a single token.
+        """
+        head, text = self.purpose.head, self.config.get_text_config()
+        if head is None:
+            return self
+        if tokenizer is not None and getattr(text, "pad_token_id", None) is None:
+            text.pad_token_id = tokenizer.pad_token_id
+        return replace(self, purpose=replace(self.purpose, head=head.with_tokens(tokenizer)))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A frozen model in eval mode.
+
+    Attributes:
+        fingerprint: Of config and weights as they were before packing.
+        head: Paths of the modules of its head, if it was loaded for one.
+    """
+
+    model: Any
+    fingerprint: str
+    head: tuple[str, ...]
+
+
+def request_of(location: Location, purpose: Purpose, form: StorageFormat) -> BaseRequest:
+    """Read a base's config, and say what is asked of it.
+
+    Raises:
+        BaseError: It is missing, damaged, or of a model for something else.
+    """
+    return BaseRequest(location, purpose, check_config(location, purpose), form)
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """Return the precision that a device multiplies fastest at: bf16, or what is next to it."""
+    if (gpu := gpu_of(device)) is not None:
+        return gpu.fast_dtype()
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    has_bf16 = flags & {"avx512_bf16", "amx_bf16", "bf16"}  # without them it is slower than fp32
+    return torch.bfloat16 if has_bf16 and device.type == "cpu" else torch.float32
