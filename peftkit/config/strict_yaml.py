@@ -132,6 +132,16 @@ def parse(text: str, place: Callable[[int], SourceLocation]) -> ParsedYaml:
     return found
 
 
+def written_values(text: str) -> list[str]:
+    """Return the values between commas, each as it is written; none if they are not YAML."""
+    try:
+        listed = yaml.compose(f"[{text}]", Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        return []
+    nodes = listed.value if isinstance(listed, yaml.SequenceNode) else []
+    return [text[node.start_mark.index - 1 : node.end_mark.index - 1] for node in nodes]
+
+
 def _told(error: yaml.MarkedYAMLError) -> str:
     """Return PyYAML's words, with the line where what it was reading began."""
     opened = error.context_mark

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peftkit.config.strict_yaml import SourceLocation, parse
+from peftkit.config.strict_yaml import SourceLocation, parse, written_values
 from peftkit.errors import ConfigError
 from peftkit.methods.table import METHODS
 from peftkit.run.config import Recipe, load
@@ -24,6 +24,7 @@ SAME = (
 )
 """What decides how rows become batches, and what is kept of them."""
 MAX_MEMBERS = 256
+FIX_OVER = "Write KEY=VALUE,VALUE: method.rank=8,16,64"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,31 +202,12 @@ def _output_dir(folder: Path) -> str:
 
 
 def _axis(text: str) -> tuple[str, list[str]]:
+    """Return a setting and its values, each as it is written."""
     key, _, values = text.partition("=")
-    found = list(_split(values))
-    if not key or not all(found) or len(found) < 1 or not values:
-        raise ConfigError(
-            f"--over {text}: no values to try", fix="Write KEY=VALUE,VALUE: method.rank=8,16,64"
-        )
+    found = written_values(values)
+    if not key or not found:
+        raise ConfigError(f"--over {text}: no values to try", fix=FIX_OVER)
     return key, found
-
-
-def _split(text: str) -> Iterator[str]:
-    """Yield the parts between commas that are in no brackets or quotes."""
-    depth, quote, start = 0, "", 0
-    for place, char in enumerate(text):
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "'\"":
-            quote = char
-        elif char in "[{":
-            depth += 1
-        elif char in "]}":
-            depth -= 1
-        elif char == "," and not depth:
-            yield text[start:place].strip()
-            start = place + 1
-    yield text[start:].strip()
 
 
 def _name(settings: Mapping[str, str]) -> str:

@@ -62,15 +62,6 @@ def sweep(
         Interrupted: SIGINT or SIGTERM came; what was reached is saved.
     """
     check_members(members)
-    watched = [
-        m.name for m in members if m.recipe.train.sample_every or m.recipe.train.eval_generate
-    ]
-    if watched:
-        raise ConfigError(
-            "a sweep takes no samples of what its adapters say.",
-            found=f"train.sample_every or train.eval_generate is set in {watched[0]}.",
-            fix="Leave it out.",
-        )
     if halve and not all(member.recipe.data.eval for member in members):
         raise ConfigError(
             "halving compares eval losses, and there are no eval rows", fix="Set data.eval."
@@ -156,20 +147,15 @@ def _live(
     on_event: Listener,
 ) -> Live:
     """Return a member with its run, whose report is written while it goes on."""
+    recipe, adapter = member.recipe, ready.adapter
     report = LiveReport(
-        member.recipe.train.output_dir,
+        recipe.train.output_dir,
         _listener(member.name, on_event),
         partial(write_facts, ready.recipe, ready, before),
     )
-    run = _run(member, ready, stop, report.on_event)
-    return Live(member, ready, run, outcomes[member.name], report)
-
-
-def _run(member: Member, ready: Prepared, stop: StopRequest, on_event: Listener) -> Run:
-    recipe = member.recipe
     parameters = {
         f"{path}.{name}": parameter
-        for path, module in ready.adapter.modules.items()
+        for path, module in adapter.modules.items()
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
@@ -183,13 +169,13 @@ def _run(member: Member, ready: Prepared, stop: StopRequest, on_event: Listener)
         weights=adapter_folder(recipe, ready),
         identity=identity(recipe, ready),
         stop=stop,
-        on_event=on_event,
+        on_event=report.on_event,
     )
     if run.ranks.world_size > 1:
         raise ConfigError(
             "a sweep runs in one process", fix="Start it without accelerate launch or torchrun."
         )
-    return run
+    return Live(member, ready, run, outcomes[member.name], report)
 
 
 def _listener(name: str, on_event: Listener) -> Listener:
