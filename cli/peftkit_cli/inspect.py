@@ -6,18 +6,17 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peftkit.errors import BaseError, neighbours
+from peftkit.errors import BaseError, PeftkitError, neighbours
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit_cli.arguments import Json, note
 from peftkit_cli.comparing import measure, show_comparison, show_updates
-from peftkit_cli.methods import COLUMNS, MethodFacts, method_facts, method_rows
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,6 +45,27 @@ class Group:
     count: int
     shape: str
     parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class MethodFacts:
+    """A method with its defaults, on one model.
+
+    Attributes:
+        num_trainable: What it would train; None where it does not suit the model.
+        merges: Whether weights can hold it. fresh_is_base: Before training.
+        four_bit: Whether the base may be in 4 bits: it is called, never looked into.
+        files: Who reads its files.
+        remark: Why not, for every no.
+    """
+
+    method: str
+    num_trainable: int | None
+    merges: bool
+    fresh_is_base: bool
+    four_bit: bool
+    files: str
+    remark: str
 
 
 def inspect(
@@ -190,6 +210,40 @@ def _without_weights(name: str) -> nn.Module:
             raise error from None
 
 
+def method_facts(model: nn.Module) -> Iterator[MethodFacts]:
+    """Put every method on a model without weights, one after the other, and yield what it is."""
+    from peftkit.adapter import attach
+    from peftkit.methods.table import METHODS
+
+    for name, kind in METHODS.items():
+        method, num_trainable = kind(type=name), None
+        remarks = [method.unmergeable, method.fresh_changes]
+        try:
+            adapter = attach(model, method, fresh=False)
+        except PeftkitError as error:
+            remarks.insert(0, _why(str(error)))
+        else:
+            num_trainable = adapter.num_trainable
+            adapter.detach()
+        yield MethodFacts(
+            method=name,
+            num_trainable=num_trainable,
+            merges=not method.unmergeable,
+            fresh_is_base=not method.fresh_changes,
+            four_bit=True,
+            files=f"peftkit, {method.files}" if method.files else "peftkit",
+            remark="; ".join(filter(None, remarks)),
+        )
+
+
+def _why(told: str) -> str:
+    """Return the first line of an error, where it is one of the model and not of its skeleton."""
+    # a prefix is measured by running the model, and some do not run without weights
+    if "Its cache is of another kind" in told:
+        return "only the weights tell whether it suits"
+    return told.splitlines()[0].rstrip(".")
+
+
 def _groups(model: nn.Module, role: str, sites: Sequence[Site]) -> list[Group]:
     found: dict[tuple[str, str], list[int]] = {}
     for site in sites:
@@ -249,10 +303,29 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def show_methods(methods: list[MethodFacts], num_parameters: int) -> None:
+def show_methods(methods: Sequence[MethodFacts], num_parameters: int) -> None:
     """Print what each method would train, on stdout; nothing where there is no model."""
     from peftkit_cli.render import print_table
 
     if methods:
+        columns = ("method", "trains", "merges", "starts as the base", "4-bit base", "read by", "")
         rows = method_rows(methods, num_parameters)
-        print_table("Methods, each with its defaults", COLUMNS, rows)
+        print_table("Methods, each with its defaults", columns, rows)
+
+
+def method_rows(methods: Sequence[MethodFacts], num_parameters: int) -> list[tuple[str, ...]]:
+    """Return the table's rows as text."""
+    from peftkit.report.figures import count
+
+    return [
+        (
+            one.method,
+            "-"
+            if one.num_trainable is None
+            else f"{count(one.num_trainable)} ({one.num_trainable / num_parameters:.2%})",
+            *(("no", "yes")[told] for told in (one.merges, one.fresh_is_base, one.four_bit)),
+            one.files,
+            one.remark,
+        )
+        for one in methods
+    ]
