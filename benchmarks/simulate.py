@@ -37,7 +37,7 @@ from peftkit.execution.plan import GPU_CHUNKS
 from peftkit.methods.lora import LoRA
 from peftkit.model.training import prepared_for_training
 from peftkit.quant.quantize import quantize_model
-from peftkit.tasks.head import Head, token_loss
+from peftkit.tasks.loss import Head, token_loss
 from peftkit.train.config import TrainConfig
 from peftkit.train.memory import blocks
 from peftkit.train.model import trainable_parameters

@@ -37,12 +37,6 @@ def rounded_up(length: int) -> int:
     return -(-length // MULTIPLE) * MULTIPLE
 
 
-def padded_texts(rows: Sequence[Any]) -> int:
-    """Return how many tokens all texts of rows with several (`lengths`) take in one batch."""
-    lengths = [length for row in rows for length in row.lengths]
-    return len(lengths) * rounded_up(max(lengths))
-
-
 def _lengths(row: Any) -> tuple[int, int]:
     """Return how many tokens the model reads of a row, and how many a decoder of its own does."""
     return len(getattr(row, "input_ids", ())), getattr(row, "num_decoder_tokens", 0)

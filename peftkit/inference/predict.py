@@ -45,7 +45,7 @@ def predict_file(
     task = _task(opened, PREDICTING)
     on_event(Stage(f"Reading {data}"))
     records = read_records(str(data))
-    found = task.predict_rows(opened.base.model, records, str(data), on_event=on_event)
+    found = task.predict_rows(opened.base.model, records, on_event)
     for record, more in zip(records, found, strict=True):
         if both := set(record.fields) & set(more):
             raise DataError(

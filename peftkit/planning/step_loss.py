@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from peftkit.kernels.cross_entropy import LossChunks
-from peftkit.tasks.head import Head, token_log_probs, token_loss
-from peftkit.tasks.loss import accepted, find_head
+from peftkit.tasks.loss import Head, accepted, find_head, token_log_probs, token_loss
 from peftkit.tasks.pooling import Pooled, pooled
 from peftkit.tasks.protocol import TaskConfig
 

@@ -26,7 +26,6 @@ from torch.nn import functional
 
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import read_each
-from peftkit.data.lengths import padded_texts
 from peftkit.data.load import DataConfig, Record
 from peftkit.data.messages import WrongField, full_text, texts_of
 from peftkit.data.stored import StoredRows
@@ -34,10 +33,10 @@ from peftkit.errors import DataError
 from peftkit.events import Listener, ignore
 from peftkit.tasks.labels import FIX, said_in
 from peftkit.tasks.loss import accepted, unwrapped
-from peftkit.tasks.measure import over_batches, over_texts
+from peftkit.tasks.measure import over_batches
 from peftkit.tasks.pooling import Pooled, pooled, pooling_for, pooling_of, write_modules
 from peftkit.tasks.protocol import Task, TaskConfig
-from peftkit.tasks.texts import Texts, TextsRow, joined_texts
+from peftkit.tasks.texts import Texts, TextsRow, TextTask, joined_texts
 
 RECALL_AT = (1, 5, 10)
 BITS = 23
@@ -109,7 +108,7 @@ def _name(text: str) -> tuple[int, int]:
     return number % (1 << BITS), (number >> BITS) % (1 << BITS)
 
 
-class Embedding(Task):
+class Embedding(TextTask):
     """Rows from texts, batches of all texts of each, a loss over a whole step.
 
     Args:
@@ -128,8 +127,6 @@ class Embedding(Task):
         **more: Any,
     ) -> None:
         super().__init__(model, tokenizer, config, data, **more)
-        self.texts = Texts(model, tokenizer, data.max_length)
-        self.max_length = self.texts.max_length
         fields = (config.anchor, config.positive, config.negatives)
         self.row_encoder = EmbeddingEncoder(self.texts, fields)
         self.pooled: Pooled = pooling_of(unwrapped(model), config.pooling, config.normalize)
@@ -142,13 +139,10 @@ class Embedding(Task):
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
         return [("negatives of each", rows.agreed["number of negatives"])]
 
-    def num_positions(self, rows: Sequence[EmbeddingRow]) -> int:
-        return padded_texts(rows)
-
     def collate(self, rows: Sequence[EmbeddingRow]) -> dict[str, Tensor]:
         """Return a batch of tokens (B * m, T), and names (B, m, 2)."""
         names = torch.tensor([row.names for row in rows], dtype=torch.float32)
-        return {**self.texts.collate([t for row in rows for t in row.texts]), "names": names}
+        return {**self.tokens(rows), "names": names}
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         """Return the number of anchors."""
@@ -225,11 +219,8 @@ class Embedding(Task):
         accuracy, masked = means
         return {"accuracy": accuracy, "masked": masked}
 
-    def spans(self, row: EmbeddingRow) -> list[tuple[str, str]]:
-        """Return the texts of a row, each with what it is."""
-        names = ("anchor", "positive", *("negative" for _ in row.lengths[2:]))
-        pairs = zip(names, row.texts, strict=True)
-        return [(name, self.texts.pieces(text.input_ids)) for name, text in pairs]
+    def names(self, row: EmbeddingRow) -> Sequence[str]:
+        return ("anchor", "positive", *("negative" for _ in row.lengths[2:]))
 
     @torch.no_grad()
     def metrics(
@@ -261,19 +252,10 @@ class Embedding(Task):
     ) -> list[list[float]]:
         """Return the vector of each text."""
         encoded = [self.texts.encode(text) for text in texts]
-        embed = partial(self.embed, model)
-        found: list[list[float]] = over_texts(
-            self.texts, model, encoded, embed, "Embedding", on_event
-        )
-        return found
+        return self.of_each(model, encoded, self.embed, "Embedding", on_event)
 
     def predict_rows(
-        self,
-        model: nn.Module,
-        records: Sequence[Record],
-        where: str,
-        *,
-        on_event: Listener = ignore,
+        self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
         """Return the vector of each row's `text`, or else of its anchor, as `embedding`."""
 

@@ -24,11 +24,11 @@ from peftkit.data.messages import WrongField
 from peftkit.data.stored import StoredRows
 from peftkit.errors import DataError
 from peftkit.files.strict_json import shown
-from peftkit.tasks.classifier import Classifier, ClassifierConfig
 from peftkit.tasks.labels import FIX, field_of, label_of, number_of, said_in, sorted_names
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.metrics import class_metrics
 from peftkit.tasks.protocol import Task
+from peftkit.tasks.texts import Classifier, ClassifierConfig
 
 DATA_FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow"}
 

@@ -1,22 +1,34 @@
-"""The summed cross entropy of a causal language model, over the tokens that are learnt.
+"""The cross entropy of learnt tokens, their logits made chunk by chunk where that is exact.
 
 Only the hidden states before learnt tokens reach the head: with half of the labels masked, half of
 the largest matrix product and of the logits is never made. The rows are chosen by a forward
 pre-hook on the model's own output embedding, so that the model itself does whatever follows it
 (soft-capping, logit scales, biases, an adapter on the head) and nothing of it is patched.
 
-Shapes: B rows, T tokens, H hidden size, V vocabulary, n learnt tokens of the batch.
+To make logits chunk by chunk, the head is a function of hidden rows. What a model does to its
+logits after it is known here by the settings of its config, and is not trusted: the function is
+compared with the model itself once, and is not used where it differs.
+
+Shapes: B rows, T tokens, C chosen rows, H hidden size, V vocabulary, n learnt tokens of the batch.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+
+from peftkit.execution.plan import plan_of
+from peftkit.kernels.cross_entropy import LossChunks, chunked_cross_entropy, chunked_log_probs
+from peftkit.model.places import is_linear, linear_shape, unwrap_adapter
+
+TOLERANCE = 2e-3
+"""Of the largest logit: the same rows in a product of another shape."""
 
 
 def unwrapped(model: nn.Module) -> Any:
@@ -41,22 +53,6 @@ def accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def cross_entropy_sum(
-    model: nn.Module, inputs: Mapping[str, Any], target_index: Tensor, targets: Tensor
-) -> Tensor:
-    """Return the sum of -log p(target), in fp32.
-
-    Args:
-        inputs: What the model is called with: input_ids (B, T) ..., or decoder_input_ids (B, T)
-            beside the encoder's.
-        target_index: (n,) positions in the flattened (B * T) tokens.
-        targets: (n,) the tokens that follow them.
-    """
-    logits = target_logits(model, inputs, target_index)
-    # fp32: a bf16 log-sum-exp over 100,000 logits is off in the second digit
-    return F.cross_entropy(logits.float(), targets, reduction="sum")
-
-
 def target_logits(model: nn.Module, inputs: Mapping[str, Any], target_index: Tensor) -> Tensor:
     """Return the logits (n, V) at some positions of the flattened (B * T) tokens."""
     logits, rows = _through_head(model, inputs, target_index, num_logits=None)
@@ -70,7 +66,7 @@ def target_rows(model: nn.Module, inputs: Mapping[str, Any], target_index: Tenso
     """Return what reaches the head (n, H) at some positions, without making any logits.
 
     Raises:
-        RuntimeError: The model has no head of its own: see `peftkit.tasks.head`.
+        RuntimeError: The model has no head of its own: see `head_of`.
     """
     _, rows = _through_head(model, inputs, target_index, num_logits=0)
     if rows is None:
@@ -111,3 +107,139 @@ def find_head(model: Any) -> nn.Module | None:
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
     return head if isinstance(head, nn.Module) else None
+
+
+class Head:
+    """(C, H) hidden rows to (C, V) logits.
+
+    Attributes:
+        module: The output layer, with whatever adapter is on it.
+        scale: Logits are multiplied by it (Cohere), or by one over it (Granite).
+        cap: Logits are cap * tanh(logits / cap) (Gemma 2).
+        chunks: How much of them is there at once.
+    """
+
+    def __init__(
+        self, module: nn.Module, scale: float, cap: float | None, chunks: LossChunks
+    ) -> None:
+        self.module, self.scale, self.cap, self.chunks = module, scale, cap, chunks
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        # not [0], whose gradient would be a second array of all logits, filled with zeros first
+        logits: Tensor = self.module(rows[None]).flatten(0, 1)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return linear_shape(unwrap_adapter(self.module))[1]
+
+    @property
+    def trainable(self) -> list[Tensor]:
+        """Tensors of the head that get gradients."""
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+
+def head_of(model: nn.Module) -> Head | None:
+    """Return a model's head, or None where it cannot be had apart from the model.
+
+    Runs the model on a few tokens, without gradients, in the mode it is in.
+    """
+    whole: Any = unwrapped(model)
+    module = find_head(whole)
+    if module is None or not is_linear(unwrap_adapter(module)):
+        return None
+    config = whole.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+    head = Head(module, scale, None if cap is None else float(cap), plan_of(whole).loss_chunks)
+    return head if _is_the_models_own(whole, head) else None
+
+
+def token_loss(
+    model: nn.Module,
+    head: Head | None,
+    inputs: Mapping[str, Any],
+    target_index: Tensor,
+    targets: Tensor,
+) -> Tensor:
+    """Return the sum of -log p(target), in fp32; chunk by chunk where its logits are large.
+
+    Args:
+        head: The model's own, or None: all logits at once.
+        inputs: What the model is called with: input_ids (B, T) ..., or decoder_input_ids (B, T)
+            beside the encoder's.
+        target_index: (n,) positions in the flattened (B * T) tokens.
+        targets: (n,) the tokens that follow them.
+    """
+    (loss,) = token_losses(model, head, inputs, target_index, targets, [len(targets)])
+    return loss
+
+
+def token_losses(
+    model: nn.Module,
+    head: Head | None,
+    inputs: Mapping[str, Any],
+    target_index: Tensor,
+    targets: Tensor,
+    sizes: Sequence[int],
+) -> list[Tensor]:
+    """Return what `token_loss` does, of each of several pieces of the targets."""
+    if head is None:
+        logits = target_logits(model, inputs, target_index).float()
+        pairs = zip(logits.split(list(sizes)), targets.split(list(sizes)), strict=True)
+        return [functional.cross_entropy(some, those, reduction="sum") for some, those in pairs]
+    rows = target_rows(model, inputs, target_index)
+    sums = chunked_cross_entropy(
+        rows,
+        targets,
+        head,
+        trainable=head.trainable,
+        vocab_size=head.vocab_size,
+        sizes=sizes,
+        chunks=head.chunks,
+    )
+    return list(sums)
+
+
+def token_log_probs(
+    model: nn.Module,
+    head: Head | None,
+    inputs: Mapping[str, Any],
+    target_index: Tensor,
+    targets: Tensor,
+) -> Tensor:
+    """Return log p(target) of each target (n,), in fp32; see `token_loss`."""
+    if head is None:
+        logits = target_logits(model, inputs, target_index)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return -functional.cross_entropy(wide, targets, reduction="none")
+    return chunked_log_probs(
+        target_rows(model, inputs, target_index),
+        targets,
+        head,
+        trainable=head.trainable,
+        vocab_size=head.vocab_size,
+        chunks=head.chunks,
+    )
+
+
+@torch.no_grad()
+def _is_the_models_own(model: Any, head: Head) -> bool:
+    seen: list[Tensor] = []
+    hook = head.module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    ids = torch.arange(3, 11, device=model.get_input_embeddings().weight.device)[None]
+    try:
+        inputs = {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False}
+        logits = model(**accepted(model, inputs)).logits
+    finally:
+        hook.remove()
+    if len(seen) != 1 or seen[0].shape[:-1] != ids.shape:
+        return False
+    ours = head(seen[0][0])
+    error = (ours.float() - logits[0].float()).abs().max()
+    # written so that NaN is no success
+    return ours.shape == logits[0].shape and bool(error <= TOLERANCE * logits.float().abs().max())

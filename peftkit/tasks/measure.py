@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from peftkit.data.lengths import tokens_of_each
 from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.protocol import Task
-from peftkit.tasks.texts import Encoded, Texts
 from peftkit.train.batches import split_micro_batches
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
 
@@ -101,29 +100,3 @@ def over_batches(
             fits = lambda row: attempt([row]) is not None  # noqa: E731
             raise too_large(some[0], rows, fits, fix=_FIX)
         size = len(some) // 2
-
-
-@torch.no_grad()
-def over_texts(
-    texts: Texts,
-    model: nn.Module,
-    encoded: Sequence[Encoded],
-    compute: Callable[[Mapping[str, Tensor]], Tensor],
-    text: str,
-    on_event: Listener,
-) -> list[Any]:
-    """Return what is computed of each text, as plain numbers; shortest first, in their order.
-
-    Args:
-        compute: Makes a number, or several, of each text of a batch. text: Of the progress.
-    """
-    device, found = next(model.parameters()).device, [None] * len(encoded)
-    order = sorted(range(len(encoded)), key=lambda n: len(encoded[n].input_ids))
-    for start in range(0, len(order), 2 * BATCH_SIZE):
-        on_event(Progress(text, start, len(order)))
-        part = order[start : start + 2 * BATCH_SIZE]
-        batch = texts.collate([encoded[n] for n in part])
-        values = compute({name: tensor.to(device) for name, tensor in batch.items()})
-        for n, value in zip(part, values.tolist(), strict=True):
-            found[n] = value
-    return found

@@ -235,12 +235,7 @@ class Task(loop.Task, ABC):
         """Return the loss and what else this task is measured by; the model is in eval mode."""
 
     def predict_rows(
-        self,
-        model: nn.Module,
-        records: Sequence[Record],
-        where: str,
-        *,
-        on_event: Listener = ignore,
+        self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
         """Return what is predicted of each row of a file, as fields to add to it.
 

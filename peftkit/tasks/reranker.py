@@ -25,25 +25,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, Purpose
-from peftkit.data.lengths import padded_texts
 from peftkit.data.load import DataConfig, Record
 from peftkit.data.messages import full_text, texts_of
 from peftkit.data.stored import StoredRows
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.tasks.labels import said_in
-from peftkit.tasks.loss import accepted
-from peftkit.tasks.measure import over_batches, over_texts
+from peftkit.tasks.measure import over_batches
 from peftkit.tasks.metrics import ranking_metrics
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.reranker_rows import QUERY, TEXT, RerankEncoder, RerankRow
-from peftkit.tasks.texts import Texts
+from peftkit.tasks.texts import TextTask, head_logits
 
 OUTPUT = "relevance"
 """Name of the head's one output."""
 
 
-class Reranker(Task):
+class Reranker(TextTask):
     """Rows from queries and texts, batches of all pairs of them, a loss of their scores.
 
     Args:
@@ -61,21 +59,16 @@ class Reranker(Task):
         **more: Any,
     ) -> None:
         super().__init__(model, tokenizer, config, data, **more)
-        self.texts = Texts(model, tokenizer, data.max_length)
-        self.max_length = self.texts.max_length
         self.row_encoder = RerankEncoder(self.texts, config)
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
         return [("texts", f"{rows.counts['texts']:,}")]
 
-    def num_positions(self, rows: Sequence[RerankRow]) -> int:
-        return padded_texts(rows)
-
     def collate(self, rows: Sequence[RerankRow]) -> dict[str, Tensor]:
         """Return a batch of tokens (n, T), relevances (n,), and whose each text is (n,)."""
         sizes = torch.tensor([len(row.lengths) for row in rows])
         return {
-            **self.texts.collate([text for row in rows for text in row.texts]),
+            **self.tokens(rows),
             "relevance": torch.tensor([value for row in rows for value in row.relevance]),
             "owner": torch.repeat_interleave(torch.arange(len(rows)), sizes),
         }
@@ -90,8 +83,7 @@ class Reranker(Task):
 
     def scores(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the score of each text (n,), in fp32: the log-odds of its relevance."""
-        logits: Tensor = model(**accepted(model, {**batch, "use_cache": False})).logits
-        return logits[:, 0].float()
+        return head_logits(model, batch)[:, 0]
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss summed over texts, pairs or queries, in fp32."""
@@ -108,10 +100,9 @@ class Reranker(Task):
         shares = relevance / torch.where(same, relevance[None], 0.0).sum(1)
         return -(shares * (scores - log_sums)).sum()
 
-    def spans(self, row: RerankRow) -> list[tuple[str, str]]:
-        """Return each text after its query, with its relevance."""
-        pairs = zip(row.relevance, row.texts, strict=True)
-        return [(f"{value:g}", self.texts.pieces(text.input_ids)) for value, text in pairs]
+    def names(self, row: RerankRow) -> Sequence[str]:
+        """Return the relevance of each text."""
+        return [f"{value:g}" for value in row.relevance]
 
     @torch.no_grad()
     def metrics(
@@ -135,10 +126,10 @@ class Reranker(Task):
         """Return the probability that each text answers its query."""
         encoded = [self.row_encoder.encode(*pair) for pair in pairs]
 
-        def probabilities(batch: Mapping[str, Tensor]) -> Tensor:
+        def probabilities(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
             return self.scores(model, batch).sigmoid()
 
-        return over_texts(self.texts, model, encoded, probabilities, "Ranking", on_event)
+        return self.of_each(model, encoded, probabilities, "Ranking", on_event)
 
     def predict_texts(
         self, model: nn.Module, texts: Sequence[str | tuple[str, str]]
@@ -154,12 +145,7 @@ class Reranker(Task):
         return [{"score": score} for score in self.predict(model, pairs)]
 
     def predict_rows(
-        self,
-        model: nn.Module,
-        records: Sequence[Record],
-        where: str,
-        *,
-        on_event: Listener = ignore,
+        self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
         """Return the `prediction` of each row: of its text, or of all texts that it lists."""
         name, asked = self.config.text, self.config.query

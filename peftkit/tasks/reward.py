@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -24,14 +23,12 @@ from peftkit.data.columns import Dropped
 from peftkit.data.encode import Encoder
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import Completion, Conversation, Example, Instruction, Text, parse
-from peftkit.data.lengths import padded_texts
 from peftkit.data.load import DataConfig, Record
-from peftkit.data.preferences import NOTHING_TO_COMPARE, Pair, read_pairs_of
+from peftkit.data.preferences import NOTHING_TO_COMPARE, SIDES, Pair, read_pairs_of
 from peftkit.events import Listener, ignore
-from peftkit.tasks.loss import accepted
-from peftkit.tasks.measure import mean_metrics, over_texts
+from peftkit.tasks.measure import mean_metrics
 from peftkit.tasks.protocol import Task, TaskConfig
-from peftkit.tasks.texts import Encoded, Texts, TextsRow, joined_texts
+from peftkit.tasks.texts import Encoded, Texts, TextsRow, TextTask, head_logits, joined_texts
 
 OUTPUT = "reward"
 """Name of the head's one output."""
@@ -101,7 +98,7 @@ class RewardEncoder(RowEncoder):
         return example.text
 
 
-class Reward(Task):
+class Reward(TextTask):
     """Rows from pairs, batches of both documents of each, a loss of their rewards.
 
     Args:
@@ -121,17 +118,12 @@ class Reward(Task):
         **more: Any,
     ) -> None:
         super().__init__(model, tokenizer, config, data, **more)
-        self.texts = Texts(model, tokenizer, data.max_length)
-        self.max_length = self.texts.max_length
         self.row_encoder = RewardEncoder(self.texts, self.template, config.margin)
 
     @property
     def paths(self) -> dict[str, str]:
         """A head of classes reads one document of each row."""
         return {"pairs": "two rows"}
-
-    def num_positions(self, rows: Sequence[RewardRow]) -> int:
-        return padded_texts(rows)
 
     def collate(self, rows: Sequence[RewardRow]) -> dict[str, Tensor]:
         """Return a batch of tokens (2 B, T), and margins (B,)."""
@@ -158,8 +150,7 @@ class Reward(Task):
 
     def values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the reward of each document of a batch, in fp32."""
-        logits: Tensor = model(**accepted(model, {**batch, "use_cache": False})).logits
-        return logits[:, 0].float()
+        return head_logits(model, batch)[:, 0]
 
     def metric_means(self, means: Sequence[float]) -> dict[str, float]:
         """Return means over pairs; accuracy: share of pairs whose chosen answer has more."""
@@ -171,11 +162,8 @@ class Reward(Task):
             "reward_rejected": rejected,
         }
 
-    def spans(self, row: RewardRow) -> list[tuple[str, str]]:
-        """Return both documents."""
-        names = ("chosen", "rejected")
-        pairs = zip(names, row.texts, strict=True)
-        return [(name, self.texts.pieces(document.input_ids)) for name, document in pairs]
+    def names(self, row: RewardRow) -> Sequence[str]:
+        return SIDES
 
     def metrics(
         self, model: nn.Module, rows: Sequence[RewardRow], *, on_event: Listener = ignore
@@ -188,20 +176,13 @@ class Reward(Task):
     ) -> list[float]:
         """Return the reward of each example; longer ones lose their end."""
         documents = [self.row_encoder.encoded(example) for example in examples]
-        values = partial(self.values, model)
-        found: list[float] = over_texts(self.texts, model, documents, values, "Scoring", on_event)
-        return found
+        return self.of_each(model, documents, self.values, "Scoring", on_event)
 
     def predict_rows(
-        self,
-        model: nn.Module,
-        records: Sequence[Record],
-        where: str,
-        *,
-        on_event: Listener = ignore,
+        self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
         """Return the score of each row, in any format that has a text or a prompt and an answer."""
-        parsed = parse(records, "auto", where=where)
+        parsed = parse(records, "auto", where=records[0].source.rpartition(":")[0])
         values = self.scores(model, parsed.examples, on_event)
         return [{"score": value} for value in values]
 

@@ -24,7 +24,6 @@ from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.files.strict_json import shown
-from peftkit.tasks.classifier import Classifier, ClassifierConfig
 from peftkit.tasks.labels import (
     FIX,
     Problem,
@@ -42,10 +41,16 @@ from peftkit.tasks.labels import (
     value_of,
 )
 from peftkit.tasks.loss import unwrapped
-from peftkit.tasks.measure import over_texts
 from peftkit.tasks.metrics import class_metrics, multi_label_metrics, number_metrics
 from peftkit.tasks.protocol import Task
-from peftkit.tasks.texts import Texts
+from peftkit.tasks.texts import (
+    Classifier,
+    ClassifierConfig,
+    Texts,
+    TextsRow,
+    TextTask,
+    joined_texts,
+)
 
 PROBLEM_TYPES: dict[Problem, ProblemType] = {
     "single_label": "single_label_classification",
@@ -57,18 +62,15 @@ NUMBER = "value"
 
 
 @dataclass(frozen=True, slots=True)
-class LabelledRow:
+class LabelledRow(TextsRow):
     """A text and what it is.
 
     Args:
-        input_ids, types: See `Encoded`.
         target: (Number of the label,); for each label whether it has it, 1.0 or 0.0; or (the
             number,).
         source: "train.jsonl:7".
     """
 
-    input_ids: tuple[int, ...]
-    types: tuple[int, ...]
     target: tuple[float, ...]
     source: str
 
@@ -104,7 +106,7 @@ class LabelledEncoder(RowEncoder):
         for texts, target, source in found:
             text = self._texts.encode(*texts)
             counts["cut"] += text.is_cut
-            rows.append(LabelledRow(text.input_ids, text.types, target, source))
+            rows.append(LabelledRow(**joined_texts([text]), target=target, source=source))
         return EncodedRows(rows, counts=counts, unused=unused)
 
     def texts(self, fields: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -127,7 +129,7 @@ class LabelledEncoder(RowEncoder):
         return tuple(float(number in found) for number in range(len(self._numbers)))
 
 
-class SequenceClassification(Classifier):
+class SequenceClassification(Classifier, TextTask):
     """Rows from texts and labels, batches from rows, a loss from batches.
 
     Args:
@@ -145,8 +147,6 @@ class SequenceClassification(Classifier):
         **more: Any,
     ) -> None:
         super().__init__(model, tokenizer, config, data, **more)
-        self.texts = Texts(model, tokenizer, data.max_length)
-        self.max_length = self.texts.max_length
         settings = unwrapped(model).config
         ends = settings.eos_token_id if settings.is_encoder_decoder else None
         if ends is not None and self.texts.encode("a").input_ids[-1] != ends:
@@ -180,17 +180,17 @@ class SequenceClassification(Classifier):
         targets = torch.tensor([row.target for row in rows], dtype=dtype)
         if self.problem != "multi_label":
             targets = targets[:, 0]
-        return {**self.texts.collate(rows), "targets": targets}
+        return {**self.tokens(rows), "targets": targets}
 
-    def spans(self, row: LabelledRow) -> list[tuple[str, str]]:
-        """Return the text, after the label or number that is learnt."""
+    def names(self, row: LabelledRow) -> Sequence[str]:
+        """Return the label or number that is learnt."""
         if self.problem == "multi_label":
             there = [name for name, on in zip(self.labels, row.target, strict=True) if on]
             label = ", ".join(there) or "none"
         else:
             (target,) = row.target
             label = f"{target:g}" if self.problem == "regression" else self.labels[int(target)]
-        return [(label, self.texts.pieces(row.input_ids))]
+        return [label]
 
     def measured(self, logits: Tensor, targets: Tensor, rows: Sequence[Any]) -> dict[str, float]:
         """Return accuracy and F1, or squared error and correlation."""
@@ -226,8 +226,7 @@ class SequenceClassification(Classifier):
                     fix="Give one text." if self.config.pair is None else "Give pairs of texts.",
                 )
         rows = [self.texts.encode(*pair) for pair in pairs]
-        said = partial(self._said, model)
-        return torch.tensor(over_texts(self.texts, model, rows, said, "Classifying", on_event))
+        return torch.tensor(self.of_each(model, rows, self._said, self.progress, on_event))
 
     def _said(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         logits = self.logits(model, batch)
@@ -244,12 +243,7 @@ class SequenceClassification(Classifier):
         return [dict(sorted(row, key=lambda pair: -pair[1])) for row in named]
 
     def predict_rows(
-        self,
-        model: nn.Module,
-        records: Sequence[Record],
-        where: str,
-        *,
-        on_event: Listener = ignore,
+        self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
         """Return the probabilities of each row's text, or its value, as `prediction`."""
         found = [texts for texts, _ in said_in(records, self.row_encoder.texts)]

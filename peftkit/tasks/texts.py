@@ -1,22 +1,32 @@
-"""Texts for models with a head of classes: their tokens as the tokenizer frames them, and batches.
+"""Tasks that read texts whole: for a head of labels or of one number, or for a vector of each.
 
-Shapes: B rows, T tokens of the longest.
+Shapes: B texts, T tokens of the longest, n targets of the batch, L labels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from peftkit.base.purpose import ClassHead, ProblemType, Purpose
 from peftkit.data.cache import tokenizer_key
+from peftkit.data.lengths import rounded_up
+from peftkit.data.load import DataConfig
 from peftkit.data.pack import padded_rows
 from peftkit.errors import BaseError
+from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.length import longest
-from peftkit.tasks.loss import unwrapped
+from peftkit.tasks.loss import accepted, unwrapped
+from peftkit.tasks.measure import BATCH_SIZE, over_batches
+from peftkit.tasks.protocol import Task, TaskConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +48,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class TextsRow:
-    """A row of several texts, each read by itself.
+    """A row of texts, each read by itself.
 
     Args:
         input_ids, types, lengths: The tokens of all texts, one after the other, and how many of
@@ -120,7 +130,7 @@ class Texts:
         Padded on the right: a decoder reads the class off the last token that is none.
 
         Args:
-            texts: `Encoded`, or rows with its `input_ids` and `types`.
+            texts: `Encoded`.
         """
         ids, mask = padded_rows([text.input_ids for text in texts], self._pad_id)
         batch = {"input_ids": ids, "attention_mask": mask}
@@ -131,3 +141,133 @@ class Texts:
     def pieces(self, ids: Sequence[int]) -> str:
         """Return tokens as text, special ones too."""
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def head_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return what a model with a head of labels, or of one number, says of a batch, in fp32."""
+    logits: Tensor = model(**accepted(model, {**batch, "use_cache": False})).logits
+    return logits.float()
+
+
+class TextTask(Task):
+    """A task whose rows are `TextsRow`s.
+
+    Attributes:
+        texts: Makes their tokens.
+    """
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, config: Any, data: DataConfig, **more: Any
+    ) -> None:
+        super().__init__(model, tokenizer, config, data, **more)
+        self.texts = Texts(model, tokenizer, data.max_length)
+        self.max_length = self.texts.max_length
+
+    def num_positions(self, rows: Sequence[Any]) -> int:
+        """Return how many tokens all texts of the rows take in one batch."""
+        lengths = [length for row in rows for length in row.lengths]
+        return len(lengths) * rounded_up(max(lengths))
+
+    def tokens(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Return the tokens of all texts of the rows as a batch; see `Texts.collate`."""
+        return self.texts.collate([text for row in rows for text in row.texts])
+
+    def names(self, row: Any) -> Sequence[str]:
+        """Return what each text of a row is."""
+        raise NotImplementedError
+
+    def spans(self, row: Any) -> list[tuple[str, str]]:
+        """Return each text of a row, after what it is."""
+        pairs = zip(self.names(row), row.texts, strict=True)
+        return [(name, self.texts.pieces(text.input_ids)) for name, text in pairs]
+
+    @torch.no_grad()
+    def of_each(
+        self,
+        model: nn.Module,
+        encoded: Sequence[Encoded],
+        compute: Callable[[nn.Module, Mapping[str, Tensor]], Tensor],
+        progress: str,
+        on_event: Listener,
+    ) -> list[Any]:
+        """Return what is computed of each text, as plain numbers; shortest first, in their order.
+
+        Args:
+            compute: Makes a number, or several, of each text of a batch.
+        """
+        device, found = next(model.parameters()).device, [None] * len(encoded)
+        order = sorted(range(len(encoded)), key=lambda n: len(encoded[n].input_ids))
+        for start in range(0, len(order), 2 * BATCH_SIZE):
+            on_event(Progress(progress, start, len(order)))
+            part = order[start : start + 2 * BATCH_SIZE]
+            batch = self.texts.collate([encoded[n] for n in part])
+            on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+            for n, value in zip(part, compute(model, on_device).tolist(), strict=True):
+                found[n] = value
+        return found
+
+
+class Classifier(Task):
+    """A task whose model's head says something of each target.
+
+    Its batches have `targets`, whose first dimension is n, beside what the model reads.
+    """
+
+    progress: ClassVar[str] = "Classifying"
+    """What is told while rows are measured."""
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        return batch["targets"].numel()
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.loss(self.logits(model, batch), batch["targets"])
+
+    def logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return what the head says of each target (n, L), in fp32."""
+        return head_logits(model, batch)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss summed over the targets."""
+        return functional.cross_entropy(logits, targets, reduction="sum")
+
+    @torch.no_grad()
+    def metrics(
+        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        """Return the loss, and what is measured of all logits and targets together."""
+        said, true, seen, loss = list[Tensor](), list[Tensor](), list[Any](), 0.0
+        compute = partial(self.logits, model)
+        for some, batch, logits in over_batches(
+            self, model, rows, self.progress, on_event, compute
+        ):
+            loss += float(self.loss(logits, batch["targets"]))
+            said.append(logits.cpu())
+            true.append(batch["targets"].cpu())
+            seen += some
+        targets = torch.cat(true)
+        return {"loss": loss / targets.numel(), **self.measured(torch.cat(said), targets, seen)}
+
+    @abstractmethod
+    def measured(self, logits: Tensor, targets: Tensor, rows: Sequence[Any]) -> dict[str, float]:
+        """Return metrics of what was said (n, L) and what is true of these rows."""
+
+
+class ClassifierConfig(TaskConfig):
+    """What configs have whose task finds its labels in the data."""
+
+    data_fields: ClassVar[frozenset[str]] = frozenset({"max_length"})
+
+    labels: tuple[str, ...] = ()
+    """Names of all labels, in the order of the head's outputs; by default those in data.train."""
+    fresh_head: bool = False
+    """Make a new head although the base has one."""
+
+    @property
+    def problem_type(self) -> ProblemType | None:
+        """What the labels are to the model; None: as its base says."""
+        return None
+
+    @property
+    def purpose(self) -> Purpose:
+        head = ClassHead(self.labels, self.problem_type, self.fresh_head)
+        return Purpose(self.type, self.auto_class, self.processor, head)

@@ -24,27 +24,30 @@ from peftkit.data.load import DataConfig, Record
 from peftkit.data.messages import WrongField, texts_of
 from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError, DataError
-from peftkit.tasks.classifier import Classifier, ClassifierConfig
 from peftkit.tasks.labels import FIX, check_names, label_names, list_of, names_in, number_of
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.metrics import are_spans, entity_metrics, tag_metrics
 from peftkit.tasks.protocol import Task
-from peftkit.tasks.texts import Texts
+from peftkit.tasks.texts import (
+    Classifier,
+    ClassifierConfig,
+    Texts,
+    TextsRow,
+    TextTask,
+    joined_texts,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class TaggedRow:
+class TaggedRow(TextsRow):
     """A text and the tags of its words.
 
     Args:
-        input_ids, types: See `Encoded`.
         places: Of the first piece of each tagged word, in order.
         tags: Their numbers.
         source: "train.jsonl:7".
     """
 
-    input_ids: tuple[int, ...]
-    types: tuple[int, ...]
     places: tuple[int, ...]
     tags: tuple[int, ...]
     source: str
@@ -89,8 +92,8 @@ class TaggedEncoder(RowEncoder):
             if end > start:  # special tokens are nowhere in the text
                 places.setdefault(bisect_right(starts, end - 1) - 1, place)
         numbers = tuple(tags[word] for word in places)
-        row = TaggedRow(text.input_ids, text.types, tuple(places.values()), numbers, source)
-        return row, text.is_cut
+        found = {"places": tuple(places.values()), "tags": numbers}
+        return TaggedRow(**joined_texts([text]), **found, source=source), text.is_cut
 
     def _tagged(self, record: Record) -> tuple[tuple[list[str], list[int], str], list[str]]:
         """Return a row's words, the numbers of their tags, and where it is."""
@@ -103,7 +106,7 @@ class TaggedEncoder(RowEncoder):
         return (words, [number_of(tag, self._numbers) for tag in tags], record.source), names
 
 
-class TokenClassification(Classifier):
+class TokenClassification(Classifier, TextTask):
     """Rows from words and tags, batches from rows, a loss from batches.
 
     Args:
@@ -130,8 +133,6 @@ class TokenClassification(Classifier):
                 found="Its tokenizer does not say where in the text a token stands.",
                 fix="Put a tokenizer.json into its folder.",
             )
-        self.texts = Texts(model, tokenizer, data.max_length)
-        self.max_length = self.texts.max_length
         self.labels = labels_of(unwrapped(model).config)
         self.row_encoder = TaggedEncoder(self.texts, config, self.labels)
 
@@ -148,7 +149,7 @@ class TokenClassification(Classifier):
 
     def collate(self, rows: Sequence[TaggedRow]) -> dict[str, Tensor]:
         """Return a batch of tokens, and of the tagged words (n,): target_index, targets."""
-        batch = self.texts.collate(rows)
+        batch = self.tokens(rows)
         width = batch["input_ids"].shape[1]
         places = [number * width + place for number, row in enumerate(rows) for place in row.places]
         own = {"target_index": places, "targets": [tag for row in rows for tag in row.tags]}

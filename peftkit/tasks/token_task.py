@@ -18,10 +18,16 @@ from peftkit.data.lengths import rounded_up
 from peftkit.data.pack import collate, labelled_pieces, last_answer
 from peftkit.events import Listener, ignore
 from peftkit.tasks.attention import TrainingAttention, training_attention
-from peftkit.tasks.head import head_of, token_log_probs, token_loss, token_losses
 from peftkit.tasks.isolation import check_causal
 from peftkit.tasks.length import exact_length
-from peftkit.tasks.loss import accepted, unwrapped
+from peftkit.tasks.loss import (
+    accepted,
+    head_of,
+    token_log_probs,
+    token_loss,
+    token_losses,
+    unwrapped,
+)
 from peftkit.tasks.measure import mean_loss
 from peftkit.tasks.protocol import Task
 from peftkit.tasks.unpadding import (

@@ -23,7 +23,7 @@ from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.protocol import Method
 from peftkit.quant.quantize import quantize_model
 from peftkit.tasks.isolation import check_packing
-from peftkit.tasks.loss import cross_entropy_sum, target_rows
+from peftkit.tasks.loss import target_rows, token_loss
 from peftkit.train.memory.blocks import Blocks
 from tests.families import ARCHITECTURES, PAD
 
@@ -143,7 +143,7 @@ def test_a_step_leaves_no_cache_behind_and_the_loss_sees_the_real_tokens(name) -
     expected = nn.functional.cross_entropy(
         logits(model).flatten(0, 1)[index], targets, reduction="sum"
     )
-    torch.testing.assert_close(cross_entropy_sum(model, inputs, index, targets), expected)
+    torch.testing.assert_close(token_loss(model, None, inputs, index, targets), expected)
     assert target_rows(model, inputs, index).shape == (4, 32)
     labels = model(**inputs, labels=IDS).loss
     own = nn.functional.cross_entropy(logits(model)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from peftkit.data.pack import IGNORE, Row, collate
-from peftkit.tasks.loss import accepted, cross_entropy_sum, target_logits
+from peftkit.tasks.loss import accepted, target_logits, token_loss
 from tests.families import FAMILIES, VOCAB
 
 _SIZES: dict[str, Any] = {
@@ -82,7 +82,8 @@ def by_definition(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
 
 def loss(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
     inputs = {"input_ids": data["input_ids"], "use_cache": False}
-    return cross_entropy_sum(model, accepted(model, inputs), data["target_index"], data["targets"])
+    inputs = accepted(model, inputs)
+    return token_loss(model, None, inputs, data["target_index"], data["targets"])
 
 
 @pytest.mark.parametrize("name", MODELS)

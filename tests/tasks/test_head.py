@@ -10,7 +10,7 @@ from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.methods.lora import LoRA
 from peftkit.tasks.causal_lm import CausalLM
-from peftkit.tasks.head import head_of
+from peftkit.tasks.loss import head_of
 from peftkit.train.memory.blocks import Blocks
 from peftkit.train.paths import paths
 from tests.conftest import use_small_chunks
