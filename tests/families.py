@@ -1,7 +1,7 @@
 """Tiny models with random weights, built from their config classes.
 
-FAMILIES are those that grids run over; ARCHITECTURES are these and all others whose structure
-peftkit is tested on.
+FAMILIES are those that grids run over; ARCHITECTURES are these and others whose structure is known
+by hand (role_facts.py); FURTHER are those of which structure alone says what to do.
 
 All share one vocabulary, that of `tiny_tokenizer`. Weights are drawn wide (standard deviation 0.2),
 so that logits are of order one and a wrong layer shows. Seed torch before building.
@@ -34,20 +34,14 @@ _CORPUS = [
     '{"name": "Anna", "item": "pizza", "quantity": 3, "extras": ["cheese", "olives"]}',
     "user assistant system instruction input output prompt completion messages content",
 ]
+
+# fmt: off
 _SHARED: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "pad_token_id": PAD,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
+    "vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
 }
 _SIZES: dict[str, Any] = {
-    **_SHARED,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
+    **_SHARED, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 256, "initializer_range": 0.2,
 }
 _GROUPED: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2}
 
@@ -63,103 +57,44 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": _builder("LlamaForCausalLM", "LlamaConfig", **_GROUPED),
     "qwen2": _builder("Qwen2ForCausalLM", "Qwen2Config", **_GROUPED),
     "qwen3": _builder("Qwen3ForCausalLM", "Qwen3Config", **_GROUPED, head_dim=8),
-    "gemma2": _builder(
-        "Gemma2ForCausalLM", "Gemma2Config", **_GROUPED, head_dim=8, query_pre_attn_scalar=8
-    ),
+    "gemma2": _builder("Gemma2ForCausalLM", "Gemma2Config", **_GROUPED, head_dim=8,
+        query_pre_attn_scalar=8),
     "phi3": _builder("Phi3ForCausalLM", "Phi3Config", **_GROUPED),
-    "mixtral": _builder(
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        **_GROUPED,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    ),
-    "gpt2": _builder(
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        **_SHARED,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_inner=64,
-        n_positions=256,
-        initializer_range=0.2,
-    ),
+    "mixtral": _builder("MixtralForCausalLM", "MixtralConfig", **_GROUPED, num_local_experts=4,
+        num_experts_per_tok=2),
+    "gpt2": _builder("GPT2LMHeadModel", "GPT2Config", **_SHARED, n_embd=32, n_layer=2, n_head=4,
+        n_inner=64, n_positions=256, initializer_range=0.2),
     "gpt_neox": _builder("GPTNeoXForCausalLM", "GPTNeoXConfig", **_SIZES),
     "bert": _builder("BertForMaskedLM", "BertConfig", **_SIZES),
-    "t5": _builder(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        **_SHARED,
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=4,
-        initializer_factor=1.0,
-        decoder_start_token_id=PAD,
-    ),
+    "t5": _builder("T5ForConditionalGeneration", "T5Config", **_SHARED, d_model=32, d_kv=8, d_ff=64,
+        num_layers=2, num_heads=4, initializer_factor=1.0, decoder_start_token_id=PAD),
 }
 
 # ------------------------------------------------------------------- all architectures
 
 _WIDE = {"initializer_range": 0.2}
 _VISION: dict[str, Any] = {
-    **_WIDE,
-    "image_size": 8,
-    "patch_size": 4,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    **_WIDE, "image_size": 8, "patch_size": 4, "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4,
 }
 _SEQ2SEQ: dict[str, Any] = {
-    **_SHARED,
-    "init_std": 0.2,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "decoder_start_token_id": PAD,
+    **_SHARED, "init_std": 0.2, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64, "decoder_start_token_id": PAD,
 }
 _T5: dict[str, Any] = {
-    **_SHARED,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 64,
-    "num_layers": 2,
-    "num_heads": 4,
-    "feed_forward_proj": "gated-gelu",
-    "decoder_start_token_id": PAD,
+    **_SHARED, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+    "feed_forward_proj": "gated-gelu", "decoder_start_token_id": PAD,
 }
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _LATENT: dict[str, Any] = {
-    **_GROUPED,
-    **_EXPERTS,
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
+    **_GROUPED, **_EXPERTS, "num_key_value_heads": 4, "first_k_dense_replace": 1,
+    "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": 24,
+    "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
 }
 _FALCON: dict[str, Any] = {**_SIZES, "ffn_hidden_size": 64, "new_decoder_architecture": False}
 _GPT: dict[str, Any] = {
-    **_SHARED,
-    **_WIDE,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_inner": 64,
-    "n_positions": 256,
+    **_SHARED, **_WIDE, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 64, "n_positions": 256,
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _IMAGE: dict[str, Any] = {"vision_config": _VISION}
@@ -197,25 +132,17 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
     "mistral": _causal("Mistral"),
     "mistral_swa": _causal("Mistral", sliding_window=4),
     "gemma": _causal("Gemma", head_dim=8),
-    "gemma3_text": _builder(
-        "Gemma3ForCausalLM", "Gemma3TextConfig", **_GROUPED, head_dim=8, sliding_window=4
-    ),
+    "gemma3_text": _builder("Gemma3ForCausalLM", "Gemma3TextConfig", **_GROUPED, head_dim=8,
+        sliding_window=4),
     "phi": _causal("Phi"),
     "olmo2": _causal("Olmo2"),
     "granite": _causal("Granite"),
     "cohere": _causal("Cohere"),
     "stablelm": _causal("StableLm"),
     "starcoder2": _causal("Starcoder2"),
-    "gpt_neo": _causal(
-        "GPTNeo",
-        {**_SHARED, **_WIDE},
-        hidden_size=32,
-        num_layers=2,
-        num_heads=4,
-        intermediate_size=64,
-        attention_types=[[["global", "local"], 1]],
-        max_position_embeddings=256,
-    ),
+    "gpt_neo": _causal("GPTNeo", {**_SHARED, **_WIDE}, hidden_size=32, num_layers=2, num_heads=4,
+        intermediate_size=64, attention_types=[[["global", "local"], 1]],
+        max_position_embeddings=256),
     "gptj": _causal("GPTJ", _GPT, rotary_dim=8),
     "gpt_bigcode": _causal("GPTBigCode", _GPT),
     "gpt_bigcode_mha": _causal("GPTBigCode", _GPT, multi_query=False),
@@ -225,124 +152,148 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
     "falcon_mq": _causal("Falcon", _FALCON, multi_query=True),
     "falcon_new": _causal("Falcon", _FALCON, new_decoder_architecture=True, num_kv_heads=2),
     "falcon_mha_alibi": _causal("Falcon", _FALCON, multi_query=False, alibi=True),
-    "mpt": _causal(
-        "Mpt", {**_SHARED, **_WIDE}, d_model=32, n_layers=2, n_heads=4, expansion_ratio=2
-    ),
-    "xglm": _causal(
-        "XGLM",
-        _SHARED,
-        init_std=0.2,
-        d_model=32,
-        num_layers=2,
-        attention_heads=4,
-        ffn_dim=64,
-    ),
-    "minimax": _causal(
-        "MiniMax",
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        layer_types=["linear_attention", "full_attention"],
-    ),
+    "mpt": _causal("Mpt", {**_SHARED, **_WIDE}, d_model=32, n_layers=2, n_heads=4,
+        expansion_ratio=2),
+    "xglm": _causal("XGLM", _SHARED, init_std=0.2, d_model=32, num_layers=2, attention_heads=4,
+        ffn_dim=64),
+    "minimax": _causal("MiniMax", num_local_experts=4, num_experts_per_tok=2,
+        layer_types=["linear_attention", "full_attention"]),
     "deepseek_v2": _causal("DeepseekV2", _LATENT),
     "deepseek_v3": _causal("DeepseekV3", _LATENT),
     "qwen2_moe": _causal("Qwen2Moe", **_EXPERTS, num_experts=4, shared_expert_intermediate_size=48),
     "qwen3_moe": _causal("Qwen3Moe", **_EXPERTS, num_experts=4, head_dim=8),
-    "gpt_oss": _causal(
-        "GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=8, rope_parameters=_ROPE
-    ),
+    "gpt_oss": _causal("GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=8,
+        rope_parameters=_ROPE),
     "olmoe": _causal("Olmoe", num_experts=4, num_experts_per_tok=2),
     "granitemoe": _causal("GraniteMoe", num_local_experts=4, num_experts_per_tok=2),
     "roberta": _masked("Roberta"),
     "electra": _masked("Electra", embedding_size=32),
     "deberta_v1": _masked("Deberta", relative_attention=True, pos_att_type=["c2p", "p2c"]),
     "deberta_v2": _masked("DebertaV2", relative_attention=True, pos_att_type=["c2p", "p2c"]),
-    "modernbert": _masked(
-        "ModernBert",
-        global_attn_every_n_layers=2,
-        local_attention=8,
-        cls_token_id=BOS,
-        sep_token_id=EOS,
-    ),
+    "modernbert": _masked("ModernBert", global_attn_every_n_layers=2, local_attention=8,
+        cls_token_id=BOS, sep_token_id=EOS),
     "distilbert": _masked("DistilBert", dim=32, n_layers=2, n_heads=4, hidden_dim=64),
     "bert_cls": _builder("BertForSequenceClassification", "BertConfig", **_SIZES, num_labels=3),
     "t5_gated": _conditional("T5", _T5),
     "mt5": _conditional("MT5", _T5),
     "bart": _conditional("Bart", _SEQ2SEQ),
     "pegasus": _conditional("Pegasus", _SEQ2SEQ),
-    "whisper": _conditional(
-        "Whisper", _SEQ2SEQ, num_mel_bins=8, max_source_positions=32, max_target_positions=64
-    ),
+    "whisper": _conditional("Whisper", _SEQ2SEQ, num_mel_bins=8, max_source_positions=32,
+        max_target_positions=64),
     "vit": _builder("ViTForImageClassification", "ViTConfig", **_VISION, num_labels=3),
-    "swin": _builder(
-        "SwinForImageClassification",
-        "SwinConfig",
-        image_size=16,
-        patch_size=2,
-        embed_dim=16,
-        depths=[1, 1],
-        num_heads=[2, 4],
-        window_size=2,
-        num_labels=3,
-        **_WIDE,
-    ),
-    "clip": _builder(
-        "CLIPModel", "CLIPConfig", text_config=_GROUPED, vision_config=_VISION, projection_dim=16
-    ),
-    "llava": _conditional(
-        "Llava",
-        _IMAGE,
-        text_config={**_GROUPED, "model_type": "llama"},
-        vision_config={**_VISION, "model_type": "clip_vision_model"},
-        image_token_index=VOCAB - 1,
-        vision_feature_layer=-1,  # the layers behind the one that is read would never train
-    ),
-    "qwen2_vl": _conditional(
-        "Qwen2VL",
-        _IMAGE,
-        image_token_id=VOCAB - 1,
-        video_token_id=VOCAB - 2,
-        vision_start_token_id=VOCAB - 3,
-        vision_end_token_id=VOCAB - 4,
-        text_config={
-            **_GROUPED,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
-        },
-        vision_config={
-            "depth": 2,
-            "embed_dim": 32,
-            "hidden_size": 32,
-            "num_heads": 4,
-            "mlp_ratio": 2,
-            "patch_size": 4,
-            **_WIDE,
-        },
-    ),
-    "mllama": _opened(
-        "Mllama",
-        _IMAGE,
-        text_config={**_GROUPED, "cross_attention_layers": [1]},
-        vision_config={
-            **_VISION,
-            "attention_heads": 4,
-            "num_global_layers": 1,
-            "vision_output_dim": 64,
-            "intermediate_layers_indices": [0],
-            "max_num_tiles": 2,
-            "supported_aspect_ratios": [[1, 1], [1, 2]],
-        },
-    ),
-    "idefics": _builder(
-        "IdeficsForVisionText2Text",
-        "IdeficsConfig",
-        **_SIZES,
-        additional_vocab_size=4,
-        cross_layer_interval=1,
-        alpha_initializer="ones",  # as trained ones are: at zero nothing reaches the images
-        vision_config={**_VISION, "embed_dim": 32},
-    ),
+    "swin": _builder("SwinForImageClassification", "SwinConfig", image_size=16, patch_size=2,
+        embed_dim=16, depths=[1, 1], num_heads=[2, 4], window_size=2, num_labels=3, **_WIDE),
+    "clip": _builder("CLIPModel", "CLIPConfig", text_config=_GROUPED, vision_config=_VISION,
+        projection_dim=16),
+    "llava": _conditional("Llava", _IMAGE, text_config={**_GROUPED, "model_type": "llama"},
+        vision_config={**_VISION, "model_type": "clip_vision_model"}, image_token_index=VOCAB - 1,
+        vision_feature_layer=-1),
+    "qwen2_vl": _conditional("Qwen2VL", _IMAGE, image_token_id=VOCAB - 1, video_token_id=VOCAB - 2,
+        vision_start_token_id=VOCAB - 3, vision_end_token_id=VOCAB - 4, text_config={**_GROUPED,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4,
+        "mlp_ratio": 2, "patch_size": 4, **_WIDE}),
+    "mllama": _opened("Mllama", _IMAGE, text_config={**_GROUPED, "cross_attention_layers": [1]},
+        vision_config={**_VISION, "attention_heads": 4, "num_global_layers": 1,
+        "vision_output_dim": 64, "intermediate_layers_indices": [0], "max_num_tiles": 2,
+        "supported_aspect_ratios": [[1, 1], [1, 2]]}),
+    "idefics": _builder("IdeficsForVisionText2Text", "IdeficsConfig", **_SIZES,
+        additional_vocab_size=4, cross_layer_interval=1, alpha_initializer="ones",
+        vision_config={**_VISION, "embed_dim": 32}),
 }
 """Name -> builder. Some are in no table of supported models: codegen and minimax have layouts of
 their own."""
+
+
+_BARE: dict[str, Any] = {**_SHARED, "initializer_range": 0.2}
+_HEADS = {"head_dim": 8}
+
+
+def _image(stem: str, **settings: Any) -> Callable[[], PreTrainedModel]:
+    sizes = {**_VISION, "num_labels": 3, **settings}
+    return _builder(f"{stem}ForImageClassification", f"{stem}Config", **sizes)
+
+
+FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
+    # dense decoders
+    "nemotron": _causal("Nemotron"),
+    "exaone4": _causal("Exaone4", sliding_window=4, sliding_window_pattern=2),
+    "glm4": _causal("Glm4", **_HEADS),
+    "smollm3": _causal("SmolLM3", no_rope_layers=[1, 0]),
+    "hunyuan": _causal("HunYuanDenseV1", **_HEADS),
+    "ernie4_5": _causal("Ernie4_5", **_HEADS),
+    "persimmon": _causal("Persimmon", _SIZES),
+    "openai_gpt": _builder("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", vocab_size=VOCAB,
+        n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2),
+    "gemma3n": _builder("Gemma3nForCausalLM", "Gemma3nTextConfig",
+        **_GROUPED | {"intermediate_size": [64, 64]}, **_HEADS,
+        layer_types=["sliding_attention", "full_attention"], num_kv_shared_layers=0,
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB, laurel_rank=4,
+        altup_num_inputs=4, activation_sparsity_pattern=[0.0, 0.0]),
+    # mixtures of experts
+    "glm4_moe": _causal("Glm4Moe", **_HEADS, **_EXPERTS, n_routed_experts=4, n_shared_experts=1,
+        first_k_dense_replace=1),
+    "hunyuan_moe": _causal("HunYuanMoEV1", **_HEADS, num_experts=4, moe_topk=2,
+        moe_intermediate_size=48),
+    "ernie4_5_moe": _causal("Ernie4_5_Moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=48,
+        moe_num_shared_experts=1, moe_layer_start_index=1),
+    "phimoe": _causal("Phimoe", num_local_experts=4, num_experts_per_tok=2),
+    "llama4": _builder("Llama4ForCausalLM", "Llama4TextConfig", **_GROUPED, **_HEADS,
+        intermediate_size_mlp=64, num_local_experts=4, num_experts_per_tok=1,
+        interleave_moe_layer_step=2, attention_chunk_size=8),
+    "jetmoe": _causal("JetMoe", kv_channels=8, num_local_experts=4, num_experts_per_tok=2),
+    "doge": _causal("Doge", keep_window_size=64),
+    # attention that chooses what it looks at
+    "deepseek_v32": _causal("DeepseekV32", _LATENT, index_n_heads=2, index_head_dim=16,
+        index_topk=8),
+    # mixers that are no attention
+    "mamba": _causal("Mamba", _SIZES, state_size=4),
+    "mamba2": _causal("Mamba2", _BARE, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8,
+        state_size=8, n_groups=2, chunk_size=4),
+    "jamba": _causal("Jamba", num_experts=4, num_experts_per_tok=2, attn_layer_period=2,
+        attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, mamba_d_state=4,
+        mamba_dt_rank=4, use_mamba_kernels=False),
+    "lfm2": _causal("Lfm2", layer_types=["conv", "full_attention"]),
+    "qwen3_next": _causal("Qwen3Next", **_HEADS, **_EXPERTS, num_experts=4,
+        shared_expert_intermediate_size=48, layer_types=["linear_attention", "full_attention"],
+        linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+        linear_value_head_dim=8),
+    "recurrent_gemma": _causal("RecurrentGemma", **_HEADS, lru_width=32, attention_window_size=8,
+        block_types=["recurrent", "attention"]),
+    "rwkv": _causal("Rwkv", _SHARED, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2,
+        intermediate_size=64, context_length=64),
+    # encoders
+    "camembert": _masked("Camembert"),
+    "xlm_roberta": _masked("XLMRoberta"),
+    "albert": _masked("Albert", embedding_size=16),
+    "longformer": _masked("Longformer", attention_window=[4, 4]),
+    "funnel": _builder("FunnelForMaskedLM", "FunnelConfig", **_SHARED, block_sizes=[1, 1],
+        num_decoder_layers=1, d_model=32, n_head=4, d_head=8, d_inner=64),
+    "xlnet": _builder("XLNetLMHeadModel", "XLNetConfig", **_SHARED, d_model=32, n_layer=2, n_head=4,
+        d_inner=64),
+    # encoder-decoders
+    "led": _conditional("LED", _SEQ2SEQ, attention_window=[4, 4],
+        max_encoder_position_embeddings=64, max_decoder_position_embeddings=64),
+    "m2m_100": _conditional("M2M100", _SEQ2SEQ),
+    "marian": _builder("MarianMTModel", "MarianConfig", **_SEQ2SEQ),
+    "longt5": _conditional("LongT5", _T5, local_radius=4, encoder_attention_type="local"),
+    "umt5": _conditional("UMT5", _T5),
+    # images
+    "beit": _image("Beit"),
+    "deit": _image("DeiT"),
+    "dinov2": _image("Dinov2", mlp_ratio=2),
+    "convnext": _image("ConvNext", image_size=32, num_stages=2, hidden_sizes=[16, 32], depths=[1,
+        1], layer_scale_init_value=1.0),
+    "siglip": _builder("SiglipModel", "SiglipConfig", text_config=_SIZES,
+        vision_config={**_VISION}),
+    "blip": _conditional("Blip", {"vision_config": _VISION}, text_config={**_SIZES,
+        "encoder_hidden_size": 32}, image_text_hidden_size=16),
+}
+"""What structure alone says must do: no other table names these."""
+
+WITHOUT_QUERY = ("jetmoe", "mamba", "mamba2", "rwkv", "xlnet", "convnext")
+"""No linear layer of these is a query."""
+# fmt: on
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

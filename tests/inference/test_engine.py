@@ -19,8 +19,7 @@ from peftkit.inference.request import Answer, Request, Running
 from peftkit.inference.sampling import Sampling, SamplingTable, uniform
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
-from tests.families import ARCHITECTURES, EOS, FAMILIES
-from tests.further import FURTHER
+from tests.families import ARCHITECTURES, EOS, FAMILIES, FURTHER
 from tests.inference.test_bank import a_base, write
 from tests.inference.test_generate import by_hand
 from tests.simulated_gpu.simulation import simulated

@@ -18,8 +18,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_groups import FusedWeightGroup, ServingGroup
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.quant.quantize import quantize_model
-from tests.families import ARCHITECTURES, FAMILIES
-from tests.further import FURTHER
+from tests.families import ARCHITECTURES, FAMILIES, FURTHER
 
 MODELS = {**ARCHITECTURES, **FURTHER}
 Tokenizer = PreTrainedTokenizerFast

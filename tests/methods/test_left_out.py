@@ -20,8 +20,7 @@ from peftkit.model.targets import resolve
 from peftkit.quant.audit import audit
 from peftkit.run.config import Recipe
 from peftkit.run.prepare import prepare
-from tests.families import ARCHITECTURES, FAMILIES
-from tests.further import FURTHER
+from tests.families import ARCHITECTURES, FAMILIES, FURTHER
 from tests.kinds import inputs, loss
 
 

@@ -10,8 +10,7 @@ import torch
 from peftkit.errors import TargetError
 from peftkit.methods.lora import LoRA
 from peftkit.model.targets import resolve
-from tests.families import ARCHITECTURES
-from tests.further import FURTHER, WITHOUT_QUERY
+from tests.families import ARCHITECTURES, FURTHER, WITHOUT_QUERY
 from tests.kinds import inputs, outputs
 from tests.methods import laws
 

@@ -14,8 +14,7 @@ from peftkit.kernels import attention
 from peftkit.methods.lora import LoRA
 from peftkit.tasks import attention_kernels
 from peftkit.tasks.attention import training_attention
-from tests.families import ARCHITECTURES
-from tests.further import FURTHER
+from tests.families import ARCHITECTURES, FURTHER
 
 IDS = torch.arange(36).remainder(23).view(3, 12) + 3
 FAMILIES = ["llama", "gpt2", "gpt_neox", "gemma2", "bert", "t5", "bart", "qwen3_moe", "mistral_swa"]

@@ -28,8 +28,7 @@ from peftkit.tasks.token_task import TokenTask
 from peftkit.tasks.unpadding import can_unpad, num_positions
 from peftkit.train.batches import split_micro_batches
 from peftkit.train.memory.blocks import Blocks
-from tests.families import ARCHITECTURES, VOCAB
-from tests.further import FURTHER
+from tests.families import ARCHITECTURES, FURTHER, VOCAB
 
 Tokenizer = PreTrainedTokenizerFast
 MODELS = {**ARCHITECTURES, **FURTHER}

@@ -23,8 +23,7 @@ from peftkit.recipe import run
 from peftkit.run.config import Recipe
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.context_parallel import own_part, unsuited
-from tests.families import ARCHITECTURES, tiny_tokenizer
-from tests.further import FURTHER
+from tests.families import ARCHITECTURES, FURTHER, tiny_tokenizer
 from tests.tasks.test_unpadding import a_row
 from tests.train.children import exit_code, start
 from tests.train.test_sharding import launch, losses, recipe

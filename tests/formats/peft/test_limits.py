@@ -25,8 +25,7 @@ from peftkit.formats.peft.folder import load_adapter, read_adapter, save_adapter
 from peftkit.formats.peft.limits import refused_by_peft
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.methods.lora import LoRA
-from tests.families import FAMILIES
-from tests.further import FURTHER
+from tests.families import FAMILIES, FURTHER
 from tests.kinds import outputs, words
 
 SIZES = {"vocab_size": 384, "pad_token_id": 0}
