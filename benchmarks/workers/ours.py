@@ -17,7 +17,6 @@ from peftkit.base.load import load_base
 from peftkit.base.request import DTYPES
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import IGNORE, Row
-from peftkit.data.pairs import PairRow
 from peftkit.events import Event, Notice, StepDone
 from peftkit.formats.peft.folder import load_adapter
 from peftkit.kernels.packing import keep_copies
@@ -25,7 +24,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig
-from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
+from peftkit.tasks.seq2seq import PairRow, Seq2Seq, Seq2SeqConfig
 from peftkit.train.config import SHARDED, TrainConfig
 from peftkit.train.loop import fit
 from peftkit.train.sampler import StatelessSampler

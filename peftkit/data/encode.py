@@ -340,10 +340,20 @@ class SpecialTokens:
                 fix="Give a base whose tokenizer does so.",
             )
 
-    @property
-    def size(self) -> int:
-        """How many tokens stand around a text."""
-        return len(self.lead) + len(self.tail)
+    def room(self, max_length: int) -> int:
+        """Return how many tokens of a text fit beside them.
+
+        Raises:
+            DataError: None do.
+        """
+        room = max_length - len(self.lead) - len(self.tail)
+        if room < 1:
+            raise DataError(
+                f"Cannot use data.max_length: {max_length}.",
+                found=f"The tokenizer alone puts {max_length - room} tokens around a text.",
+                fix="Set it to 128, for example.",
+            )
+        return room
 
     def tokens(self, text: str) -> list[int]:
         """Return the tokens of a text without those around it."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from peftkit.base.load import Base
 from peftkit.data.encode import prompt_ids
+from peftkit.data.format import Completion
 from peftkit.data.pack import IGNORE, Row
-from peftkit.data.pairs import Pair, PairRow
 from peftkit.errors import ConfigError, DataError, RunError
 from peftkit.events import Listener, Notice, Sample, ignore
 from peftkit.inference.engine import room_left
@@ -26,7 +26,7 @@ from peftkit.tasks.metrics import rouge_l
 from peftkit.tasks.preference.rows import Compared
 from peftkit.tasks.preference.task import Preference
 from peftkit.tasks.protocol import Task
-from peftkit.tasks.seq2seq import Seq2Seq
+from peftkit.tasks.seq2seq import PairRow, Seq2Seq
 from peftkit.train.config import TrainConfig
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory
 from peftkit.train.sharding import is_sharded
@@ -115,7 +115,7 @@ class TextWatch:
         try:
             if isinstance(task, Seq2Seq):
                 counts = Counter[str]()
-                row = task.row_encoder.encode(Pair(text, ".", where), counts)
+                row = task.row_encoder.encode(Completion(text, ".", where), counts)
                 if row is None:
                     raise DataError("it is empty.")
                 if counts["cut sources"]:

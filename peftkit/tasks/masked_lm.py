@@ -71,13 +71,7 @@ class MaskedEncoder(RowEncoder):
         self._tokenizer, self._name, self._splits, self._share = tokenizer, name, splits, share
         self._frame = SpecialTokens(tokenizer)
         self._special = set(tokenizer.all_special_ids)
-        self._room = max_length - self._frame.size
-        if self._room < 1:
-            raise DataError(
-                f"Cannot use data.max_length: {max_length}.",
-                found=f"The tokenizer alone puts {self._frame.size} tokens around a text.",
-                fix="Set it to 128, for example.",
-            )
+        self._room = self._frame.room(max_length)
 
     def key(self, where: str) -> object:
         known = (self._name, self._room, self._splits, self._share)

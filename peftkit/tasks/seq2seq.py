@@ -8,8 +8,10 @@ Shapes: B rows, S tokens of the longest source, T of the longest target, n of al
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -17,12 +19,15 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from peftkit.data.format import FieldNames
-from peftkit.data.load import DataConfig
+from peftkit.data.cache import tokenizer_key
+from peftkit.data.columns import Dropped
+from peftkit.data.encode import SpecialTokens
+from peftkit.data.encoding import EncodedRows, RowEncoder
+from peftkit.data.format import Completion, Example, FieldNames, Instruction, ParsedRow, parse
+from peftkit.data.load import DataConfig, Record
 from peftkit.data.pack import padded_rows
-from peftkit.data.pairs import PairEncoder, PairRow
 from peftkit.data.stored import StoredRows
-from peftkit.errors import BaseError
+from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import unwrapped
@@ -33,6 +38,100 @@ from peftkit.tasks.token_task import TokenTask
 
 UNLIMITED = 999_999
 """Tokens of a source where nobody limits it: T5 counts distances, not positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairRow:
+    """A source and its target as tokens.
+
+    Args:
+        input_ids: The source's, with what the tokenizer puts around them.
+        labels: The target's, all of them learnt; the last is the end token unless it was cut.
+        target: The target as the file has it.
+        source: "train.jsonl:7".
+    """
+
+    input_ids: tuple[int, ...]
+    labels: tuple[int, ...]
+    target: str
+    source: str
+
+    @property
+    def num_decoder_tokens(self) -> int:
+        """How many tokens the decoder reads: its start instead of the last label."""
+        return len(self.labels)
+
+
+class PairEncoder(RowEncoder):
+    """Makes rows of pairs; those of which one of the two texts is empty are dropped.
+
+    Args:
+        name: The format, or "auto".
+        fields: Names of the fields with the source and the target, instead of a format.
+        prefix: Put before every source.
+        max_source, max_target: Longest in tokens; longer ones are cut.
+    """
+
+    kind: ClassVar[type[PairRow]] = PairRow
+    drops: Mapping[str, str] = {"source or target is empty": "give these rows both"}
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        name: Any,
+        fields: FieldNames | None,
+        *,
+        prefix: str,
+        max_source: int,
+        max_target: int,
+    ) -> None:
+        self._tokenizer, self._name, self._fields = tokenizer, name, fields
+        self._end, self._prefix = tokenizer.eos_token_id, prefix
+        self._frame = SpecialTokens(tokenizer)
+        self._room, self._max_target = self._frame.room(max_source), max_target
+
+    def key(self, where: str) -> object:
+        known = (self._name, self._fields, self._prefix, self._room, self._max_target)
+        return (*tokenizer_key(self._tokenizer), *known)
+
+    def read(self, records: Sequence[Record], where: str) -> ParsedRow:
+        parsed = parse(records, self._name, where=where, fields=self._fields)
+        for example in parsed.examples:
+            if not isinstance(example, Completion | Instruction):
+                raise DataError(
+                    f"Cannot make a source and a target from {example.source}.",
+                    found=f"It is a {type(example).__name__.lower()}.",
+                    fix='Give rows {"prompt": "...", "completion": "..."} or {"instruction": "...",'
+                    ' "output": "..."}, or name the fields: task.source and task.target.',
+                )
+        return parsed
+
+    def rows(self, read: ParsedRow) -> EncodedRows:
+        counts = Counter[str]()
+        rows = [self.encode(each, counts) or Dropped(each.source, 0) for each in read.examples]
+        return EncodedRows(rows, {"format": read.format}, counts, read.unused)
+
+    def encode(self, example: Example, counts: Counter[str]) -> PairRow | None:
+        """Return a row, cut where it is too long; None where one of the two texts is empty."""
+        if isinstance(example, Instruction):
+            example = Completion(example.request, example.output, example.source)
+        assert isinstance(example, Completion)
+        ids, target = self._frame.tokens(self._prefix + example.prompt), example.completion
+        if not ids or not target.strip():
+            return None
+        labels = self._frame.put_around(self._frame.tokens(target))
+        if self._end is not None and labels[-1] != self._end:
+            labels.append(int(self._end))
+        counts["cut sources"] += len(ids) > self._room
+        counts["cut targets"] += len(labels) > self._max_target
+        labels = labels[: self._max_target]
+        counts["targets"] += len(labels)
+        return PairRow(
+            input_ids=tuple(self._frame.put_around(ids[: self._room])),
+            labels=tuple(labels),
+            target=target,
+            source=example.source,
+        )
 
 
 class Seq2Seq(TokenTask):

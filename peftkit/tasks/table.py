@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator, Field
 
@@ -21,29 +21,13 @@ from peftkit.tasks.seq2seq import Seq2SeqConfig
 from peftkit.tasks.sequence_classification import SequenceClassificationConfig
 from peftkit.tasks.token_classification import TokenClassificationConfig
 
-TASKS: dict[str, type[TaskConfig]] = {
-    "causal_lm": CausalLMConfig,
-    "sequence_classification": SequenceClassificationConfig,
-    "token_classification": TokenClassificationConfig,
-    "seq2seq": Seq2SeqConfig,
-    "masked_lm": MaskedLMConfig,
-    "image_classification": ImageClassificationConfig,
-    "image_text": ImageTextConfig,
-    "preference": PreferenceConfig,
-    "distill": DistillConfig,
-    "reward": RewardConfig,
-    "embedding": EmbeddingConfig,
-    "grpo": GRPOConfig,
-    "reranker": RerankerConfig,
-}
-
 
 def _spelled_out(value: object) -> Any:
     """Let a task's type alone stand for a task without settings."""
     return {"type": value} if isinstance(value, str) else value
 
 
-_Section = Annotated[
+_AnyConfig = (
     CausalLMConfig
     | SequenceClassificationConfig
     | TokenClassificationConfig
@@ -56,7 +40,10 @@ _Section = Annotated[
     | RewardConfig
     | EmbeddingConfig
     | GRPOConfig
-    | RerankerConfig,
-    Field(discriminator="type"),
-]
+    | RerankerConfig
+)
+TASKS: dict[str, type[TaskConfig]] = {
+    task.model_fields["type"].default: task for task in get_args(_AnyConfig)
+}
+_Section = Annotated[_AnyConfig, Field(discriminator="type")]
 AnyTask = Annotated[_Section, BeforeValidator(_spelled_out, json_schema_input_type=str | _Section)]

@@ -126,13 +126,13 @@ class TokenClassification(Classifier, TextTask):
         data: DataConfig,
         **more: Any,
     ) -> None:
-        super().__init__(model, tokenizer, config, data, **more)
         if not tokenizer.is_fast:
             raise BaseError(
                 "Cannot tag words with this base.",
                 found="Its tokenizer does not say where in the text a token stands.",
                 fix="Put a tokenizer.json into its folder.",
             )
+        super().__init__(model, tokenizer, config, data, **more)
         self.labels = labels_of(unwrapped(model).config)
         self.row_encoder = TaggedEncoder(self.texts, config, self.labels)
 

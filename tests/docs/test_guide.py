@@ -21,7 +21,6 @@ from peftkit import PeftkitError, load_recipe
 from peftkit.data.format import parse as parse_rows
 from peftkit.data.image_rows import parse_with_images
 from peftkit.data.load import DataConfig, read_records
-from peftkit.data.pairs import read_pairs
 from peftkit.data.preferences import read_pairs_of, read_verdicts
 from peftkit.run.config import Recipe
 from peftkit.tasks.distill.rows import with_answer
@@ -218,7 +217,7 @@ def read(block: Block, folder: Path, model: Any = None, tokenizer: Any = None) -
     elif task.type == "reward":
         read_pairs_of(records, where, margin=task.margin)
     elif task.type == "seq2seq":
-        read_pairs(records, "auto", task.fields, where)
+        parse_rows(records, "auto", where=where, fields=task.fields)
     elif task.type == "image_text":
         parse_with_images(records, "auto", where=where)
     elif task.type == "image_classification":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,51 +12,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    GPTJConfig,
-    GPTJForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
     PreTrainedModel,
 )
 
 from peftkit.data.pack import IGNORE, Row, collate
 from peftkit.tasks.loss import accepted, target_logits, token_loss
-from tests.families import FAMILIES, VOCAB
+from tests.families import ARCHITECTURES, VOCAB
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+MODELS = (
+    *("llama", "gpt2", "mixtral"),  # the second one's head is its embedding
+    "gemma2",  # tanh after the head
+    "cohere",  # a scale after the head
+    "granite",
+    "gptj",  # a bias in the head
+)
 
 
-def gptj() -> PreTrainedModel:
-    config = GPTJConfig(
-        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, rotary_dim=4
-    )
-    model = GPTJForCausalLM(config)
-    nn.init.normal_(model.lm_head.bias)
+def model_of(name: str) -> Any:
+    model: Any = ARCHITECTURES[name]()
+    if name == "granite":
+        model.config.logits_scaling = model.logits_scaling = 7.0
+    if name == "gptj":
+        nn.init.normal_(model.lm_head.bias)
     return model
-
-
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": FAMILIES["llama"],
-    "gpt2": FAMILIES["gpt2"],  # tied
-    "mixtral": FAMILIES["mixtral"],
-    "gemma2": FAMILIES["gemma2"],  # tanh after the head
-    "cohere": lambda: CohereForCausalLM(CohereConfig(**_SIZES)),  # a scale after the head
-    "granite": lambda: GraniteForCausalLM(GraniteConfig(**_SIZES, logits_scaling=7.0)),
-    "gptj": gptj,  # a bias in the head
-}
 
 
 def batch() -> dict[str, Tensor]:
@@ -88,7 +66,7 @@ def loss(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_the_definitions(name: str) -> None:
-    model, data = MODELS[name]().eval(), batch()  # eval: GPT-2's dropout is on by default
+    model, data = model_of(name).eval(), batch()  # eval: GPT-2's dropout is on by default
     expected = by_definition(model, data)
     expected.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -104,7 +82,7 @@ def test_loss_and_gradients_are_the_definitions(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_only_learnt_rows_reach_the_head(name: str) -> None:
-    model, data = MODELS[name]().eval(), batch()
+    model, data = model_of(name).eval(), batch()
     seen: list[torch.Size] = []
     model.get_output_embeddings().register_forward_hook(
         lambda module, args, output: seen.append(output.shape)
@@ -119,7 +97,7 @@ def test_only_learnt_rows_reach_the_head(name: str) -> None:
 
 
 def test_no_hook_stays_behind_even_after_an_error() -> None:
-    model, data = MODELS["llama"](), batch()
+    model, data = model_of("llama"), batch()
     loss(model, data)
     with pytest.raises(IndexError):
         loss(model, {**data, "target_index": torch.tensor([10**6])})
@@ -143,20 +121,20 @@ class _NoHead(nn.Module):
 
 @pytest.mark.parametrize("called", ["no head", "a head that is never called"])
 def test_without_a_head_to_hook_all_logits_are_made(called: str) -> None:
-    inner, data = FAMILIES["llama"](), batch()
+    inner, data = model_of("llama"), batch()
     model = _NoHead(inner, None if called == "no head" else inner.lm_head)
     torch.testing.assert_close(loss(model, data), by_definition(inner, data))
 
 
 def test_a_model_without_position_ids_is_called_without() -> None:
-    inner = FAMILIES["llama"]()
+    inner = model_of("llama")
     inputs = {"input_ids": 1, "position_ids": 2, "use_cache": False}
     assert accepted(inner, inputs) == inputs
     assert accepted(_NoHead(inner, None), inputs) == {"input_ids": 1}
 
 
 def test_bf16_logits_are_summed_in_fp32() -> None:
-    model, data = FAMILIES["llama"]().bfloat16(), batch()
+    model, data = model_of("llama").bfloat16(), batch()
     found = loss(model, data)
     assert found.dtype == torch.float32
     with torch.no_grad():
@@ -175,7 +153,7 @@ def one_rank() -> Iterator[None]:
 
 
 def test_the_head_is_found_through_a_data_parallel_wrapper(one_rank: None) -> None:
-    model, data = FAMILIES["llama"](), batch()
+    model, data = model_of("llama"), batch()
     wrapped = nn.parallel.DistributedDataParallel(model)
     seen: list[torch.Size] = []
     model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -17,76 +16,18 @@ from peftkit.data.pack import IGNORE, Row
 from peftkit.errors import BaseError, DataError
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.isolation import check_causal, check_packing
-from tests.families import FAMILIES, VOCAB, tiny_tokenizer
-
-_IDS: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_SIZES: dict[str, Any] = {**_IDS, "hidden_size": 32, "num_hidden_layers": 2}
-_HEADS: dict[str, Any] = {**_SIZES, "num_attention_heads": 4, "intermediate_size": 64}
-
-
-def _tiny(name: str, config: str, **settings: Any) -> Callable[[], PreTrainedModel]:
-    def build() -> PreTrainedModel:
-        return getattr(transformers, name)(getattr(transformers, config)(**settings))
-
-    return build
-
+from tests.families import ARCHITECTURES, FAMILIES, FURTHER, VOCAB, _causal, tiny_tokenizer
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    **{name: FAMILIES[name] for name in ("llama", "gpt2", "qwen3", "gemma2", "phi3", "mixtral")},
-    "mistral with a window": _tiny(
-        "MistralForCausalLM", "MistralConfig", **_HEADS, num_key_value_heads=2, sliding_window=6
+    **ARCHITECTURES,
+    **FURTHER,
+    "gpt_oss_swa": _causal(
+        "GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=5
     ),
-    "opt": _tiny(
-        "OPTForCausalLM",
-        "OPTConfig",
-        **_SIZES,
-        ffn_dim=64,
-        num_attention_heads=4,
-        word_embed_proj_dim=32,
-        max_position_embeddings=256,
-        init_std=0.2,
-        dropout=0.0,
-    ),
-    "mpt": _tiny(
-        "MptForCausalLM", "MptConfig", vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4
-    ),
-    "falcon": _tiny(
-        "FalconForCausalLM",
-        "FalconConfig",
-        **_SIZES,
-        num_attention_heads=4,
-        initializer_range=0.2,
-    ),
-    "gpt_oss with a window": _tiny(
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        **_HEADS,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=5,
-        initializer_range=0.2,
-    ),
-    "bloom": _tiny(
-        "BloomForCausalLM",
-        "BloomConfig",
-        **_IDS,
-        hidden_size=32,
-        n_layer=2,
-        n_head=4,
-        initializer_range=0.2,
-    ),
-    "mamba": _tiny("MambaForCausalLM", "MambaConfig", **_SIZES, initializer_range=0.2),
 }
-BY_POSITIONS = ["llama", "gpt2", "qwen3", "gemma2", "phi3", "mixtral", "mistral with a window"]
-BY_MASK = ["opt", "mpt", "falcon", "gpt_oss with a window"]
-EAGER_ONLY = {"gemma2", "gpt_oss with a window", "mpt"}
+BY_POSITIONS = ["llama", "gpt2", "qwen3", "gemma2", "phi3", "mixtral", "mistral_swa"]
+BY_MASK = ["opt", "mpt", "falcon_mq", "gpt_oss_swa"]
+EAGER_ONLY = {"gemma2", "gpt_oss_swa", "mpt"}
 CASES = [
     (name, attention)
     for name in BY_POSITIONS + BY_MASK

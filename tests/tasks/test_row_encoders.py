@@ -17,13 +17,13 @@ from peftkit.data.columns import Dropped
 from peftkit.data.documents import DocumentEncoder
 from peftkit.data.encoding import RowEncoder
 from peftkit.data.load import DataConfig, read_records
-from peftkit.data.pairs import PairEncoder
 from peftkit.tasks.embedding import EmbeddingEncoder
 from peftkit.tasks.image_classification import ImageClassificationConfig
 from peftkit.tasks.masked_lm import MaskedEncoder
 from peftkit.tasks.preference.kto import JudgedEncoder
 from peftkit.tasks.preference.pairs import ComparedEncoder
 from peftkit.tasks.reward import RewardEncoder
+from peftkit.tasks.seq2seq import PairEncoder
 from peftkit.tasks.sequence_classification import LabelledEncoder
 from peftkit.tasks.texts import Texts
 from peftkit.tasks.token_classification import TaggedEncoder, TokenClassificationConfig
