@@ -93,24 +93,13 @@ def test_a_wheel_has_the_packages_recipes_types_and_extras(built: Built) -> None
 def test_the_command_line_works_without_the_checkout(
     way: str, installed: Path, tmp_path: Path
 ) -> None:
-    peftkit = (
-        [installed / "peftkit"] if way == "script" else [installed / "python", "-m", "peftkit_cli"]
-    )
+    peftkit = {"script": ["peftkit"], "module": ["python", "-m", "peftkit_cli"]}[way]
+    peftkit[0] = installed / peftkit[0]
     assert call(*peftkit, "--version", cwd=tmp_path).startswith("peftkit 0.")
     assert "quickstart" in call(*peftkit, "recipes", "ls", cwd=tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 3)
-    init = (
-        "init",
-        "--data",
-        "rows.jsonl",
-        "--task",
-        "causal_lm",
-        "--model",
-        "m",
-        "--memory",
-        "cpu",
-    )
-    assert call(*peftkit, *init, cwd=tmp_path) == "recipe.yaml\n"
+    init = ("init", "--data", "rows.jsonl", "--task", "causal_lm", "--model", "m")
+    assert call(*peftkit, *init, "--memory", "cpu", cwd=tmp_path) == "recipe.yaml\n"
 
 
 def test_the_installed_library_is_the_wheel(installed: Path, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import transformers
 
 from peftkit import recipe
 from peftkit.config.schema import Config, from_dict
-from peftkit.errors import ConfigError, DataError, PeftkitError, TargetError
-from peftkit.events import EvalDone, Event, Notice, RunStarted, Saved, StepDone, Table
+from peftkit.errors import ConfigError
+from peftkit.events import EvalDone, Event, Notice, RunStarted, Saved, StepDone
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.run.config import Recipe, load
 
@@ -56,8 +56,7 @@ def parse(settings: dict[str, Any], **sections: dict[str, Any]) -> Recipe:
     return from_dict(Recipe, merged, "test")
 
 
-@pytest.mark.parametrize("quantize", ["none", "nf4", "int8"])
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(("quantize", "packing"), [("none", True), ("nf4", False), ("int8", True)])
 def test_a_run_learns_and_its_folder_is_an_adapter(
     settings: dict[str, Any], quantize: str, packing: bool, tmp_path: Path
 ) -> None:
@@ -131,48 +130,6 @@ def test_a_resumed_run_ends_where_the_whole_run_does(
     recipe.run(asked, resume=True)
     name = "adapter_model.safetensors"
     assert (whole / name).read_bytes() == (part / name).read_bytes()
-
-
-def test_a_finished_folder_is_not_overwritten_unasked(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
-    recipe.run(parse(settings))
-    before = (tmp_path / "run" / "adapter_model.safetensors").read_bytes()
-    with pytest.raises(PeftkitError, match="run"):
-        recipe.run(parse(settings))
-    assert (tmp_path / "run" / "adapter_model.safetensors").read_bytes() == before
-    recipe.run(parse(settings), overwrite=True)
-
-
-def test_a_check_shows_the_rows_as_the_loss_sees_them(settings: dict[str, Any]) -> None:
-    events: list[Event] = []
-    recipe.check(parse(settings, data={"packing": False}), on_event=events.append)
-    shown = [e for e in events if isinstance(e, Table) and "as the loss sees it" in e.title]
-    assert any("yes 0" in text for learnt, text in shown[0].rows if learnt)
-    assert not any("Say yes 0." in text for learnt, text in shown[0].rows if learnt)
-
-
-@pytest.mark.parametrize(
-    ("section", "change", "error", "message"),
-    [
-        ("method", {"targets": ["q_porj"]}, TargetError, "Did you mean 'q_proj'"),
-        ("method", {"rank": 4096}, TargetError, "larger than the matrix"),
-        ("method", {"rnak": 4}, ConfigError, "Did you mean 'rank'|did you mean 'rank'"),
-        ("data", {"train": "nowhere.jsonl"}, DataError, "nowhere.jsonl"),
-        ("base", {"model": "no/such/base"}, PeftkitError, "no/such/base"),
-    ],
-)
-def test_what_is_wrong_is_said_before_anything_is_written(
-    section: str,
-    change: dict[str, Any],
-    error: type[PeftkitError],
-    message: str,
-    settings: dict[str, Any],
-    tmp_path: Path,
-) -> None:
-    with pytest.raises(error, match=message):
-        recipe.run(parse(settings, **{section: change}))
-    assert not (tmp_path / "run" / "adapter_model.safetensors").exists()
 
 
 class _Reads:

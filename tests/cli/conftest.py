@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -107,9 +109,11 @@ def project(peftkit: Run, tmp_path: Path, model_folder: Path) -> Path:
 def trained(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     """A project whose recipe has been trained, into runs/demo. Do not write into it."""
     folder = write_project(tmp_path_factory.mktemp("trained"), model_folder)
-    process = start("train", "recipe.yaml", cwd=folder)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    (folder / "out.txt").write_text(out, encoding="utf-8")
-    (folder / "err.txt").write_text(err, encoding="utf-8")
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(folder)
+        code = run(["train", "recipe.yaml"])
+    assert code == 0, err.getvalue()
+    (folder / "out.txt").write_text(out.getvalue(), encoding="utf-8")
+    (folder / "err.txt").write_text(err.getvalue(), encoding="utf-8")
     return folder

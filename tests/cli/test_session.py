@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -142,8 +143,6 @@ def test_a_seed_repeats_a_sampled_completion(inside: Run) -> None:
 
 
 def test_a_prompt_can_come_from_stdin(inside: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from io import StringIO
-
     told = inside("generate", "runs/demo", "--prompt", ASKED).out
     monkeypatch.setattr("sys.stdin", StringIO(ASKED + "\n"))
     assert inside("generate", "runs/demo", "--prompt", "-").out == told
@@ -151,19 +150,21 @@ def test_a_prompt_can_come_from_stdin(inside: Run, monkeypatch: pytest.MonkeyPat
     assert inside("generate", "runs/demo", "--prompt", "-").code == 2
 
 
-def test_chat_answers_with_adapter_and_base_in_turn(trained: Path) -> None:
+def test_chat_answers_with_adapter_and_base_in_turn(
+    inside: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = [
         ASKED, "/reset", "/base", ASKED, "/reset", "/adapter", ASKED, "/bas", "/help", "", "/quit",
         "never asked",
     ]  # fmt: skip
-    process = start("chat", "runs/demo", "--max-new-tokens", 5, cwd=trained)
-    out, err = process.communicate("\n".join(lines), timeout=120)
-    assert process.returncode == 0, err
-    first, bare, again = out.splitlines()
+    monkeypatch.setattr("sys.stdin", StringIO("\n".join(lines)))
+    done = inside("chat", "runs/demo", "--max-new-tokens", 5)
+    assert done.code == 0, done.err
+    first, bare, again = done.out.splitlines()
     assert first == again != bare
-    assert "Did you mean '/base'?" in err
-    assert all(command in err for command in ("/adapter", "/reset", "/quit"))
-    assert ">" not in out, "no prompts where there is no terminal"
+    assert "Did you mean '/base'?" in done.err
+    assert all(command in done.err for command in ("/adapter", "/reset", "/quit"))
+    assert ">" not in done.out, "no prompts where there is no terminal"
 
 
 def test_chat_remembers_what_was_said(inside: Run, trained: Path) -> None:
@@ -273,7 +274,10 @@ def test_inspect_tells_the_roles_of_a_model(inside: Run, model_folder: Path) -> 
     assert "self_attn.q_proj" in told.out
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_a_signal_saves_the_run_and_has_its_exit_code(
     number: signal.Signals, code: int, project: Path
 ) -> None:
@@ -308,6 +312,7 @@ WRONG_RECIPES: dict[str, tuple[list[str], list[str]]] = {
     "unknown key": (["train.learning_rat=1"], ["learning_rat", "Did you mean", "learning_rate"]),
     "wrong type": (["train.epochs=many"], ["train.epochs", "'many'"]),
     "misspelt target": (["method.targets=[q_porj]"], ["TargetError", "'q_porj'", "Roles found"]),
+    "rank": (["method.rank=4096"], ["TargetError", "larger than the matrix"]),
     "missing file": (["data.train=trian.jsonl"], ["trian.jsonl", "train.jsonl"]),
     "broken JSON line": (["data.train=broken.jsonl"], ["broken.jsonl:2"]),
     "no assistant turn": (["data.train=unanswered.jsonl"], ["unanswered.jsonl:2", "assistant"]),
