@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from typing import cast
 
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, Notice, Table, ignore
@@ -18,7 +19,6 @@ from peftkit.report.facts import BeforeRun
 from peftkit.report.live import LiveReport
 from peftkit.run import rules
 from peftkit.run.config import Recipe
-from peftkit.run.distill import AgreementWatch
 from peftkit.run.prepare import Prepared, prepare
 from peftkit.run.results import (
     adapter_folder,
@@ -27,7 +27,8 @@ from peftkit.run.results import (
     save_result,
     write_facts,
 )
-from peftkit.tasks.distill.task import Distill
+from peftkit.tasks.seq2seq import Seq2Seq
+from peftkit.tasks.token_task import AnswerTask
 from peftkit.train.checkpoints.checkpoint import StartPolicy, locked
 from peftkit.train.checkpoints.identity import flat
 from peftkit.train.checkpoints.manifest import versions
@@ -95,7 +96,7 @@ def run(
             on_event=report.on_event,
             watch=watch,
             plan=ready.plan,
-            sampler=sampler_of(ready),
+            sampler=ModelSampler(ready.base.model, ready.base.tokenizer, MAX_ROWS),
         )
         if result.is_main or is_sharded(ready.base.model):  # then all processes run the model
             with stop_requests() as stop:
@@ -127,13 +128,6 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
     on_event(Notice(f"All is well: {len(ready.train)} rows, {num_steps} optimizer steps."))
 
 
-def sampler_of(ready: Prepared) -> ModelSampler | None:
-    """Return what has the model answer prompts, for a task that learns from its own answers."""
-    if not ready.task.makes_rows:
-        return None
-    return ModelSampler(ready.base.model, ready.base.tokenizer, MAX_ROWS)
-
-
 def watch_of(
     recipe: Recipe, ready: Prepared, metrics: Mapping[str, Metric] | None, on_event: Listener
 ) -> TextWatch | None:
@@ -147,6 +141,5 @@ def watch_of(
         )
     if not asked:
         return None
-    if isinstance(ready.task, Distill):
-        return AgreementWatch(recipe, ready.base, ready.task, ready.eval, metrics, on_event)
-    return TextWatch(ready.base, ready.task, ready.eval, recipe.train, metrics, on_event)
+    task = cast("AnswerTask | Seq2Seq", ready.task)  # those that write text: see run/rules.py
+    return TextWatch(ready.base, task, ready.eval, recipe.train, metrics, on_event)

@@ -32,6 +32,10 @@ Overrides = Annotated[
         help="Override a recipe field: train.learning_rate=1e-4. Repeatable.",
     ),
 ]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue where the run in that folder stopped.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run in that folder.")]
 OutFolder = Annotated[Path, typer.Option(metavar="DIR", help="New folder for the adapter.")]
 Replace = Annotated[bool, typer.Option("--force", help="Replace an adapter in that folder.")]
 

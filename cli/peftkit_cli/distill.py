@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from peftkit.events import EvalDone, Event, Listener, Notice, Table
-from peftkit_cli.arguments import Overrides, note
+from peftkit_cli.arguments import Overrides, Overwrite, Resume, note
 
 if TYPE_CHECKING:
     from peftkit.run.config import Recipe
@@ -54,12 +54,8 @@ def distill(
         int, typer.Option(min=16, metavar="N", help="Questions to make where --data has none.")
     ] = 96,
     overrides: Overrides = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue exactly where the run in DIR stopped.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start a new run in a folder that holds one.")
-    ] = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Turn a prompt into an adapter that answers as the base does with it. Prints its folder."""
     from peftkit.data.load import iterate_records
@@ -75,10 +71,16 @@ def distill(
     with Renderer() as on_event:
         file = data or _made(prompt, base, out / QUESTIONS, questions, on_event)
         recipe = _recipe(prompt, base, file, out, overrides or [])
-        heard = _Heard(on_event)
-        result = run(recipe, resume=resume, overwrite=overwrite, on_event=heard)
+        measured: list[EvalDone] = []
+
+        def listen(event: Event) -> None:
+            on_event(event)
+            if isinstance(event, EvalDone):
+                measured.append(event)
+
+        result = run(recipe, resume=resume, overwrite=overwrite, on_event=listen)
     if result.is_main:
-        for line in heard.summary(result.metrics):
+        for line in _reached(measured, result.metrics):
             note(line)
         typer.echo(recipe.train.output_dir)
         note(f"Next: {recipe.task.command.format(folder=recipe.train.output_dir)}")
@@ -130,32 +132,17 @@ def _made(prompt: Path, base: str, file: Path, number: int, on_event: Listener) 
     return str(file)
 
 
-class _Heard:
-    """Passes events on, and remembers what was measured first and last."""
-
-    def __init__(self, on_event: Listener) -> None:
-        self._on_event = on_event
-        self._measured: list[EvalDone] = []
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, EvalDone):
-            self._measured.append(event)
-        self._on_event(event)
-
-    def summary(self, metrics: Mapping[str, float]) -> list[str]:
-        """Return what was reached, in words."""
-        names = {
-            "agreement": "whole answers equal to the prompted base's",
-            "same_token": "tokens on which both agree",
-            "exact_match": "answers equal to the file's own",
-        }
-        lines = []
-        if self._measured:
-            first, last = self._measured[0], self._measured[-1]
-            for name, words in names.items():
-                if name in last.metrics:
-                    before = f"{first.metrics[name]:.0%} -> " if first.step == 0 else ""
-                    lines.append(f"{words}: {before}{last.metrics[name]:.0%}")
-        if saved := metrics.get("eval_tokens_saved"):
-            lines.append(f"tokens saved per request: {saved:,.0f}")
-        return lines
+def _reached(measured: Sequence[EvalDone], metrics: Mapping[str, float]) -> Iterator[str]:
+    """Yield what was reached, in words: of the first and the last evaluation."""
+    names = {
+        "agreement": "whole answers equal to the prompted base's",
+        "same_token": "tokens on which both agree",
+        "exact_match": "answers equal to the file's own",
+    }
+    first, last = (measured[0], measured[-1]) if measured else (None, None)
+    for name, words in names.items():
+        if first is not None and last is not None and name in last.metrics:
+            before = f"{first.metrics[name]:.0%} -> " if first.step == 0 else ""
+            yield f"{words}: {before}{last.metrics[name]:.0%}"
+    if saved := metrics.get("eval_tokens_saved"):
+        yield f"tokens saved per request: {saved:,.0f}"

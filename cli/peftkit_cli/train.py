@@ -13,7 +13,7 @@ import typer
 
 from peftkit.errors import ConfigError, neighbours
 from peftkit_cli.about import unknown_recipe_file
-from peftkit_cli.arguments import Overrides, Quiet, note
+from peftkit_cli.arguments import Overrides, Overwrite, Quiet, Resume, note
 
 if TYPE_CHECKING:
     from peftkit.run.config import Recipe
@@ -34,12 +34,8 @@ def train(
         Path | None,
         typer.Option("--from", metavar="RUN", help="Start a new run from a finished run's recipe."),
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue where the run in that folder stopped.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the run in that folder.")
-    ] = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
     allow_changes: Annotated[
         list[str] | None,
         typer.Option(

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Annotated, Any, TypeVar
 
 import torch
@@ -45,6 +45,14 @@ class Row:
     def num_targets(self) -> int:
         """Tokens that are learnt."""
         return sum(label != IGNORE for label in self.labels)
+
+    @property
+    def documents(self) -> tuple[Row, ...]:
+        """Each document as a row."""
+        starts = accumulate(self.lengths, initial=0)
+        parts = [slice(at, at + n) for at, n in zip(starts, self.lengths, strict=False)]
+        ids, labels = self.input_ids, self.labels
+        return tuple(Row(ids[p], labels[p], (p.stop - p.start,), self.source) for p in parts)
 
 
 AnyRow = TypeVar("AnyRow", bound=Row)

@@ -15,18 +15,14 @@ from peftkit.base.load import Base
 from peftkit.data.encode import prompt_ids
 from peftkit.data.format import Completion
 from peftkit.data.pack import IGNORE, Row
-from peftkit.errors import ConfigError, DataError, RunError
+from peftkit.errors import DataError, RunError
 from peftkit.events import Listener, Notice, Sample, ignore
 from peftkit.inference.engine import room_left
 from peftkit.inference.evaluate import completions, longest_answer
 from peftkit.model.modes import evaluating
-from peftkit.tasks.causal_lm import CausalLM
-from peftkit.tasks.distill.task import Distill
 from peftkit.tasks.metrics import rouge_l
-from peftkit.tasks.preference.rows import Compared
-from peftkit.tasks.preference.task import Preference
-from peftkit.tasks.protocol import Task
 from peftkit.tasks.seq2seq import PairRow, Seq2Seq
+from peftkit.tasks.token_task import AnswerTask
 from peftkit.train.config import TrainConfig
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory
 from peftkit.train.sharding import is_sharded
@@ -46,68 +42,71 @@ class TextWatch:
         metrics: More metrics by name, beside exact_match and rouge_l; the mean over rows counts.
 
     Raises:
-        ConfigError: The task writes no text.
         DataError: A prompt is empty, or longer than the model reads.
     """
 
     def __init__(
         self,
         base: Base,
-        task: Task,
+        task: AnswerTask | Seq2Seq,
         rows: Sequence[Any],
         config: TrainConfig,
         metrics: Mapping[str, Metric] | None = None,
         on_event: Listener = ignore,
     ) -> None:
-        if not isinstance(task, CausalLM | Distill | Preference | Seq2Seq):
-            raise ConfigError(
-                f"{type(task).__name__} writes no text to look at.",
-                found="train.sample_every or train.eval_generate is set.",
-                fix="Leave it out, or train for a task whose models write text.",
-            )
         self._base, self._task, self._config, self._on_event = base, task, config, on_event
         self._batch_size = BATCH_SIZE
         self._metrics: dict[str, Metric] = {"rouge_l": rouge_l, **(metrics or {})}
-        number = config.eval_generate or 0
-        self._measured = _documents(rows, number)
-        if config.sample_prompts:
-            self._sampled = [
-                self._prompt(text, f"train.sample_prompts[{n}]")
-                for n, text in enumerate(config.sample_prompts)
-            ]
-        else:
-            self._sampled = _documents(rows, NUM_SAMPLES) if config.sample_every else []
+        self._rows = rows
+        self._prompts = [
+            self._prompt(text, f"train.sample_prompts[{n}]")
+            for n, text in enumerate(config.sample_prompts or ())
+        ]
 
     def samples(self) -> tuple[Sample, ...]:
         """Return what the model says to the prompts; those of the eval rows have a reference."""
-        return tuple(self._answers(self._sampled, self._config.sample_tokens))
+        asked = self._prompts or [each for _, each in self._watched(NUM_SAMPLES)]
+        return tuple(self._answers(asked, self._config.sample_tokens))
 
     def metrics(self) -> dict[str, float]:
-        """Return exact_match, rouge_l and the metrics asked for, means over train.eval_generate."""
-        if not self._measured:
+        """Return the share of answers that are exact, rouge_l and the metrics asked for: means over
+        train.eval_generate."""
+        if not (watched := self._watched(self._config.eval_generate or 0)):
             return {}
-        task = self._task
-        if isinstance(task, Seq2Seq):
-            most = task.max_target
-        else:
-            most = longest_answer(task, self._measured)
-        answers = self._answers(self._measured, most)
-        return self.measured([(each.completion, each.reference or "") for each in answers])
-
-    def measured(
-        self, said: Sequence[tuple[str, str]], name: str = "exact_match"
-    ) -> dict[str, float]:
-        """Return means over answers and their references: the share that is equal, by `name`, and
-        each metric."""
-        found = {name: sum(a.strip() == b.strip() for a, b in said) / len(said)}
+        task, asked = self._task, [each for _, each in watched]
+        most = task.max_target if isinstance(task, Seq2Seq) else longest_answer(task, asked)
+        said = self._answers(asked, most)
+        found = {} if isinstance(task, Seq2Seq) else self._to_others(task, watched, said)
+        name = "exact_match" if isinstance(task, Seq2Seq) else task.exact_name
+        found[name] = _share_equal([(one.completion, one.reference or "") for one in said])
         for name, metric in list(self._metrics.items()):
             try:
-                found[name] = sum(float(metric(*pair)) for pair in said) / len(said)
+                values = [float(metric(one.completion, one.reference or "")) for one in said]
+                found[name] = sum(values) / len(values)
             except Exception as error:  # a metric of one's own costs itself, not the run
                 del self._metrics[name]
                 text = f"The metric {name} failed and is left out from here on: {error!r}"
                 self._on_event(Notice(text))
         return found
+
+    def _to_others(
+        self, task: AnswerTask, watched: Sequence[tuple[Any, Any]], said: Sequence[Sample]
+    ) -> dict[str, float]:
+        """Return how often answers equal what their rows compare them with beside the learnt."""
+        others = [task.other_reference(row) for row, _ in watched]
+        pairs = [(one.completion, o) for one, o in zip(said, others, strict=True) if o is not None]
+        return {"exact_match": _share_equal(pairs)} if pairs else {}
+
+    def _watched(self, number: int) -> list[tuple[Any, Any]]:
+        """Return the first documents of the eval rows that ask for an answer, each with its row."""
+        found: list[tuple[Any, Any]] = []
+        for row in self._rows:
+            if len(found) >= number:
+                break
+            task = self._task
+            each = [row] if isinstance(task, Seq2Seq) else task.watched(row)
+            found += [(row, one) for one in each]
+        return found[:number]
 
     def _prompt(self, text: str, where: str) -> Any:
         """Return a prompt of the recipe as a row; its answer is not known."""
@@ -175,28 +174,5 @@ class TextWatch:
         ]
 
 
-def _documents(rows: Sequence[Any], number: int) -> list[Any]:
-    """Return the first documents with something before their answer, packed rows taken apart.
-
-    Of a comparison it is the chosen answer; one that is not wanted is no reference.
-    """
-    found: list[Any] = []
-    for row in rows:
-        if len(found) >= number:
-            break
-        if isinstance(row, Compared):
-            found += [] if row.wanted is False else _apart(row.documents[0])
-        else:
-            found += _apart(row) if isinstance(row, Row) else [row]
-    return found[:number]
-
-
-def _apart(row: Row) -> list[Row]:
-    """Return the documents of a row in which something stands before the answer."""
-    documents, start = [], 0
-    for length in row.lengths:
-        ids, labels = row.input_ids[start : start + length], row.labels[start : start + length]
-        if labels[0] == IGNORE and any(label != IGNORE for label in labels):
-            documents.append(Row(ids, labels, (length,), row.source))
-        start += length
-    return documents
+def _share_equal(pairs: Sequence[tuple[str, str]]) -> float:
+    return sum(a.strip() == b.strip() for a, b in pairs) / len(pairs)

@@ -27,8 +27,6 @@ from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import InitValues, Method
 from peftkit.planning.resolve import plan_as_asked, resolve_plan
 from peftkit.run.config import Recipe
-from peftkit.run.distill import answer_rows
-from peftkit.tasks.distill.task import Distill
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.train.checkpoints.checkpoint import Checkpoints
 from peftkit.train.checkpoints.identity import fingerprint
@@ -116,8 +114,6 @@ def prepare(
         on_event(Notice(f"Rows are not packed: {why}."))
     task = settings.on(base.model, base.processor, recipe.data, on_event=on_event)
     task.set_reference(*_reference(recipe, base, adapter, continued))
-    if isinstance(task, Distill):
-        answer_rows(recipe, base, task, on_event)
     recipe = recipe.model_copy(update={"data": task.data})
     train, evaluation = task.load_splits(recipe.data)
     if company is not None:

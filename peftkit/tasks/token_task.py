@@ -6,8 +6,10 @@ Shapes: B rows, T tokens, n learnt tokens of the batch.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +17,9 @@ from torch import Tensor, nn
 
 from peftkit.data.encode import Style
 from peftkit.data.lengths import rounded_up
-from peftkit.data.pack import collate, labelled_pieces, last_answer
+from peftkit.data.pack import IGNORE, Row, collate, labelled_pieces, last_answer
 from peftkit.events import Listener, ignore
+from peftkit.model.modes import adapters_off
 from peftkit.tasks.attention import TrainingAttention, training_attention
 from peftkit.tasks.isolation import check_causal
 from peftkit.tasks.length import exact_length
@@ -197,6 +200,9 @@ class AnswerTask(TokenTask):
         DataError: A chat template or a length that cannot be.
     """
 
+    exact_name: ClassVar[str] = "exact_match"
+    """What the share of answers is called that equal what is learnt."""
+
     def __init__(self, model: nn.Module, processor: Any, *config: Any, **more: Any) -> None:
         super().__init__(model, processor, *config, **more)
         self.max_length = exact_length(model, self.tokenizer, self.data.max_length)
@@ -219,13 +225,45 @@ class AnswerTask(TokenTask):
         """Return a row's text in pieces, each with "learnt" or "" before it."""
         return labelled_pieces(row, self._text, "learnt")
 
+    def answer_text(self, ids: Sequence[int]) -> str:
+        """Return tokens that a model made as text."""
+        return str(
+            self.tokenizer.decode(
+                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
     def last_answer(self, row: Any) -> tuple[list[int], str]:
         """Return what comes before a document's last learnt answer, and the answer's text."""
         return last_answer(self.tokenizer, row)
 
+    def watched(self, row: Any) -> list[Row]:
+        """Return the documents of a row that the model may be asked for the last answer of."""
+        return [each for each in row.documents if each.labels[0] == IGNORE and each.num_targets]
+
+    def other_reference(self, row: Any) -> str | None:
+        """Return what else the answer to a row is compared with, as exact_match."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What a model is compared with.
+
+    Attributes:
+        state: Makes a context in which the model is the reference.
+        key: Tells it from all others: base, precision, values. "": unknown, and nothing is kept.
+    """
+
+    state: Callable[[], AbstractContextManager[None]]
+    key: str = ""
+
 
 class DocumentTask(AnswerTask):
     """A task whose rows are documents to compare: how likely each answer is decides the loss.
+
+    Attributes:
+        reference: What the model was before it learnt; by default the base without an adapter.
 
     Raises:
         BaseError: The model is not causal.
@@ -237,6 +275,10 @@ class DocumentTask(AnswerTask):
     def __init__(self, model: nn.Module, processor: Any, *config: Any, **more: Any) -> None:
         check_causal(model)
         super().__init__(model, processor, *config, **more)
+        self.reference = Reference(partial(adapters_off, model))
+
+    def set_reference(self, state: Callable[[], AbstractContextManager[None]], key: str) -> None:
+        self.reference = Reference(state, key)
 
     def positions(self, lengths: Sequence[int], shared: int = 0) -> int:
         """Return how many positions documents take that go through the model at once.

@@ -60,7 +60,8 @@ class Rollouts:
         if not learner.ranks.max(len(made.rows)):
             return self._taught_nothing(told)
         state.empty_steps = 0
-        self._look(made.rows)
+        if self.task.needs_log_probs:
+            self._look(made.rows)
         for _ in range(self.task.updates):
             facts = learner.step(made.rows, rate)
         return StepFacts(
@@ -116,8 +117,6 @@ class Rollouts:
             for part in learner.micro_batches(rows):
                 (batch,) = learner.feed.batches([part])
                 found = self.task.log_probs(learner.model, learner.feed.to_device(batch))
-                if not found:
-                    return
                 self.task.remember(part, found)
 
 

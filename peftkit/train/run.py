@@ -100,11 +100,12 @@ class Run:
         known = identity_of(
             config, train_rows, eval_rows, ranks.world_size, identity, sharded=is_sharded(model)
         )
-        self.rollouts: Rollouts | None = None
+        self.sampler, self.rollouts = sampler, None
         if task.makes_rows:
             self.rollouts = Rollouts(self.learner, sampler, config.seed, self.say)
+        judged = self.rollouts if self.rollouts and self.rollouts.task.evaluates_answers else None
         self.validation = Validation(
-            self.learner, evaluator, self.num_steps, watch, self.say, self.rollouts
+            self.learner, evaluator, self.num_steps, watch, self.say, judged
         )
         self.saver = Saver(self.learner, self.order, config, weights, known, self.say)
         self._agreed_stop = 0
@@ -230,11 +231,13 @@ class Run:
         before = rng.capture(self.ranks.device)
         context = SetupContext(
             rows=View([self.rows, self.eval_rows]),
+            num_train=len(self.rows),
             ranks=self.ranks,
             in_step=self.learner.in_step,
             folder=self.config.output_dir,
             stop=self.stop,
             say=self.say,
+            sampler=self.sampler,
         )
         self.learner.task.setup(self.model, context)
         rng.restore(before, self.ranks.device)

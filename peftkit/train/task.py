@@ -25,17 +25,21 @@ class SetupContext:
 
     Attributes:
         rows: All rows of the run, eval rows last; the same on every process.
+        num_train: How many of them are trained on.
         in_step: Says what a process runs for the others, where each has a part of the base.
         folder: The run's; the main process alone writes into it.
         say: Hears what happens, on the main process alone.
+        sampler: Has the model answer prompts; None where `fit` was called without one.
     """
 
     rows: Sequence[Any]
+    num_train: int
     ranks: World
     in_step: LockstepForward
     folder: Path
     stop: StopRequest
     say: Listener
+    sampler: Sampler | None = None
 
 
 class Task(Protocol):
@@ -54,7 +58,7 @@ class Task(Protocol):
     draws_in_collate: bool = False
     """Whether `collate` draws from torch's own generator; others are collated a step ahead."""
 
-    makes_rows: ClassVar[bool] = False
+    makes_rows: bool = False
     """Whether it is a `RolloutTask`."""
 
     @property
@@ -171,6 +175,10 @@ class RolloutTask(Task, Protocol):
 
     updates: int
     """Optimizer steps with the same answers."""
+    evaluates_answers: bool
+    """Whether an evaluation, too, is of the model's answers."""
+    needs_log_probs: bool
+    """Whether a step needs `log_probs`."""
 
     def roll_out(
         self, prompts: Sequence[Any], seeds: Sequence[int] | None, sampler: Sampler
@@ -185,7 +193,7 @@ class RolloutTask(Task, Protocol):
         """
 
     def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return log-probabilities that a step needs beside the model's own; {} if none."""
+        """Return log-probabilities that a step needs beside the model's own."""
 
     def remember(self, rows: Sequence[Any], found: Mapping[str, Tensor]) -> None:
         """Keep with the rows of a batch what `log_probs` returned of them."""

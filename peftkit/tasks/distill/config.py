@@ -41,7 +41,8 @@ class DistillConfig(TaskConfig):
     """Who is learnt from."""
     answers: Literal["teacher", "data", "student"] = "teacher"
     """Whose answers the two are compared on. teacher: made before the first step, greedily, and
-    kept in the run's folder; rows need none. data: those of the rows."""
+    kept in the run's folder; rows need none. data: the last one of each row. student: its own,
+    made in each step as it is then (on-policy); kind: reverse is usual with it."""
     kind: DivergenceName = "forward"
     """What is learnt at each token of an answer, over the whole vocabulary: forward is
     KL(teacher, student), which learns all that the teacher may say; reverse is
@@ -51,7 +52,7 @@ class DistillConfig(TaskConfig):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Both sides' logits are divided by it."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 256
-    """Longest answer of the teacher in tokens."""
+    """Longest answer that is made, in tokens."""
 
     @model_validator(mode="after")
     def _settings_are_used(self) -> DistillConfig:
@@ -59,12 +60,6 @@ class DistillConfig(TaskConfig):
             raise ConfigError(
                 f"task.beta is not used by task.kind: {self.kind}.",
                 fix="Leave it out, or set task.kind: jsd.",
-            )
-        if self.answers == "student":
-            raise ConfigError(
-                "task.answers: student is not there yet.",
-                found="The task distill makes no answers between its steps.",
-                fix="Set task.answers: teacher, or data where the rows have answers.",
             )
         return self
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peftkit.data.format import Conversation
 from peftkit.data.messages import Message, WrongField, parse_messages
 from peftkit.errors import DataError, neighbours
 
@@ -46,12 +45,6 @@ class TeacherPrompt:
         system = "\n\n".join(text for text in (self.system, own) if text)
         first: tuple[Message, ...] = ({"role": "system", "content": system},) if system else ()
         return (*first, *self.turns, *rest)
-
-    def in_front(self, row: Conversation) -> Conversation:
-        """Return what the teacher reads of a row."""
-        messages = self.before(row.messages)
-        shift = len(messages) - len(row.messages)
-        return replace(row, messages=messages, learnt=tuple(turn + shift for turn in row.learnt))
 
 
 def read_prompt(path: str | Path) -> TeacherPrompt:

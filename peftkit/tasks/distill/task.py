@@ -12,34 +12,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from peftkit.data.columns import columns_of
+from peftkit.data.encode import stop_ids
 from peftkit.data.load import DataConfig
-from peftkit.data.pack import IGNORE
+from peftkit.data.pack import Row
 from peftkit.data.stored import StoredRows
-from peftkit.errors import AdapterError
-from peftkit.events import Listener, Notice, ignore
-from peftkit.kernels.divergence import Divergence, chunked_divergence, reference_divergence
+from peftkit.errors import AdapterError, ConfigError
+from peftkit.events import Listener, Notice, ScoredAnswer, ignore
+from peftkit.kernels.divergence import chunked_divergence, reference_divergence
 from peftkit.kernels.host_memory import free_bytes
-from peftkit.model.modes import adapters_off, evaluating
+from peftkit.model.modes import evaluating
 from peftkit.model.places import unwrap_adapter
+from peftkit.tasks.distill.answers import Answers, teacher_answers
 from peftkit.tasks.distill.prompt import TeacherPrompt
 from peftkit.tasks.distill.rows import Distilled, DistillEncoder
-from peftkit.tasks.isolation import check_causal
 from peftkit.tasks.length import exact_length
 from peftkit.tasks.loss import find_head, target_logits, target_rows, unwrapped
-from peftkit.tasks.measure import over_batches
-from peftkit.tasks.preference.reference import Reference
-from peftkit.tasks.token_task import AnswerTask
+from peftkit.tasks.measure import mean_metrics, over_batches
+from peftkit.tasks.token_task import DocumentTask
+from peftkit.train.rollouts import seed_of
 from peftkit.train.signals import Interrupted
-from peftkit.train.task import SetupContext
+from peftkit.train.task import Rollout, SampledAnswer, Sampler, SetupContext
 
 TEACHER = "teacher_"
 """How the names of a batch begin that are of the teacher's documents."""
+NAN = float("nan")
 HIDDEN = "teacher_hidden"
 """What reaches the head after the teacher's documents (n, H), where it is known already."""
 SHARE = 0.25
@@ -48,19 +50,7 @@ DIVERGENCES = {"forward": "KL(teacher, student)", "reverse": "KL(student, teache
 """What the header calls them."""
 
 
-class Settings(Protocol):
-    """What is asked of the task: the part of its config that it reads."""
-
-    @property
-    def answers(self) -> str:
-        """Whose answers teacher and student are compared on."""
-
-    @property
-    def divergence(self) -> Divergence:
-        """What is computed at each token."""
-
-
-class Distill(AnswerTask):
+class Distill(DocumentTask):
     """Learn to answer as the teacher does.
 
     Args:
@@ -72,36 +62,35 @@ class Distill(AnswerTask):
         DataError: A template or a length that cannot be.
     """
 
-    predicts_tokens: ClassVar[bool] = False
-    is_causal: ClassVar[bool] = True
     num_metrics: ClassVar[int] = 1
+    updates: ClassVar[int] = 1
+    evaluates_answers: ClassVar[bool] = False
+    needs_log_probs: ClassVar[bool] = False
+    exact_name: ClassVar[str] = "agreement"
     row_encoder: DistillEncoder
 
     def __init__(
         self,
         model: nn.Module,
         tokenizer: Any,
-        config: Settings,
+        config: Any,
         data: DataConfig,
         prompt: TeacherPrompt,
         **more: Any,
     ) -> None:
-        check_causal(model)
         _check_head(model)
         super().__init__(model, tokenizer, config, data.without_packing(), **more)
-        self.divergence = config.divergence
-        self.by_teacher = config.answers == "teacher"
-        self.limit = exact_length(model, tokenizer, None)
+        self.makes_rows = config.answers == "student"
         self.row_encoder = DistillEncoder(
             tokenizer,
             self.template,
             data,
             prompt,
             max_length=self.max_length,
-            limit=self.limit,
-            by_teacher=self.by_teacher,
+            limit=exact_length(model, tokenizer, None),
+            room=None if config.answers == "data" else config.max_new_tokens,
         )
-        self.reference = Reference(partial(adapters_off, model))
+        self._answers: Answers = {}
         self._places: dict[int, tuple[int, int]] = {}
         self._hidden: Tensor | None = None
 
@@ -109,13 +98,10 @@ class Distill(AnswerTask):
     def paths(self) -> dict[str, str]:
         """Which divergence, and when the teacher is asked."""
         known = super().paths
-        when = "in each step" if self._hidden is None else "before the first step"
-        loss = f"{DIVERGENCES[self.divergence.kind]}, {known['loss']}"
-        return {**known, "loss": loss, "teacher": f"asked {when}"}
-
-    def set_reference(self, state: Any, key: str) -> None:
-        """Learn from the model in this state; see `Reference`."""
-        self.reference = Reference(state, key)
+        each = self._hidden is None or self.makes_rows
+        loss = f"{DIVERGENCES[self.config.kind]}, {known['loss']}"
+        when = f"asked {'in each step' if each else 'before the first step'}"
+        return {**known, "loss": loss, "teacher": when}
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
         kept = max(len(rows), 1)
@@ -123,18 +109,82 @@ class Distill(AnswerTask):
         told = f"{teacher:,.0f}, {student:,.0f}: {teacher - student:,.0f} saved per request"
         return [("tokens of a prompt, teacher's and student's", told)]
 
-    def setup(self, model: nn.Module, context: SetupContext) -> None:
-        """Ask the teacher about all rows, where what it says can be kept.
+    # Answers.
 
-        Several processes ask it in each step: none of them has all rows.
+    def setup(self, model: nn.Module, context: SetupContext) -> None:
+        """Have the teacher answer the rows, and keep what reaches the head after its documents.
+
+        Of rows that the student answers these are the eval rows alone.
 
         Raises:
-            Interrupted: A signal came.
+            Interrupted: A signal came; answers are kept.
+            DataError: The teacher says nothing.
         """
-        if self._head is None or context.ranks.world_size > 1:
-            return
+        rows = context.rows[context.num_train :] if self.makes_rows else context.rows
+        if self.config.answers != "data" and len(rows):
+            self._ask(model, rows, context)
+        if self._head is not None and context.ranks.world_size == 1 and len(rows):
+            self._find_hidden(model, rows, context)
+
+    def _ask(self, model: nn.Module, rows: Sequence[Distilled], context: SetupContext) -> None:
+        if context.sampler is None:
+            raise ConfigError(
+                f"task.answers: {self.config.answers} needs peftkit train.",
+                found="`fit` has nothing that makes answers.",
+                fix="Set task.answers: data.",
+            )
+        sampler, longest = context.sampler, self.config.max_new_tokens
+        stops = stop_ids(self.tokenizer, self.row_encoder.style)
+
+        def answer(prompts: Sequence[Sequence[int]]) -> list[SampledAnswer]:
+            self.forget_layout()
+            with evaluating(model), self.reference.state():
+                found = sampler.answers(prompts, None, max_new_tokens=longest, stops=stops)
+            return [one for (one,) in found]
+
+        key = f"{self.reference.key} {longest} {stops}"
+        self._answers = teacher_answers(rows, key, answer, self.answer_text, longest, context)
+
+    def answered(self, row: Distilled) -> Distilled:
+        """Return a row with its answer: the teacher's; to plan memory, the longest one."""
+        if row.num_targets:
+            return row
+        known = self._answers.get(row.teacher_ids)
+        ids = known.ids if known is not None else (self._pad_id,) * self.config.max_new_tokens
+        return row.answered(ids[: self.max_length - row.lengths[0]])
+
+    def roll_out(
+        self, prompts: Sequence[Distilled], seeds: Sequence[int] | None, sampler: Sampler
+    ) -> Rollout:
+        """Have the student answer rows, to compare it with the teacher on its own answers."""
+        self.forget_layout()
+        found = sampler.answers(
+            [row.documents[0].input_ids for row in prompts],
+            None if seeds is None else [[seed_of(seed, 0)] for seed in seeds],
+            max_new_tokens=self.config.max_new_tokens,
+            stops=stop_ids(self.tokenizer, self.row_encoder.style),
+        )
+        rows, answers = [], []
+        for row, (one,) in zip(prompts, found, strict=True):
+            rows.append(row.answered(one.ids[: self.max_length - row.lengths[0]]))
+            asked = self.answer_text(row.documents[0].input_ids)
+            said = self.answer_text(one.ids)
+            answers.append(ScoredAnswer(asked, said, NAN, {}, NAN, one.is_cut, row.source))
+        number = max(len(rows), 1)
+        told = {
+            "cut": sum(one.is_cut for one in answers) / number,
+            "length": sum(len(one.ids) for (one,) in found) / number,
+        }
+        return Rollout(rows, told, tuple(answers))
+
+    # The loss.
+
+    def _find_hidden(
+        self, model: nn.Module, rows: Sequence[Distilled], context: SetupContext
+    ) -> None:
+        """Keep what reaches the head after the teacher's documents, where memory has room."""
         bare = unwrapped(model)
-        number = sum(_num_answer(row) for row in context.rows)
+        number = sum(self.answered(row).num_targets // 2 for row in rows)
         shape = (number, int(bare.config.get_text_config().hidden_size))
         needed, free = shape[0] * shape[1] * bare.dtype.itemsize, free_bytes()
         if free is not None and needed > SHARE * free:
@@ -144,30 +194,32 @@ class Distill(AnswerTask):
         hidden, places, start = torch.empty(shape, dtype=bare.dtype), {}, 0
         compute, told = partial(self.teacher_hidden, model), "Asking the teacher"
         with context.ranks.autocast():
-            asked = over_batches(self, model, context.rows, told, context.say, compute)
-            for rows, _, said in asked:
+            for some, _, said in over_batches(self, model, rows, told, context.say, compute):
                 if context.stop.signum:
                     raise Interrupted(context.stop.signum, "stopped before the first step.")
                 hidden[start : start + len(said)] = said
-                for row in rows:
-                    places[_key(row)] = (start, start + _num_answer(row))
-                    start += _num_answer(row)
+                for row in map(self.answered, some):
+                    places[_key(row)] = (start, start + row.num_targets // 2)
+                    start += row.num_targets // 2
         self._hidden, self._places = hidden, places
 
     def num_positions(self, rows: Sequence[Distilled]) -> int:
         """Return how many positions rows take; the teacher's too, where it is asked now."""
-        own, theirs = zip(*(row.documents for row in rows), strict=True)
-        found = super().num_positions(own)
-        return found if self._hidden is not None else found + super().num_positions(theirs)
+        pairs = (self.answered(row).documents for row in rows)
+        own, theirs = zip(*pairs, strict=True)
+        known = self._hidden is not None and not self.makes_rows
+        return super().num_positions(own) + (0 if known else super().num_positions(theirs))
 
     def collate(self, rows: Sequence[Distilled]) -> dict[str, Tensor]:
         """Return the student's documents as a batch, and the teacher's, or what it said."""
-        own, theirs = zip(*(row.documents for row in rows), strict=True)
+        answered = [self.answered(row) for row in rows]
+        own, theirs = zip(*(row.documents for row in answered), strict=True)
         batch = super().collate(own)
-        keys = [_key(row) for row in rows] if self._hidden is not None else []
-        if self._hidden is not None and all(key in self._places for key in keys):
-            said = [self._hidden[slice(*self._places[key])] for key in keys]
-            return {**batch, HIDDEN: torch.cat(said)}
+        if self._hidden is not None:
+            places = [self._places.get(_key(row)) for row in answered]
+            if None not in places:
+                said = [self._hidden[slice(*place)] for place in places if place is not None]
+                return {**batch, HIDDEN: torch.cat(said)}
         asked = super().collate(theirs)
         return {**batch, **{TEACHER + name: tensor for name, tensor in asked.items()}}
 
@@ -187,39 +239,38 @@ class Distill(AnswerTask):
         theirs = self.teacher_hidden(model, batch)  # first: recomputed blocks ask for the last one
         own = self._before_head(model, batch)
         if self._head is None:
-            values = reference_divergence(own.float(), theirs.float(), self.divergence)
+            values = reference_divergence(own.float(), theirs.float(), self.config.divergence)
             same = own.argmax(-1) == theirs.argmax(-1)
         else:
             values, same = chunked_divergence(
                 own,
                 theirs,
                 self._head,
-                self.divergence,
+                self.config.divergence,
                 vocab_size=self._head.vocab_size,
                 chunks=self._head.chunks,
             )
         return torch.stack([values.sum(), same.sum().to(values)])
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return self.loss_and_metric_sums(model, batch)[0]
-
     def metric_means(self, means: Sequence[float]) -> dict[str, float]:
         """Return same_token: the share of answer tokens at which both choose the same one."""
         return {"same_token": means[0]}
 
-    @torch.no_grad()
     def metrics(
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return the loss, same_token, and the tokens of a prompt that the student does without."""
-        total, count = torch.zeros(2), 0
-        compute = partial(self.loss_and_metric_sums, model)
-        for _, batch, sums in over_batches(self, model, rows, "Comparing", on_event, compute):
-            total += sums.cpu()
-            count += self.num_targets(batch)
-        loss, same = (total / count).tolist()
-        saved = sum(row.lengths[1] - row.lengths[0] for row in rows) / len(rows)
-        return {"loss": loss, "same_token": same, "tokens_saved": saved}
+        saved = sum(len(row.teacher_ids) - row.lengths[0] for row in rows) / len(rows)
+        found = mean_metrics(self, model, rows, on_event=on_event)
+        return {**found, "tokens_saved": saved}
+
+    def watched(self, row: Distilled) -> list[Row]:
+        """Return the student's document, with the teacher's answer."""
+        return super().watched(self.answered(row).documents[0])
+
+    def other_reference(self, row: Distilled) -> str | None:
+        """Return the file's own answer."""
+        return row.reference
 
     def spans(self, row: Any) -> list[tuple[str, str]]:
         """Return what the student reads, its answer, and what the teacher reads before that."""
@@ -237,10 +288,6 @@ class Distill(AnswerTask):
 
 def _key(row: Distilled) -> int:
     return columns_of(Distilled).digest(row)
-
-
-def _num_answer(row: Distilled) -> int:
-    return sum(label != IGNORE for label in row.labels) // 2
 
 
 def _check_head(model: nn.Module) -> None:

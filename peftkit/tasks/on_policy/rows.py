@@ -16,10 +16,7 @@ from peftkit.data.encode import Style, prompt_ids
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.load import Record
 from peftkit.data.pack import IGNORE, Row
-from peftkit.errors import DataError
-
-REFERENCES = ("answer", "output", "completion", "response", "reference")
-"""Fields that may hold what an answer should be; the first that a row has."""
+from peftkit.data.prompts import Asked, read_prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +24,14 @@ class Prompt:
     """What the model is asked.
 
     Attributes:
+        asked: Text or messages, as JSON.
+        reference: The row's own answer, where it has one.
         known: All fields of its record, as JSON: reward functions get them as columns.
     """
 
     input_ids: tuple[int, ...]
+    asked: str
+    reference: str | None
     known: str
     source: str
 
@@ -38,16 +39,6 @@ class Prompt:
     def fields(self) -> dict[str, Any]:
         """The fields of its record."""
         return dict(json.loads(self.known))
-
-    @property
-    def reference(self) -> str | None:
-        """What its answer should be, where its record says it."""
-        fields = self.fields
-        found = next((fields[name] for name in REFERENCES if name in fields), None)
-        turns = fields.get("messages")
-        if found is None and turns and turns[-1]["role"] == "assistant":
-            found = turns[-1]["content"]
-        return found if found is None or isinstance(found, str) else json.dumps(found)
 
 
 @dataclass(slots=True, eq=False)
@@ -95,35 +86,18 @@ class PromptEncoder(RowEncoder):
         style = (self._style.kind, self._style.chat_template)
         return (*tokenizer_key(self._tokenizer), *style, self._max_prompt)
 
-    def read(self, records: Sequence[Record], where: str) -> Sequence[Record]:
-        return records
+    def read(self, records: Sequence[Record], where: str) -> list[tuple[Asked, str]]:
+        found, _ = read_prompts(records, where=where)
+        known = (json.dumps(record.fields, default=str) for record in records)
+        return list(zip(found, known, strict=True))
 
-    def rows(self, read: Sequence[Record]) -> EncodedRows:
+    def rows(self, read: list[tuple[Asked, str]]) -> EncodedRows:
         rows: list[Prompt | Dropped] = []
-        for record in read:
-            prompt = asked(record.fields, record.source)
-            ids = tuple(prompt_ids(self._tokenizer, prompt, self._style))
+        for one, known in read:
+            ids = tuple(prompt_ids(self._tokenizer, one.prompt, self._style, one.tools))
             if len(ids) > self._max_prompt:
-                rows.append(Dropped(record.source, 0))
+                rows.append(Dropped(one.source, 0))
             else:
-                rows.append(Prompt(ids, json.dumps(record.fields, default=str), record.source))
+                asked = json.dumps(one.prompt, default=str)
+                rows.append(Prompt(ids, asked, one.reference, known, one.source))
         return EncodedRows(rows, {"style": self._style.kind}, Counter())
-
-
-def asked(fields: Mapping[str, Any], source: str) -> Any:
-    """Return a record's prompt: text, or messages.
-
-    Raises:
-        DataError: It has none.
-    """
-    if turns := fields.get("messages"):
-        return turns[:-1] if turns[-1]["role"] == "assistant" else turns
-    for name in ("prompt", "instruction", "question"):
-        if found := fields.get(name):
-            more = fields.get("input") if name == "instruction" else None
-            return f"{found}\n\n{more}" if more else found
-    raise DataError(
-        f"{source} has no prompt",
-        found=f"Its fields: {', '.join(fields)}.",
-        fix="Name it prompt (text or messages), instruction, question or messages.",
-    )

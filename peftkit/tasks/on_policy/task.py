@@ -8,9 +8,8 @@ Shapes: n answer tokens of a batch, D answers, G answers of each prompt.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from peftkit.data.encode import Encoder, Style, stop_ids
 from peftkit.data.load import DataConfig
 from peftkit.events import Listener, ScoredAnswer, ignore
-from peftkit.model.modes import adapters_off
 from peftkit.tasks.on_policy.losses import (
     OF_TOKENS,
     advantages,
@@ -27,7 +25,7 @@ from peftkit.tasks.on_policy.losses import (
     policy_losses,
 )
 from peftkit.tasks.on_policy.rewards import Rewards, source_hashes
-from peftkit.tasks.on_policy.rows import Group, Prompt, PromptEncoder, asked
+from peftkit.tasks.on_policy.rows import Group, Prompt, PromptEncoder
 from peftkit.tasks.token_task import DocumentTask
 from peftkit.train.rollouts import seed_of
 from peftkit.train.task import Rollout, SampledAnswer, Sampler, SetupContext
@@ -41,7 +39,8 @@ class GRPO(DocumentTask):
         DataError: A chat template or a length that cannot be.
     """
 
-    makes_rows: ClassVar[bool] = True
+    makes_rows = True
+    evaluates_answers: ClassVar[bool] = True
     num_metrics: ClassVar[int] = 4
 
     def __init__(
@@ -49,12 +48,12 @@ class GRPO(DocumentTask):
     ) -> None:
         super().__init__(model, tokenizer, config, data, **more)
         self.updates = config.updates
+        self.needs_log_probs = config.updates > 1 or config.kl > 0
         if self._style is None:
             is_chat = Encoder(tokenizer, self.template).has_template
             self._style = Style("chat", self.template) if is_chat else Style("plain")
         room = self.max_length - config.max_new_tokens
         self.row_encoder = PromptEncoder(tokenizer, self._style, room)
-        self._reference: Any = partial(adapters_off, model)
         self._rewards: Rewards | None = None
         self._stops = stop_ids(tokenizer, self._style)
 
@@ -68,10 +67,6 @@ class GRPO(DocumentTask):
     def identity(self) -> Mapping[str, Any]:
         """The source of the reward functions."""
         return {"rewards": source_hashes(self.config.rewards)}
-
-    def set_reference(self, state: Any, key: str) -> None:
-        """Measure the KL divergence from the model in this state."""
-        self._reference = state
 
     def spans(self, row: Prompt) -> list[tuple[str, str]]:
         """Return the prompt; its answers are not there yet."""
@@ -102,7 +97,7 @@ class GRPO(DocumentTask):
             stops=self._stops,
         )
         pairs = [(p, one) for p, group in zip(prompts, found, strict=True) for one in group]
-        texts = [self._text(one.ids) for _, one in pairs]
+        texts = [self.answer_text(one.ids) for _, one in pairs]
         totals, parts = self._judged([prompt for prompt, _ in pairs], texts)
         worth, groups, start = [], [], 0
         for prompt, group in zip(prompts, found, strict=True):
@@ -114,7 +109,7 @@ class GRPO(DocumentTask):
                 groups += self._group(prompt, group, better)
         answers = tuple(
             ScoredAnswer(
-                prompt=str(self.tokenizer.decode(prompt.input_ids, skip_special_tokens=True)),
+                prompt=self.answer_text(prompt.input_ids),
                 completion=text,
                 reward=total,
                 parts={name: values[n] for name, values in parts.items()},
@@ -149,7 +144,7 @@ class GRPO(DocumentTask):
         """Ask the reward functions; conversations are given as messages, as TRL does."""
         assert self._rewards is not None
         fields = [prompt.fields for prompt in prompts]
-        asked_for = [asked(row, prompt.source) for row, prompt in zip(fields, prompts, strict=True)]
+        asked_for = [json.loads(prompt.asked) for prompt in prompts]
         is_chat = [not isinstance(each, str) for each in asked_for]
         completions: list[Any] = [
             [{"role": "assistant", "content": text}] if chat else text
@@ -182,13 +177,6 @@ class GRPO(DocumentTask):
             "cut": sum(one.is_cut for _, one in pairs) / number,
             "length": sum(lengths) / number,
         }
-
-    def _text(self, ids: Sequence[int]) -> str:
-        return str(
-            self.tokenizer.decode(
-                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
 
     # What is learnt of it.
 
@@ -230,8 +218,7 @@ class GRPO(DocumentTask):
         if self.updates > 1:
             found["old"] = self.token_log_probs(model, batch)
         if self.config.kl:
-            reference: AbstractContextManager[None] = self._reference()
-            with reference:
+            with self.reference.state():
                 found["reference"] = self.token_log_probs(model, batch)
         return found
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from peftkit.errors import PeftkitError
 from peftkit.events import Notice, Progress, Stage
 from peftkit.files.disk import read_tensors, write_tensors
 from peftkit.model.modes import evaluating
+from peftkit.tasks.token_task import Reference
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
 from peftkit.train.signals import Interrupted
 from peftkit.train.task import SetupContext
@@ -34,19 +33,6 @@ FILE = "reference_log_probs.safetensors"
 KEYS, VALUES = "keys", "values"
 BATCH_SIZE = 8
 """Rows at once; as inference they need a part of what a step needs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """What a model is compared with.
-
-    Attributes:
-        state: Makes a context in which the model is the reference.
-        key: Tells it from all others: base, precision, values. "": unknown, and nothing is kept.
-    """
-
-    state: Callable[[], AbstractContextManager[None]]
-    key: str = ""
 
 
 Values = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]

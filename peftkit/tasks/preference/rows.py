@@ -31,15 +31,6 @@ class Compared(Row):
     is_cut: bool
     wanted: bool | None = None
 
-    @property
-    def documents(self) -> tuple[Row, Row]:
-        """The two, each by itself."""
-        cut = self.lengths[0]
-        return (
-            Row(self.input_ids[:cut], self.labels[:cut], (cut,), self.source),
-            Row(self.input_ids[cut:], self.labels[cut:], (self.lengths[1],), self.source),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Judged:

@@ -9,7 +9,6 @@ Shapes: B rows, D = 2 B documents, n answer tokens of them all.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,9 +17,8 @@ from torch import Tensor, nn
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import IGNORE, Row, labelled_pieces
 from peftkit.events import Listener, ignore
-from peftkit.model.modes import adapters_off
 from peftkit.tasks.measure import mean_metrics
-from peftkit.tasks.preference.reference import Reference, ReferenceValues
+from peftkit.tasks.preference.reference import ReferenceValues
 from peftkit.tasks.preference.rows import AnswerEncoder, Compared
 from peftkit.tasks.token_task import DocumentTask
 from peftkit.train.task import SetupContext
@@ -44,7 +42,6 @@ class Preference(DocumentTask):
     ) -> None:
         super().__init__(model, tokenizer, config, data, **more)
         self.row_encoder = self.encoder_type(tokenizer, self.template, self.max_length)
-        self._reference = Reference(partial(adapters_off, model))
         self._values = ReferenceValues(self._batch, self.log_probs)
 
     @property
@@ -57,14 +54,10 @@ class Preference(DocumentTask):
         loss = f"{self.config.loss}, {chunks}"
         return {**known, "loss": loss, "pairs": rows, "reference": reference}
 
-    def set_reference(self, state: Any, key: str) -> None:
-        """Compare with the model in this state; see `Reference`."""
-        self._reference = Reference(state, key)
-
     def setup(self, model: nn.Module, context: SetupContext) -> None:
         """Ask the reference about all rows, where the loss has one."""
         if self.config.needs_reference:
-            self._values.find(model, self._reference, context)
+            self._values.find(model, self.reference, context)
 
     def num_positions(self, rows: Sequence[Compared]) -> int:
         """Return how many positions the documents of rows take that go through at once."""
@@ -98,7 +91,7 @@ class Preference(DocumentTask):
         if not self.config.needs_reference:
             return torch.zeros(len(batch["cut"]), 2, device=batch["input_ids"].device)
         known = batch.get("reference")
-        return self._values.compute(model, self._reference, batch) if known is None else known
+        return self._values.compute(model, self.reference, batch) if known is None else known
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         """Return the number of rows."""
@@ -109,6 +102,10 @@ class Preference(DocumentTask):
     ) -> dict[str, float]:
         """Return the loss, and what is told at each step of training."""
         return mean_metrics(self, model, rows, on_event=on_event)
+
+    def watched(self, row: Compared) -> list[Row]:
+        """Return the chosen answer; one that is not wanted is no reference."""
+        return [] if row.wanted is False else super().watched(row.documents[0])
 
     def _spans(self, row: Compared, names: Sequence[str]) -> list[tuple[str, str]]:
         pairs = zip(row.documents, names, strict=False)

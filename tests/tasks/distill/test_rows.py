@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.adapter import attach
-from peftkit.data.load import read_records
+from peftkit.data.load import DataConfig
 from peftkit.data.pack import IGNORE
 from peftkit.errors import DataError
 from peftkit.methods.lora import LoRA
@@ -135,25 +135,20 @@ def test_a_teacher_is_asked_rows_with_and_without_an_answer(
     row: dict[str, Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     file = write(tmp_path / "a.jsonl", [row])
-    task = settings(tmp_path, answers="teacher").on(model, tokenizer, _data(file))
-    (question,) = task.row_encoder.questions(read_records(file), file)
+    asked = settings(tmp_path, answers="teacher", max_new_tokens=6)
+    task = asked.on(model, tokenizer, DataConfig(train=file, max_length=64))
+    (question,) = task.load(file)
     assert question.reference == ("the fox" if "fox" in json.dumps(row) else None)
-    text = tokenizer.decode(question.teacher_ids)
-    assert text.endswith("<|im_start|>user\nthe dog and <|im_end|>\n<|im_start|>assistant\n")
-    assert text.startswith("<|im_start|>system\nThe dog answers")
-    task.row_encoder.answers = {question.teacher_ids: "a pizza"}
-    (made,) = task.load(file)
-    student, teacher = made.documents
-    assert student.input_ids[: len(question.student_ids)] == question.student_ids
-    assert teacher.input_ids[: len(question.teacher_ids)] == question.teacher_ids
-    said = tokenizer.decode(teacher.input_ids[len(question.teacher_ids) :])
-    assert said == "a pizza<|im_end|>"
-
-
-def _data(file: str) -> Any:
-    from peftkit.data.load import DataConfig
-
-    return DataConfig(train=file, max_length=64)
+    assert question.num_targets == 0
+    texts = [tokenizer.decode(document.input_ids) for document in question.documents]
+    assert texts[1].startswith("<|im_start|>system\nThe dog answers")
+    end = "<|im_start|>user\nthe dog and <|im_end|>\n<|im_start|>assistant\n"
+    assert all(text.endswith(end) for text in texts)
+    made = question.answered(tokenizer("a pizza<|im_end|>")["input_ids"])
+    for text, document in zip(texts, made.documents, strict=True):
+        assert tokenizer.decode(document.input_ids) == f"{text}a pizza<|im_end|>"
+        learnt = [label for label in document.labels if label != IGNORE]
+        assert tokenizer.decode(learnt) == "a pizza<|im_end|>"
 
 
 def test_texts_ask_nothing(

@@ -14,8 +14,8 @@ from peftkit.events import EvalDone, Event, RunStarted, Stage, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.recipe import run
 from peftkit.run.config import Recipe
-from peftkit.run.distill import FILE
 from peftkit.sweeps.members import Member, check_members
+from peftkit.tasks.distill.answers import FILE
 from tests.tasks.distill.cases import write_prompt, write_rows
 
 WEIGHTS = "adapter_model.safetensors"

@@ -1,0 +1,147 @@
+"""The teacher's answers: made before the first step, each once, and kept in the run's folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peftkit.errors import DataError
+from peftkit.events import Notice, Progress, Stage, Table
+from peftkit.tasks.distill.rows import Distilled
+from peftkit.tasks.metrics import rouge_l
+from peftkit.train.signals import Interrupted
+from peftkit.train.task import SampledAnswer, SetupContext
+
+FILE = "teacher_answers.jsonl"
+AT_ONCE = 64
+"""Prompts that are answered, and written, together."""
+SHOWN = 3
+Answers = dict[tuple[int, ...], SampledAnswer]
+"""By the teacher's prompt."""
+
+
+def teacher_answers(
+    rows: Sequence[Distilled],
+    key: str,
+    answer: Callable[[Sequence[Sequence[int]]], list[SampledAnswer]],
+    text: Callable[[Sequence[int]], str],
+    longest: int,
+    context: SetupContext,
+) -> Answers:
+    """Return the teacher's answers to rows: those of the run's folder, and others made now.
+
+    Several processes answer a part each, unless they share the base.
+
+    Args:
+        key: What answers depend on beside the prompt. answer: Has the teacher answer prompts.
+        text: Decodes tokens. longest: The most tokens of an answer.
+
+    Raises:
+        Interrupted: A signal came; what was made is kept.
+        DataError: The teacher says nothing.
+    """
+    path, ranks = context.folder / FILE, context.ranks
+    asked = {row.teacher_ids: row for row in rows}
+    keys = {ids: _key(key, ids) for ids in asked}
+    kept = _kept(path)
+    ranks.wait()  # all have read it before one writes
+    found = {ids: kept[known] for ids, known in keys.items() if known in kept}
+    missing = sorted(asked.keys() - found.keys(), key=lambda ids: (-len(ids), ids))
+    if missing:
+        context.say(Stage(f"The teacher answers {len(missing):,} rows"))
+    for start in range(0, len(missing), AT_ONCE):
+        if context.stop.signum and ranks.world_size == 1:
+            told = "stopped before the first step; the teacher's answers so far are kept."
+            raise Interrupted(context.stop.signum, told)
+        context.say(Progress("The teacher answers", start, len(missing)))
+        part = missing[start : start + AT_ONCE]
+        made = _on_all(part, answer, longest, context)
+        found |= zip(part, made, strict=True)
+        lines = [
+            json.dumps(_as_json(keys[ids], asked[ids].source, one, text), ensure_ascii=False) + "\n"
+            for ids, one in zip(part, made, strict=True)
+        ]
+        if ranks.is_main:
+            with open(path, "a", encoding="utf-8", errors="surrogatepass") as file:
+                file.write("".join(lines))
+    _tell([*asked.values()], found, text, context)
+    return found
+
+
+def _on_all(
+    prompts: Sequence[tuple[int, ...]],
+    answer: Callable[[Sequence[Sequence[int]]], list[SampledAnswer]],
+    longest: int,
+    context: SetupContext,
+) -> list[SampledAnswer]:
+    """Have each process answer some prompts; all get all answers."""
+    ranks = context.ranks
+    if ranks.world_size == 1 or context.in_step.needed:
+        return answer(prompts)
+    made = torch.zeros(len(prompts), longest + 3, dtype=torch.long, device=ranks.device)
+    own = range(ranks.rank, len(prompts), ranks.world_size)
+    for n, one in zip(own, answer([prompts[n] for n in own]), strict=True):
+        told = [len(one.ids), int(one.is_cut), *one.ids]
+        made[n, : len(told)] = torch.tensor(told, device=ranks.device)
+    return [
+        SampledAnswer(tuple(ids[:size]), bool(cut)) for size, cut, *ids in ranks.sum(made).tolist()
+    ]
+
+
+def _tell(
+    rows: Sequence[Distilled],
+    answers: Answers,
+    text: Callable[[Sequence[int]], str],
+    context: SetupContext,
+) -> None:
+    """Say what the teacher's answers are worth: beside the rows' own, where they have any."""
+    said = [(row, text(answers[row.teacher_ids].ids)) for row in rows]
+    if said and not any(answer.strip() for _, answer in said):
+        raise DataError(
+            "the teacher answers nothing.",
+            found=f"Each of its {len(said):,} answers is empty.",
+            fix="Give its prompt examples (## User, ## Assistant), or take a larger base.",
+        )
+    cut = sum(answers[row.teacher_ids].is_cut for row in rows)
+    lines = [("answers", f"{len(said):,}"), ("cut at task.max_new_tokens", f"{cut:,}")]
+    pairs = [(answer, row.reference) for row, answer in said if row.reference is not None]
+    if pairs:
+        exact = sum(answer.strip() == own.strip() for answer, own in pairs)
+        likeness = sum(rouge_l(*pair) for pair in pairs) / len(pairs)
+        lines.append(("exactly the row's own", f"{exact:,} of {len(pairs):,}"))
+        lines.append(("ROUGE-L to the row's own", f"{likeness:.3f}"))
+    lines += [(row.source, " ".join(answer.split())[:200]) for row, answer in said[:SHOWN]]
+    title = "The teacher's answers, before anything is learnt"
+    context.say(Table(title, ("what", "value"), tuple(lines)))
+    if 2 * cut > len(said):
+        more = "raise task.max_new_tokens, or show the teacher shorter ones."
+        context.say(Notice(f"Most of the teacher's answers are cut: {more}"))
+
+
+def _key(key: str, ids: tuple[int, ...]) -> str:
+    return hashlib.blake2b(repr((key, ids)).encode(), digest_size=16).hexdigest()
+
+
+def _as_json(
+    key: str, source: str, one: SampledAnswer, text: Callable[[Sequence[int]], str]
+) -> Mapping[str, Any]:
+    told = {"key": key, "source": source, "answer": text(one.ids)}
+    return {**told, "ids": one.ids, "cut": one.is_cut}
+
+
+def _kept(path: Path) -> dict[str, SampledAnswer]:
+    """Return the answers that a folder has; a line that was cut off is as if it were not there."""
+    found = {}
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="surrogatepass").split("\n"):
+            try:
+                row = json.loads(line)
+                found[row["key"]] = SampledAnswer(tuple(map(int, row["ids"])), bool(row["cut"]))
+            except (ValueError, KeyError, TypeError):
+                continue
+    return found

@@ -1,0 +1,97 @@
+"""Two processes on gloo learn what one does: preferences, rewards, and what a teacher says."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peftkit import recipe
+from peftkit.config.schema import from_dict
+from peftkit.events import Event, StepDone
+from peftkit.run.config import Recipe
+from peftkit.tasks.distill.answers import FILE as ANSWERS
+from peftkit.tasks.preference.reference import FILE as LOG_PROBS
+from tests.tasks.distill.cases import write_prompt
+from tests.tasks.preference.cases import write_verdicts
+from tests.train.children import exit_code, free_port, start
+
+TASKS: dict[str, dict[str, Any]] = {
+    "kto": {"type": "preference", "loss": "kto", "beta": 0.5},
+    "grpo": {
+        "type": "grpo",
+        "rewards": [{"use": "regex", "pattern": "[aeiou].*[aeiou]"}],
+        "answers": 6,
+        "max_new_tokens": 8,
+        "mask_cut": False,
+    },
+    "teacher": {"type": "distill", "teacher": {"prompt": "prompt.md"}, "max_new_tokens": 6},
+    "student": {
+        "type": "distill",
+        "teacher": {"prompt": "prompt.md"},
+        "max_new_tokens": 6,
+        "answers": "student",
+        "kind": "reverse",
+    },
+}
+OF_A_PROCESS = ("rollout_seconds", "reward_std")
+"""Of its own answers, and of each group of its own spread."""
+
+
+def learn(folder: str, model: str, out: str, accumulation: int) -> None:
+    """Run each task for two steps, and write what the steps told."""
+    os.chdir(folder)
+    for name, task in TASKS.items():
+        told: list[tuple[float, dict[str, float]]] = []
+
+        def listen(event: Event, told: Any = told) -> None:
+            if isinstance(event, StepDone):
+                told.append((event.loss, dict(event.figures)))
+
+        spec = {
+            "task": task,
+            "base": {"model": model, "dtype": "fp32"},
+            "method": {"type": "lora", "rank": 2, "targets": ["q", "v"]},
+            "data": {"train": "rows.jsonl", "max_length": 64},
+            "train": {
+                "output_dir": f"{out}/{name}",
+                "max_steps": 2,
+                "batch_size": 2,
+                "gradient_accumulation": accumulation,
+                "learning_rate": 0.01,
+                "save_every": None,
+            },
+        }
+        recipe.run(from_dict(Recipe, spec, "the test"), on_event=listen)
+        if os.environ.get("RANK", "0") == "0":
+            Path(out, name, "told.json").write_text(json.dumps(told))
+
+
+def test_two_processes_learn_what_one_does(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_verdicts(tmp_path / "rows.jsonl")
+    write_prompt(tmp_path)
+    here, model, port = str(tmp_path), str(model_folder), free_port()
+    world: dict[str, Any] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    children = [
+        start(learn, here, model, "two", 1, RANK=str(rank), LOCAL_RANK=str(rank), **world)
+        for rank in range(2)
+    ]
+    monkeypatch.chdir(tmp_path)
+    learn(here, model, "one", 2)
+    assert [exit_code(each, 240) for each in children] == [0, 0]
+    for name in TASKS:
+        one, two = (json.loads(Path(out, name, "told.json").read_text()) for out in ("one", "two"))
+        for (loss, figures), (other, others) in zip(one, two, strict=True):
+            assert other == pytest.approx(loss, rel=1e-3, abs=1e-4), name
+            for each in OF_A_PROCESS:
+                figures.pop(each, None), others.pop(each, None)
+            # AdamW magnifies rounding
+            assert others == pytest.approx(figures, rel=1e-2, abs=1e-3), name
+    assert Path("two/kto", LOG_PROBS).is_file()
+    answers = [Path(out, "teacher", ANSWERS).read_text().split("\n") for out in ("one", "two")]
+    assert sorted(answers[0]) == sorted(answers[1])
