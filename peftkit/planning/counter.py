@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 GPU_ROUNDING = 512
 """CUDA's caching allocator gives multiples of it."""
+_DEVICE = torch.ops.prim.device.default
 
 
 class Counter(TorchDispatchMode):
@@ -67,9 +68,16 @@ class Counter(TorchDispatchMode):
             self._by[phase] += num_bytes
             self._storages[key] = (num_bytes, phase, reference)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave out torch's guard against being compiled, which takes as long as the counting."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is _DEVICE:  # two of three calls: torch's own code asks each tensor where it is
+            return args[0].device
         kwargs = kwargs or {}
         inside = _written_in_python(func)
         if inside is not None:  # what an operator of ours makes on its way counts too

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -81,6 +81,7 @@ class MemoryEstimator:
     Args:
         config: The model's.
         link: GB/s from main memory to the device.
+        like: Of the same model and environment; its steps are taken where they are the same.
 
     Attributes:
         rows, length: Rows, and tokens of each of their texts, that go through the model at once.
@@ -88,7 +89,13 @@ class MemoryEstimator:
     """
 
     def __init__(
-        self, recipe: Recipe, config: Any, environment: Environment, *, link: float = LINK
+        self,
+        recipe: Recipe,
+        config: Any,
+        environment: Environment,
+        *,
+        link: float = LINK,
+        like: MemoryEstimator | None = None,
     ) -> None:
         self.recipe, self.config, self.environment, self.link = recipe, config, environment, link
         self.card = card_of(environment.memory or 0)
@@ -101,7 +108,10 @@ class MemoryEstimator:
             rows = max(1, min(rows, tokens // (num_texts * self.length)))
         self.rows = rows
         setup = setup_of(recipe, config, environment)
-        self.reckoner = StepEstimator(setup, None if environment.on_gpu else environment.usable)
+        if like is not None and replace(like.reckoner.setup, kept=False) == setup:
+            self.reckoner = like.reckoner
+        else:
+            self.reckoner = StepEstimator(setup, None if environment.on_gpu else environment.usable)
 
     @cached_property
     def _bare(self) -> StepEstimator:

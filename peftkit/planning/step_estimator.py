@@ -59,7 +59,7 @@ class StepEstimator:
 
     def __init__(self, setup: Setup, free: int | None = None) -> None:
         self._steps: dict[int, DatalessStep] = {}
-        self._known: dict[tuple[int, int, Activations], tuple[StepCount, StepCount, float]] = {}
+        self._known: dict[tuple[int, int, int, Activations], StepCount] = {}
         bare = skeleton_of(setup)
         blocks = Blocks(bare, setup.plan)
         self.num_parameters = sum(p.numel() for p in bare.parameters())
@@ -110,20 +110,34 @@ class StepEstimator:
         first, second, more = self._both(rows, length, way)
         tokens, other = rows * length, length // 4 if length >= 512 else 4 * length
         other += length * (other == tokens)  # a slope needs two lengths
-        elsewhere = self._step(self._depth).count(1, other, way)
+        elsewhere = self._counted(self._depth, 1, other, way)
         slope = (elsewhere.beside_weights - first.beside_weights) / (other - tokens)
         each = more * (second.beside_weights - first.beside_weights) - self._away(first, way)
         return slope + each / tokens
 
     def _both(self, rows: int, length: int, way: Activations) -> tuple[StepCount, StepCount, float]:
-        """Return a step of few blocks, of some more, and how often the difference is to be added.
+        """Return a step of few blocks, of one more, and how often the difference is to be added."""
+        first = self._counted(self._depth, rows, length, way)
+        small = self._steps[self._depth].num_blocks
+        if small == self.num_blocks:
+            return first, first, 0.0
+        second = self._counted(self._depth + 1, rows, length, way)
+        large = self._steps[self._depth + 1].num_blocks
+        return first, second, (self.num_blocks - small) / (large - small)
 
-        Counted once for each key.
+    def _counted(self, depth: int, rows: int, length: int, way: Activations) -> StepCount:
+        """Return a step of so many blocks; each is counted once.
+
+        Raises:
+            CountError: It cannot be run without data.
         """
-        key = rows, length, way
+        key = depth, rows, length, way
         if key not in self._known:
             try:
-                self._known[key] = self._counted(*key)
+                if depth not in self._steps:
+                    config = with_depth(self.setup.config, depth)
+                    self._steps[depth] = DatalessStep(replace(self.setup, config=config))
+                self._known[key] = self._steps[depth].count(rows, length, way)
             except PeftkitError:
                 raise
             except Exception as error:  # of any model's code, on tensors that it was not made for
@@ -133,27 +147,10 @@ class StepEstimator:
                 ) from error
         return self._known[key]
 
-    def _counted(
-        self, rows: int, length: int, way: Activations
-    ) -> tuple[StepCount, StepCount, float]:
-        small = self._step(self._depth)
-        first = small.count(rows, length, way)
-        if small.num_blocks == self.num_blocks:
-            return first, first, 0.0
-        large = self._step(self._depth + 1)
-        more = (self.num_blocks - small.num_blocks) / (large.num_blocks - small.num_blocks)
-        return first, large.count(rows, length, way), more
-
     def _away(self, count: StepCount, way: Activations) -> int:
         """Return the bytes of blocks' inputs that wait in main memory."""
         moves = way == "offload" and self.setup.plan.on_gpu
         return count.block_input * max(self.num_blocks - ON_DEVICE, 0) if moves else 0
-
-    def _step(self, depth: int) -> DatalessStep:
-        if depth not in self._steps:
-            config = with_depth(self.setup.config, depth)
-            self._steps[depth] = DatalessStep(replace(self.setup, config=config))
-        return self._steps[depth]
 
 
 def _reckoned(first: Mapping[str, int], second: Mapping[str, int], name: str, more: float) -> float:
