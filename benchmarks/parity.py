@@ -27,10 +27,10 @@ from peftkit.events import Event, StepDone
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.methods.lora import LoRA
 from peftkit.tasks.causal_lm import CausalLM
+from peftkit.train.batches import StatelessSampler
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 from peftkit.train.optim import learning_rate
-from peftkit.train.sampler import StatelessSampler
 
 TOLERANCES = {"none": 1e-4, "nf4": 2e-2}
 """float32: sums in another order. NF4: the same 4-bit weights, dequantised by other kernels."""

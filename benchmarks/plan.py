@@ -73,10 +73,10 @@ def reckoner_of(
     return StepEstimator(setup, free)
 
 
-def planned(reckoner: StepEstimator, way: Activations, length: int) -> int:
+def planned(steps: StepEstimator, way: Activations, length: int) -> int:
     """Return the peak that the plan tells of a step of one row."""
-    state = STATE_BYTES["adamw"] * reckoner.num_trained
-    return sum(reckoner.count(1, length, way).peak.values()) + state
+    state = STATE_BYTES["adamw"] * steps.num_trained
+    return sum(steps.count(1, length, way).peak.values()) + state
 
 
 class Measured:
@@ -171,10 +171,10 @@ def main() -> None:
     for family in asked.families.split(","):
         for quantize in asked.quantize.split(","):
             config = config_of(family)
-            reckoner, measured = reckoner_of(config, quantize), Measured(config, quantize)
+            steps, measured = reckoner_of(config, quantize), Measured(config, quantize)
             for way in WAYS:
                 for length in LENGTHS:
-                    told, found = planned(reckoner, way, length), measured.peak(way, length)
+                    told, found = planned(steps, way, length), measured.peak(way, length)
                     off = told / found - 1
                     worst = max(worst, abs(off))
                     cells = (f"{told / 1e6:,.1f}", f"{found / 1e6:,.1f}", f"{100 * off:+.1f} %")

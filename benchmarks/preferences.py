@@ -30,7 +30,7 @@ from peftkit.base.processors import load_tokenizer
 from peftkit.events import ignore
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.methods.lora import LoRA
-from peftkit.train.sampler import StatelessSampler
+from peftkit.train.batches import StatelessSampler
 
 NAME = "smollm2-135m"
 TOLERANCE = 1e-4

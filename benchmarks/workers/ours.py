@@ -25,9 +25,9 @@ from peftkit.quant.quantize import quantize_model
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig
 from peftkit.tasks.seq2seq import PairRow, Seq2Seq, Seq2SeqConfig
+from peftkit.train.batches import StatelessSampler
 from peftkit.train.config import SHARDED, TrainConfig
 from peftkit.train.loop import fit
-from peftkit.train.sampler import StatelessSampler
 from peftkit.train.sharding import shard_base
 
 

@@ -85,6 +85,7 @@ class MemoryEstimator:
 
     Attributes:
         rows, length: Rows, and tokens of each of their texts, that go through the model at once.
+        steps: Counts the steps of its setup.
         card: The named GPU that is like the machine's.
     """
 
@@ -108,22 +109,22 @@ class MemoryEstimator:
             rows = max(1, min(rows, tokens // (num_texts * self.length)))
         self.rows = rows
         setup = setup_of(recipe, config, environment)
-        if like is not None and replace(like.reckoner.setup, kept=False) == setup:
-            self.reckoner = like.reckoner
-        else:
-            self.reckoner = StepEstimator(setup, None if environment.on_gpu else environment.usable)
+        known = None if like is None else like.steps
+        if known is None or replace(known.setup, kept=False) != setup:
+            known = StepEstimator(setup, None if environment.on_gpu else environment.usable)
+        self.steps: StepEstimator = known
 
     @cached_property
     def _bare(self) -> StepEstimator:
         """Of a base that is not all on the device, so that no unpacked weights are kept."""
-        if not self.reckoner.setup.kept:
-            return self.reckoner
+        if not self.steps.setup.kept:
+            return self.steps
         return StepEstimator(setup_of(self.recipe, self.config, self.environment))
 
     @cached_property
     def streams(self) -> WeightFootprint:
         """What the device has where blocks are streamed."""
-        return streamed(self.reckoner.whole)
+        return streamed(self.steps.whole)
 
     @cached_property
     def can_stream(self) -> bool:
@@ -134,7 +135,7 @@ class MemoryEstimator:
     def activations(self, placement: Placement = "device") -> tuple[Activations, ...]:
         """Return what may be kept of activations, the fastest first."""
         wish, streamed = self.recipe.train.gradient_checkpointing, placement == "stream"
-        return self.reckoner.activation_modes(wish, streamed=streamed)
+        return self.steps.activation_modes(wish, streamed=streamed)
 
     def ways(self) -> Iterator[Strategy]:
         """Yield the ways that base.placement allows, the fastest first.
@@ -167,7 +168,7 @@ class MemoryEstimator:
         held = self.streams if placement == "stream" else None
         if shard != "none":
             number = self.environment.world_size
-            held = spread(self.reckoner.whole, number, offload=shard == "offload")
+            held = spread(self.steps.whole, number, offload=shard == "offload")
         rows = rows or self.rows
         peak, longest, flops = self._count(held, activations, rows)
         taken = sum(peak.values())
@@ -194,8 +195,8 @@ class MemoryEstimator:
     def share(self, cards: int) -> DeviceEstimate:
         """Count one card of several, with the first way of keeping activations that fits."""
         offload = self.recipe.train.shard == "offload"
-        held = spread(self.reckoner.whole, cards, offload=offload) if cards > 1 else None
-        summed = 2 * (cards - 1) * sum(p.nbytes for p in self.reckoner.trained) // cards
+        held = spread(self.steps.whole, cards, offload=offload) if cards > 1 else None
+        summed = 2 * (cards - 1) * sum(p.nbytes for p in self.steps.trained) // cards
         for activations in self.activations():
             peak, longest, flops = self._count(held, activations, self.rows)
             if sum(peak.values()) <= self.environment.room:
@@ -212,8 +213,8 @@ class MemoryEstimator:
 
     def member_bytes(self, optimizer: str) -> int:
         """Return what each further member of a sweep has of its own."""
-        weights = sum(p.nbytes for p in self.reckoner.trained)
-        return 2 * weights + STATE_BYTES[optimizer] * self.reckoner.num_trained
+        weights = sum(p.nbytes for p in self.steps.trained)
+        return 2 * weights + STATE_BYTES[optimizer] * self.steps.num_trained
 
     def pass_bytes(self, rows: int) -> int:
         """Return what the members of a sweep share: weights, and the activations of a joint pass.
@@ -229,8 +230,8 @@ class MemoryEstimator:
         more = 0 if self.environment.on_gpu else max(most - self.rows, 0) * self.length
         found = 0
         for way in self.activations():
-            count = self.reckoner.count(self.rows, self.length, way)
-            slope = self.reckoner.bytes_per_token(self.rows, self.length, way) if more else 0.0
+            count = self.steps.count(self.rows, self.length, way)
+            slope = self.steps.bytes_per_token(self.rows, self.length, way) if more else 0.0
             found = count.peak["weights"] + count.peak["activations"] + round(slope * more)
             if found <= self.environment.usable:
                 break
@@ -240,15 +241,15 @@ class MemoryEstimator:
         self, held: WeightFootprint | None, activations: Activations, rows: int
     ) -> tuple[dict[str, int], int, int]:
         """Return bytes by category, the tokens of a row that would fit, and FLOPs."""
-        reckoner = self.reckoner if held is None else self._bare
-        count = reckoner.count(rows, self.length, activations)
-        state = STATE_BYTES[self.recipe.train.optimizer] * reckoner.num_trained
+        steps = self.steps if held is None else self._bare
+        count = steps.count(rows, self.length, activations)
+        state = STATE_BYTES[self.recipe.train.optimizer] * steps.num_trained
         found = {**count.peak, "optimizer": state, "process": self.environment.process}
         if held is not None:
-            found["weights"] += held.at_most - reckoner.base.resident
+            found["weights"] += held.at_most - steps.base.resident
         if self.recipe.train.gradient_accumulation > 1:  # a second batch beside the first's
-            found["gradients"] = max(found["gradients"], sum(p.nbytes for p in reckoner.trained))
-        slope = max(reckoner.bytes_per_token(rows, self.length, activations), 1.0)
+            found["gradients"] = max(found["gradients"], sum(p.nbytes for p in steps.trained))
+        slope = max(steps.bytes_per_token(rows, self.length, activations), 1.0)
         left = self.environment.room - sum(found.values())
         return found, max(int(rows * self.length + left / slope), 0), count.flops
 

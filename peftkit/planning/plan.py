@@ -6,7 +6,7 @@ Of a model only the config is read. The step that trains is counted on tensors w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,8 @@ from peftkit.base.skeleton import read_config
 from peftkit.config.schema import from_dict
 from peftkit.execution.environment import gpu_of_size, this_machine
 from peftkit.execution.plan import ExecutionPlan
-from peftkit.planning.cards import (
-    CARDS,
-    LINK,
-    measured_rate,
-    parse_size,
-)
-from peftkit.planning.change import cheapest_change
-from peftkit.planning.memory import DeviceEstimate, MemoryEstimator, Strategy
+from peftkit.planning.cards import CARDS, LINK, measured_rate, parse_size
+from peftkit.planning.memory import STEP, DeviceEstimate, MemoryEstimator, Strategy
 from peftkit.planning.resolve import plan_as_asked
 from peftkit.planning.step import plain_purpose
 from peftkit.run.config import Recipe, load
@@ -110,7 +104,7 @@ def plan_run(
         environment = gpu_of_size(parse_size(memory) if isinstance(memory, str) else memory)
     config = read_config(recipe.base.model, recipe.base.revision, plain_purpose(recipe.task))
     costs = MemoryEstimator(recipe, config, environment, link=link)
-    rows, length, reckoner = costs.rows, costs.length, costs.reckoner
+    rows, length, steps = costs.rows, costs.length, costs.steps
     ways = tuple(costs.ways())
     chosen = next((w for w in ways if w.fits), None)
     chosen = chosen or next((w for w in ways if w.longest_row >= length), None)
@@ -120,16 +114,16 @@ def plan_run(
     run_tokens = None if num_tokens is None else round(num_tokens * recipe.train.epochs)
     batches = (run_tokens or 1) / (rows * length * recipe.task.num_texts) if run_tokens else 1.0
     work = batches * chosen.step_flops
-    adapter = sum(p.nbytes for p in reckoner.trained)
-    state = STATE_BYTES[recipe.train.optimizer] * reckoner.num_trained
-    here = 0.7 * measured_rate(reckoner.setup.dtype) if measure else 0.0
+    adapter = sum(p.nbytes for p in steps.trained)
+    state = STATE_BYTES[recipe.train.optimizer] * steps.num_trained
+    here = 0.7 * measured_rate(steps.setup.dtype) if measure else 0.0
     return Plan(
         model=recipe.base.model,
         on_gpu=environment.on_gpu,
-        dtype=str(reckoner.setup.dtype).removeprefix("torch."),
+        dtype=str(steps.setup.dtype).removeprefix("torch."),
         quantize=recipe.base.quantize,
-        num_parameters=reckoner.num_parameters,
-        num_trained=reckoner.num_trained,
+        num_parameters=steps.num_parameters,
+        num_trained=steps.num_trained,
         rows=rows,
         length=length,
         memory_bytes=environment.memory or 0,
@@ -150,7 +144,7 @@ def plan_run(
         seconds_here=work / here if measure else None,
         seconds_on={
             card.name: max(
-                card.seconds(work, 2 * batches * reckoner.base.resident),
+                card.seconds(work, 2 * batches * steps.base.resident),
                 batches * chosen.moved_bytes / (link * 1e9),
             )
             for card in CARDS
@@ -169,7 +163,7 @@ def _recipe(target: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
 
 def _execution(costs: MemoryEstimator, chosen: Strategy) -> ExecutionPlan:
     """Return the plan of a run that keeps its base and activations in a way."""
-    dtype = str(costs.reckoner.setup.dtype).removeprefix("torch.")
+    dtype = str(costs.steps.setup.dtype).removeprefix("torch.")
     asked = plan_as_asked(costs.recipe, costs.environment, dtype)
     plan = replace(asked, placement=chosen.placement, activations=chosen.activations)
     if chosen.fits or plan.tokens is None:
@@ -197,3 +191,70 @@ def _data(recipe: Recipe, length: int) -> tuple[int | None, int | None]:
                 rows += 1
                 tokens += min(len(line) // BYTES_PER_TOKEN, length)
     return rows, tokens
+
+
+Changes = tuple[str, ...]
+
+
+def cheapest_change(costs: MemoryEstimator, chosen: Strategy) -> str:
+    """Return the cheapest change that lets one row through, as arguments; "" if none does.
+
+    Of those that leave rows as they are the one with which a token takes the least time, where two
+    take the same the first of `_tried`; only then shorter rows.
+
+    Args:
+        chosen: What is planned without a change.
+    """
+    found: list[tuple[float, Changes]] = []
+    best, with_it = chosen.longest_row, Changes()
+    trial = costs
+    for changes in _tried(costs.recipe):
+        changed = _changed(costs.recipe, changes)
+        link, like = (
+            costs.link,
+            trial if changed.base.quantize != costs.recipe.base.quantize else costs,
+        )
+        trial = MemoryEstimator(changed, costs.config, costs.environment, link=link, like=like)
+        ways = list(trial.ways())
+        through = [trial.seconds(way) for way in ways if way.longest_row >= trial.length]
+        if through:
+            found.append((round(min(through), 9), changes))
+        longest = max(way.longest_row for way in ways)
+        if longest > best:
+            best, with_it = longest, changes
+    if found:
+        return _arguments(min(found, key=lambda each: each[0])[1])
+    return _arguments((*with_it, f"data.max_length={best}")) if best >= STEP else ""
+
+
+def _tried(recipe: Recipe) -> Iterator[Changes]:
+    """Yield changes, alone and then together."""
+    beside: list[str] = []
+    if recipe.train.optimizer == "adamw":
+        beside.append("train.optimizer=adamw_8bit")
+    if recipe.train.gradient_checkpointing is False:
+        beside.append("train.gradient_checkpointing=auto")
+    if recipe.base.quantize in ("none", "int8"):
+        beside.append("base.quantize=nf4")
+    yield from ((change,) for change in beside)
+    if len(beside) > 1:
+        yield tuple(beside)
+    if recipe.base.placement != "device":
+        return
+    needed = [change for change in beside if "optimizer" not in change]
+    yield (*needed, "base.placement=stream")
+    if len(needed) < len(beside):
+        yield (*beside, "base.placement=stream")
+
+
+def _changed(recipe: Recipe, changes: Sequence[str]) -> Recipe:
+    for change in changes:
+        name, _, value = change.partition("=")
+        section, field = name.split(".")
+        part = getattr(recipe, section).model_copy(update={field: value})
+        recipe = recipe.model_copy(update={section: part})
+    return recipe
+
+
+def _arguments(changes: Changes) -> str:
+    return " ".join(f"--set {change}" for change in changes)

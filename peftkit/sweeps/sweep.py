@@ -17,8 +17,7 @@ from peftkit.base.load import Base
 from peftkit.errors import ConfigError
 from peftkit.events import EvalDone, Event, Listener, Notice, Stage, ignore
 from peftkit.model.modes import modes_kept
-from peftkit.planning.resolve import resolve_plan
-from peftkit.planning.rounds import rounds
+from peftkit.planning.resolve import resolve_plan, rounds
 from peftkit.report.facts import BeforeRun
 from peftkit.report.live import LiveReport
 from peftkit.run.prepare import Prepared, open_base, prepare

@@ -20,12 +20,12 @@ from peftkit.train.checkpoints.checkpoint import (
     locked,
     prepare_output,
 )
-from peftkit.train.checkpoints.weights import TrainableWeights, Weights
 from peftkit.train.config import TrainConfig
 from peftkit.train.metrics import require_trackers
 from peftkit.train.model import trainable_parameters
 from peftkit.train.result import Result
 from peftkit.train.run import Run
+from peftkit.train.saving import TrainableWeights, Weights
 from peftkit.train.signals import stop_requests
 from peftkit.train.task import GenerationEvaluator, Sampler, Task
 

@@ -28,11 +28,10 @@ from peftkit.model.modes import modes_kept
 from peftkit.model.training import prepared_for_training, refresh_layouts
 from peftkit.quant.audit import audit
 from peftkit.train import rng
+from peftkit.train.batches import StatelessSampler
 from peftkit.train.checkpoints.identity import identity_of
-from peftkit.train.checkpoints.weights import Weights
 from peftkit.train.config import TrainConfig
 from peftkit.train.diagnosis import written_error
-from peftkit.train.evaluate import Evaluator
 from peftkit.train.lockstep import LockstepForward
 from peftkit.train.memory.out_of_memory import AllocatorRetries
 from peftkit.train.memory.prepare import plan_memory_and_compile
@@ -44,18 +43,16 @@ from peftkit.train.metrics import (
     peak_bytes,
     start_trackers,
 )
-from peftkit.train.model import device_name, same_everywhere
+from peftkit.train.model import device_name, paths, same_everywhere
 from peftkit.train.optim import learning_rate
-from peftkit.train.paths import paths
 from peftkit.train.result import Result, result_of
 from peftkit.train.rollouts import Rollouts
-from peftkit.train.sampler import StatelessSampler
-from peftkit.train.saving import Saver
+from peftkit.train.saving import Saver, Weights
 from peftkit.train.sharding import is_sharded
 from peftkit.train.signals import Interrupted, StopRequest
 from peftkit.train.task import GenerationEvaluator, Sampler, SetupContext, Task
 from peftkit.train.trainer import NonFiniteError, StepFacts, Trainer
-from peftkit.train.validation import Validation
+from peftkit.train.validation import Evaluator, Validation
 from peftkit.train.world import World
 
 GIVE_BACK_EVERY = 16

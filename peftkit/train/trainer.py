@@ -20,7 +20,7 @@ from peftkit.train import rng
 from peftkit.train.batches import split_micro_batches
 from peftkit.train.config import TrainConfig
 from peftkit.train.diagnosis import Diagnosis, diagnose, sources
-from peftkit.train.lockstep import LockstepForward, Part
+from peftkit.train.lockstep import GlobalBatchValues, LockstepForward, Part, step_values
 from peftkit.train.memory.blocks import Blocks
 from peftkit.train.memory.compiled import is_compile_error, told
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
@@ -30,7 +30,6 @@ from peftkit.train.prefetch import BatchPrefetcher, on_device
 from peftkit.train.signals import StopRequest
 from peftkit.train.state import State
 from peftkit.train.task import Task
-from peftkit.train.whole_step import GlobalBatchValues, step_values
 from peftkit.train.world import World
 
 OUT_OF_MEMORY = "memory ran out"

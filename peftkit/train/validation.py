@@ -1,16 +1,162 @@
-"""Evaluations and samples while a run goes on: the best step, and whether it still improves."""
+"""Evaluations and samples while a run goes on: the mean loss of the eval rows, the best step, and
+whether it still improves."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from peftkit.errors import DataError
 from peftkit.events import EvalDone, Event, Notice, Sampled
-from peftkit.train.evaluate import Evaluator
+from peftkit.train import rng
+from peftkit.train.batches import split_micro_batches
+from peftkit.train.config import TrainConfig
+from peftkit.train.lockstep import GlobalBatchValues, LockstepForward, Part, step_values
+from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
+from peftkit.train.metrics import perplexity
+from peftkit.train.prefetch import BatchPrefetcher, on_device
 from peftkit.train.rollouts import Rollouts
 from peftkit.train.sharding import gathered, is_sharded
-from peftkit.train.task import GenerationEvaluator
+from peftkit.train.signals import StopRequest
+from peftkit.train.task import GenerationEvaluator, Task
 from peftkit.train.trainer import Trainer
+from peftkit.train.world import World
+
+
+class Evaluator:
+    """Measures the loss; leaves the generators as they were, so that training takes no notice.
+
+    Attributes:
+        batch_size: Rows at once; halved when memory runs out, without effect on training.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        rows: Sequence[Any],
+        config: TrainConfig,
+        ranks: World,
+        stop: StopRequest,
+        in_step: LockstepForward,
+    ) -> None:
+        self.in_step = in_step
+        self.model, self.task = model, task
+        self.batch_size, self._max_tokens = (
+            config.batch_size,
+            config.tokens_at_once(ranks.device.type),
+        )
+        self.rows = rows[ranks.dp_rank :: ranks.dp_size]
+        self.ranks, self.stop = ranks, stop
+        self.feed = BatchPrefetcher(task, ranks.device)
+
+    def run(self) -> dict[str, float] | None:
+        """Return what `figures` does, or None if some process was asked to stop meanwhile."""
+        before = rng.capture(self.ranks.device)
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                sums, targets = self._sums()
+        finally:
+            self.model.train()
+            rng.restore(before, self.ranks.device)
+        stopped = float(self.stop.signum != 0)
+        own = on_device([targets, stopped], self.ranks.device)
+        targets, stopped, *summed = self.ranks.sum(torch.cat([own, sums])).tolist()
+        if stopped:
+            return None
+        if targets == 0:
+            raise DataError("the eval rows have nothing to measure: all their labels are masked")
+        loss, *means = (each / targets for each in summed)
+        return self.figures(loss) | self.task.metric_means(means)
+
+    def figures(self, loss: float) -> dict[str, float]:
+        """Return a mean loss, and its perplexity where the task has one."""
+        if not self.task.predicts_tokens:
+            return {"loss": loss}
+        return {"loss": loss, "perplexity": perplexity(loss)}
+
+    def _known(self) -> GlobalBatchValues | None:
+        """Look at all rows first, where their losses depend on each other."""
+        while self.task.needs_whole_step:
+            try:
+                passes = self.in_step.padded_passes(self._cut(self.rows))
+                return step_values(self._seen, self.rows, passes, self.ranks)
+            except Exception as error:
+                if not is_out_of_memory(error) or self.batch_size == 1:
+                    raise
+                if self.in_step.needed:
+                    raise self.in_step.out_of_memory() from None
+            release_memory()
+            self.batch_size //= 2
+        return None
+
+    def _seen(self, rows: Sequence[Any]) -> Tensor:
+        (batch,) = self.feed.batches([rows])
+        with self.ranks.autocast():
+            return self.task.row_values(self.model, self.feed.to_device(batch))
+
+    def _sums(self) -> tuple[Tensor, int]:
+        sums = torch.zeros(1 + self.task.num_metrics, device=self.ranks.device)
+        targets, known = 0, self._known()
+        pending = self.in_step.padded_passes(self._cut(self.rows))
+        while pending and (self.in_step.needed or not self.stop.signum):
+            rows, is_real = pending.pop(0)
+            coming = [part for part, _ in pending[:1]]
+            result = self._try(rows, coming, known)
+            if not is_real:
+                continue
+            if result is None:
+                release_memory()
+                if len(rows) == 1:
+                    raise too_large(rows[0], self.rows, lambda row: self._try([row]) is not None)
+                self.batch_size = len(rows) // 2
+                left = [row for part in (rows, *(part for part, _ in pending)) for row in part]
+                pending = self.in_step.padded_passes(self._cut(left))
+                continue
+            sums += result[0]
+            targets += result[1]
+        return sums, targets
+
+    def _cut(self, rows: Sequence[Any]) -> list[Part]:
+        task = self.task
+        parts = split_micro_batches(
+            rows, task.num_positions, self.batch_size, self._max_tokens, task.bucket_key
+        )
+        return self.in_step.ordered(parts)
+
+    def _try(
+        self,
+        rows: Sequence[Any],
+        coming: Sequence[Sequence[Any]] = (),
+        known: GlobalBatchValues | None = None,
+    ) -> tuple[Tensor, int] | None:
+        """Return what is summed of rows, and their targets; None if memory ran out.
+
+        Args:
+            coming: The rows after these: they may be collated meanwhile.
+            known: What was seen of all rows, where losses depend on each other.
+        """
+        (batch,) = self.feed.batches([rows])
+        if coming:
+            self.feed.prefetch(coming)
+        if known is not None:
+            batch = known.given_to(batch, rows)
+        try:
+            moved = self.feed.to_device(batch)
+            with self.ranks.autocast():
+                sums = self.task.loss_and_metric_sums(self.model, moved)
+            return sums, self.task.num_targets(batch)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if self.in_step.needed:
+                raise self.in_step.out_of_memory() from None
+            return None
 
 
 class Validation:

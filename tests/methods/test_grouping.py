@@ -23,7 +23,7 @@ from peftkit.methods.lora_linear import LoRALinear
 from peftkit.model.training import refresh_layouts
 from peftkit.quant.quantize import quantize_model
 from peftkit.train.memory.blocks import Blocks
-from peftkit.train.paths import paths
+from peftkit.train.model import paths
 from tests.families import ARCHITECTURES
 
 FAMILIES = ("llama", "gpt2", "qwen2", "gpt_neox", "phi3", "gemma2", "deepseek_v3", "qwen3_moe")

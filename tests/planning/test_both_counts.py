@@ -39,9 +39,9 @@ def of_a_run(measured: Measured, length: int) -> ActivationBytes:
 )
 def test_a_longer_row_takes_as_much_more_by_both_counts(family: str, quantize: str) -> None:
     config = llama() if family == "llama" else config_of(family)
-    reckoner, measured = reckoner_of(config, quantize), Measured(config, quantize)
+    steps, measured = reckoner_of(config, quantize), Measured(config, quantize)
     short, long = (of_a_run(measured, length) for length in (SHORT, LONG))
     for way, (least, most) in BOUNDS.items():
-        counted = [reckoner.count(1, length, way).peak["activations"] for length in (SHORT, LONG)]
+        counted = [steps.count(1, length, way).peak["activations"] for length in (SHORT, LONG)]
         ratio = (long.needed(way) - short.needed(way)) / (counted[1] - counted[0])
         assert least < ratio < most, (way, ratio)

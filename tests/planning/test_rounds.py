@@ -10,7 +10,7 @@ import pytest
 from peftkit.config.schema import from_dict
 from peftkit.execution.environment import Environment
 from peftkit.planning.memory import MemoryEstimator
-from peftkit.planning.rounds import split
+from peftkit.planning.resolve import split
 from peftkit.run.config import Recipe
 from tests.planning.test_step_estimator import llama
 
@@ -59,7 +59,7 @@ def test_larger_members_take_more_room(costs: MemoryEstimator) -> None:
 def test_sweep_in_rounds_trains_every_member(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from peftkit.planning import rounds
+    from peftkit.planning import resolve
     from peftkit.sweeps.members import grid
     from peftkit.sweeps.sweep import sweep
 
@@ -73,7 +73,7 @@ def test_sweep_in_rounds_trains_every_member(
         "train: {max_steps: 2, compile: false}\n",
         encoding="utf-8",
     )
-    monkeypatch.setattr(rounds, "free_now", lambda *_: machine(1000))
+    monkeypatch.setattr(resolve, "free_now", lambda *_: machine(1000))
     members = grid(recipe, ["train.learning_rate=1e-3,1e-2"], out=tmp_path / "out")
     told: list[Any] = []
     sweep(members, out=tmp_path / "out", on_event=told.append)

@@ -33,22 +33,22 @@ def llama(**changes: int) -> transformers.LlamaConfig:
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
 def test_planned_peak_is_what_the_allocator_counts(quantize) -> None:
     config = llama(vocab_size=8192)  # so that a chunk's loss is counted of its first part
-    reckoner, measured = reckoner_of(config, quantize), Measured(config, quantize)
+    steps, measured = reckoner_of(config, quantize), Measured(config, quantize)
     ways: tuple[tuple[Activations, int], ...] = (("keep", 256), ("recompute", 512))
     for way, length in ways:
-        told, found = planned(reckoner, way, length), measured.peak(way, length)
+        told, found = planned(steps, way, length), measured.peak(way, length)
         assert told == pytest.approx(found, rel=0.05), (way, length)
 
 
 @pytest.mark.slow
 def test_unpacked_copies_that_a_cpu_keeps_are_counted() -> None:
     config = llama()
-    reckoner, measured = reckoner_of(config, "nf4", free=GB), Measured(config, "nf4", kept=True)
-    assert reckoner.setup.kept
+    steps, measured = reckoner_of(config, "nf4", free=GB), Measured(config, "nf4", kept=True)
+    assert steps.setup.kept
     assert not reckoner_of(config, "nf4", free=3_000_000).setup.kept
     ways: tuple[tuple[Activations, int], ...] = (("keep", 128), ("recompute", 256))
     for way, length in ways:
-        told, found = planned(reckoner, way, length), measured.peak(way, length)
+        told, found = planned(steps, way, length), measured.peak(way, length)
         assert told == pytest.approx(found, rel=0.05), (way, length)
 
 
@@ -81,8 +81,8 @@ def test_rows_of_two_texts_take_twice_as_much(task) -> None:
 )
 def test_steps_of_every_kind_of_task_are_counted(family, task) -> None:
     config = (FAMILIES | ARCHITECTURES)[family]().config
-    reckoner = reckoner_of(config, "none", TASKS[task]())
-    small, large = (reckoner.count(rows, 32, reckoner.activation_modes()[-1]) for rows in (1, 3))
+    steps = reckoner_of(config, "none", TASKS[task]())
+    small, large = (steps.count(rows, 32, steps.activation_modes()[-1]) for rows in (1, 3))
     assert large.flops == pytest.approx(3 * small.flops, rel=0.1)
     assert large.peak["activations"] > small.peak["activations"] > 0
 

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from benchmarks.plan import Measured, planned, reckoner_of
 from peftkit.execution.plan import Activations
-from peftkit.train.memory import offload, pinned
+from peftkit.train.memory import offload
 from peftkit.train.memory.blocks import Blocks
-from peftkit.train.memory.offload import Offload
-from peftkit.train.memory.pinned import PinnedSpace
+from peftkit.train.memory.offload import Offload, PinnedSpace
 from tests.planning.test_step_estimator import llama
 from tests.simulated_gpu.same import make_model, train
 from tests.simulated_gpu.simulation import on_cpu, simulated
@@ -51,7 +50,7 @@ def test_offloaded_gradients_are_those_of_kept_activations(quantize: str) -> Non
 @pytest.mark.parametrize("quantize", ["none", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_plan_of_a_gpu_is_what_the_card_then_has(quantize: str) -> None:
     config = llama(num_hidden_layers=5 if quantize == "none" else 9)
-    reckoner = reckoner_of(config, quantize, on_gpu=True)
+    steps = reckoner_of(config, quantize, on_gpu=True)
     ways: tuple[tuple[Activations, int], ...] = (
         ("keep", 256),
         ("recompute", 512),
@@ -60,7 +59,7 @@ def test_plan_of_a_gpu_is_what_the_card_then_has(quantize: str) -> None:
     with simulated() as card:
         measured = Measured(config, quantize, device="cuda")
         for way, length in ways:
-            told = planned(reckoner, way, length)
+            told = planned(steps, way, length)
             with measured.steps(way, length) as step:
                 gc.collect()
                 card.reset()
@@ -111,8 +110,8 @@ def test_pinned_memory_is_taken_once_and_not_rounded_up(card: Card) -> None:
     offloaded = Offload()
     for _ in range(3):
         chain(offloaded, 4, 1500).sum().backward()
-    assert card.pinned_bytes == pinned.FIRST_CHUNK
-    size = int(1.1 * pinned.FIRST_CHUNK) // 8
+    assert card.pinned_bytes == offload.FIRST_CHUNK
+    size = int(1.1 * offload.FIRST_CHUNK) // 8
     chain(offloaded, 4, size).sum().backward()
     most = card.pinned_bytes
     assert most <= 2 * 4 * 8 * size
@@ -122,7 +121,7 @@ def test_pinned_memory_is_taken_once_and_not_rounded_up(card: Card) -> None:
 
 def test_space_is_a_stack_over_chunks(card: Card) -> None:
     space = PinnedSpace()
-    size = pinned.FIRST_CHUNK
+    size = offload.FIRST_CHUNK
     first = space.take(size - 5)
     second = space.take(size)
     source = torch.arange(size, dtype=torch.int32, device="cuda").to(torch.uint8)

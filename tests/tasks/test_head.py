@@ -12,7 +12,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.loss import head_of
 from peftkit.train.memory.blocks import Blocks
-from peftkit.train.paths import paths
+from peftkit.train.model import paths
 from tests.conftest import use_small_chunks
 from tests.families import ARCHITECTURES, tiny_tokenizer
 

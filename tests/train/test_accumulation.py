@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from peftkit.train.sampler import StatelessSampler
+from peftkit.train.batches import StatelessSampler
 from tests.train.toy import Row, Toy, ToyTask, learner_of, make_rows, play
 
 # Sums of the same few hundred fp32 terms in another order.
