@@ -32,12 +32,13 @@ from peftkit.tasks.token_task import AnswerTask
 from peftkit.train.checkpoints.checkpoint import StartPolicy, locked
 from peftkit.train.checkpoints.identity import flat
 from peftkit.train.checkpoints.manifest import versions
-from peftkit.train.loop import check_output, train_prepared
+from peftkit.train.loop import check_output, train_job
 from peftkit.train.metrics import require_trackers
 from peftkit.train.rank_monitor import monitored_ranks
-from peftkit.train.result import Result
+from peftkit.train.run import Job
 from peftkit.train.sharding import is_sharded
 from peftkit.train.signals import Interrupted, stop_requests, stopping_at_once
+from peftkit.train.state import Result
 
 
 def run(
@@ -84,7 +85,7 @@ def run(
         recipe = ready.recipe
         weights = adapter_folder(recipe, ready)
         report = LiveReport(folder, on_event, lambda: write_facts(recipe, ready, before))
-        result = train_prepared(
+        job = Job(
             ready.base.model,
             ready.task,
             ready.train,
@@ -92,12 +93,12 @@ def run(
             recipe.train,
             weights=weights,
             identity=identity(recipe, ready),
-            start=start,
             on_event=report.on_event,
             watch=watch,
             plan=ready.plan,
             sampler=ModelSampler(ready.base.model, ready.base.tokenizer, MAX_ROWS),
         )
+        result = train_job(job, start)
         if result.is_main or is_sharded(ready.base.model):  # then all processes run the model
             with stop_requests() as stop:
                 result = replace(result, metrics={**known, **result.metrics})

@@ -232,7 +232,7 @@ def test_the_house_keeps_its_rules() -> None:
             "peftkit/quant/audit.py:2: import of peftkit.methods.lora climbs",
         ),
         (
-            {"peftkit.train.memory.plan": "import peftkit.methods.lora"},
+            {"peftkit.train.memory.prepare": "import peftkit.methods.lora"},
             "memory/plan.py:1: import of peftkit.methods.lora climbs",
         ),
         (

@@ -77,18 +77,13 @@ def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
 
 def plan_as_asked(recipe: Recipe, here: Environment, dtype: str = "") -> ExecutionPlan:
     """Return a recipe's plan where everything fits."""
-    train = recipe.train
-    return ExecutionPlan(
-        device=here.kind,
-        num_processes=here.world_size,
+    shard = recipe.train.shard
+    return recipe.train.plan(
+        here.kind,
+        here.world_size,
         placement="stream" if recipe.base.placement == "stream" else "device",
-        shard="none" if train.shard == "auto" else train.shard,
-        context_parallel=train.context_parallel,
-        rows=train.batch_size,
-        tokens=train.tokens_at_once(here.kind),
-        compile=None if train.compile == "auto" else train.compile,
+        shard="none" if shard == "auto" else shard,
         dtype=dtype,
-        group_layers=train.group_layers,
     )
 
 

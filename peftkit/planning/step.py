@@ -24,15 +24,12 @@ from peftkit.base.purpose import ClassHead, Purpose, head_of_classes
 from peftkit.base.request import StorageFormat
 from peftkit.base.skeleton import on_meta, packed_skeleton, untraced
 from peftkit.execution.plan import Activations, ExecutionPlan
-from peftkit.kernels.cross_entropy import LossChunks
 from peftkit.kernels.packing import keep_copies
 from peftkit.methods.protocol import Method
 from peftkit.model.training import prepared_for_training
 from peftkit.planning.counter import GPU_ROUNDING, Counter
+from peftkit.planning.step_loss import is_of_classes, loss_of
 from peftkit.tasks.attention import training_attention
-from peftkit.tasks.head import Head, token_log_probs, token_loss
-from peftkit.tasks.loss import accepted, find_head
-from peftkit.tasks.pooling import Pooled, pooled
 from peftkit.tasks.protocol import TaskConfig
 from peftkit.train.memory.blocks import Blocks
 
@@ -201,65 +198,3 @@ def _materialised(model: Any) -> Any:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
     model.tie_weights()
     return model
-
-
-TOKEN_CLASSES = (
-    *("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"),
-    "AutoModelForImageTextToText",
-)
-"""Of transformers, whose models say tokens."""
-
-
-def is_of_classes(task: TaskConfig) -> bool:
-    """Tell whether a task's model has a head of classes, which is trained whole."""
-    return task.auto_class not in (*TOKEN_CLASSES, "AutoModel")
-
-
-def loss_of(
-    model: Any, task: TaskConfig, dtype: torch.dtype, rows: int, length: int, chunks: LossChunks
-) -> Tensor:
-    """Return the loss of B rows, each of so many texts of T tokens as the task's rows have.
-
-    All tokens are learnt; of images and text the text alone is there, whose tokens stand for the
-    images too.
-    """
-    rows *= task.num_texts
-    inputs = accepted(model, _inputs(model.config, task, dtype, rows, length))
-    if is_of_classes(task):
-        text = model.config.get_text_config()
-        if getattr(text, "pad_token_id", 0) is None:  # a tokenizer would say it
-            text.pad_token_id = 0
-        loss: Tensor = model(**inputs).logits.float().logsumexp(-1).sum()
-        return loss
-    if task.auto_class == "AutoModel":
-        hidden = model(**inputs).last_hidden_state
-        vectors = pooled(hidden, torch.ones(rows, length, dtype=torch.long), Pooled("mean", True))
-        return (vectors @ vectors.mT).logsumexp(-1).sum()
-    tokens = inputs.get("decoder_input_ids", inputs["input_ids"]).numel()
-    index, targets = torch.arange(tokens), torch.zeros(tokens, dtype=torch.long)
-    head = _head(model, chunks)
-    if task.type == "preference":
-        return token_log_probs(model, head, inputs, index, targets).sum()
-    return token_loss(model, head, inputs, index, targets)
-
-
-def _inputs(
-    config: Any, task: TaskConfig, dtype: torch.dtype, rows: int, length: int
-) -> dict[str, Any]:
-    if task.processor == "image_processor":
-        size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
-        channels = getattr(config, "num_channels", 3)
-        return {"pixel_values": torch.zeros(rows, channels, size, size, dtype=dtype)}
-    ids = torch.zeros(rows, length, dtype=torch.long)
-    if not config.is_encoder_decoder:
-        return {"input_ids": ids, "use_cache": False}
-    half = torch.zeros(rows, min(length, getattr(task, "max_target_length", length))).long()
-    return {"input_ids": ids, "decoder_input_ids": half, "use_cache": False}
-
-
-def _head(model: Any, chunks: LossChunks) -> Head | None:
-    module = find_head(model)
-    if module is None:
-        return None
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    return Head(module, 1.0, None if cap is None else float(cap), chunks)

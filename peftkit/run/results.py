@@ -26,7 +26,7 @@ from peftkit.model.modes import evaluating
 from peftkit.report.facts import BeforeRun
 from peftkit.run.config import Recipe
 from peftkit.run.prepare import Prepared
-from peftkit.train.result import Result
+from peftkit.train.state import Result
 
 RECIPE = "recipe.yaml"
 

@@ -19,9 +19,9 @@ from peftkit.sweeps.members import Member
 from peftkit.sweeps.outcomes import Outcome, write_outcomes
 from peftkit.tasks.token_task import TokenTask
 from peftkit.train.checkpoints.checkpoint import Checkpoints
-from peftkit.train.result import Result
 from peftkit.train.run import Run
 from peftkit.train.signals import Interrupted, StopRequest
+from peftkit.train.state import Result
 from peftkit.train.trainer import NonFiniteError, StepFacts
 
 THIRDS = 3

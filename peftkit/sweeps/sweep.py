@@ -30,7 +30,7 @@ from peftkit.tasks.loss import find_head
 from peftkit.tasks.token_task import TokenTask
 from peftkit.train.checkpoints.checkpoint import StartPolicy, locked
 from peftkit.train.loop import check_output
-from peftkit.train.run import Run
+from peftkit.train.run import Job, Run
 from peftkit.train.signals import StopRequest, stop_requests
 
 
@@ -158,7 +158,7 @@ def _live(
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
-    run = Run(
+    job = Job(
         ready.base.model,
         ready.task,
         ready.train,
@@ -167,9 +167,9 @@ def _live(
         parameters=parameters,
         weights=adapter_folder(recipe, ready),
         identity=identity(recipe, ready),
-        stop=stop,
         on_event=report.on_event,
     )
+    run = Run(job, stop)
     if run.ranks.world_size > 1:
         raise ConfigError(
             "a sweep runs in one process", fix="Start it without accelerate launch or torchrun."

@@ -1,4 +1,4 @@
-"""What a run's `train:` section holds. No torch here: a recipe's errors come before any model."""
+"""What a run's `train:` section holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from peftkit.config.schema import Config
-from peftkit.execution.plan import tokens_at_once
+from peftkit.execution.plan import ExecutionPlan, Placement, Shard, tokens_at_once
 
 SHARDED = ("base", "offload")
 """Values of train.shard with which the base is spread; "auto" is settled before it is loaded."""
@@ -116,6 +116,31 @@ class TrainConfig(Config):
     def tokens_at_once(self, device_type: str) -> int | None:
         """Return `tokens_per_batch` as a number, for a device."""
         return tokens_at_once(self.tokens_per_batch, device_type)
+
+    def plan(
+        self,
+        device: str,
+        num_processes: int = 1,
+        *,
+        placement: Placement = "device",
+        shard: Shard = "none",
+        dtype: str = "",
+        autocast: str = "",
+    ) -> ExecutionPlan:
+        """Return the plan of a run where all fits, for a kind of device."""
+        return ExecutionPlan(
+            device=device,
+            num_processes=num_processes,
+            placement=placement,
+            shard=shard,
+            context_parallel=self.context_parallel,
+            rows=self.batch_size,
+            tokens=self.tokens_at_once(device),
+            compile=None if self.compile == "auto" else self.compile,
+            dtype=dtype,
+            autocast=autocast,
+            group_layers=self.group_layers,
+        )
 
     def rows_per_step(self, num_processes: int = 1) -> int:
         """Return how many rows one optimizer step learns from."""

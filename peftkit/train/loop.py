@@ -13,7 +13,6 @@ from torch import nn
 
 from peftkit.errors import DataError
 from peftkit.events import Listener, ignore
-from peftkit.execution.plan import ExecutionPlan
 from peftkit.train.checkpoints.checkpoint import (
     StartPolicy,
     delete_checkpoints,
@@ -23,11 +22,11 @@ from peftkit.train.checkpoints.checkpoint import (
 from peftkit.train.config import TrainConfig
 from peftkit.train.metrics import require_trackers
 from peftkit.train.model import trainable_parameters
-from peftkit.train.result import Result
-from peftkit.train.run import Run
-from peftkit.train.saving import TrainableWeights, Weights
+from peftkit.train.run import Job, Run
+from peftkit.train.saving import Weights
 from peftkit.train.signals import stop_requests
-from peftkit.train.task import GenerationEvaluator, Sampler, Task
+from peftkit.train.state import Result
+from peftkit.train.task import Task
 
 
 def fit(
@@ -66,17 +65,17 @@ def fit(
     start = StartPolicy(resume, overwrite, allow_changes)
     check_output(config, start)
     with locked(config.output_dir):
-        return train_prepared(
+        job = Job(
             model,
             task,
             train_rows,
             eval_rows,
             config,
-            start=start,
             weights=weights,
-            identity=identity,
+            identity=identity or {},
             on_event=on_event,
         )
+        return train_job(job, start)
 
 
 def check_output(config: TrainConfig, start: StartPolicy) -> None:
@@ -89,47 +88,14 @@ def check_output(config: TrainConfig, start: StartPolicy) -> None:
     require_trackers(config.log_to)
 
 
-def train_prepared(
-    model: nn.Module,
-    task: Task,
-    train_rows: Sequence[Any],
-    eval_rows: Sequence[Any],
-    config: TrainConfig,
-    *,
-    start: StartPolicy,
-    weights: Weights | None,
-    identity: Mapping[str, Any] | None,
-    on_event: Listener,
-    watch: GenerationEvaluator | None = None,
-    plan: ExecutionPlan | None = None,
-    sampler: Sampler | None = None,
-) -> Result:
-    """Do what `fit` does after `check_output`, in a locked folder; arguments as there.
-
-    Args:
-        watch: Asked for samples and metrics of generated answers, on the main process.
-        sampler: Has the model answer prompts, for a task that learns from its own answers.
-    """
-    parameters = trainable_parameters(model)
-    if not train_rows:
+def train_job(job: Job, start: StartPolicy) -> Result:
+    """Do what `fit` does after `check_output`, in a locked folder."""
+    if not job.train_rows:
         raise DataError("there are no rows to train on")
+    trainable_parameters(job.model)
     if start.overwrite:
-        delete_checkpoints(config.output_dir)
+        delete_checkpoints(job.config.output_dir)
     with stop_requests() as stop:
-        run = Run(
-            model,
-            task,
-            train_rows,
-            eval_rows,
-            config,
-            parameters=parameters,
-            weights=weights or TrainableWeights(model),
-            identity=identity or {},
-            stop=stop,
-            on_event=on_event,
-            watch=watch,
-            plan=plan,
-            sampler=sampler,
-        )
+        run = Run(job, stop)
         with run.prepared():
             return run.train(start.allow_changes if start.resume else None)

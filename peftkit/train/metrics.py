@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from peftkit.errors import ConfigError
 from peftkit.events import (
     EvalDone,
     Event,
+    Listener,
     Notice,
     RolledOut,
     RunDone,
@@ -28,6 +30,7 @@ from peftkit.events import (
 )
 from peftkit.kernels.device import gpu_of
 from peftkit.kernels.host_memory import peak_resident_bytes
+from peftkit.train.config import TrainConfig
 
 FILE, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
 RECORDED = (RunStarted, StepDone, EvalDone, Saved, Notice, RunDone, RunStopped)
@@ -131,6 +134,28 @@ class Trackers:
             except Exception as error:  # whatever it is, a tracker never costs the run
                 self._trackers.remove(tracker)
                 self._complain(_failed(tracker.name, error))
+
+
+@contextmanager
+def recording(config: TrainConfig, user: Listener) -> Iterator[list[Listener]]:
+    """Yield what writes a run's events to its files and the trackers of train.log_to.
+
+    Args:
+        user: Hears of those that fail.
+    """
+
+    def complain(text: str) -> None:
+        user(Notice(text))
+
+    settings = config.model_dump(mode="json", exclude={"log_to"})
+    started = start_trackers(config.log_to, config.output_dir, settings, complain)
+    trackers = Trackers(started, complain)
+    kinds = (MetricsFile, SamplesFile, AnswersFile)
+    files = [kind(config.output_dir, complain) for kind in kinds]
+    try:
+        yield [*(file.on_event for file in files), trackers.on_event]
+    finally:
+        trackers.finish()
 
 
 def require_trackers(names: Iterable[str]) -> None:

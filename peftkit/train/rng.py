@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from peftkit.kernels.device import gpu_of
 
@@ -53,6 +54,20 @@ def restore(state: Mapping[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if (gpu := gpu_of(device)) is not None and device.type in state:
         gpu.set_rng(state[device.type], device)
+
+
+@contextmanager
+def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Leave generators and buffers, such as running means, as they were."""
+    before = capture(device)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        restore(before, device)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
 
 
 def _bits(value: float) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -20,6 +20,7 @@ from peftkit.events import (
     RunStarted,
     RunStopped,
     StepDone,
+    ignore,
 )
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.kernels.device import gpu_of
@@ -36,20 +37,16 @@ from peftkit.train.lockstep import LockstepForward
 from peftkit.train.memory.out_of_memory import AllocatorRetries
 from peftkit.train.memory.prepare import plan_memory_and_compile
 from peftkit.train.metrics import (
-    AnswersFile,
-    MetricsFile,
-    SamplesFile,
-    Trackers,
     peak_bytes,
-    start_trackers,
+    recording,
 )
-from peftkit.train.model import device_name, paths, same_everywhere
+from peftkit.train.model import device_name, paths, same_everywhere, trainable_parameters
 from peftkit.train.optim import learning_rate
-from peftkit.train.result import Result, result_of
 from peftkit.train.rollouts import Rollouts
-from peftkit.train.saving import Saver, Weights
+from peftkit.train.saving import Saver, TrainableWeights, Weights
 from peftkit.train.sharding import is_sharded
 from peftkit.train.signals import Interrupted, StopRequest
+from peftkit.train.state import Result
 from peftkit.train.task import GenerationEvaluator, Sampler, SetupContext, Task
 from peftkit.train.trainer import NonFiniteError, StepFacts, Trainer
 from peftkit.train.validation import Evaluator, Validation
@@ -59,28 +56,42 @@ GIVE_BACK_EVERY = 16
 """On a CPU, steps between calls that return fragmented memory to the system."""
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a run trains, on what, and how.
+
+    Attributes:
+        parameters: What is trained, by name; by default all that requires a gradient.
+        weights: What checkpoints hold of the model; by default its trainable parameters.
+        identity: What a resumed run must have in common with the saved one, as plain JSON.
+        on_event: Hears what happens, on the main process alone.
+        plan: How it is carried out; by default as the model is found.
+        watch: Asked for samples and metrics of generated answers, on the main process.
+        sampler: Has the model answer prompts, for a task that learns from its own answers.
+    """
+
+    model: nn.Module
+    task: Task
+    train_rows: Sequence[Any]
+    eval_rows: Sequence[Any]
+    config: TrainConfig
+    parameters: Mapping[str, nn.Parameter] | None = None
+    weights: Weights | None = None
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    on_event: Listener = ignore
+    plan: ExecutionPlan | None = None
+    watch: GenerationEvaluator | None = None
+    sampler: Sampler | None = None
+
+
 class Run:
     """One run, on one of its processes: what `fit` does, step by step."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        task: Task,
-        train_rows: Sequence[Any],
-        eval_rows: Sequence[Any],
-        config: TrainConfig,
-        *,
-        parameters: Mapping[str, nn.Parameter],
-        weights: Weights,
-        identity: Mapping[str, Any],
-        stop: StopRequest,
-        on_event: Listener,
-        watch: GenerationEvaluator | None = None,
-        plan: ExecutionPlan | None = None,
-        sampler: Sampler | None = None,
-    ) -> None:
-        self.model, self.config, self.stop = model, config, stop
-        self.rows, self.eval_rows = train_rows, eval_rows
+    def __init__(self, job: Job, stop: StopRequest) -> None:
+        self.model, self.config, self.stop = job.model, job.config, stop
+        self.rows, self.eval_rows = job.train_rows, job.eval_rows
+        model, config, task, train_rows = job.model, job.config, job.task, job.train_rows
+        parameters = job.parameters or trainable_parameters(model)
         self.ranks = ranks = World(next(iter(parameters.values())).device, config.context_parallel)
         self.order = StatelessSampler(
             len(train_rows), config.rows_per_step(ranks.dp_size), config.seed
@@ -89,26 +100,31 @@ class Run:
         if ranks.context is not None:
             task = task.in_parts(ranks.context)
         needed = is_sharded(model) or ranks.context is not None
-        in_step = LockstepForward(ranks, task.bucket_key, train_rows, eval_rows, needed=needed)
-        if plan is not None:
-            plan = replace(plan, autocast=ranks.precision or "")
+        in_step = LockstepForward(ranks, task.bucket_key, train_rows, job.eval_rows, needed=needed)
+        plan = job.plan and replace(job.plan, autocast=ranks.precision or "")
         self.learner = Trainer(model, task, parameters, config, ranks, stop, in_step, plan)
-        evaluator = Evaluator(model, task, eval_rows, config, ranks, stop, in_step)
+        evaluator = Evaluator(self.learner, job.eval_rows)
         known = identity_of(
-            config, train_rows, eval_rows, ranks.world_size, identity, sharded=is_sharded(model)
+            config,
+            train_rows,
+            job.eval_rows,
+            ranks.world_size,
+            job.identity,
+            sharded=is_sharded(model),
         )
-        self.sampler, self.rollouts = sampler, None
+        self.sampler, self.rollouts = job.sampler, None
         if task.makes_rows:
-            self.rollouts = Rollouts(self.learner, sampler, config.seed, self.say)
+            self.rollouts = Rollouts(self.learner, job.sampler, config.seed, self.say)
         judged = self.rollouts if self.rollouts and self.rollouts.task.evaluates_answers else None
         self.validation = Validation(
-            self.learner, evaluator, self.num_steps, watch, self.say, judged
+            self.learner, evaluator, self.num_steps, job.watch, self.say, judged
         )
+        weights = job.weights or TrainableWeights(model)
         self.saver = Saver(self.learner, self.order, config, weights, known, self.say)
         self._agreed_stop = 0
         self._allocator = AllocatorRetries(ranks.device)
         self._is_going = False  # from its header to its end
-        self._listeners = [on_event] if self.ranks.is_main else []
+        self._listeners = [job.on_event] if self.ranks.is_main else []
         self._began = time.perf_counter()  # less what earlier parts of the run took
         self._resumed = (0, 0.0)  # steps and seconds of these
 
@@ -124,27 +140,27 @@ class Run:
         try:
             if wish != "auto":
                 blocks.set_activations(self.learner.plan.activations)
-            with self.recorded(), modes_kept(self.model):
+            with self.recorded(), modes_kept(self.model), ExitStack() as stack:
                 self.model.train()
-                with self._laid_out(), self.learner.task.training(self.model):
+                with self.ranks.autocast():  # layers are laid out for what they will compute in
+                    stack.enter_context(prepared_for_training(self.model, self.learner.asked))
+                with self.learner.task.training(self.model):
                     yield
         finally:
             self.learner.feed.close()
-            self.validation.evaluator.feed.close()
             blocks.restore()
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Let metrics.jsonl and the trackers hear of events meanwhile."""
-        trackers = self._record() if self.ranks.is_main else None
-        try:
-            yield
-        except BaseException as error:
-            self.stopped(error)
-            raise
-        finally:
-            if trackers is not None:
-                trackers.finish()
+        with ExitStack() as stack:
+            for user in self._listeners[:1]:  # on the main process
+                self._listeners += stack.enter_context(recording(self.config, user))
+            try:
+                yield
+            except BaseException as error:
+                self.stopped(error)
+                raise
 
     def stopped(self, error: BaseException) -> None:
         """Tell that the run ends here, unless it came to its end before or never began."""
@@ -153,29 +169,6 @@ class Run:
             state = "stopped" if asked else "failed"
             self.say(RunStopped(self.learner.state.step, state, str(error)))
         self._is_going = False
-
-    @contextmanager
-    def _laid_out(self) -> Iterator[None]:
-        """Have a method's layers laid out for the precision that they will compute in."""
-        with ExitStack() as stack:
-            with self.ranks.autocast():
-                stack.enter_context(prepared_for_training(self.model, self.learner.asked))
-            yield
-
-    def _record(self) -> Trackers:
-        """Let metrics.jsonl and the trackers listen too."""
-        config, user = self.config, self._listeners[0]
-
-        def complain(text: str) -> None:
-            user(Notice(text))
-
-        settings = config.model_dump(mode="json", exclude={"log_to"})
-        started = start_trackers(config.log_to, config.output_dir, settings, complain)
-        trackers = Trackers(started, complain)
-        kinds = (MetricsFile, SamplesFile, AnswersFile)
-        files = [kind(config.output_dir, complain) for kind in kinds]
-        self._listeners += [*(file.on_event for file in files), trackers.on_event]
-        return trackers
 
     def train(self, resume: Sequence[str] | None) -> Result:
         """Train to the end.
@@ -386,7 +379,19 @@ class Run:
     def result(self) -> Result:
         """Return the result, and emit RunDone."""
         seconds = time.perf_counter() - self._began
-        found = result_of(self.learner, self.validation, self.saver.checkpoints.folder, seconds)
+        state, folder = self.learner.state, self.saver.checkpoints.folder
+        metrics = {
+            "loss": state.loss,
+            "num_tokens": float(state.num_tokens),
+            "tokens_per_second": state.num_tokens / max(state.step_seconds, 1e-9),
+            "peak_bytes": float(peak_bytes(self.ranks.device)),
+        }
+        metrics |= {f"eval_{name}": value for name, value in self.validation.figures.items()}
+        if state.best_loss is not None:
+            metrics["best_eval_loss"] = state.best_loss
+        best = None if state.best_step is None else folder / f"step-{state.best_step}"
+        last = folder / f"step-{state.step}"
         self._is_going = False
-        self.say(RunDone(found.step, seconds, found.metrics))
-        return found
+        self.say(RunDone(state.step, seconds, metrics))
+        is_main = self.ranks.is_main
+        return Result(state.step, seconds, metrics, last, state.best_step, best, is_main)

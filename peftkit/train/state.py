@@ -1,9 +1,10 @@
-"""A run's state between two steps, apart from weights, optimizer and generators."""
+"""A run's state between two steps, apart from weights, optimizer and generators; and its end."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from peftkit.errors import CheckpointError
@@ -60,6 +61,30 @@ class State:
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A run that came to its end.
+
+    Attributes:
+        step: Optimizer steps, those before a resume included.
+        seconds: Likewise.
+        metrics: loss (of the last step), num_tokens, tokens_per_second, peak_bytes; with eval rows
+            eval_loss, best_eval_loss and, of a task that predicts tokens, eval_perplexity.
+        checkpoint: The last one; the model has its weights.
+        best_step: The step with the lowest eval loss.
+        best_checkpoint: Its checkpoint.
+        is_main: Whether this is the process, of several, that writes files.
+    """
+
+    step: int
+    seconds: float
+    metrics: Mapping[str, float]
+    checkpoint: Path
+    best_step: int | None
+    best_checkpoint: Path | None
+    is_main: bool
 
 
 def state_from_json(values: Mapping[str, Any]) -> State:

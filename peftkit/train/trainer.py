@@ -21,12 +21,17 @@ from peftkit.train.batches import split_micro_batches
 from peftkit.train.config import TrainConfig
 from peftkit.train.diagnosis import Diagnosis, diagnose, sources
 from peftkit.train.lockstep import GlobalBatchValues, LockstepForward, Part, step_values
-from peftkit.train.memory.blocks import Blocks
-from peftkit.train.memory.compiled import is_compile_error, told
-from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
-from peftkit.train.memory.plan import initial_plan
+from peftkit.train.memory.blocks import STREAMED, Blocks
+from peftkit.train.memory.out_of_memory import (
+    is_compile_error,
+    is_out_of_memory,
+    release_memory,
+    told,
+    too_large,
+)
 from peftkit.train.optim import LossScale, build_optimizer, complete_gradients, set_learning_rate
 from peftkit.train.prefetch import BatchPrefetcher, on_device
+from peftkit.train.sharding import is_sharded
 from peftkit.train.signals import StopRequest
 from peftkit.train.state import State
 from peftkit.train.task import Task
@@ -97,7 +102,7 @@ class Trainer:
         in_fp16 = on_gpu and any(p.dtype == torch.float16 for p in model.parameters())
         self.scale = LossScale(needed=in_fp16 or ranks.precision == "fp16")
         self.feed = BatchPrefetcher(task, ranks.device)
-        plan = plan or initial_plan(model, config, ranks)
+        plan = plan or _as_found(model, config, ranks)
         self.blocks = Blocks(model, plan)
         self.modes = self.blocks.ways(config.gradient_checkpointing)
         self.asked = replace(plan, activations=self.modes[0])
@@ -235,7 +240,7 @@ class Trainer:
             try:
                 with torch.no_grad(), self.blocks.eagerly():
                     passes = self.in_step.padded_passes(parts)
-                    return step_values(self._seen, rows, passes, self.ranks)
+                    return step_values(self.row_values, rows, passes, self.ranks)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -245,7 +250,8 @@ class Trainer:
             rng.restore(start, self.ranks.device)
             self._use_less_memory(rows)
 
-    def _seen(self, rows: Sequence[Any]) -> Tensor:
+    def row_values(self, rows: Sequence[Any]) -> Tensor:
+        """Return what other rows' losses need to know of rows that go through at once."""
         (batch,) = self.feed.batches([rows])
         with self.ranks.autocast():
             return self.task.row_values(self.model, self.feed.to_device(batch))
@@ -263,7 +269,7 @@ class Trainer:
             for batch, is_real in batches:
                 if known is not None and is_real:
                     known.restore(batch, self.ranks.device)
-                sums = self._sums(batch)
+                sums = self.sums(batch)
                 (sums[0] * (self.scale.factor / total if is_real else 0.0)).backward()
                 if is_real:
                     summed += sums.detach()  # stays on the device: .item() would wait for it
@@ -280,9 +286,10 @@ class Trainer:
     def loss(self, rows: Sequence[Any]) -> Tensor:
         """Return the summed loss of rows that go through the model at once."""
         (batch,) = self.feed.batches([rows])
-        return self._sums(batch)[0]
+        return self.sums(batch)[0]
 
-    def _sums(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def sums(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return `Task.loss_and_metric_sums` of a batch."""
         with self.ranks.autocast():
             return self.task.loss_and_metric_sums(self.model, self.feed.to_device(batch))
 
@@ -300,10 +307,12 @@ class Trainer:
 
     def micro_batches(self, rows: Sequence[Any]) -> list[Part]:
         """Return rows in parts that go through the model at once."""
-        plan, task = self.plan, self.task
-        parts = split_micro_batches(
-            rows, task.num_positions, plan.rows, plan.tokens, task.bucket_key
-        )
+        return self.cut(rows, self.plan.rows, self.plan.tokens)
+
+    def cut(self, rows: Sequence[Any], most: int, tokens: int | None) -> list[Part]:
+        """Return rows in parts of at most so many, and of so many tokens."""
+        task = self.task
+        parts = split_micro_batches(rows, task.num_positions, most, tokens, task.bucket_key)
         return self.in_step.ordered(parts)
 
     def _use_less_memory(self, rows: Sequence[Any]) -> None:
@@ -397,3 +406,16 @@ class Trainer:
                 grad_norm=facts.grad_norm,
                 to_the_end=self.in_step.needed,
             )
+
+
+def _as_found(model: Any, config: TrainConfig, ranks: World) -> ExecutionPlan:
+    """Return how a model that is there goes through its rows, before anything is measured."""
+    first = next(model.parameters())
+    return config.plan(
+        ranks.device.type,
+        ranks.world_size,
+        placement="stream" if hasattr(model, STREAMED) else "device",
+        shard="base" if is_sharded(model) else "none",
+        dtype=str(getattr(model, "dtype", first.dtype)).removeprefix("torch."),
+        autocast=ranks.precision or "",
+    )

@@ -8,23 +8,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from peftkit.errors import DataError
 from peftkit.events import EvalDone, Event, Notice, Sampled
 from peftkit.train import rng
-from peftkit.train.batches import split_micro_batches
-from peftkit.train.config import TrainConfig
-from peftkit.train.lockstep import GlobalBatchValues, LockstepForward, Part, step_values
+from peftkit.train.lockstep import GlobalBatchValues, Part, step_values
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
 from peftkit.train.metrics import perplexity
-from peftkit.train.prefetch import BatchPrefetcher, on_device
+from peftkit.train.prefetch import on_device
 from peftkit.train.rollouts import Rollouts
 from peftkit.train.sharding import gathered, is_sharded
-from peftkit.train.signals import StopRequest
-from peftkit.train.task import GenerationEvaluator, Task
+from peftkit.train.task import GenerationEvaluator
 from peftkit.train.trainer import Trainer
-from peftkit.train.world import World
 
 
 class Evaluator:
@@ -34,25 +30,12 @@ class Evaluator:
         batch_size: Rows at once; halved when memory runs out, without effect on training.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        task: Task,
-        rows: Sequence[Any],
-        config: TrainConfig,
-        ranks: World,
-        stop: StopRequest,
-        in_step: LockstepForward,
-    ) -> None:
-        self.in_step = in_step
-        self.model, self.task = model, task
-        self.batch_size, self._max_tokens = (
-            config.batch_size,
-            config.tokens_at_once(ranks.device.type),
-        )
-        self.rows = rows[ranks.dp_rank :: ranks.dp_size]
-        self.ranks, self.stop = ranks, stop
-        self.feed = BatchPrefetcher(task, ranks.device)
+    def __init__(self, learner: Trainer, rows: Sequence[Any]) -> None:
+        self.learner, self.model, self.task = learner, learner.model, learner.task
+        self.ranks, self.in_step, self.stop = learner.ranks, learner.in_step, learner.stop
+        self.batch_size = learner.config.batch_size
+        self._max_tokens = learner.config.tokens_at_once(self.ranks.device.type)
+        self.rows = rows[self.ranks.dp_rank :: self.ranks.dp_size]
 
     def run(self) -> dict[str, float] | None:
         """Return what `figures` does, or None if some process was asked to stop meanwhile."""
@@ -85,7 +68,7 @@ class Evaluator:
         while self.task.needs_whole_step:
             try:
                 passes = self.in_step.padded_passes(self._cut(self.rows))
-                return step_values(self._seen, self.rows, passes, self.ranks)
+                return step_values(self.learner.row_values, self.rows, passes, self.ranks)
             except Exception as error:
                 if not is_out_of_memory(error) or self.batch_size == 1:
                     raise
@@ -94,11 +77,6 @@ class Evaluator:
             release_memory()
             self.batch_size //= 2
         return None
-
-    def _seen(self, rows: Sequence[Any]) -> Tensor:
-        (batch,) = self.feed.batches([rows])
-        with self.ranks.autocast():
-            return self.task.row_values(self.model, self.feed.to_device(batch))
 
     def _sums(self) -> tuple[Tensor, int]:
         sums = torch.zeros(1 + self.task.num_metrics, device=self.ranks.device)
@@ -123,11 +101,7 @@ class Evaluator:
         return sums, targets
 
     def _cut(self, rows: Sequence[Any]) -> list[Part]:
-        task = self.task
-        parts = split_micro_batches(
-            rows, task.num_positions, self.batch_size, self._max_tokens, task.bucket_key
-        )
-        return self.in_step.ordered(parts)
+        return self.learner.cut(rows, self.batch_size, self._max_tokens)
 
     def _try(
         self,
@@ -141,16 +115,14 @@ class Evaluator:
             coming: The rows after these: they may be collated meanwhile.
             known: What was seen of all rows, where losses depend on each other.
         """
-        (batch,) = self.feed.batches([rows])
+        feed = self.learner.feed
+        (batch,) = feed.batches([rows])
         if coming:
-            self.feed.prefetch(coming)
+            feed.prefetch(coming)
         if known is not None:
             batch = known.given_to(batch, rows)
         try:
-            moved = self.feed.to_device(batch)
-            with self.ranks.autocast():
-                sums = self.task.loss_and_metric_sums(self.model, moved)
-            return sums, self.task.num_targets(batch)
+            return self.learner.sums(batch), self.task.num_targets(batch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

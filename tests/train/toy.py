@@ -16,8 +16,8 @@ from peftkit.data.lengths import padded
 from peftkit.events import Event, Notice, Saved, StepDone
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
-from peftkit.train.result import Result
 from peftkit.train.signals import StopRequest
+from peftkit.train.state import Result
 from peftkit.train.task import Task
 from peftkit.train.trainer import Trainer
 from peftkit.train.world import World

@@ -1,4 +1,4 @@
-"""Whether to compile a model's blocks.
+"""Whether to compile a model's blocks, and the attempt.
 
 Compiling takes ten to twenty seconds for each kind of block, whatever the run. It is repaid by what
 each token saves, which grows with the model: so it is done where tokens times parameters come to at
@@ -11,8 +11,25 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
+from peftkit.data.lengths import tokens_of_each
+from peftkit.errors import RunError
+from peftkit.events import Event, Notice, Stage
+from peftkit.quant.audit import audit
+from peftkit.train import rng
 from peftkit.train.config import TrainConfig
+from peftkit.train.memory.out_of_memory import (
+    is_compile_error,
+    is_out_of_memory,
+    release_memory,
+    told,
+)
+from peftkit.train.trainer import Trainer
+
+Say = Callable[[Event], None]
 
 WORTH = {"cpu": 1.2e13, "cuda": 4e16}
 """Tokens of the whole run times parameters of the model, over the kinds of its blocks."""
@@ -38,14 +55,61 @@ def cpp_compiler() -> str | None:
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
-def is_compile_error(error: BaseException) -> bool:
-    """Tell whether an error is of the compiler rather than of the model."""
-    from torch._dynamo.exc import TorchDynamoException
+def compile_blocks(learner: Trainer, rows: Sequence[Any], num_steps: int, say: Say) -> None:
+    """Compile the blocks if the plan says so, or if it leaves that open and the run repays it.
 
-    return isinstance(error, TorchDynamoException)
+    Raises:
+        RunError: Blocks that have to be compiled cannot be.
+    """
+    config = learner.config
+    if learner.plan.compile is None:
+        work = work_of(learner, rows, num_steps) / learner.blocks.num_kinds
+        learner.state.plan = replace(
+            learner.plan, compile=is_worth_it(config, work, learner.plan.device)
+        )
+    if not learner.plan.compile:
+        return
+    say(Stage("Compiling the model's blocks"))
+    problem = _try_to_compile(learner, rows[: config.batch_size])
+    if learner.ranks.max(int(problem != "")) == 0:
+        return
+    problem = problem or "another process could not."
+    if config.compile is True:
+        raise RunError(
+            "train.compile: true is not possible here",
+            found=problem,
+            fix="Set it to auto or false: the run is the same, and slower.",
+        )
+    learner.stop_compiling()
+    say(Notice(f"Blocks are not compiled, which only takes longer. {problem}"))
 
 
-def told(error: BaseException) -> str:
-    """Return an error in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])[:240]}"  # whose fault, and what it was
+def _try_to_compile(learner: Trainer, rows: Sequence[Any]) -> str:
+    """Run a forward and a backward pass with compiled blocks; return why that does not work."""
+    blocks, device = learner.blocks, learner.ranks.device
+    if blocks.are_streamed:
+        return "Their weights are streamed (base.placement), each block's when it is entered."
+    if not blocks.blocks:
+        return f"{type(learner.model).__name__} has no blocks that transformers marks as such."
+    if not learner.plan.on_gpu and cpp_compiler() is None:
+        return "There is no C++ compiler here (CXX, c++, g++, clang++)."
+    try:
+        blocks.compile()
+        first = learner.micro_batches(rows)[0]
+        with rng.untouched(learner.model, device):
+            learner.loss(first).backward()
+    except Exception as error:
+        if is_out_of_memory(error) and not is_compile_error(error):
+            release_memory()  # the first step will find what fits
+            return ""
+        return told(error)
+    finally:
+        learner.optimizer.zero_grad(set_to_none=True)
+    return ""
+
+
+def work_of(learner: Trainer, rows: Sequence[Any], num_steps: int) -> float:
+    """Return the tokens of the whole run times the parameters of the model."""
+    per_step = learner.config.rows_per_step(learner.ranks.world_size)
+    tokens = int(tokens_of_each(rows).sum()) * num_steps * min(per_step / len(rows), 1.0)
+    return tokens * audit(learner.model).num_parameters

@@ -1,4 +1,4 @@
-"""Out of memory: recognised, cleaned up after and reported."""
+"""Memory that ran out, and blocks that do not compile: recognised, cleaned up after, reported."""
 
 from __future__ import annotations
 
@@ -89,3 +89,16 @@ class AllocatorRetries:
             "The GPU's memory is so full that its allocator begins anew in every step, which "
             "takes longer. Lower train.tokens_per_batch, or set train.memory."
         )
+
+
+def is_compile_error(error: BaseException) -> bool:
+    """Tell whether an error is of the compiler rather than of the model."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
+def told(error: BaseException) -> str:
+    """Return an error in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:240]}"  # whose fault, and what it was

@@ -1,35 +1,102 @@
-"""What is settled before the first step: how much fits into memory, and whether blocks compile.
+"""What is decided before the first step: how much fits into memory, and whether blocks compile.
 
 Both follow from config, rows and memory, and are saved with the run's state: a resumed run goes on
-with them.
+with them. What a row's forward pass saves for its backward pass is counted, not estimated: hooks
+see each saved tensor and keep none, so that counting itself takes no more memory than inference
+does. From this follow the bytes for a token under each way of keeping activations. Nothing is
+timed. What is planned before a run (planning/) knows neither its rows nor its model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from peftkit.data.lengths import num_tokens, tokens_of_each
 from peftkit.errors import RunError
-from peftkit.events import Event, Notice, Stage
+from peftkit.events import Event, Notice
 from peftkit.execution.environment import used_bytes
 from peftkit.execution.plan import ACTIVATIONS_IN_WORDS, Activations
 from peftkit.execution.strategies import choose
 from peftkit.kernels.device import gpu_of
 from peftkit.kernels.host_memory import free_bytes
-from peftkit.quant.audit import audit
 from peftkit.train import rng
-from peftkit.train.memory.compiled import cpp_compiler, is_compile_error, is_worth_it, told
+from peftkit.train.memory.compiled import compile_blocks
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory
-from peftkit.train.memory.plan import ActivationBytes, saved_by
 from peftkit.train.optim import STATE_BYTES
 from peftkit.train.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationBytes:
+    """What one forward pass saves, in bytes.
+
+    Attributes:
+        outside: Of blocks: norms, the loss.
+        inside: Of each block.
+        inputs: The hidden states that enter each block.
+    """
+
+    outside: int
+    inside: tuple[int, ...]
+    inputs: tuple[int, ...]
+
+    def needed(self, activations: Activations) -> int:
+        """Return the most that is there at once.
+
+        While one block's backward pass runs, gradients take as much again as that block saved.
+        """
+        largest = max(self.inside, default=0)
+        if activations == "keep":
+            return self.outside + sum(self.inside) + largest
+        # of the inputs that are moved away, one is in use and one on its way back
+        inputs = sum(self.inputs if activations == "recompute" else sorted(self.inputs)[-2:])
+        return self.outside + inputs + 2 * largest
+
+
+def saved_by(run: Callable[[], Tensor], blocks: Sequence[nn.Module]) -> ActivationBytes:
+    """Count what a forward pass saves; tensors that outlive it, such as weights, are none of it."""
+    seen: dict[StorageWeakRef, tuple[int, int]] = {}  # bytes, and in which call of a block
+    inputs: list[int] = []
+    within: list[int] = []
+
+    def pack(tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        call = within[-1] if within else -1
+        seen.setdefault(StorageWeakRef(storage), (storage.nbytes(), call))
+
+    def enter(block: nn.Module, args: tuple[Any, ...], more: dict[str, Any]) -> None:
+        hidden = next((x for x in (*args, *more.values()) if isinstance(x, Tensor)), None)
+        within.append(len(inputs))
+        inputs.append(0 if hidden is None else hidden.numel() * hidden.element_size())
+
+    def leave(block: nn.Module, args: Any, output: Any) -> None:
+        within.pop()
+
+    handles = [b.register_forward_pre_hook(enter, with_kwargs=True) for b in blocks]
+    handles += [b.register_forward_hook(leave, always_call=True) for b in blocks]
+    try:
+        with saved_tensors_hooks(pack, _unneeded):
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    sums = [0] * (len(inputs) + 1)  # the last is what was saved outside: call -1
+    for storage, (num_bytes, call) in seen.items():
+        sums[call] += num_bytes if storage.expired() else 0
+    return ActivationBytes(sums[-1], tuple(sums[:-1]), tuple(inputs))
+
+
+def _unneeded(_: None) -> Tensor:
+    raise AssertionError("there is no backward pass of a forward pass that is only counted")
+
 
 AUTO_SHARE = 0.8
 """Of the main memory that is free, train.memory: auto takes at most this much on a CPU."""
@@ -68,7 +135,7 @@ def plan_memory_and_compile(
     learner.state.measured = True
     if learner.in_step.needed:
         learner.state.plan = replace(learner.plan, compile=False)
-    _compile(learner, rows, num_steps, say)
+    compile_blocks(learner, rows, num_steps, say)
 
 
 def _of_all_lengths(rows: Sequence[Any]) -> Sequence[Any]:
@@ -113,7 +180,7 @@ def _refine(
 def _saved(learner: Trainer, row: Any) -> ActivationBytes | None:
     """Count what one row saves where all is kept; None if not even that fits into memory."""
     try:
-        with untouched(learner.model, learner.ranks.device), learner.blocks.keeping_all():
+        with rng.untouched(learner.model, learner.ranks.device), learner.blocks.keeping_all():
             return saved_by(lambda: learner.loss([row]), learner.blocks.blocks)
     except Exception as error:
         if not is_out_of_memory(error):
@@ -196,72 +263,3 @@ def _too_little(
         found=" ".join(found),
         fix=f"{', '.join(fixes)}, or give more: train.memory: <GB>.",
     )
-
-
-def _compile(learner: Trainer, rows: Sequence[Any], num_steps: int, say: Say) -> None:
-    config = learner.config
-    if learner.plan.compile is None:
-        work = work_of(learner, rows, num_steps) / learner.blocks.num_kinds
-        learner.state.plan = replace(
-            learner.plan, compile=is_worth_it(config, work, learner.plan.device)
-        )
-    if not learner.plan.compile:
-        return
-    say(Stage("Compiling the model's blocks"))
-    problem = _try_to_compile(learner, rows[: config.batch_size])
-    if learner.ranks.max(int(problem != "")) == 0:
-        return
-    problem = problem or "another process could not."
-    if config.compile is True:
-        raise RunError(
-            "train.compile: true is not possible here",
-            found=problem,
-            fix="Set it to auto or false: the run is the same, and slower.",
-        )
-    learner.stop_compiling()
-    say(Notice(f"Blocks are not compiled, which only takes longer. {problem}"))
-
-
-def _try_to_compile(learner: Trainer, rows: Sequence[Any]) -> str:
-    """Run a forward and a backward pass with compiled blocks; return why that does not work."""
-    blocks, device = learner.blocks, learner.ranks.device
-    if blocks.are_streamed:
-        return "Their weights are streamed (base.placement), each block's when it is entered."
-    if not blocks.blocks:
-        return f"{type(learner.model).__name__} has no blocks that transformers marks as such."
-    if not learner.plan.on_gpu and cpp_compiler() is None:
-        return "There is no C++ compiler here (CXX, c++, g++, clang++)."
-    try:
-        blocks.compile()
-        first = learner.micro_batches(rows)[0]
-        with untouched(learner.model, device):
-            learner.loss(first).backward()
-    except Exception as error:
-        if is_out_of_memory(error) and not is_compile_error(error):
-            release_memory()  # the first step will find what fits
-            return ""
-        return told(error)
-    finally:
-        learner.optimizer.zero_grad(set_to_none=True)
-    return ""
-
-
-def work_of(learner: Trainer, rows: Sequence[Any], num_steps: int) -> float:
-    """Return the tokens of the whole run times the parameters of the model."""
-    per_step = learner.config.rows_per_step(learner.ranks.world_size)
-    tokens = int(tokens_of_each(rows).sum()) * num_steps * min(per_step / len(rows), 1.0)
-    return tokens * audit(learner.model).num_parameters
-
-
-@contextmanager
-def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Leave generators and buffers, such as running means, as they were."""
-    before = rng.capture(device)
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        rng.restore(before, device)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)

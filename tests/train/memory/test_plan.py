@@ -17,7 +17,7 @@ from peftkit.execution.environment import used_bytes
 from peftkit.execution.plan import Activations
 from peftkit.train.memory import prepare
 from peftkit.train.memory.blocks import Blocks
-from peftkit.train.memory.plan import ActivationBytes, saved_by
+from peftkit.train.memory.prepare import ActivationBytes, saved_by
 from tests.train.toy import (
     CausalTask,
     Played,
