@@ -46,7 +46,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "datasets": ("data/data_sets",),
     "pyarrow": ("data/columns",),  # datasets brings it; imported when rows are encoded
     "filelock": ("files/folders",),  # likewise
-    "transformers": ("base/", "tasks/", "methods/prefix", "inference/"),
+    "transformers": ("base/", "tasks/", "methods/prefix", "methods/read_cache", "inference/"),
     "gguf": ("formats/gguf/", "base/gguf"),  # the optional extra; imported when called
     "huggingface_hub": ("formats/hub",),
     "tqdm": ("base/pretrained",),  # what the hub tells of a download by; transformers brings it
@@ -299,9 +299,14 @@ def test_what_the_rules_allow_is_no_breach() -> None:
     )
 
 
-@pytest.mark.parametrize("module", WITHOUT_TORCH)
-def test_importing_it_leaves_torch_unloaded(module: str) -> None:
-    heavy = ("torch", "transformers", "datasets", "accelerate")
+OTHERS = ("transformers", "datasets", "accelerate", "torch._dynamo")
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [*((name, ("torch", *OTHERS)) for name in WITHOUT_TORCH), ("peftkit.run.config", OTHERS)],
+)
+def test_importing_it_leaves_slow_libraries_unloaded(module: str, heavy: tuple[str, ...]) -> None:
     code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
     path = os.pathsep.join([str(ROOT), str(ROOT / "cli")])
     done = subprocess.run(

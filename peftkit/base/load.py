@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from peftkit.base.build import convert
+from peftkit.base.config import BaseConfig
 from peftkit.base.gguf import parsed_once
 from peftkit.base.locate import locate
 from peftkit.base.packed_bases import Sharing, open_or_build
@@ -19,7 +20,6 @@ from peftkit.base.published import described, kept_notice, published
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.request import (
     DTYPES,
-    BaseConfig,
     BaseRequest,
     LoadedModel,
     StorageFormat,

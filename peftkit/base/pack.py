@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peftkit.base.build import build, convert
+from peftkit.base.config import BaseConfig
 from peftkit.base.locate import locate
 from peftkit.base.packed_bases import being_packed, num_bytes, room_for
 from peftkit.base.pretrained import oom_as_error, reachable
 from peftkit.base.purpose import CAUSAL_LM
-from peftkit.base.request import DTYPES, BaseConfig, StorageFormat, fast_dtype, request_of
+from peftkit.base.request import DTYPES, StorageFormat, fast_dtype, request_of
 from peftkit.base.skeleton import packed_skeleton
 from peftkit.base.store import WEIGHTS, folder_of, keep, manifest_of, store_folder
 from peftkit.config.schema import from_dict

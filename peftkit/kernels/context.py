@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -67,6 +66,8 @@ def context_attention(
     Args:
         query: (B, H, L, D). key, value: (B, K, L, D), of the tokens here.
     """
+    from torch.nn.attention.bias import causal_lower_right  # slow to import
+
     both = context.gathered(torch.cat([key, value], dim=-1))
     key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
     found = []

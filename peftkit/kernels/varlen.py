@@ -19,13 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-try:
-    from torch.nn.attention.varlen import varlen_attn as _kernel
-except ImportError:  # torch before 2.10
-    varlen_attn: Callable[..., Any] | None = None
-else:
-    varlen_attn = _kernel
-
 MAX_HEAD, HEAD_MULTIPLE = 256, 8
 """Of the flash kernel: sizes of a head."""
 
@@ -104,8 +97,9 @@ def spans_attention(
     if len(spans.tokens):
         rows[1:] = [_Gathered.apply(x, *spans[2:6]) for x in rows[1:]]
     left = -1 if window is None else window - 1
-    assert varlen_attn is not None
-    found: Tensor = varlen_attn(
+    run = kernel()
+    assert run is not None
+    found: Tensor = run(
         *rows,
         spans.queries,
         spans.keys,
@@ -132,16 +126,28 @@ def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
+def kernel() -> Callable[..., Any] | None:
+    """Return torch's kernel, whose module is slow to import; None: torch is older than 2.10."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    found: Callable[..., Any] = varlen_attn
+    return found
+
+
 @cache
 def is_available(device: torch.device) -> bool:
     """Tell whether a device and this torch have the kernel; its arguments changed up to 2.13."""
-    known = inspect.signature(varlen_attn).parameters if varlen_attn is not None else {}
-    return (
-        {"scale", "window_size", "enable_gqa"} <= known.keys()
-        and device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
-    )
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    run = kernel()
+    known = {} if run is None else inspect.signature(run).parameters
+    return {
+        "scale",
+        "window_size",
+        "enable_gqa",
+    } <= known.keys() and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
 def reference_varlen_attn(

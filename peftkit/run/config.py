@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import model_validator
 
-from peftkit.base.request import BaseConfig
+from peftkit.base.config import BaseConfig
 from peftkit.config import schema
 from peftkit.config.schema import Config
 from peftkit.data.load import DataConfig

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 from peftkit.kernels.attention import MAX_BYTES, additive
 from peftkit.kernels.context import Context
@@ -101,6 +99,8 @@ class TrainingAttention:
 
         Made additive once for all layers, unless large: they would take twice as long to read it.
         """
+        from transformers.masking_utils import sdpa_mask  # slow to import
+
         asked["mask_function"] = mask_function
         if self._kinds is not None:
             whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -233,6 +233,8 @@ def training_attention(model: Any, *, on_gpu: bool = False) -> Iterator[Training
     if not _applies(model, on_gpu):
         yield None
         return
+    from transformers import AttentionInterface, AttentionMaskInterface  # slow to import
+
     before = model.config._attn_implementation
     name = _free_name()
     attention = TrainingAttention(model)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from peftkit.kernels import varlen
 from peftkit.kernels.attention import blocked_attention, grouped_attention, is_short
@@ -170,6 +169,8 @@ def _blocked(call: Call) -> Tensor:
 
 
 def _sdpa(call: Call) -> Tensor:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     more = dict(call.more, position_bias=call.position_bias, softcap=call.softcap)
     if call.layout is not None:
         raise RuntimeError("documents or rows as they are laid out are for kernels of their own")

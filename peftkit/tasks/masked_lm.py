@@ -39,7 +39,7 @@ from peftkit.tasks.loss import accepted, target_logits, unwrapped
 from peftkit.tasks.measure import over_batches
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.token_task import TokenTask
-from peftkit.train.metrics import perplexity
+from peftkit.train.task import perplexity
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

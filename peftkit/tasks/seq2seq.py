@@ -17,7 +17,6 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
 from peftkit.data.cache import tokenizer_key
 from peftkit.data.columns import Dropped
@@ -248,8 +247,10 @@ class Seq2Seq(TokenTask):
         )
         return texts
 
-    def _settings(self, model: Any) -> GenerationConfig:
+    def _settings(self, model: Any) -> Any:
         """Return greedy generation, with nothing of the model's own but how it starts and ends."""
+        from transformers import GenerationConfig  # slow to import
+
         end, own = self.tokenizer.eos_token_id, model.generation_config.eos_token_id
         ends = {end, *(own if isinstance(own, list) else [own])} - {None}
         return GenerationConfig(
@@ -315,6 +316,8 @@ def decoder_start(model: Any, task: str) -> int:
 @contextmanager
 def own_settings_aside(model: Any) -> Iterator[None]:
     """Set the model's own generation settings aside: transformers would mix them in."""
+    from transformers import GenerationConfig
+
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:

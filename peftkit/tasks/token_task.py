@@ -41,7 +41,7 @@ from peftkit.tasks.unpadding import (
     num_positions,
     unpadded,
 )
-from peftkit.train.metrics import perplexity
+from peftkit.train.task import perplexity
 
 
 class TokenTask(Task):

@@ -199,11 +199,6 @@ def peak_bytes(device: torch.device) -> int:
     return peak_resident_bytes() if gpu is None else gpu.peak(device)
 
 
-def perplexity(loss: float) -> float:
-    """Return exp(loss), infinite beyond the range of floats."""
-    return math.exp(loss) if loss < 709 else math.inf
-
-
 def _failed(name: str, error: Exception) -> str:
     return f"The tracker {name} failed and is left out from here on: {error}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import struct
 from collections.abc import Iterator, Mapping
@@ -68,6 +69,12 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
+
+
+def seed_of(*numbers: int) -> int:
+    """Return a seed that is a function of numbers."""
+    digest = hashlib.sha256(",".join(map(str, numbers)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def _bits(value: float) -> int:

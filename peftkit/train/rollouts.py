@@ -7,7 +7,6 @@ steps, never between two updates with the same answers.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -52,7 +51,7 @@ class Rollouts:
         """
         learner, state = self.learner, self.learner.state
         began = time.perf_counter()
-        seeds = [seed_of(self.seed, state.step, index) for index in indices]
+        seeds = [rng.seed_of(self.seed, state.step, index) for index in indices]
         made = self._rolled_out(prompts, seeds)
         seconds = time.perf_counter() - began
         self.say(RolledOut(state.step + 1, seconds, made.answers))
@@ -118,9 +117,3 @@ class Rollouts:
                 (batch,) = learner.feed.batches([part])
                 found = self.task.log_probs(learner.model, learner.feed.to_device(batch))
                 self.task.remember(part, found)
-
-
-def seed_of(*numbers: int) -> int:
-    """Return a seed that is a function of numbers."""
-    digest = hashlib.sha256(",".join(map(str, numbers)).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1

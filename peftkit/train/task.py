@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,6 +18,11 @@ from peftkit.kernels.context import Context
 from peftkit.train.lockstep import LockstepForward
 from peftkit.train.signals import StopRequest
 from peftkit.train.world import World
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), infinite beyond the range of floats."""
+    return math.exp(loss) if loss < 709 else math.inf
 
 
 @dataclass(frozen=True, slots=True)

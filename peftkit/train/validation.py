@@ -15,11 +15,10 @@ from peftkit.events import EvalDone, Event, Notice, Sampled
 from peftkit.train import rng
 from peftkit.train.lockstep import GlobalBatchValues, Part, step_values
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
-from peftkit.train.metrics import perplexity
 from peftkit.train.prefetch import on_device
 from peftkit.train.rollouts import Rollouts
 from peftkit.train.sharding import gathered, is_sharded
-from peftkit.train.task import GenerationEvaluator
+from peftkit.train.task import GenerationEvaluator, perplexity
 from peftkit.train.trainer import Trainer
 
 

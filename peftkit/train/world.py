@@ -12,8 +12,6 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, broadcast
 from torch import Tensor
 from torch.distributed import new_subgroups
 
@@ -42,6 +40,9 @@ class World:
     """
 
     def __init__(self, device: torch.device, cp_size: int = 1) -> None:
+        from accelerate import Accelerator  # slow to import
+        from accelerate.utils import InitProcessGroupKwargs
+
         launched = world_size()
         # Without cpu=True, accelerate on a machine without GPU would let each process train alone.
         self._accelerator = Accelerator(
@@ -112,6 +113,8 @@ class World:
     def broadcast_parameters(self, tensors: Iterable[Tensor]) -> None:
         """Give every process the main one's values."""
         if self.world_size > 1:
+            from accelerate.utils import broadcast
+
             for tensor in tensors:
                 broadcast(tensor.data, from_process=0)
 
@@ -119,6 +122,8 @@ class World:
         """Return the main process's tensor, of the same shape on all, where this one's is."""
         if self.world_size == 1:
             return tensor
+        from accelerate.utils import broadcast
+
         sent = tensor.to(self.device, copy=True)
         broadcast(sent, from_process=0)
         return sent.to(tensor.device)

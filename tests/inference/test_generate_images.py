@@ -17,8 +17,8 @@ from PIL import Image
 
 from peftkit import recipe
 from peftkit.adapter import attach
+from peftkit.base.config import BaseConfig
 from peftkit.base.load import load_base
-from peftkit.base.request import BaseConfig
 from peftkit.data.images import Picture
 from peftkit.data.load import DataConfig
 from peftkit.errors import AdapterError, DataError, PeftkitError

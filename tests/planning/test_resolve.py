@@ -13,7 +13,7 @@ import transformers
 from torch.utils._python_dispatch import _disable_current_modes
 
 from peftkit import recipe as story
-from peftkit.base.request import BaseConfig
+from peftkit.base.config import BaseConfig
 from peftkit.base.skeleton import read_config
 from peftkit.config.schema import from_dict
 from peftkit.events import Event, Notice

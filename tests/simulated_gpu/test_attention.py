@@ -45,7 +45,7 @@ def task_on(device: str, family: str) -> tuple[Any, CausalLM]:
 def test_documents_are_taken_apart_by_the_kernel_that_the_header_names(
     family: str, kernel: Any, name: str, card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(varlen, "kernel", lambda: kernel)
     monkeypatch.setattr(varlen, "is_available", lambda device: device.type == "cuda")
     model, task = task_on("cuda", family)
     rows = make_rows()
@@ -69,12 +69,12 @@ def test_nothing_waits_for_where_documents_begin(
         sizes.append(rest[2:4])
         return query.clone()
 
-    monkeypatch.setattr(varlen, "varlen_attn", reference_varlen_attn)
+    monkeypatch.setattr(varlen, "kernel", lambda: reference_varlen_attn)
     monkeypatch.setattr(varlen, "is_available", lambda device: device.type == "cuda")
     model, task = task_on("cuda", "llama")
     with task.training(model), torch.no_grad():
         batch = {n: t.to("cuda") for n, t in task.collate(make_rows(packed=True)).items()}
-        monkeypatch.setattr(varlen, "varlen_attn", passing)
+        monkeypatch.setattr(varlen, "kernel", lambda: passing)
         card.reset()
         task.loss_sum(model, batch)
         assert [str(wait) for wait in card.waits] == []
@@ -101,7 +101,7 @@ def test_a_run_in_16_bits_learns_what_the_cpu_does(
         }
     )
     expected = losses_of(recipe, overwrite=False)
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(varlen, "kernel", lambda: kernel)
     monkeypatch.setattr(varlen, "is_available", lambda device: device.type == "cuda")
     with simulated():
         found = losses_of(recipe, overwrite=True, header=f"attention: {name};")

@@ -19,8 +19,8 @@ from transformers import ViTImageProcessorPil
 
 from peftkit import recipe
 from peftkit.adapter import attach
+from peftkit.base.config import BaseConfig
 from peftkit.base.load import load_base
-from peftkit.base.request import BaseConfig
 from peftkit.data.load import DataConfig
 from peftkit.errors import DataError
 from peftkit.events import Event, StepDone, Table

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from peftkit import recipe
 from peftkit.adapter import attach
-from peftkit.base.request import BaseConfig
+from peftkit.base.config import BaseConfig
 from peftkit.data.load import DataConfig
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Event, Notice, StepDone, Table

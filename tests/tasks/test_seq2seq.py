@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit import recipe
 from peftkit.adapter import attach
+from peftkit.base.config import BaseConfig
 from peftkit.base.load import load_base
-from peftkit.base.request import BaseConfig
 from peftkit.data.load import DataConfig
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Event, Table

@@ -11,7 +11,8 @@ from accelerate import tracking
 
 from peftkit.errors import ConfigError
 from peftkit.train import metrics
-from peftkit.train.metrics import perplexity, require_trackers
+from peftkit.train.metrics import require_trackers
+from peftkit.train.task import perplexity
 from tests.train.toy import play
 
 

@@ -257,7 +257,7 @@ def test_processes_that_do_not_find_each_other_are_refused(
     """Without its address, accelerate would let each of them train alone."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "-1")
-    monkeypatch.setattr("peftkit.train.world.Accelerator", Alone)
+    monkeypatch.setattr("accelerate.Accelerator", Alone)
     with pytest.raises(RunError, match="2 processes were launched, and accelerate has joined 1"):
         World(torch.device("cpu"))
 

@@ -27,7 +27,7 @@ from peftkit.tasks.on_policy.losses import (
 from peftkit.tasks.on_policy.rewards import Rewards, source_hashes
 from peftkit.tasks.on_policy.rows import Group, Prompt, PromptEncoder
 from peftkit.tasks.token_task import DocumentTask
-from peftkit.train.rollouts import seed_of
+from peftkit.train.rng import seed_of
 from peftkit.train.task import Rollout, SampledAnswer, Sampler, SetupContext
 
 
