@@ -233,7 +233,7 @@ def test_the_house_keeps_its_rules() -> None:
         ),
         (
             {"peftkit.train.memory.prepare": "import peftkit.methods.lora"},
-            "memory/plan.py:1: import of peftkit.methods.lora climbs",
+            "memory/prepare.py:1: import of peftkit.methods.lora climbs",
         ),
         (
             {
