@@ -23,7 +23,7 @@ from peftkit.tasks.attention import training_attention
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.config import TrainConfig
 from peftkit.train.memory import blocks as blocks_module
-from peftkit.train.memory import compiled, prepare
+from peftkit.train.memory import compiled
 from peftkit.train.memory.blocks import Blocks
 from peftkit.train.memory.compiled import is_worth_it
 from tests.families import ARCHITECTURES, FAMILIES
@@ -194,8 +194,8 @@ def test_the_work_of_a_run_is_its_tokens_times_the_parameters() -> None:
     rows, learner = make_rows(14), learner_of(Deep(), CausalTask(), batch_size=4)
     parameters = sum(p.numel() for p in learner.model.parameters())
     tokens = sum(len(row.input_ids) for row in rows)
-    assert prepare.work_of(learner, rows, 7) == pytest.approx(7 * 8 / 14 * tokens * parameters)
-    assert prepare.work_of(learner, rows[:2], 5) == 5 * (3 + 4) * parameters
+    assert compiled.work_of(learner, rows, 7) == pytest.approx(7 * 8 / 14 * tokens * parameters)
+    assert compiled.work_of(learner, rows[:2], 5) == 5 * (3 + 4) * parameters
 
 
 def compiling(folder: Path, **changes: Any) -> Played:
@@ -249,7 +249,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_written(
     if cause == "backend":
         backend.setattr(blocks_module, "BACKEND", broken)
     elif cause == "compiler":
-        backend.setattr(prepare, "cpp_compiler", lambda: None)
+        backend.setattr(compiled, "cpp_compiler", lambda: None)
     else:
         backend.setattr("peftkit.model.blocks.RECOMPUTABLE", "OtherLayer")
     words = {
