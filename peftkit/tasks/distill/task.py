@@ -35,7 +35,7 @@ from peftkit.tasks.length import exact_length
 from peftkit.tasks.loss import find_head, target_logits, target_rows, unwrapped
 from peftkit.tasks.measure import mean_metrics, over_batches
 from peftkit.tasks.token_task import DocumentTask
-from peftkit.train.rollouts import seed_of
+from peftkit.train.rng import seed_of
 from peftkit.train.signals import Interrupted
 from peftkit.train.task import Rollout, SampledAnswer, Sampler, SetupContext
 
