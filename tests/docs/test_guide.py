@@ -276,8 +276,9 @@ def test_every_link_within_the_house_leads_somewhere(page: Path) -> None:
 
 
 TRACKED = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("[!.]*/**/*.py")]
-CODE = "\n".join((ROOT / path).read_text(encoding="utf-8") for path in TRACKED)
-EXAMPLES = {"test_fresh_adapter_leaves_the_base_unchanged"}
+TABLES = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("cli/*/*.yaml")]
+CODE = "\n".join((ROOT / path).read_text(encoding="utf-8") for path in (*TRACKED, *TABLES))
+EXAMPLES = {"test_fresh_adapter_leaves_the_base_unchanged", "reward_funcs", "unsloth_zoo"}
 """Names that the pages make up."""
 
 
