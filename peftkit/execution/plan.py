@@ -99,6 +99,11 @@ class ExecutionPlan:
         return self.device == "cuda" and self.lora_layout != "alone"
 
     @property
+    def records_decoding(self) -> bool:
+        """Whether a step of decoding is recorded, and launched as one graph, which CUDA can."""
+        return self.device == "cuda"
+
+    @property
     def loss_chunks(self) -> LossChunks:
         """How much of the logits is there at once."""
         return GPU_CHUNKS if self.on_gpu else CPU_CHUNKS

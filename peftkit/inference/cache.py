@@ -101,17 +101,41 @@ class Row:
         """Position of the first token of its own."""
         return 0 if self.base is None else self.base.end
 
+    @property
+    def has_room(self) -> bool:
+        """Whether its slot has a place for its next token."""
+        return self.arena is not None and self.length < self.arena.capacity
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """Its place for the next token, the position of its first, and that token."""
+        owner = self.owner
+        return self.length, self.start, (owner.ids or owner.request.ids)[-1]
+
 
 class Arena:
-    """Slots of one size. The rows in it have the first slots, in the order of `rows`."""
+    """Slots of one size. The rows in it have the first slots, in the order of `rows`.
+
+    Attributes:
+        capacity: Tokens of a slot.
+        num_slots: As many as there have been rows at once, or more; a power of two.
+        layers: Of each layer (S, K, C, D) twice.
+    """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+        self.capacity, self.num_slots = capacity, 1
         self.rows: list[Row] = []
         self.layers: dict[int, Pair] = {}
 
+    @property
+    def is_full(self) -> bool:
+        """Whether one row more needs larger tensors."""
+        return len(self.rows) == self.num_slots
+
     def add(self, row: Row, layers: dict[int, Pair]) -> None:
         """Give a row the next slot, and copy what it has: of each layer (1, K, >= length, D)."""
+        if self.is_full:
+            self.num_slots *= 2
         row.arena, row.slot = self, len(self.rows)
         self.rows.append(row)
         for layer, pair in layers.items():
@@ -135,7 +159,7 @@ class Arena:
         return {layer: (keys[at], values[at]) for layer, (keys, values) in self.layers.items()}
 
     def write(self, layer: int, places: Pair, keys: Tensor, values: Tensor) -> Pair:
-        """Write one token of each row, (rows, K, 1, D); return all slots of the layer.
+        """Write one token of each of the first slots, (b, K, 1, D); return all of the layer.
 
         Args:
             places: Of each row its slot, and the place in it.
@@ -146,11 +170,11 @@ class Arena:
         return pair
 
     def _room(self, layer: int, like: Pair) -> Pair:
-        """Return a layer's tensors, with slots for all rows."""
+        """Return a layer's tensors, with all slots."""
         found = self.layers.get(layer)
-        if found is None or len(found[0]) < len(self.rows):
-            size = 1 << (len(self.rows) - 1).bit_length()
+        if found is None or len(found[0]) < self.num_slots:
             # zeros: what is not a number would be one beneath a mask too
+            size = self.num_slots
             grown = [new.new_zeros(size, new.shape[1], self.capacity, new.shape[3]) for new in like]
             for new, old in zip(grown, found or (), strict=False):
                 new[: len(old)] = old
@@ -160,7 +184,12 @@ class Arena:
 
 def capacity_for(length: int) -> int:
     """Return the size of the smallest slots that hold so many tokens."""
-    return max(SMALLEST, 1 << (length - 1).bit_length())
+    return max(SMALLEST, power_of_two(length))
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest one that is not below a number."""
+    return 1 << (number - 1).bit_length()
 
 
 def joined(spans: Sequence[Span], layer: int, lengths: Sequence[int]) -> Pair:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import count
+from itertools import accumulate, count
 from typing import Any, NamedTuple
 
 import torch
@@ -92,27 +92,45 @@ class Prefill:
 class Decode:
     """Forward passes over one token of each row, for as long as the rows are the same.
 
+    Args:
+        blocks: Arenas, and how many of their first slots are computed.
+        is_static: Whether shapes are the same for other rows in these slots: nothing then depends
+            on how long the rows are.
+
     Attributes:
-        rows: In the order of the batch: arena by arena, slot by slot.
-        positions: (B, 1) of the tokens that come next.
+        rows: In the order of the batch: arena by arena, slot by slot; None: an empty slot.
+        tokens: (B, 1) that come next. positions: Theirs.
     """
 
-    def __init__(self, arenas: Sequence[Arena], device: torch.device) -> None:
-        self.rows: list[Row] = [row for arena in arenas for row in arena.rows]
-        self.device = device
-        self._blocks: list[tuple[Arena, slice]] = []
-        begin = 0
-        for arena in arenas:
-            self._blocks.append((arena, slice(begin, begin + len(arena.rows))))
-            begin += len(arena.rows)
-        numbers = [[row.slot, row.length, row.start] for row in self.rows]
-        self._slots, self._places, self._starts = torch.tensor(numbers, device=device).unbind(1)
-        self._places = self._places.clone()
+    def __init__(
+        self, blocks: Sequence[tuple[Arena, int]], device: torch.device, *, is_static: bool = False
+    ) -> None:
+        self.device, self._is_static = device, is_static
+        ends = [0, *accumulate(size for _, size in blocks)]
+        self._blocks = [
+            (arena, slice(begin, end))
+            for (arena, _), begin, end in zip(blocks, ends, ends[1:], strict=False)
+        ]
+        slots = [slot for _, size in blocks for slot in range(size)]
+        self._slots = torch.tensor(slots, device=device)
+        self._numbers = torch.zeros(3, len(slots), dtype=torch.long, device=device)
+        self._places, self._starts = self._numbers[0], self._numbers[1]
+        self.tokens = self._numbers[2, :, None]
+        self.fill()
+
+    def fill(self) -> None:
+        """Take over the rows that are in the slots now."""
+        self.rows: list[Row | None] = []
+        for arena, at in self._blocks:
+            empty = at.stop - at.start - len(arena.rows)
+            self.rows += [*arena.rows, *[None] * empty]
+        numbers = [(0, 0, 0) if row is None else row.numbers for row in self.rows]
+        self._numbers.copy_(torch.tensor(numbers).t())
         users: dict[Span, list[int]] = {}
         for index, row in enumerate(self.rows):
-            if row.base is not None:
+            if row is not None and row.base is not None:
                 users.setdefault(row.base, []).append(index)
-        self._bases = [(span, torch.tensor(at, device=device)) for span, at in users.items()]
+        self._bases = [(span, torch.tensor(at, device=self.device)) for span, at in users.items()]
 
     @property
     def positions(self) -> Tensor:
@@ -121,13 +139,15 @@ class Decode:
     @property
     def has_room(self) -> bool:
         """Whether each row's slot has a place for its next token."""
-        return all(row.length < row.arena.capacity for row in self.rows if row.arena is not None)
+        return all(row.has_room for row in self.rows if row is not None)
 
-    def advance(self) -> None:
-        """Go on to the next tokens."""
+    def advance(self, tokens: Tensor) -> None:
+        """Go on to the next tokens, (B, 1)."""
+        self.tokens.copy_(tokens)
         self._places += 1
         for row in self.rows:
-            row.length += 1
+            if row is not None:
+                row.length += 1
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         for arena, at in self._blocks:
@@ -153,11 +173,10 @@ class Decode:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return queries (b, K, G, D), keys and values (b, K, L, D) and the mask of an arena."""
         keys, values = arena.layers[layer]
-        if query.device.type == "cpu":
+        longest = arena.capacity
+        if not self._is_static:
             longest = 1 + max(row.length for row in arena.rows)
-        else:  # shapes that stay the same
-            longest = arena.capacity
-        keys, values = (t[: len(arena.rows), :, :longest] for t in (keys, values))
+        keys, values = (t[: at.stop - at.start, :, :longest] for t in (keys, values))
         q = query[at].view(len(keys), keys.shape[1], -1, query.shape[-1])
         if at.start not in seen.made:
             first = self._starts[at, None]

@@ -8,21 +8,28 @@ the device once, where their tokens are read.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from peftkit.inference.cache import Arena, Row, Span, capacity_for
+from peftkit.execution.plan import plan_of
+from peftkit.inference.cache import Arena, Row, Span, capacity_for, power_of_two
 from peftkit.inference.cached_attention import CachedAttention, Decode, Prefill, registered
 from peftkit.inference.engine import Engine
 from peftkit.inference.prefixes import MIN_READ, Prefixes, worth_sharing
+from peftkit.inference.recorded import Recorder
 from peftkit.inference.request import Running, masked, table_of
+from peftkit.train.memory.blocks import STREAMED
+from peftkit.train.sharding import is_sharded
 
 PASS_TOKENS = 2048
 """Tokens of prompts in one forward pass."""
+MAX_RECORDED = 32
+"""Steps of decoding that are recorded; the oldest goes."""
 LOOK = 128
 """Prompts that wait in which a common beginning is looked for."""
 
@@ -35,6 +42,9 @@ class CachedEngine(Engine):
         self._prompts: dict[Span, Running | None] = {}
         self._arenas: dict[int, Arena] = {}
         self._batch: _Batch | None = None
+        plan = plan_of(self.model)
+        self.recorder = Recorder() if plan.records_decoding and can_record(self.model) else None
+        self._steps: dict[Any, _Step] = {}
         self._prefixes = Prefixes(self.limits.kept)
         self._recent: deque[Running] = deque(maxlen=32 if self.limits.kept else 0)
 
@@ -43,6 +53,7 @@ class CachedEngine(Engine):
         window = getattr(config, "sliding_window", None)
         self._attention = CachedAttention(config.num_hidden_layers, window)
         stack.enter_context(registered(self.model, self._attention))
+        stack.callback(self._steps.clear)
 
     @property
     def num_running(self) -> int:
@@ -58,6 +69,7 @@ class CachedEngine(Engine):
             left -= self._prefill(min(left, PASS_TOKENS))
             self._admit()
         if self._growing():
+            self.num_passes += 1
             self._decode()
         self._prefixes.trim(one.request.ids for one in self._waiting)
 
@@ -126,6 +138,7 @@ class CachedEngine(Engine):
     def _prefill(self, most: int) -> int:
         """Compute the next tokens of some prompts; return how many."""
         pieces = self._pieces(most)
+        self.num_passes += 1
         width = max(size for _, size in pieces)
         ids = torch.zeros(len(pieces), width, dtype=torch.long)
         positions = torch.zeros_like(ids)
@@ -169,20 +182,60 @@ class CachedEngine(Engine):
 
     def _place(self, row: Row, layers: dict[int, tuple[Tensor, Tensor]]) -> None:
         size = capacity_for(row.length + 1)
-        self._arenas.setdefault(size, Arena(size)).add(row, layers)
+        arena = self._arenas.setdefault(size, Arena(size))
+        if arena.is_full:
+            self._drop_empty(but=arena)
+        arena.add(row, layers)
+
+    def _drop_empty(self, but: Arena | None = None) -> None:
+        """Free the memory of arenas without rows, and the steps that were recorded in it."""
+        kept = {size: one for size, one in self._arenas.items() if one.rows or one is but}
+        if len(kept) < len(self._arenas) or but is not None:
+            self._arenas = kept
+            self._steps = {
+                key: step
+                for key, step in self._steps.items()
+                if all(arena in kept.values() and arena is not but for arena, _ in step.blocks)
+            }
 
     def _decode(self) -> None:
         """Compute the next token of each answer that grows."""
         if self._batch is None or not self._batch.decode.has_room:
             self._make_room()
-            arenas = [self._arenas[size] for size in sorted(self._arenas)]
-            rows = [row for arena in arenas for row in arena.rows]
-            names = [row.owner.request.adapter for row in rows]
-            self._batch = _Batch(Decode(arenas, self.model.device), self._using(names))
-        batch = self._batch
-        logits = self._run(batch.decode, batch.tokens, batch.decode.positions, batch.using)
-        batch.take(logits)
+            step = self._next_step()
+            self._batch = _Batch(step)
+        self._batch.step()
         self._drop_ended()
+
+    def _next_step(self) -> _Step:
+        """Return how the rows that grow are computed: if they are many, as rows before them."""
+        arenas = [self._arenas[size] for size in sorted(self._arenas) if self._arenas[size].rows]
+        rows = [row for arena in arenas for row in arena.rows]
+        if self.recorder is None or any(row.base is not None for row in rows):
+            return self._step([(arena, len(arena.rows)) for arena in arenas])
+        blocks = [(arena, power_of_two(len(arena.rows))) for arena in arenas]
+        # adapters that differ lie in stacks of their own for each order of rows
+        names = [row.owner.request.adapter for row in rows]
+        key = (tuple(blocks), tuple(names if len(set(names)) > 1 else names[:1]))
+        if key in self._steps:
+            self._steps[key].decode.fill()
+        else:
+            if len(self._steps) >= MAX_RECORDED:
+                del self._steps[next(iter(self._steps))]
+            self._steps[key] = self._step(blocks, self.recorder)
+        return self._steps[key]
+
+    def _step(self, blocks: list[tuple[Arena, int]], recorder: Recorder | None = None) -> _Step:
+        decode = Decode(blocks, self.model.device, is_static=recorder is not None)
+        first = next(row for row in decode.rows if row is not None).owner.request.adapter
+        using = self._using(
+            [first if row is None else row.owner.request.adapter for row in decode.rows]
+        )
+
+        def run() -> Tensor:
+            return self._run(decode, decode.tokens, decode.positions, using)
+
+        return _Step(blocks, decode, run if recorder is None else recorder.step(run))
 
     def _make_room(self) -> None:
         """Move answers that have filled their slots to larger ones."""
@@ -193,7 +246,8 @@ class CachedEngine(Engine):
                 slot = row.slot
                 self._place(row, layers)
                 arena.remove(row, slot)
-        self._arenas = {size: arena for size, arena in self._arenas.items() if arena.rows}
+        if self.recorder is None:
+            self._drop_empty()
 
     def _drop_ended(self) -> None:
         """Free the places of answers that are over, by a token or because nobody wants the rest."""
@@ -208,7 +262,8 @@ class CachedEngine(Engine):
                 self._release(span.base)
         for running in [one for one in self._waiting if one.ended_by is not None]:
             self._waiting.remove(running)
-        self._arenas = {size: arena for size, arena in self._arenas.items() if arena.rows}
+        if self.recorder is None:  # else they are kept until others need more memory
+            self._drop_empty()
 
     def _release(self, base: Span | None) -> None:
         if base is not None:
@@ -225,7 +280,6 @@ class CachedEngine(Engine):
         using: AbstractContextManager[None],
     ) -> Tensor:
         """Return the logits of the last column."""
-        self.num_passes += 1
         self._attention.now = now
         device = self.model.device
         try:
@@ -243,21 +297,34 @@ class CachedEngine(Engine):
         return logits
 
 
+class _Step(NamedTuple):
+    """A forward pass over some slots, whoever is in them; `run` returns the logits."""
+
+    blocks: list[tuple[Arena, int]]
+    decode: Decode
+    run: Callable[[], Tensor]
+
+
 class _Batch:
-    """The rows that grow, for as long as they are the same, and their tokens on the device."""
+    """The rows that grow, for as long as they are the same."""
 
-    def __init__(self, decode: Decode, using: AbstractContextManager[None]) -> None:
-        self.decode, self.using = decode, using
-        self._owners: list[Running] = [row.owner for row in decode.rows]
-        last = [[one.ids[-1] if one.ids else one.request.ids[-1]] for one in self._owners]
-        self.tokens = torch.tensor(last, device=decode.device)
-        self._table = table_of(self._owners, decode.device)
+    def __init__(self, step: _Step) -> None:
+        self.decode, self._run = step.decode, step.run
+        self._owners: list[Running | None] = [
+            None if row is None else row.owner for row in step.decode.rows
+        ]
+        self._table = table_of(self._owners, step.decode.device)
 
-    def take(self, logits: Tensor) -> None:
+    def step(self) -> None:
         """Choose the next tokens, keep them as the model's next input, and give each its answer."""
-        chosen = self._table.choose(masked(logits, self._owners))
-        self.tokens = chosen[:, :1].long()
-        self.decode.advance()
+        chosen = self._table.choose(masked(self._run(), self._owners))
+        self.decode.advance(chosen[:, :1])
         told = self._table.told(chosen.tolist())  # the one wait for the device
         for owner, one in zip(self._owners, told, strict=True):
-            owner.take(one)
+            if owner is not None:
+                owner.take(one)
+
+
+def can_record(model: Any) -> bool:
+    """Whether nothing waits between the blocks of a model: no other process, no main memory."""
+    return not (is_sharded(model) or hasattr(model, STREAMED))

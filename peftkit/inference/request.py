@@ -112,22 +112,22 @@ class Running:
         return Answer(self.ids, told, self.ended_by, self.end)
 
 
-def masked(logits: Tensor, rows: Sequence[Running]) -> Tensor:
+def masked(logits: Tensor, rows: Sequence[Running | None]) -> Tensor:
     """Return logits (B, V) in which what a row's constraint does not allow is -inf."""
     for index, row in enumerate(rows):
-        constraint = row.request.constraint
-        if constraint is not None and row.ended_by is None:
+        constraint = None if row is None else row.request.constraint
+        if constraint is not None and row is not None and row.ended_by is None:
             allowed = constraint.allowed().to(logits.device)
             logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
     return logits
 
 
-def table_of(rows: Sequence[Running], device: torch.device) -> SamplingTable:
-    """Return how the next tokens of some answers are chosen."""
+def table_of(rows: Sequence[Running | None], device: torch.device) -> SamplingTable:
+    """Return how the next tokens of some answers are chosen; None: of no answer, greedily."""
     return SamplingTable(
-        [row.request.sampling for row in rows],
-        [row.request.seed for row in rows],
-        [len(row.ids) for row in rows],
+        [Sampling() if row is None else row.request.sampling for row in rows],
+        [0 if row is None else row.request.seed for row in rows],
+        [0 if row is None else len(row.ids) for row in rows],
         device,
-        wants_log_probs=any(row.request.log_probs for row in rows),
+        wants_log_probs=any(row is not None and row.request.log_probs for row in rows),
     )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.simulated_gpu import tensors
 from tests.simulated_gpu.real import REAL, real_card
@@ -111,6 +112,53 @@ class Event:
         return 1.0
 
 
+class Graph:
+    """Operators that were recorded, to be run again on the same tensors by one launch."""
+
+    def __init__(self) -> None:
+        self._recorded: list[tuple[Any, Any, Any, Any]] = []
+
+    def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Record an operator."""
+        place = {"device": torch.device("cpu")} if kwargs.get("device") is not None else {}
+        values = [
+            tensors._each(part, lambda t: t.values if isinstance(t, CudaTensor) else t)
+            for part in (args, {**kwargs, **place}, out)
+        ]
+        self._recorded.append((func, *values))
+
+    def spoil(self) -> None:
+        """What is recorded has not run: results are garbage until it is replayed."""
+        for _, args, kwargs, out in self._recorded:
+            known = {t.untyped_storage().data_ptr() for t in tensors._tensors((args, kwargs))}
+            for made in tensors._tensors(out):
+                if made.untyped_storage().data_ptr() not in known:
+                    tensors._spoil(made)
+
+    def replay(self) -> None:
+        """Run all again."""
+        tensors.CARD.launches += 1
+        with _disable_current_modes():
+            for func, args, kwargs, out in self._recorded:
+                again = tensors.called(func, args, kwargs)
+                pairs = zip(tensors._tensors(out), tensors._tensors(again), strict=True)
+                for made, new in pairs:
+                    if made.data_ptr() != new.data_ptr():
+                        made.copy_(new)
+
+
+@contextmanager
+def recording(graph: Graph, **_: Any) -> Iterator[None]:
+    """Record what is launched; whatever makes the host wait is an error."""
+    tensors.CARD.wait("torch.cuda.graph()")
+    tensors.CARD.graph = graph
+    try:
+        yield
+    finally:
+        tensors.CARD.graph = None
+    graph.spoil()
+
+
 def _answers(card: Card) -> dict[str, Any]:
     """What torch.cuda says."""
     facts = types.SimpleNamespace(
@@ -179,7 +227,10 @@ def _answers(card: Card) -> dict[str, Any]:
         "default_stream": lambda device=None: card.stream,
         "stream": lambda stream: nullcontext() if stream is None else stream,
         "device": lambda device: nullcontext(),
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: card.graph is not None,
+        "CUDAGraph": Graph,
+        "graph": recording,
+        "graph_pool_handle": lambda: (0, 1),
     }
 
 

@@ -80,6 +80,8 @@ class Card:
     pinned: set[int] = field(default_factory=set)
     pinned_bytes: int = 0
     default_stream: Any = None
+    graph: Any = None
+    """The one that is recorded now."""
     host_tasks: list[Callable[[], None]] = field(default_factory=list)
     """What is done when the host next waits."""
     _known: dict[int, Any] = field(default_factory=dict)
@@ -102,6 +104,10 @@ class Card:
 
     def wait(self, why: str) -> None:
         """Note that the host waits for all that was launched."""
+        if self.graph is not None:
+            raise RuntimeError(
+                f"CUDA error: operation not permitted when stream is capturing: {why}"
+            )
         self.waits.append(Wait(why, _where()))
         self.settle()
 
@@ -446,6 +452,8 @@ class Kernels(TorchDispatchMode):
         if name in ASKED and isinstance(args[0].values, FakeTensor):
             return True if name != "_local_scalar_dense" else _read(args[0].values)
         out = _run(func, name, args, kwargs, ours, place)
+        if CARD.graph is not None:
+            CARD.graph.note(func, args, kwargs, out)
         self.launched(func, name, args, kwargs, out)
         return out
 
@@ -526,16 +534,19 @@ def _run(func: Any, name: str, args: Any, kwargs: Any, ours: list[Any], place: A
             number = _device(place).index
     originals = {id(tensor.values): tensor for tensor in ours}
     inner = _each((args, kwargs), lambda t: t.values if isinstance(t, CudaTensor) else t)
-    if name == "histc" and not inner[0][0].is_floating_point():  # a CPU counts floats alone
-        whole = inner[0][0]
-        out = func(whole.float(), *inner[0][1:], **inner[1]).to(whole.dtype)
-    else:
-        out = func(*inner[0], **inner[1])
+    out = called(func, *inner)
     CARD.launches += 1
     CARD.operators[name] += 1
     if place is not None and place.type == "cpu":
         return out
     return _each(out, lambda t: originals[id(t)] if id(t) in originals else CudaTensor(t, number))
+
+
+def called(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operator on the CPU, which counts floats alone."""
+    if func is torch.ops.aten.histc.default and not args[0].is_floating_point():
+        return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+    return func(*args, **kwargs)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

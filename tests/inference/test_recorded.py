@@ -1,0 +1,159 @@
+"""Steps of decoding that a GPU records: the same answers, by a launch or a few for each token."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from peftkit.inference.bank import AdapterBank
+from peftkit.inference.cached_engine import CachedEngine
+from peftkit.inference.engine import Limits
+from peftkit.inference.open_engine import why_plain
+from peftkit.inference.request import Request, Running
+from peftkit.inference.sampling import Sampling
+from peftkit.methods.lora import LoRA
+from tests.families import EOS, FAMILIES
+from tests.inference.test_bank import a_base, write
+from tests.inference.test_engine import MODELS
+from tests.simulated_gpu.simulation import simulated
+
+TOKENIZER: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
+LENGTHS = (12, 18, 9, 14, 16, 7, 11)
+PROMPTS = [[7 + n, 8, 9 + n] * (40 if n == 3 else 1) for n in range(len(LENGTHS))]
+SETTINGS = [Sampling(size, 0.0 if n % 2 else 1.0, seed=n) for n, size in enumerate(LENGTHS)]
+
+
+def answers(engine: CachedEngine, adapters: tuple[str | None, ...] = (None,)) -> list[list[int]]:
+    """Answer seven requests, of which two come later: they join, leave and outgrow their slots."""
+    requests = [
+        Request(PROMPTS[n], one, n, adapters[n % len(adapters)]) for n, one in enumerate(SETTINGS)
+    ]
+    made: list[Running] = [engine.submit(one) for one in requests[:5]]
+    for _ in range(5):
+        engine.step()
+    made += [engine.submit(one) for one in requests[5:]]
+    engine.run()
+    return [one.ids for one in made]
+
+
+def on_card(model: Any, record: bool = True) -> CachedEngine:
+    assert why_plain(model.to("cuda"), TOKENIZER) is None
+    engine = CachedEngine(model, TOKENIZER)
+    assert engine.recorder is not None
+    engine.recorder.is_able = record
+    return engine
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "gemma2"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("mistral_swa", "gpt2", "gpt_neox", "gpt_oss", "opt", "gemma3_text")
+        ),
+    ],
+)
+def test_recorded_answers_are_those_of_a_cpu(name: str) -> None:
+    model: Any = MODELS[name]().eval()
+    with CachedEngine(model, TOKENIZER) as engine:
+        expected = answers(engine)
+    with simulated(), on_card(model) as engine:
+        assert answers(engine) == expected
+        assert engine.recorder is not None
+        assert engine.recorder.is_able
+        assert engine.recorder.num_recorded > 0
+
+
+def test_a_token_is_a_few_launches_and_the_same_graphs_serve_who_comes_next(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    launches: dict[bool, int] = {}
+    for record in (True, False):
+        model: Any = FAMILIES["llama"]().eval()
+        with simulated() as card, on_card(model, record) as engine:
+            assert engine.recorder is not None
+            if record:
+                first = answers(engine)
+                before = engine.recorder.num_recorded
+                assert answers(engine) == first
+                assert engine.recorder.num_recorded - before <= 2  # seldom enough before
+            counts = []
+            engine.submit(Request([5, 6], Sampling(12)))
+            while not engine.is_idle:
+                engine.step()
+                counts.append(card.launches)
+            launches[record] = sorted(b - a for a, b in pairwise(counts))[len(counts) // 2]
+    assert launches[True] < 10
+    assert launches[False] > 10 * launches[True]
+    assert not caplog.records
+
+
+def test_each_row_has_its_adapter(llama: Any, tokenizer: Any, tmp_path: Any) -> None:
+    paths = {
+        name: write(llama, LoRA(rank=rank, alpha=64), tmp_path / name, rank)
+        for name, rank in (("one", 4), ("two", 2))
+    }
+    names = ("one", None, "two")
+
+    def found() -> list[list[int]]:
+        bank = AdapterBank(a_base(llama, tokenizer), paths)
+        with bank.engine() as engine:
+            assert isinstance(engine, CachedEngine)
+            made = [answers(engine, names), answers(engine, ("two",))]
+            if engine.recorder is not None:
+                assert engine.recorder.num_recorded > 1
+        for name in bank.names:
+            bank.drop(name)
+        return [ids for of in made for ids in of]
+
+    expected = found()
+    with simulated():
+        llama.to("cuda")
+        assert found() == expected
+
+
+def test_a_model_that_waits_for_the_host_is_not_recorded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model: Any = FAMILIES["llama"]().eval()
+    with CachedEngine(model, TOKENIZER) as engine:
+        expected = answers(engine)
+    with simulated():
+        engine = on_card(model)
+        model.model.norm.register_forward_hook(lambda module, args, out: float(out.sum()) and None)
+        with engine, caplog.at_level(logging.WARNING):
+            assert answers(engine) == expected
+        assert engine.recorder is not None
+        assert (engine.recorder.is_able, engine.recorder.num_recorded) == (False, 0)
+    (record,) = caplog.records
+    assert "not recorded: CUDA error" in record.message
+
+
+def test_a_beginning_that_all_read_is_computed_without_a_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("peftkit.inference.cached_engine.MIN_READ", 1)
+    prompts, sampling = [list(range(5, 60))] * 6, Sampling(16, 1.0, seed=3)
+    model: Any = FAMILIES["llama"]().eval()
+    with CachedEngine(model, TOKENIZER, Limits(rows=4)) as engine:
+        expected = engine.answers(prompts, sampling)
+    with simulated(), on_card(model) as engine:
+        found = engine.answers(prompts, sampling)
+    assert [one.ids for (one,) in found] == [one.ids for (one,) in expected]
+
+
+def test_memory_of_slots_that_are_empty_goes_where_others_grow() -> None:
+    model: Any = FAMILIES["llama"]().eval()
+    with simulated(), on_card(model) as engine:
+        engine.answers([[5, 6]] * 5, Sampling(10))
+        assert [(size, len(one.rows)) for size, one in engine._arenas.items()] == [(128, 0)]
+        engine.answers([list(range(5, 205))], Sampling(3))
+        assert list(engine._arenas) == [128, 256]  # one row more needs no more memory there
+        engine.answers([list(range(5, 205))] * 2, Sampling(3))
+        assert list(engine._arenas) == [256]
+        assert torch.cuda.memory_allocated() > 0
