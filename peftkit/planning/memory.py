@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ from peftkit.execution.plan import Activations, ExecutionPlan, Placement, Shard
 from peftkit.planning.cards import LINK, WIRES, card_of
 from peftkit.planning.footprint import WeightFootprint, spread, streamed
 from peftkit.planning.step import Setup
-from peftkit.planning.step_estimator import StepEstimator
+from peftkit.planning.step_estimator import StepEstimator, steps_of
 from peftkit.run.config import Recipe
 from peftkit.train.optim import STATE_BYTES
 
@@ -81,7 +81,6 @@ class MemoryEstimator:
     Args:
         config: The model's.
         link: GB/s from main memory to the device.
-        like: Of the same model and environment; its steps are taken where they are the same.
 
     Attributes:
         rows, length: Rows, and tokens of each of their texts, that go through the model at once.
@@ -90,13 +89,7 @@ class MemoryEstimator:
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        config: Any,
-        environment: Environment,
-        *,
-        link: float = LINK,
-        like: MemoryEstimator | None = None,
+        self, recipe: Recipe, config: Any, environment: Environment, *, link: float = LINK
     ) -> None:
         self.recipe, self.config, self.environment, self.link = recipe, config, environment, link
         self.card = card_of(environment.memory or 0)
@@ -109,17 +102,14 @@ class MemoryEstimator:
             rows = max(1, min(rows, tokens // (num_texts * self.length)))
         self.rows = rows
         setup = setup_of(recipe, config, environment)
-        known = None if like is None else like.steps
-        if known is None or replace(known.setup, kept=False) != setup:
-            known = StepEstimator(setup, None if environment.on_gpu else environment.usable)
-        self.steps: StepEstimator = known
+        self.steps = steps_of(setup, None if environment.on_gpu else environment.usable)
 
     @cached_property
     def _bare(self) -> StepEstimator:
         """Of a base that is not all on the device, so that no unpacked weights are kept."""
         if not self.steps.setup.kept:
             return self.steps
-        return StepEstimator(setup_of(self.recipe, self.config, self.environment))
+        return steps_of(setup_of(self.recipe, self.config, self.environment))
 
     @cached_property
     def streams(self) -> WeightFootprint:

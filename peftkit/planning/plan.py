@@ -207,14 +207,9 @@ def cheapest_change(costs: MemoryEstimator, chosen: Strategy) -> str:
     """
     found: list[tuple[float, Changes]] = []
     best, with_it = chosen.longest_row, Changes()
-    trial = costs
     for changes in _tried(costs.recipe):
         changed = _changed(costs.recipe, changes)
-        link, like = (
-            costs.link,
-            trial if changed.base.quantize != costs.recipe.base.quantize else costs,
-        )
-        trial = MemoryEstimator(changed, costs.config, costs.environment, link=link, like=like)
+        trial = MemoryEstimator(changed, costs.config, costs.environment, link=costs.link)
         ways = list(trial.ways())
         through = [trial.seconds(way) for way in ways if way.longest_row >= trial.length]
         if through:

@@ -8,6 +8,7 @@ Shapes: B rows, T tokens.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -44,8 +45,24 @@ class CountError(PeftkitError):
     """A model's step cannot be run on tensors without data."""
 
 
+_made: deque[StepEstimator] = deque(maxlen=4)
+
+
+def steps_of(setup: Setup, free: int | None = None) -> StepEstimator:
+    """Return what counts a setup's steps: what was made already, of what is the same.
+
+    Args:
+        free: As of `StepEstimator`.
+    """
+    for known in _made:
+        if known.setup == replace(setup, kept=known.keeps_copies(free)):
+            return known
+    _made.append(StepEstimator(setup, free))
+    return _made[-1]
+
+
 class StepEstimator:
-    """Counts steps of one setup; models are built once.
+    """Counts steps of one setup; models are built once, and each step is counted once.
 
     Attributes:
         num_parameters, num_blocks: Of the base.
@@ -70,7 +87,7 @@ class StepEstimator:
             self.whole = packed_model(setup)
         with_method(bare, setup)  # not on the packed one: some methods read a weight
         self.trained = [p for p in bare.parameters() if p.requires_grad]
-        self.setup = replace(setup, kept=self._keeps_copies(free))
+        self.setup = replace(setup, kept=self.keeps_copies(free))
 
     def activation_modes(
         self, wish: bool | Literal["auto"] = "auto", *, streamed: bool = False
@@ -90,7 +107,8 @@ class StepEstimator:
         """What a device has that has all of the base."""
         return whole(self.whole)
 
-    def _keeps_copies(self, free: int | None) -> bool:
+    def keeps_copies(self, free: int | None) -> bool:
+        """Tell whether packed weights are kept unpacked as well, with so much main memory."""
         sizes = [p.form.shape.numel() * p.dtype.itemsize for _, _, p in packed_tensors(self.whole)]
         return bool(sizes) and sum(sizes) <= COPY_SHARE * max((free or 0) - self.base.resident, 0)
 
