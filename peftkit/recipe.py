@@ -66,20 +66,20 @@ def run(
     """
     start = StartPolicy(resume, overwrite, allow_changes)
     rules.check(recipe, world_size())
-    with monitored_ranks(default_device) as company, ExitStack() as stack:
+    with monitored_ranks(default_device) as monitor, ExitStack() as stack:
         folder = recipe.train.output_dir
         check_output(recipe.train, start)
-        if company is not None:
-            company.check_equal_across_ranks(
+        if monitor is not None:
+            monitor.check_equal_across_ranks(
                 recipe=flat(recipe.model_dump(mode="json")),
                 version=versions(),
                 command=asdict(start),
             )
-            company.check_shared(folder)
+            monitor.check_shared(folder)
         stack.enter_context(locked(folder))
         with stopping_at_once("stopped before the first step; what was there is as it was."):
             before = BeforeRun(on_event)
-            ready = prepare(recipe, resume=resume, company=company, on_event=before.on_event)
+            ready = prepare(recipe, resume=resume, monitor=monitor, on_event=before.on_event)
             watch = watch_of(recipe, ready, metrics, on_event)
             known = {} if resume else measured_before(ready, before.on_event)
         recipe = ready.recipe

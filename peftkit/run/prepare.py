@@ -63,7 +63,7 @@ def prepare(
     base: Base | None = None,
     plan: ExecutionPlan | None = None,
     resume: bool = False,
-    company: RankMonitor | None = None,
+    monitor: RankMonitor | None = None,
     on_event: Listener = ignore,
 ) -> Prepared:
     """Do everything that comes before the first step.
@@ -72,7 +72,7 @@ def prepare(
         base: As the recipe says, loaded already and bare.
         plan: How the recipe is carried out; by default as `resolve_plan` decides.
         resume: A checkpoint is loaded next: the adapter has no values of its own until then.
-        company: The processes that do this together.
+        monitor: The processes that do this together.
 
     Raises:
         PeftkitError: The base, a target or the data is not as the recipe says.
@@ -83,11 +83,11 @@ def prepare(
             known = recipe.base.model_dump(include={"model", "revision"})
             check_fits(skeleton(**known, purpose=settings.purpose), recipe.method)
         plan = plan or resolve_plan(recipe, on_event)
-        if company is not None:
-            company.check_equal_across_ranks(plan=plan.as_dict())
-        base = open_base(recipe, plan, settings.purpose, company=company, on_event=on_event)
-        if company is not None:
-            company.check_equal_across_ranks(base={"fingerprint": base.fingerprint})
+        if monitor is not None:
+            monitor.check_equal_across_ranks(plan=plan.as_dict())
+        base = open_base(recipe, plan, settings.purpose, monitor=monitor, on_event=on_event)
+        if monitor is not None:
+            monitor.check_equal_across_ranks(base={"fingerprint": base.fingerprint})
     plan = plan or plan_as_asked(recipe, free_now(base.device))
     continued = None
     if recipe.method.start_from:
@@ -116,8 +116,8 @@ def prepare(
     task.set_reference(*_reference(recipe, base, adapter, continued))
     recipe = recipe.model_copy(update={"data": task.data})
     train, evaluation = task.load_splits(recipe.data)
-    if company is not None:
-        company.check_equal_across_ranks(
+    if monitor is not None:
+        monitor.check_equal_across_ranks(
             rows={"train": _known_by(train), "eval": _known_by(evaluation)}
         )
     return Prepared(recipe, plan, base, adapter, task, settings, train, evaluation, continued)
@@ -142,7 +142,7 @@ def open_base(
     plan: ExecutionPlan,
     purpose: Purpose,
     *,
-    company: RankMonitor | None = None,
+    monitor: RankMonitor | None = None,
     on_event: Listener = ignore,
 ) -> Base:
     """Load the base that a recipe names, for what its task needs it for; tells how it is stored."""
@@ -157,7 +157,7 @@ def open_base(
         store=recipe.base.store,
         purpose=purpose,
         device="cpu" if plan.is_sharded else None,
-        sharing=company if plan.is_sharded else None,
+        sharing=monitor if plan.is_sharded else None,
         on_event=on_event,
     )
     on_event(base.audit.table())

@@ -5,7 +5,7 @@ Read when a recipe is made, and once more where it is run, with the processes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from peftkit.errors import ConfigError
@@ -45,9 +45,15 @@ def check(recipe: Any, processes: int | None = None) -> None:
         raise error
 
 
-def broken(recipe: Any, processes: int | None = None) -> Iterator[ConfigError]:
-    """Yield what `check` raises, for every rule that a recipe breaks."""
-    for rule in RULES:
+def broken(
+    recipe: Any, processes: int | None = None, rules: Sequence[Rule] = ()
+) -> Iterator[ConfigError]:
+    """Yield what `check` raises, for every rule that a recipe breaks.
+
+    Args:
+        rules: By default those of every run.
+    """
+    for rule in rules or RULES:
         if rule.launched and processes is None:
             continue
         if found := rule.found(recipe, processes or 1):
@@ -74,7 +80,11 @@ def _groups(recipe: Any, processes: int) -> str:
 
 
 def _sharded_method(recipe: Any, processes: int) -> str:
-    if recipe.train.shard not in SHARDED or recipe.method.beside_linear_layers:
+    return _not_beside(recipe, processes) if recipe.train.shard in SHARDED else ""
+
+
+def _not_beside(recipe: Any, processes: int) -> str:
+    if recipe.method.beside_linear_layers:
         return ""
     known = [name for name, kind in METHODS.items() if kind.beside_linear_layers]
     return f"Methods that do: {', '.join(known)}."
@@ -184,3 +194,41 @@ RULES = (
         launched=True,
     ),
 )
+
+ALONE = "Train it with peftkit train."
+SWEPT_TASKS = ("causal_lm", "seq2seq")
+"""Tasks whose rows become the same batch whatever stands beside them."""
+
+SWEPT = (
+    Rule(lambda r: f"method.type {r.method.type}", _not_beside, lambda r: ALONE),
+    Rule(
+        lambda r: "modules or rows of tokens that are trained whole",
+        lambda r, _: _when(
+            bool(r.method.train_fully or r.method.token_rows or r.base.new_tokens),
+            "method.train_fully, method.token_rows or base.new_tokens is set.",
+        ),
+        lambda r: ALONE,
+    ),
+    Rule(
+        lambda r: "text or a loss that is asked for beside its steps",
+        lambda r, _: _when(
+            bool(r.train.sample_every or r.train.eval_generate or r.train.eval_before),
+            "train.sample_every, train.eval_generate or train.eval_before is set.",
+        ),
+        lambda r: ALONE,
+    ),
+    Rule(
+        lambda r: "its blocks are compiled, or its base is spread over processes",
+        lambda r, _: _when(
+            r.train.compile is True or r.train.shard in SHARDED,
+            "train.compile or train.shard is set.",
+        ),
+        lambda r: ALONE,
+    ),
+    Rule(
+        lambda r: f"the task {r.task.type}",
+        lambda r, _: _when(r.task.type not in SWEPT_TASKS, f"Tasks: {', '.join(SWEPT_TASKS)}."),
+        lambda r: ALONE,
+    ),
+)
+"""Of the members of a sweep, which are trained in one pass."""

@@ -12,12 +12,9 @@ from typing import Any
 
 from peftkit.config.strict_yaml import SourceLocation, parse, written_values
 from peftkit.errors import ConfigError
-from peftkit.methods.table import METHODS
 from peftkit.run.config import Recipe, load
-from peftkit.train.config import SHARDED
+from peftkit.run.rules import SWEPT, broken
 
-TASKS = ("causal_lm", "seq2seq")
-"""Tasks whose rows become the same batch whatever stands beside them."""
 SAME = (
     *("data.max_length", "data.packing", "data.format", "data.chat_template"),
     "train.gradient_checkpointing",
@@ -141,26 +138,14 @@ def check_members(members: Sequence[Member]) -> None:
         raise ConfigError(
             f"a sweep has from 2 to {MAX_MEMBERS} members", found=f"There are {len(members)}."
         )
-    first = members[0]
     flat = [dict(_flat(member.recipe.model_dump(mode="json"))) for member in members]
     for key in dict.fromkeys(key for settings in flat for key in settings):
         if key.startswith(("base.", "task.")) or key in SAME:
             _same(members, key, [settings.get(key) for settings in flat])
     for member in members:
-        method = member.recipe.method
-        if not method.beside_linear_layers:
-            known = [name for name, kind in METHODS.items() if kind.beside_linear_layers]
-            raise _alone(member, f"method.type {method.type}", f"Methods: {', '.join(known)}.")
-        if method.train_fully or method.token_rows or member.recipe.base.new_tokens:
-            raise _alone(member, "modules or rows of tokens that are trained whole")
-        train = member.recipe.train
-        beside = {"sample_every", "eval_generate", "eval_before"}
-        if asked := [f"train.{name}" for name in sorted(beside) if getattr(train, name)]:
-            raise _alone(member, f"{asked[0]} is set")
-        if train.compile is True or train.shard in SHARDED:
-            raise _alone(member, "train.compile or train.shard is set")
-    if first.recipe.task.type not in TASKS:
-        raise _alone(first, f"the task {first.recipe.task.type}", f"Tasks: {', '.join(TASKS)}.")
+        for error in broken(member.recipe, rules=SWEPT):
+            asked = f"{member.name} cannot be trained together with others: {error.asked}"
+            raise ConfigError(asked, found=error.found, fix=error.fix)
 
 
 def _same(members: Sequence[Member], key: str, values: Sequence[Any]) -> None:
@@ -171,14 +156,6 @@ def _same(members: Sequence[Member], key: str, values: Sequence[Any]) -> None:
                 found=f"{members[0].name}: {values[0]}\n{member.name}: {value}",
                 fix="Sweep over these one after the other.",
             )
-
-
-def _alone(member: Member, what: str, found: str = "") -> ConfigError:
-    return ConfigError(
-        f"{member.name} cannot be trained together with others: {what}",
-        found=found,
-        fix="Train it with peftkit train.",
-    )
 
 
 def _members(
