@@ -28,7 +28,8 @@ from transformers import GenerationConfig
 
 from peftkit.adapter import attach
 from peftkit.base.load import Base, load_base
-from peftkit.formats.peft.folder import Provenance, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.bank import AdapterBank
 from peftkit.methods.lora import LoRA
 

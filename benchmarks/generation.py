@@ -35,7 +35,8 @@ from benchmarks.report import Spread, table
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.base.locate import locate
-from peftkit.formats.peft.folder import Provenance, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.open_engine import open_engine
 from peftkit.inference.plain import left_padded
 from peftkit.inference.sampling import Sampling

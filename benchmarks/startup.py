@@ -28,7 +28,8 @@ MAKE = """
 import sys, torch
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
-from peftkit.formats.peft.folder import Provenance, save_adapter
+from peftkit.formats.peft.notes import Provenance
+from peftkit.formats.peft.folder import save_adapter
 from peftkit.methods.lora import LoRA
 base = load_base(sys.argv[1])
 adapter = attach(base.model, LoRA(rank=16, alpha=32))

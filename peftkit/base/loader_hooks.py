@@ -231,6 +231,8 @@ class _Read(ConversionOps):
         codes = stacked_codes(experts, combined, stream.shape_of(name))
         if codes is not None:
             return {name: stream.take_codes(name, codes)}
+        if stream.kind == "none":
+            stream.unpacked.append(name)
         values = {
             f"{path}.weight": [unpacked(each, stream.dtype) for each in every]
             for path, every in experts.items()

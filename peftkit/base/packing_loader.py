@@ -9,6 +9,7 @@ weights as it always does; then `install_packed` gives them their packed weights
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,8 +22,8 @@ from peftkit.base.fingerprint import sample, sample_positions, shown
 from peftkit.base.published import UnreadableError, scheme_of
 from peftkit.base.purpose import head_of_classes
 from peftkit.base.request import StorageFormat
-from peftkit.errors import BaseError
-from peftkit.events import Listener, Progress
+from peftkit.errors import BaseError, first_few
+from peftkit.events import Listener, Notice, Progress
 from peftkit.kernels.host_memory import trim_malloc
 from peftkit.kernels.packing import Packing
 from peftkit.model.places import is_conv1d
@@ -50,6 +51,7 @@ class PackingLoader:
 
     Attributes:
         taken: id(parameter) to its sample for the fingerprint.
+        unpacked: Parameters whose codes could not be kept.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class PackingLoader:
         self._shapes: dict[str, torch.Size] = {}
         self._misshapen: set[str] = set()
         self._problems: dict[str, str] = {}
+        self.unpacked: list[str] = []
         self._head: tuple[str, ...] = ()
         self._in_float32: Callable[[str], bool] = lambda name: False
         self._done = self._total = 0
@@ -125,6 +128,8 @@ class PackingLoader:
         is_turned = job is not None and job[2] == "weight" and is_conv1d(job[1])
         expected = self._shapes[name]
         if job is None or self.kind != "none" or codes.form.shape != _turned(expected, is_turned):
+            if self.kind == "none":
+                self.unpacked.append(name)
             value = unpacked(codes, torch.float32)
             turned = value.dim() == 2 and value.shape != expected
             return self.take(name, value.t() if turned else value)
@@ -176,6 +181,15 @@ class PackingLoader:
         if self._problems:
             raise not_quantizable(model, self.kind, list(self._problems.values()))
         install_packed(model, self._jobs, self._packings, self.device)
+        if self.unpacked:
+            kinds = first_few(dict.fromkeys(re.sub(r"\d+", "*", n) for n in self.unpacked), 5, ", ")
+            self.on_event(
+                Notice(
+                    f"{len(self.unpacked)} quantised weights are kept dequantised, in 16 or 32 "
+                    f"bits: the model keeps their transpose, or their parts are no whole blocks "
+                    f"({kinds})."
+                )
+            )
         self._kept.clear()
         self.taken.clear()
 

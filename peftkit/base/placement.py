@@ -76,17 +76,17 @@ def place_of_weights(placement: str, wanted: BaseRequest, *, may_leave: bool) ->
             fix="Set base.quantize to nf4, fp4 or int8, or base.placement: device.",
         )
     here = free_now(form.device)
-    if placement == "stream" or not here.on_gpu:
+    if placement != "auto" or not here.on_gpu:  # asked for, or planned
         return WeightsPlace(form.device, placement == "stream")
     bare = packed_skeleton(wanted.config, wanted.purpose, form)
     needed = sum(p.nbytes for p in bare.parameters())
-    if needed <= (ROOM if placement == "auto" else 1.0) * here.usable:
+    if needed <= ROOM * here.usable:
         return WeightsPlace(form.device)
     found = f"The base takes {needed / 1e9:.2f} GB; {here.usable / 1e9:.2f} GB are free."
-    if placement == "auto" and is_packed and here.kind == "cuda":
+    if is_packed and here.kind == "cuda":
         told = f"The base's blocks are streamed from main memory (base.placement: auto). {found}"
         return WeightsPlace(form.device, True, told)
-    if placement == "auto" and may_leave:
+    if may_leave:
         return WeightsPlace(torch.device("cpu"), False, f"All is computed on the CPU. {found}")
     raise BaseError(
         "the base does not fit the GPU.",

@@ -27,6 +27,9 @@ from peftkit.base.locate import KNOWN, Location, hub_answers, suggest
 from peftkit.base.purpose import Purpose, set_head
 from peftkit.errors import BaseError, PeftkitError, first_few
 from peftkit.events import Listener, Progress
+from peftkit.files.disk import read_json
+
+GPTQ_CONFIG = "quantize_config.json"
 
 
 def check_config(location: Location, purpose: Purpose) -> Any:
@@ -78,15 +81,21 @@ def reachable(location: Location) -> Location:
 
 def snapshot(location: Location) -> Path | None:
     """Return the hub's own cache folder of a model, whose name is the commit, if it is there."""
+    found = _cached(location, "config.json", local_files_only=True)
+    return None if found is None else found.parent
+
+
+def _cached(location: Location, name: str, **how: Any) -> Path | None:
+    """Return where a file of a model is on this machine; None where it has none of that name."""
     found = cached_file(
         location.source,
-        "config.json",
+        name,
         revision=location.revision,
-        local_files_only=True,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
+        **how,
     )
-    return Path(found).parent if found else None
+    return Path(found) if found else None
 
 
 def files_of(location: Location) -> Path | None:
@@ -161,9 +170,15 @@ def oom_as_error(name: str) -> Iterator[None]:
 
 def load_config(location: Location) -> Any:
     with quiet(), explained(location):
-        return transformers.AutoConfig.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(
             location.source, **loader_arguments(location)
         )
+    if not location.gguf and getattr(config, "quantization_config", None) is None:
+        beside = _cached(location, GPTQ_CONFIG)
+        if beside is not None:  # of AutoGPTQ, before transformers' configs had a place for it
+            said = read_json(beside, error=BaseError)
+            config.quantization_config = {"quant_method": "gptq", **said}
+    return config
 
 
 def loader_arguments(location: Location) -> dict[str, Any]:

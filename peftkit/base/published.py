@@ -22,6 +22,7 @@ READ = (
     "compressed-tensors (w4a16, w8a16, w8a8, fp8, nvfp4, mxfp4), AWQ (gemm), GPTQ in 4 or 8 bits, "
     "auto-round, FP8, ModelOpt NVFP4, torchao int8 and float8, bitsandbytes"
 )
+ROUNDED = "inputs rounded when served"
 SERVER_ROUNDS = "A server of this format quantises the inputs of layers too; training does not."
 
 
@@ -177,8 +178,8 @@ def described(settings: Mapping[str, Any]) -> str:
     parts = f"a scale for {scheme.block[0]} x {scheme.block[1]}" if scheme.block else ""
     if scheme.group > 0:
         parts = f"groups of {scheme.group}"
-    zeros = "with zeros" if scheme.has_zeros else ""
-    return ", ".join(filter(None, (method, f"{scheme.bits} bits", parts, zeros)))
+    zeros, rounded = "with zeros" * scheme.has_zeros, ROUNDED * scheme.rounds_inputs
+    return ", ".join(filter(None, (method, f"{scheme.bits} bits", parts, zeros, rounded)))
 
 
 def kept_notice(settings: Mapping[str, Any]) -> str:

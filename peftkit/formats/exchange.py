@@ -37,12 +37,12 @@ from peftkit.formats.peft.folder import (
     NOTES,
     TENSORS,
     AdapterFile,
-    Provenance,
     load_adapter,
     read_adapter,
     save_adapter,
 )
-from peftkit.formats.peft.low_rank import LowRank, misfits, read_low_rank, save_low_rank
+from peftkit.formats.peft.low_rank import LowRank, compress, misfits, read_low_rank, save_low_rank
+from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.serving import (
     MAX_LORA_RANKS,
     check_serving,
@@ -52,7 +52,6 @@ from peftkit.formats.serving import (
     write_serving,
 )
 from peftkit.formats.staged import check_free, new_adapter_folder
-from peftkit.formats.uniform import compress
 from peftkit.model.places import is_conv1d, is_linear
 from peftkit.tasks.image_text import ImageTextConfig
 

@@ -20,8 +20,7 @@ from peftkit.errors import AdapterError, first_few
 from peftkit.files.disk import write_json, write_tensors
 from peftkit.formats.guard import read_json, read_tensors
 from peftkit.formats.peft.folder import CONFIG, AdapterFile
-from peftkit.formats.peft.low_rank import LowRank, by_module
-from peftkit.formats.uniform import uniform, without_padding
+from peftkit.formats.peft.low_rank import LowRank, by_module, uniform, without_padding
 
 MLX_TENSORS = "adapters.safetensors"
 _A, _B, _M = "lora_a", "lora_b", "m"

@@ -116,17 +116,11 @@ def base_of(
         AdapterError: The folder does not say which base it belongs to.
         BaseError: The base cannot be found or loaded.
     """
-    origin = file.provenance
-    name = base or origin.base
-    if not name:
-        raise AdapterError(
-            f"{file.folder} does not say which base it belongs to",
-            fix="Name the base it was trained on with --base MODEL.",
-        )
-    loading = origin.loading
+    name, revision = file.base_or(base)
+    loading = file.provenance.loading
     return load_base(
         name,
-        revision=None if base else origin.revision,
+        revision=revision,
         dtype=dtype or str(loading.get("dtype", "auto")),
         quantize=quantize or str(loading.get("quantize", "none")),
         double_quant=bool(loading.get("double_quant", True)),

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from peftkit.base.published import ROUNDED
 from peftkit.errors import AdapterError, first_few
 from peftkit.formats.guard import check_safetensors, read_json
 from peftkit.formats.peft.folder import CONFIG, TENSORS, AdapterFile, where_fields, write_folder
-from peftkit.formats.peft.low_rank import A, B, LowRank
-from peftkit.formats.uniform import uniform
+from peftkit.formats.peft.low_rank import A, B, LowRank, uniform
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_format import peft_scales
 from peftkit.methods.protocol import Method
@@ -25,8 +25,6 @@ from peftkit.methods.protocol import Method
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM's --max-lora-rank takes."""
 
-ROUNDS_INPUTS = ("fp8", "modelopt", "compressed-tensors, 8 bits", "torchao")
-"""Beginnings of formats whose servers may quantise activations."""
 _MERGE = "merge it into its base and serve that: peftkit merge ADAPTER --out DIR"
 _NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (False,),
@@ -66,7 +64,7 @@ def served_over(stored: str) -> str:
     told = f"It was trained over the bits of its base ({stored}): serve it over that repository."
     if stored.startswith("gptq") and "with zeros" in stored:
         told += " vLLM does not serve GPTQ with zeros; it serves AWQ and compressed-tensors."
-    elif stored.startswith(ROUNDS_INPUTS):
+    elif ROUNDED in stored:
         told += " vLLM rounds the inputs of its layers to 8 bits or fewer too, unlike training."
     else:
         told += " vLLM computes with the same weights; take its --dtype from the base's config."

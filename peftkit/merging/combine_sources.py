@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from peftkit.errors import AdapterError, first_few
 from peftkit.events import Listener, Notice
-from peftkit.formats.peft.folder import AdapterFile, Provenance
+from peftkit.formats.peft.folder import AdapterFile
 from peftkit.formats.peft.low_rank import LowRank
+from peftkit.formats.peft.notes import Provenance
 from peftkit.merging.blend import ELECTING, EXACT, Settings
 
 

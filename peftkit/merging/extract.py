@@ -24,9 +24,16 @@ from peftkit.base.skeleton import skeleton
 from peftkit.errors import BaseError, TargetError, first_few
 from peftkit.events import Listener, Notice, Progress, Saved, Stage, Table, ignore
 from peftkit.formats.card import Card, adapter_usage, write_card
-from peftkit.formats.model_pair import ModelFiles, check_alike, filled, model_files, open_pair
-from peftkit.formats.peft.folder import Provenance
+from peftkit.formats.model_files import (
+    ModelFiles,
+    check_alike,
+    difference,
+    filled,
+    model_files,
+    names_of,
+)
 from peftkit.formats.peft.low_rank import LowRank, save_low_rank
+from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.shards import find_shards
 from peftkit.formats.staged import check_free, new_adapter_folder
 from peftkit.kernels import svd
@@ -136,13 +143,12 @@ def extract(
     check_alike(first, second)
     done = Extracted(out)
     sites = _sites(model, targets)
-    with open_pair(first, second) as pair:
-        names = pair.names
-        _check_visited(sites, names, first)
-        for number, name in enumerate(names, 1):
-            on_event(Progress("Comparing tensors", number, len(names)))
-            if (delta := pair.difference(name)) is not None:
-                _take(done, name, delta, sites.get(name), model, rank, seed)
+    names = names_of(first, second)
+    _check_visited(sites, names, first)
+    for number, name in enumerate(names, 1):
+        on_event(Progress("Comparing tensors", number, len(names)))
+        if (delta := difference(first, second, name)) is not None:
+            _take(done, name, delta, sites.get(name), model, rank, seed)
     if not done.updates:
         raise _nothing(done, base, tuned)
     provenance = _provenance(base, model, first, on_event)

@@ -9,25 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from peftkit.adapter import Adapter
 from peftkit.base.new_tokens import FILE
-from peftkit.base.skeleton import skeleton
 from peftkit.errors import AdapterError, MergeError, first_few
 from peftkit.files.strict_json import shown
 from peftkit.formats.gguf.header import GGUFHeader
 from peftkit.formats.gguf.names import GGUFWeight, architecture_of, find_weights
 from peftkit.formats.gguf.tensors import PACKED, all_kinds
-from peftkit.formats.open_adapter import task_of
+from peftkit.formats.model_files import ModelFiles
 from peftkit.formats.peft.folder import AdapterFile, load_adapter
 from peftkit.merging.fold import check_all
 from peftkit.methods.protocol import AdapterModule
 from peftkit.methods.table import method_from_peft
+from peftkit.model.places import is_conv1d
 
 FLOATS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 """Types that have another name in recipes."""
 TABLE = "token_embd.weight"
+SAME = 0.8
+"""How far quantising may take a weight from the original, relative to its size: a twelfth in 4
+bits, a third in 2. Another model's, or rows in another order, are off by more than 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +44,19 @@ class Change:
 
 
 def find_changes(
-    file: AdapterFile, base: str, revision: str | None, into: Path, header: GGUFHeader
+    file: AdapterFile, base: str, model: Any, into: Path, header: GGUFHeader
 ) -> dict[str, Change]:
     """Return the tensors of the file that the adapter changes.
 
+    Args:
+        base: Its name. model: The base without weights; it is filled with zeros here.
+
     Raises:
         AdapterError: It does not fit; lists every weight concerned.
-        BaseError: The base's config is not found, or its architecture is not supported.
+        BaseError: The base's architecture is not supported.
         MergeError: The method, or one of its weights, cannot be merged.
     """
     _check_needs_no_base(file)
-    model: Any = skeleton(base, revision=revision, purpose=task_of(file).purpose)
     architecture = architecture_of(model, base)
     said = header.keys.get("general.architecture")
     if said != architecture.name:
@@ -175,3 +180,44 @@ def _check_needs_no_base(file: AdapterFile) -> None:
             found=f"init_lora_weights: {init}; its initial value is computed from the base",
             fix="Load it with --base and save it again: that writes a plain LoRA.",
         )
+
+
+class Originals:
+    """Compares weights with those of the base, one at a time.
+
+    Args:
+        base: Its name, for messages. files: Its weights; None where they are not on this machine.
+        force: Accept others.
+
+    Attributes:
+        largest: The largest relative difference so far; None before the first.
+    """
+
+    def __init__(self, base: str, files: ModelFiles | None, force: bool) -> None:
+        self.base, self.files, self.force = base, files, force
+        self.largest: float | None = None
+
+    def compare(self, module: AdapterModule, parameter: str, weight: Tensor) -> None:
+        """Compare a weight as its module multiplies, (out, in), in float32.
+
+        Raises:
+            MergeError: It is another one.
+        """
+        name = f"{module.site.path}.{parameter}"
+        if self.files is None or name not in self.files.where:
+            return
+        original = self.files.tensor(name).float()
+        if is_conv1d(module.base) and original.ndim == 2:
+            original = original.t()
+        if original.shape != weight.shape:
+            return
+        size = float(torch.linalg.vector_norm(original))
+        difference = float(torch.linalg.vector_norm(weight - original)) / size if size else 0.0
+        self.largest = max(difference, self.largest or 0.0)
+        if not difference <= SAME and not self.force:
+            raise MergeError(
+                f"the file does not hold the weights of {self.base}",
+                found=f"{name} differs by {difference:.2f} of its size",
+                fix="Give the GGUF of the base that the adapter was trained on, or accept this one "
+                "with --force.",
+            )

@@ -22,6 +22,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from peftkit.base.skeleton import skeleton
 from peftkit.errors import MergeError, OutputError, RunError
 from peftkit.events import Listener, Notice, Progress, Saved, Stage, Table, ignore
 from peftkit.files import disk
@@ -30,13 +31,13 @@ from peftkit.formats.gguf.header import GGUFHeader, read_header
 from peftkit.formats.gguf.names import require_gguf, rotary_rows
 from peftkit.formats.gguf.rewrite import Layout, laid_out, rewritten
 from peftkit.formats.gguf.tensors import all_kinds, dithered, is_rounded, pack, read_bytes, unpack
+from peftkit.formats.model_files import model_files
+from peftkit.formats.open_adapter import task_of
 from peftkit.formats.peft.folder import read_adapter
 from peftkit.kernels.host_memory import keep_freed_memory
 from peftkit.merging.fold import Tally
-from peftkit.merging.gguf_changes import Change, find_changes, type_named, types_of
-from peftkit.merging.originals import Originals
-from peftkit.merging.stream import base_of, files_of
-from peftkit.merging.whole import check_original
+from peftkit.merging.gguf_changes import Change, Originals, find_changes, type_named, types_of
+from peftkit.merging.write import check_original, files_of
 
 KEPT = 0.5
 """Share of the update that must be left when the merged weights are stored."""
@@ -100,14 +101,16 @@ def merge_into_gguf(
     file = read_adapter(adapter_folder(adapter))
     check_original(file.method, from_quantized=False)
     _check_free(out, into, overwrite)
-    name, revision = base_of(file, base)
+    name, revision = file.base_or(base)
+    model = skeleton(name, revision=revision, purpose=task_of(file).purpose)
     with disk.open_regular(into) as source:
         header = read_header(into, source, of="model", kinds=all_kinds())
-        changes = find_changes(file, name, revision, into, header)
+        shards = files_of(name, revision)
+        originals = Originals(name, model_files(shards, model) if shards else None, force)
+        changes = find_changes(file, name, model, into, header)
         types = types_of(changes, into, header, asked)
         layout = laid_out(into, header, types)
-        originals = Originals(name, files_of(name, revision), force)
-        if not originals.shards:
+        if not shards:
             on_event(Notice(_UNCOMPARED.format(name, into.name)))
         merge = _Merge(into, source, header, layout, types, originals)
         disk.writable_folder(out.parent)

@@ -8,49 +8,52 @@ the result is loaded again and compared with base and adapter on a few prompts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from peftkit.base.load import load_base, local_folder
+from peftkit.base.load import local_folder
 from peftkit.base.locate import locate
-from peftkit.base.placement import ROOM
 from peftkit.base.published import published
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.request import DTYPES
 from peftkit.base.skeleton import read_config, skeleton
-from peftkit.errors import RunError
 from peftkit.events import Listener, Saved, Stage, Table, ignore
 from peftkit.execution.environment import free_now
-from peftkit.files.disk import is_finite
 from peftkit.formats.card import Card, write_card
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.open_adapter import Opened, open_adapter, task_of
 from peftkit.formats.peft.folder import AdapterFile, read_adapter
-from peftkit.merging.agreement import PROMPTS, Agreement, agreement, logits_on
-from peftkit.merging.fold import Tally, check_mergeable, too_large_values
-from peftkit.merging.output import new_model_folder
-from peftkit.merging.stream import base_of, files_of, plan_stream, usual_dtype, write_streamed
-from peftkit.merging.whole import check_kind, check_original, cost_of, write_whole
+from peftkit.formats.shards import Shards
+from peftkit.merging.fold import Tally, check_mergeable
+from peftkit.merging.verify import (
+    PROMPTS,
+    Agreement,
+    Reference,
+    agreement,
+    precision,
+    reference_of,
+    verified,
+)
+from peftkit.merging.write import (
+    check_kind,
+    check_original,
+    cost_of,
+    files_of,
+    new_model_folder,
+    plan_stream,
+    usual_dtype,
+    write_streamed,
+    write_whole,
+)
 from peftkit.train.memory.out_of_memory import release_memory
 
 Dtype = Literal["bf16", "fp16", "fp32"]
-
-LARGEST_DIFFERENCE = 1e-3
-"""Allowed difference of logits in float32, relative to the largest: rounding explains no more."""
-EXACT = 1e-3
-"""Up to this relative rounding error, the merged model must agree within that difference."""
-STEPS = 8
-"""Of a 16-bit number's precision: what rounding in all layers may do to a logit, at most."""
-SHARE = 0.5
-"""Of the adapter's own effect, up to which a merged model that is rounded may miss it. One that
-leaves the adapter out misses all of it, one that subtracts it twice as much."""
-FLOAT32_ROOM = 1.3
-"""Times the weights in float32: what must be free to compute in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +73,6 @@ class Merged:
     tally: Tally
     effect: Agreement | None
     agreement: Agreement | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Reference:
-    """Logits on the prompts, with the adapter and without; the device and dtype they come from."""
-
-    adapted: Sequence[Tensor]
-    bare: Sequence[Tensor]
-    device: torch.device
-    dtype: torch.dtype
 
 
 def merge(
@@ -122,126 +115,85 @@ def merge(
     file = read_adapter(adapter_folder(adapter))
     check_mergeable(file.method)
     check_original(file.method, from_quantized)
-    name, revision = base_of(file, base)
+    name, revision = file.base_or(base)
     out, tally, purpose = Path(out).expanduser(), Tally(), task_of(file).purpose
-    stored = DTYPES[dtype] if dtype else None
-    keeps_bits = not from_quantized and published(read_config(name, revision, purpose)) is not None
-
-    def load(**how: Any) -> Opened:
-        return open_adapter(file.folder, base, force=force, on_event=on_event, **how)
-
+    keeps_bits = published(read_config(name, revision, purpose)) is not None
+    job = _Job(
+        file,
+        files_of(name, revision),
+        DTYPES[dtype] if dtype else None,
+        prompts if verify else None,
+        as_trained=from_quantized,
+        into_codes=from_quantized or keeps_bits,
+        bones=partial(skeleton, name, revision=revision, purpose=purpose),
+        load=partial(open_adapter, file.folder, base, force=force, on_event=on_event),
+    )
     with new_model_folder(out, overwrite, (file.folder, Path(name))) as folder:
-        source = None if from_quantized or keeps_bits else files_of(name, revision)
-        reference = effect = agreed = plan = None
-        if source:
-            bones = skeleton(name, revision=revision, purpose=purpose)
-            plan = plan_stream(file, source, bones, stored, tally)
-        if plan:
-            if verify:
-                computing = _precision(bones)
-                reference = _reference(load(quantize="none", dtype=computing), prompts)
-            write_streamed(*plan, folder, stored, on_event)
-        else:
-            # quantised weights as they were trained over; others in float32, to round only once
-            how = {} if from_quantized else {"quantize": "none", "dtype": "fp32", "device": "cpu"}
-            files = files_of(name, revision) if keeps_bits else source
-            kept = stored or (None if from_quantized else usual_dtype(files))
-            asked = prompts if verify else None
-            packed = from_quantized or keeps_bits
-            reference = _whole(load(**how), folder, kept, packed, asked, tally, on_event)
+        reference = _write(job, folder, tally, on_event)
         tally.check()
+        effect = agreed = None
         if reference is not None:
             on_event(Stage("Comparing the merged model with base and adapter"))
             effect = agreement(reference.adapted, reference.bare)
             release_memory()  # an adapted model is in cycles: two of them may be too much
-            agreed = _verified(folder, purpose, reference, tally, prompts, effect)
+            agreed = verified(folder, purpose, reference, tally, prompts, effect)
         config = skeleton(str(folder), purpose=purpose).config
         task_of(file).write_beside(folder, config, local_folder(name, revision))
         merged = Merged(out, name, tally, effect, agreed)
-        packed = from_quantized or keeps_bits
-        card = _card(merged, file, purpose, packed, locate(name, revision).hub_id)
-        write_card(card, folder)
-    on_event(_table(merged))
+        hub_id = locate(name, revision).hub_id
+        write_card(_card(merged, file, purpose, job.into_codes, hub_id), folder)
+    on_event(Table("The merged model", ("", ""), tuple(_facts(merged).items())))
     on_event(Saved("merged model", out))
     return merged
 
 
-def _whole(
-    opened: Opened,
-    folder: Path,
-    dtype: torch.dtype | None,
-    from_quantized: bool,
-    prompts: Sequence[str] | None,
-    tally: Tally,
-    on_event: Listener,
-) -> _Reference | None:
-    """Merge a model in memory; return what it computed before, on prompts if there are any.
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is merged into what.
 
-    Args:
-        dtype: Of all weights written; None: the one that the model computes in.
+    Attributes:
+        files: The base's, if they are on this machine.
+        dtype: Of all weights written; None: each in its own.
+        prompts: On which the result is to be compared; None: it is not.
+        as_trained: Into the base as it was loaded for training.
+        into_codes: Into the dequantised weights of a quantised base: so, or because its files are.
+        bones: Makes the base without weights. load: Makes base and adapter.
     """
-    check_kind(opened, from_quantized)
-    kept = dtype or opened.base.model.dtype
-    if opened.base.device.type == "cpu":
+
+    file: AdapterFile
+    files: Shards | None
+    dtype: torch.dtype | None
+    prompts: Sequence[str] | None
+    as_trained: bool
+    into_codes: bool
+    bones: Callable[[], nn.Module]
+    load: Callable[..., Opened]
+
+
+def _write(job: _Job, folder: Path, tally: Tally, on_event: Listener) -> Reference | None:
+    """Write the merged model; return what base and adapter compute on the prompts, if any."""
+    reference = plan = None
+    if job.files is not None and not job.into_codes:
+        bones = job.bones()
+        plan = plan_stream(job.file, job.files, bones, job.dtype, tally)
+    if plan is not None:
+        if job.prompts is not None:
+            opened = job.load(quantize="none", dtype=precision(bones))
+            reference = reference_of(opened, job.prompts)
+            del opened
+        write_streamed(*plan, folder, job.dtype, on_event)
+        return reference
+    # quantised weights as they were trained over; others in float32, to round only once
+    how = {} if job.as_trained else {"quantize": "none", "dtype": "fp32", "device": "cpu"}
+    opened = job.load(**how)
+    check_kind(opened, job.into_codes)
+    own = opened.base.model.dtype if job.as_trained else usual_dtype(job.files)
+    if not free_now(opened.base.device).on_gpu:
         opened.base.model.float()  # also what comes out of quantised weights
-    reference = None if prompts is None else _reference(opened, prompts)
-    write_whole(opened, folder, kept, tally, on_event)
+    if job.prompts is not None:
+        reference = reference_of(opened, job.prompts)
+    write_whole(opened, folder, job.dtype or own, tally, on_event)
     return reference
-
-
-def _reference(opened: Opened, prompts: Sequence[str]) -> _Reference:
-    base, purpose = opened.base, opened.task.purpose
-    adapted = logits_on(base, prompts, purpose)
-    with opened.adapter.disabled():
-        bare = logits_on(base, prompts, purpose)
-    if all(map(is_finite, bare)) and not all(map(is_finite, adapted)):
-        raise too_large_values()
-    return _Reference(adapted, bare, base.device, base.model.dtype)
-
-
-def _precision(bones: nn.Module) -> str:
-    """Return the dtype to compare in: float32, where every difference shows, if there is room.
-
-    A model that a GPU does not hold in 16 bits either is loaded onto the CPU.
-    """
-    number, main = sum(p.numel() for p in bones.parameters()), torch.device("cpu")
-    here = free_now()
-    if here.on_gpu and 2 * number > ROOM * here.usable:
-        here = free_now(main)
-    fits = here.memory is None or FLOAT32_ROOM * 4 * number < here.usable
-    return "fp32" if fits else "auto"
-
-
-def _verified(
-    folder: Path,
-    purpose: Purpose,
-    reference: _Reference,
-    tally: Tally,
-    prompts: Sequence[str],
-    effect: Agreement,
-) -> Agreement:
-    """Load the merged model as anyone would, and compare.
-
-    Raises:
-        RunError: It computes something else than base and adapter.
-    """
-    computing = next(name for name, kind in DTYPES.items() if kind == reference.dtype)
-    if purpose.head is not None:  # it has one now
-        purpose = replace(purpose, head=replace(purpose.head, fresh=False))
-    base = load_base(str(folder), dtype=computing, purpose=purpose, device=reference.device)
-    found = agreement(logits_on(base, prompts, purpose), reference.adapted)
-    limit = LARGEST_DIFFERENCE * found.largest
-    if reference.dtype != torch.float32 or tally.relative_rounding >= EXACT:
-        step = max(torch.finfo(reference.dtype).eps, 2**-7 if tally.relative_rounding else 0.0)
-        limit += STEPS * step * found.largest + SHARE * effect.max_difference
-    if not found.max_difference <= limit:
-        raise RunError(
-            "the merged model does not compute what base and adapter compute",
-            found=f"logits differ by up to {found.max_difference:.3g}, more than {limit:.3g}; "
-            f"{found.top1:.1%} of the next tokens agree",
-            fix="Use the adapter unmerged, and report this with the output of: peftkit env",
-        )
-    return found
 
 
 def _facts(merged: Merged) -> dict[str, str]:
@@ -261,11 +213,6 @@ def _facts(merged: Merged) -> dict[str, str]:
         "same next token": f"{agreed.top1:.1%}",
         "largest change by the adapter": f"{effect.max_difference:.3g}",
     }
-
-
-def _table(merged: Merged) -> Table:
-    rows = tuple(_facts(merged).items())
-    return Table("The merged model", ("", ""), rows)
 
 
 def _card(

@@ -19,8 +19,9 @@ from peftkit.formats.card import (
     write_card,
 )
 from peftkit.formats.continued import save_start
-from peftkit.formats.peft.folder import AdapterFolder, Provenance
-from peftkit.formats.peft.limits import refused_by_peft
+from peftkit.formats.peft.config_fields import refused_by_peft
+from peftkit.formats.peft.folder import AdapterFolder
+from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.serving import served_rank
 from peftkit.model.modes import evaluating
 from peftkit.report.facts import BeforeRun

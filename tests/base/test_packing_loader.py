@@ -152,6 +152,7 @@ def peak_of(folder: Path, *file: str) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's figures")
+@pytest.mark.slow
 def test_peak_is_what_is_kept_and_the_weight_in_hand(tmp_path) -> None:
     config = transformers.LlamaConfig(
         hidden_size=512,

@@ -24,7 +24,7 @@ from peftkit.train.config import TrainConfig
 from peftkit.train.memory.blocks import Blocks
 from tests.families import ARCHITECTURES, FAMILIES, tiny_tokenizer
 
-LAYERS = 5
+LAYERS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def rows(count: int = 6) -> list[Row]:
 def trained(
     folder: Path, placement: str, out: Path, break_at: int = 0, **more: Any
 ) -> tuple[Base, dict[str, Tensor]]:
-    """Train a run of four steps, evaluated twice, with two rows twice in a step.
+    """Train a run of two steps, evaluated twice, with two rows twice in a step.
 
     Args:
         break_at: At which pass through a layer memory runs out, once.
@@ -77,10 +77,10 @@ def trained(
     adapter = attach(base.model, LoRA(rank=2, targets=("q", "v")))
     data = DataConfig(train="", packing=False, max_length=32)
     task = CausalLM(base.model, base.tokenizer, data)
-    settings: dict[str, Any] = {"max_steps": 4, "batch_size": 2, "gradient_accumulation": 2}
-    settings |= {"eval_every": 2, "gradient_checkpointing": True, "compile": False}
+    settings: dict[str, Any] = {"max_steps": 2, "batch_size": 2, "gradient_accumulation": 2}
+    settings |= {"eval_every": 1, "gradient_checkpointing": True, "compile": False}
     settings |= {name: more.pop(name) for name in [*more] if name in TrainConfig.model_fields}
-    config = TrainConfig(output_dir=out, save_every=2, **settings)
+    config = TrainConfig(output_dir=out, save_every=1, **settings)
     passes = 0
 
     def run_out(*args: object) -> None:
@@ -115,7 +115,7 @@ def test_streamed_run_is_the_resident_one_to_the_bit(folder, tmp_path) -> None:
     assert_two_at_most(base)
 
     def crash(event: Event) -> None:
-        if isinstance(event, Saved) and event.path.name == "step-2":
+        if isinstance(event, Saved) and event.path.name == "step-1":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -127,8 +127,8 @@ def test_streamed_run_is_the_resident_one_to_the_bit(folder, tmp_path) -> None:
 
 @pytest.mark.parametrize("break_at", [4, 5])  # where a forward pass is repeated, and in one
 def test_memory_that_runs_out_is_had_with_smaller_batches(folder, break_at, tmp_path) -> None:
-    _, resident = trained(folder, "device", tmp_path / "a", break_at, max_steps=2)
-    base, streamed = trained(folder, "stream", tmp_path / "b", break_at, max_steps=2)
+    _, resident = trained(folder, "device", tmp_path / "a", break_at, max_steps=1)
+    base, streamed = trained(folder, "stream", tmp_path / "b", break_at, max_steps=1)
     assert_same(streamed, resident)
     assert_two_at_most(base)
 

@@ -25,7 +25,9 @@ from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.request import LoadedModel, StorageFormat, request_of
 from peftkit.base.skeleton import packed_skeleton
 from peftkit.errors import BaseError
-from peftkit.formats.peft.folder import Provenance, save_adapter
+from peftkit.events import Event, Notice
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.serving import served_over
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
@@ -481,7 +483,40 @@ def test_tensors_that_do_not_belong_together_are_refused(
 
 def test_what_vllm_adds_is_said() -> None:
     kept = {name: described(settings) for name, (settings, _, _) in FORMATS.items()}
-    assert "same weights" in served_over(kept["awq"])
     assert "does not serve GPTQ with zeros" in served_over(kept["gptq zeros"])
-    for name in ("fp8 block", "w8a8", "modelopt"):
-        assert "rounds the inputs" in served_over(kept[name])
+    nvfp4 = FORMATS["nvfp4"][0]
+    both = {"input_activations": {"num_bits": 4}}
+    group = {"config_groups": {"group_0": {**nvfp4["config_groups"]["group_0"], **both}}}
+    weights, inputs = {"quant_type": "Int8WeightOnly"}, {"quant_type": "Int8DynamicActivation"}
+    rounded = {
+        **{name: name in ("fp8 block", "modelopt") for name in kept if name != "gptq zeros"},
+        described({**nvfp4, **group}): True,
+        described({"quant_method": "torchao", **weights}): False,
+        described({"quant_method": "torchao", **inputs}): True,
+    }
+    for name, expected in rounded.items():
+        told = served_over(kept.get(name, name))
+        assert ("rounds the inputs" in told, "same weights" in told) == (expected, not expected)
+
+
+def test_experts_that_cannot_be_stacked_in_codes_are_told(tmp_path: Path) -> None:
+    write_experts(tmp_path, "fp8 block", "mixtral")  # 48 rows of gate, then 48 of up: 1.5 blocks
+    seen: list[Event] = []
+    where = Location(str(tmp_path), str(tmp_path))
+    form = StorageFormat("none", True, torch.float32, CPU)
+    model = build(request_of(where, CAUSAL_LM, form), on_event=seen.append).model
+    assert "stacked experts" not in {r.kind for r in audit(model).rows if r.is_quantized}
+    (told,) = [event.text for event in seen if isinstance(event, Notice)]
+    assert "model.layers.*.mlp.experts.gate_up_proj" in told
+
+
+def test_an_older_gptq_repository_says_its_format_in_a_file_of_its_own(tmp_path: Path) -> None:
+    expected = write(tmp_path, "gptq")
+    config = json.loads((tmp_path / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    del settings["quant_method"]
+    (tmp_path / "quantize_config.json").write_text(json.dumps(settings))
+    found = built(tmp_path).model
+    for key, weight in expected.items():
+        assert torch.equal(weight_of(found.get_submodule(key.removesuffix(".weight"))), weight)

@@ -11,7 +11,8 @@ import torch
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.data.encode import default_style
-from peftkit.formats.peft.folder import Provenance, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.bank import open_bank
 from peftkit.inference.generate import generate
 from peftkit.methods.lora import LoRA

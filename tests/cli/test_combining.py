@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from peftkit.formats.peft.folder import Provenance
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
+from peftkit.formats.peft.notes import Provenance
 from tests.cli.conftest import Run
 from tests.families import FAMILIES
 

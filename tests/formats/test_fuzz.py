@@ -28,11 +28,12 @@ from peftkit.adapter import Adapter, attach
 from peftkit.errors import PeftkitError
 from peftkit.files.disk import write_tensors
 from peftkit.formats.guard import read_json, read_tensors
-from peftkit.formats.peft.folder import NOTES, TENSORS, Provenance, load_adapter, save_adapter
+from peftkit.formats.peft.folder import NOTES, TENSORS, load_adapter, save_adapter
+from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import AdapterModule
 
-COUNT = int(os.environ.get("PEFTKIT_FUZZ_COUNT", "300"))
+COUNT = int(os.environ.get("PEFTKIT_FUZZ_COUNT", "100"))
 SEED = int(os.environ.get("PEFTKIT_FUZZ_SEED", "0"))
 SLOWEST_SECONDS = 4.0
 MOST_BYTES = 200 << 20

@@ -15,8 +15,9 @@ from peftkit.events import Event, Notice
 from peftkit.formats.hub import FILES, pull_adapter, push_adapter, resolve_adapter
 from peftkit.formats.hub_id import HubId, is_hub_id, parse_hub_id
 from peftkit.formats.open_adapter import adapter_folder
-from peftkit.formats.peft.folder import Provenance, save_adapter
+from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
+from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
 from tests.formats.hub_server import Hub, Repo, running_hub
 from tests.formats.test_mlx import trained

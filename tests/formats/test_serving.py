@@ -17,9 +17,8 @@ from peftkit.errors import AdapterError
 from peftkit.formats.card import adapter_usage, render_card, training_card
 from peftkit.formats.exchange import export_adapter
 from peftkit.formats.peft.folder import load_adapter, save_adapter
-from peftkit.formats.peft.low_rank import LowRank, read_low_rank
+from peftkit.formats.peft.low_rank import LowRank, compress, read_low_rank, uniform, without_padding
 from peftkit.formats.serving import MAX_LORA_RANKS, check_serving, max_lora_rank, served_rank
-from peftkit.formats.uniform import compress, uniform, without_padding
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from tests.formats.test_mlx import logits, trained

@@ -23,7 +23,8 @@ from peftkit.base.fingerprint import fingerprint
 from peftkit.base.load import Base, load_base
 from peftkit.data.encode import Style
 from peftkit.errors import AdapterError, DataError
-from peftkit.formats.peft.folder import Provenance, load_adapter, named_tensors, save_adapter
+from peftkit.formats.peft.folder import load_adapter, named_tensors, save_adapter
+from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.bank_layer import BankLinear
 from peftkit.inference.generate import generate, generate_ids

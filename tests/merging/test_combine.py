@@ -16,8 +16,9 @@ from torch import Tensor
 from peftkit.data.encode import Style
 from peftkit.errors import AdapterError, OutputError
 from peftkit.events import Event, Notice, Saved
-from peftkit.formats.peft.folder import Provenance, load_adapter
+from peftkit.formats.peft.folder import load_adapter
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
+from peftkit.formats.peft.notes import Provenance
 from peftkit.merging.blend import EXACT, PRUNING, RULES, Settings, blend, drop, trim
 from peftkit.merging.combine import Combined, combine
 from tests.families import FAMILIES

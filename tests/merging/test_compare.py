@@ -12,8 +12,8 @@ import torch
 
 from peftkit.data.encode import Style
 from peftkit.errors import AdapterError
-from peftkit.formats.peft.folder import Provenance
 from peftkit.formats.peft.low_rank import LowRank, save_low_rank
+from peftkit.formats.peft.notes import Provenance
 from peftkit.merging.compare import compare, role_updates
 
 Q = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj")

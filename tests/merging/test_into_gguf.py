@@ -20,7 +20,8 @@ from peftkit.errors import AdapterError, MergeError, OutputError, PeftkitError, 
 from peftkit.events import Event, Notice, Progress, Table
 from peftkit.files import disk
 from peftkit.formats.gguf import tensors as gguf_tensors
-from peftkit.formats.peft.folder import Provenance, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.notes import Provenance
 from peftkit.merging import into_gguf
 from peftkit.merging.fold import merge_into
 from peftkit.merging.into_gguf import MergedGGUF, merge_into_gguf

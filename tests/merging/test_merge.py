@@ -24,12 +24,13 @@ from peftkit.adapter import Adapter, attach
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import AdapterError, MergeError, OutputError, RunError
 from peftkit.events import Event, Saved, Table
-from peftkit.formats.peft.folder import Provenance, read_adapter, save_adapter
+from peftkit.formats.peft.folder import read_adapter, save_adapter
+from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.shards import find_shards
-from peftkit.merging.agreement import agreement
 from peftkit.merging.fold import Tally, merge_into
 from peftkit.merging.merge import Dtype, merge
-from peftkit.merging.stream import plan_stream
+from peftkit.merging.verify import agreement
+from peftkit.merging.write import plan_stream
 from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.ln_tuning import LNTuning

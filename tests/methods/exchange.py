@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from peftkit.adapter import Adapter, attach
-from peftkit.formats.peft.folder import Provenance, load_adapter, save_adapter
+from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.protocol import Method
 from tests.families import ARCHITECTURES
 from tests.kinds import outputs

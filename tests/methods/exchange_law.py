@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import PeftkitError
-from peftkit.formats.peft.folder import Provenance, load_adapter, save_adapter
+from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.notes import Provenance
 from tests.kinds import outputs
 from tests.methods.cell import Cell, bare_model, demand_close, largest, own_warnings
 from tests.methods.grid import PEFT_LIMITS, READING_LIMITS

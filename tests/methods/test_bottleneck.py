@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from peftkit.adapter import Adapter, attach
 from peftkit.errors import AdapterError, ConfigError, MergeError, TargetError
-from peftkit.formats.peft.folder import Provenance, load_adapter, save_adapter
+from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.notes import Provenance
 from peftkit.merging.fold import merge_into
 from peftkit.methods.bottleneck import Bottleneck, BottleneckModule
 from peftkit.model.blocks import blocks, find_sublayers

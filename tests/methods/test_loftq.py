@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, MergeError, TargetError
-from peftkit.formats.peft.folder import Provenance, load_adapter, save_adapter
+from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.notes import Provenance
 from peftkit.merging.merge import merge
 from peftkit.methods.data_init import loftq_starts
 from peftkit.methods.lora import LoRA

@@ -12,7 +12,8 @@ import torch
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.config import schema
-from peftkit.formats.peft.folder import Provenance, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
 from peftkit.run.config import Recipe
 from tests.cli.conftest import peftkit, turn, write_rows

@@ -12,7 +12,6 @@ import transformers
 
 from peftkit import recipe
 from peftkit.base.load import load_base
-from peftkit.base.placement import WeightsPlace
 from peftkit.errors import BaseError, RunError
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.bank import open_bank
@@ -91,7 +90,7 @@ def test_the_bank_serves_each_row_its_adapter(trained: Path) -> None:
 def test_merging_verifies_in_float32_where_there_is_room(
     trained: Path, tmp_path: Path, dtype: Any, room: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peftkit.merging.merge.FLOAT32_ROOM", room)
+    monkeypatch.setattr("peftkit.merging.verify.FLOAT32_ROOM", room)
     with simulated():
         merged = merge(trained, tmp_path / "out", dtype=dtype)
     assert merged.agreement is not None
@@ -106,7 +105,7 @@ def test_a_wrong_merge_is_found_on_a_small_card_too(
 ) -> None:
     right = LoRALinear.merged_weight
     monkeypatch.setattr(LoRALinear, "merged_weight", lambda *args: 2 * args[1] - right(*args))
-    monkeypatch.setattr("peftkit.merging.merge.FLOAT32_ROOM", 1e9)
+    monkeypatch.setattr("peftkit.merging.verify.FLOAT32_ROOM", 1e9)
     with simulated(), pytest.raises(RunError, match="does not compute"):
         merge(trained, tmp_path / "out", dtype="bf16")
 
@@ -143,11 +142,6 @@ def test_a_quantised_base_is_merged_on_the_card(trained: Path, tmp_path: Path) -
 def test_base_that_the_card_cannot_hold_is_one_error_and_nothing_stays(
     model_folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # the check ahead of it, which knows no scratch, lets it pass
-    monkeypatch.setattr(
-        "peftkit.base.load.place_of_weights",
-        lambda _, wanted, may_leave: WeightsPlace(wanted.form.device),
-    )
     # transformers' reserves memory first, and asks for less than none on a card so small
     monkeypatch.setattr(transformers.modeling_utils, "caching_allocator_warmup", lambda *asked: 0)
     with simulated() as card:

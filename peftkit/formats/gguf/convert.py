@@ -77,13 +77,8 @@ def export_gguf(
             f"cannot write {out}", found=found, fix="Choose a new file, or add --force."
         )
     file, modules = read_low_rank(folder)
-    name = base or file.provenance.base
-    if not name:
-        raise AdapterError(
-            f"{file.folder} does not say which base it belongs to",
-            fix="Name the base it was trained on with --base MODEL.",
-        )
-    model = skeleton(name, revision=None if base else file.provenance.revision)
+    name, revision = file.base_or(base)
+    model = skeleton(name, revision=revision)
     architecture = architecture_of(model, name)
     places = find_places(model, architecture)
     if problems := _unfit(modules, places):

@@ -1,19 +1,27 @@
-"""Which modules an adapter adapts, as PEFT's config says it: by the ends of their names."""
+"""PEFT's config: which modules it names, what is written into it, where PEFT reads it otherwise.
+
+`target_modules` is a list of dotted endings, or one regular expression for whole paths.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
 from peftkit.adapter import Adapter
-from peftkit.formats.peft.target_modules import shortest_endings, targeted
+from peftkit.errors import AdapterError
+from peftkit.files.safe_regex import fullmatches
+from peftkit.files.strict_json import shown
 from peftkit.methods.modules_to_save import named_modules
 from peftkit.methods.protocol import AdapterModule
 from peftkit.methods.table import format_of
 from peftkit.methods.token_rows import TokenRows
+from peftkit.model.places import is_transposed
 from peftkit.model.targets import Site
 
+ANY = "all-linear"
 LAYERS = ("layers_to_transform", "exclude_modules")
 """Fields that exclude modules from the targets again."""
 
@@ -21,6 +29,10 @@ LAYERS = ("layers_to_transform", "exclude_modules")
 PATTERNS = ("rank_pattern", "alpha_pattern")
 _TAKEN = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Module names that PEFT takes for experts in a model with stacked experts."""
+_IMPLIED = dict.fromkeys(("SEQ_CLS", "TOKEN_CLS"), ("classifier", "score"))
+"""task_type -> modules that PEFT adds to `modules_to_save` by itself."""
+_MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+_REFUSED = "out_proj"
 
 
 def written_fields(adapter: Adapter) -> dict[str, Any]:
@@ -115,3 +127,100 @@ def sites_of(
 
 def _stacks(places: Mapping[str, tuple[str, ...]]) -> set[str]:
     return {f"{path}.{name}" for path, names in places.items() for name in names}
+
+
+def check_targets(targets: Any, asked: str, name: str = "target_modules") -> None:
+    """Check the type of `target_modules`, or of a field like it.
+
+    Raises:
+        AdapterError: It is neither null, a string, nor a list of strings.
+    """
+    if isinstance(targets, list) and all(isinstance(target, str) for target in targets):
+        return
+    if targets is not None and not isinstance(targets, str):
+        raise AdapterError(
+            asked,
+            found=f"{name}: {shown(targets)}",
+            fix="It is a list of module names, or one regular expression.",
+        )
+
+
+def targeted(paths: Iterable[str], targets: Any) -> list[str]:
+    """Return those paths that `target_modules` names; none where it names no module itself.
+
+    Raises:
+        AdapterError: The pattern is invalid, or takes too long.
+    """
+    if isinstance(targets, list):
+        return [path for path in paths if any(ends_with(path, target) for target in targets)]
+    if isinstance(targets, str) and targets != ANY:
+        return fullmatches(targets, list(paths))
+    return []
+
+
+def unmatched(targets: Any, paths: Collection[str]) -> list[str]:
+    """Return the endings in `target_modules` that name none of `paths`."""
+    if not isinstance(targets, list):
+        return []
+    return sorted(t for t in targets if not any(ends_with(path, t) for path in paths))
+
+
+def shortest_endings(paths: Iterable[str], others: Collection[str]) -> list[str]:
+    """Return the shortest dotted endings that name all of `paths` and none of `others`."""
+    pending, chosen, length = set(paths), set(), 1
+    while pending:
+        for path in sorted(pending):
+            ending = ".".join(path.split(".")[-length:])
+            if ending == path or not any(ends_with(other, ending) for other in others):
+                chosen.add(ending)
+                pending.discard(path)
+        length += 1
+    return sorted(chosen)
+
+
+def ends_with(path: str, ending: str) -> bool:
+    """Tell whether a dotted path is, or ends with, another."""
+    return path == ending or path.endswith("." + ending)
+
+
+def with_implied_heads(fields: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
+    """Return a config with the heads in `modules_to_save` that its task implies and its file holds.
+
+    Older PEFT wrote null there (peft_model.py: PeftModelForSequenceClassification).
+    """
+    named = fields.get("modules_to_save") or []
+    if not isinstance(named, list):
+        return fields
+    weight = r"(^|\.){}(\.\w+)*\.weight$"
+    missing = [
+        head
+        for head in _IMPLIED.get(str(fields.get("task_type")), ())
+        if head not in named
+        and any(re.search(weight.format(head), n) and ".lora_" not in n for n in tensors)
+    ]
+    return {**fields, "modules_to_save": [*named, *missing]} if missing else fields
+
+
+def refused_by_peft(adapter: Adapter) -> str:
+    """Return why PEFT will not load an adapter saved here, if that is known; else "".
+
+    PEFT 0.21 refuses LoRA on out_proj by the model's type (tuners_utils.py), and reads stacks of
+    experts as (experts, out, in) unless the module has the attribute is_transposed (Llama 4's has
+    not). peftkit computes what the model computes.
+    """
+    if format_of(adapter.method).peft_type != "LORA":
+        return ""
+    kind = getattr(getattr(adapter.model, "config", None), "model_type", "")
+    reason = ""
+    if kind in _MAMBA and any(path.rpartition(".")[2] == _REFUSED for path in adapter.own):
+        reason = f"it takes no LoRA on {_REFUSED} in models of type {kind}"
+    for path, module in adapter.own.items():
+        experts = module.base
+        if module.stacked and is_transposed(experts) and not hasattr(experts, "is_transposed"):
+            reason = f"it takes the rows of the stacks in {path} for columns"
+    if not reason:
+        return ""
+    return (
+        f"PEFT does not load this adapter: {reason}. peftkit loads and merges it; for PEFT, leave "
+        "these out of the targets."
+    )

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from peftkit.adapter import Adapter
 from peftkit.errors import AdapterError, first_few
 from peftkit.files.strict_json import shown
-from peftkit.formats.peft.config_fields import sites_of
-from peftkit.formats.peft.target_modules import ANY, shortest_endings, targeted, unmatched
+from peftkit.formats.peft.config_fields import ANY, shortest_endings, sites_of, targeted, unmatched
 from peftkit.methods.modules_to_save import named_modules
 from peftkit.methods.protocol import Method
 from peftkit.methods.table import format_of

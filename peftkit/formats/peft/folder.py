@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import Adapter, attach
-from peftkit.data.encode import Style
 from peftkit.errors import AdapterError, TargetError
 from peftkit.files.disk import write_json, write_tensors
 from peftkit.files.safetensors_header import Header
 from peftkit.formats.guard import CONVERT, check_safetensors, read_json, read_tensors
-from peftkit.formats.peft.config_fields import written_fields
+from peftkit.formats.peft.config_fields import check_targets, with_implied_heads, written_fields
 from peftkit.formats.peft.fit_to_model import check_targets_of, completed, fit_to_model
-from peftkit.formats.peft.limits import with_implied_heads
-from peftkit.formats.peft.notes import OLDEST_FIELDS, read_notes, write_notes
-from peftkit.formats.peft.target_modules import check_targets
+from peftkit.formats.peft.notes import OLDEST_FIELDS, Provenance, read_notes, write_notes
 from peftkit.methods.protocol import Method
 from peftkit.methods.table import format_of, method_from_peft
 from peftkit.methods.virtual import NAME as PROMPT
@@ -47,32 +44,6 @@ DEFAULT_NAME = re.compile(r"\.default(?=\.weight$|$)")
 
 
 @dataclass(frozen=True, slots=True)
-class Provenance:
-    """Where an adapter comes from, and how it was trained.
-
-    Attributes:
-        base: Short name, hub id or path of the base. revision: Its commit, if pinned.
-        hub_id: The base's id on the hub, if it is published.
-        fingerprint: Of the base's weights; an adapter on other weights is refused.
-        loading: dtype, quantize and double_quant with which the base was loaded.
-        prompt_style: How prompts are formatted; None if unknown.
-        task_type: PEFT's name of the task.
-        task: A recipe's `task` section, with its labels; None if unknown.
-        plan: How the run was carried out (`ExecutionPlan.as_dict`); None if unknown.
-    """
-
-    base: str | None = None
-    hub_id: str | None = None
-    revision: str | None = None
-    fingerprint: str | None = None
-    loading: Mapping[str, Any] = field(default_factory=dict)
-    prompt_style: Style | None = None
-    task_type: str | None = "CAUSAL_LM"
-    task: Mapping[str, Any] | None = None
-    plan: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class AdapterFile:
     """The checked contents of an adapter folder, without its tensors."""
 
@@ -81,6 +52,20 @@ class AdapterFile:
     fields: Mapping[str, Any]
     provenance: Provenance
     made_here: bool
+
+    def base_or(self, other: str | None) -> tuple[str, str | None]:
+        """Return name and revision of its base, or of another one that is given instead.
+
+        Raises:
+            AdapterError: It does not name one, and none is given.
+        """
+        name = other or self.provenance.base
+        if not name:
+            raise AdapterError(
+                f"{self.folder} does not say which base it belongs to",
+                fix="Name the base it was trained on with --base MODEL.",
+            )
+        return name, None if other else self.provenance.revision
 
 
 def save_adapter(
@@ -118,16 +103,7 @@ def write_folder(
         metadata[FINGERPRINT] = provenance.fingerprint
     write_tensors(tensors, folder / TENSORS, metadata)
     write_json(fields, folder / CONFIG)
-    base = {
-        "name": provenance.base,
-        "hub_id": provenance.hub_id,
-        "revision": provenance.revision,
-        "fingerprint": provenance.fingerprint,
-        "loading": dict(provenance.loading),
-    }
-    style, task = provenance.prompt_style, provenance.task
-    plan = provenance.plan
-    write_notes(folder / NOTES, folder / TENSORS, method, fields, base, style, task, plan)
+    write_notes(folder / NOTES, folder / TENSORS, method, fields, provenance)
     return folder
 
 
@@ -189,9 +165,9 @@ def read_adapter(folder: str | Path) -> AdapterFile:
             task_type=fields.get("task_type"),
         )
         return AdapterFile(folder, foreign, fields, provenance, made_here=False)
-    notes = read_notes(folder / NOTES, _existing(folder, TENSORS), folder / CONFIG, fields)
-    provenance = Provenance(**notes.origin, task_type=fields.get("task_type"))
-    return AdapterFile(folder, notes.method, fields, provenance, made_here=True)
+    tensors = _existing(folder, TENSORS)
+    method, origin = read_notes(folder / NOTES, tensors, folder / CONFIG, fields)
+    return AdapterFile(folder, method, fields, origin, made_here=True)
 
 
 def load_adapter(

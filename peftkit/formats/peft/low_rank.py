@@ -6,24 +6,27 @@ Shapes: r rank; out, in features of the layer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from peftkit.errors import AdapterError
 from peftkit.files.strict_json import shown
+from peftkit.formats.peft.config_fields import shortest_endings, unmatched
 from peftkit.formats.peft.folder import (
     AdapterFile,
-    Provenance,
     named_tensors,
     read_adapter,
     where_fields,
     write_folder,
 )
-from peftkit.formats.peft.target_modules import shortest_endings, unmatched
+from peftkit.formats.peft.notes import Provenance
+from peftkit.kernels.svd import of_product
 from peftkit.methods.dora import MAGNITUDE, DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_format import peft_scales
@@ -224,3 +227,56 @@ def misfits(modules: Mapping[str, LowRank], linears: Mapping[str, nn.Module]) ->
             update, layer = (f"{num_in} -> {num_out}" for num_in, num_out in (given, shape))
             problems.append(f"misshapen: {path} is {update}, not {layer}")
     return problems
+
+
+def uniform(modules: Mapping[str, LowRank]) -> tuple[dict[str, LowRank], int, float]:
+    """Give all layers one rank and one scale, without changing what they compute.
+
+    Lower ranks are padded with zeros; scales other than the most common are multiplied into B.
+
+    Returns:
+        The layers, their rank, their scale.
+    """
+    rank = max(module.rank for module in modules.values())
+    scaling = Counter(module.scaling for module in modules.values()).most_common(1)[0][0]
+    return (
+        {path: _as(module, rank, scaling) for path, module in modules.items()},
+        rank,
+        scaling,
+    )
+
+
+def _as(module: LowRank, rank: int, scaling: float) -> LowRank:
+    missing = rank - module.rank
+    b = module.b
+    if module.scaling != scaling:  # in float64, so that there is one rounding only
+        b = (b.double() * (module.scaling / scaling)).to(b.dtype)
+    return replace(
+        module, a=pad(module.a, (0, 0, 0, missing)), b=pad(b, (0, missing)), scaling=scaling
+    )
+
+
+def without_padding(module: LowRank) -> LowRank:
+    """Drop ranks in which both A and B are zero; at least one stays."""
+    used = module.a.any(dim=1) | module.b.any(dim=0)
+    keep = max(int(used.nonzero().max()) + 1 if used.any() else 0, 1)
+    return replace(module, a=module.a[:keep], b=module.b[:, :keep])
+
+
+def compress(
+    modules: Mapping[str, LowRank], rank: int
+) -> tuple[dict[str, LowRank], dict[str, float]]:
+    """Return the best approximation of each update with at most `rank` ranks.
+
+    The magnitude of DoRA stays.
+
+    Returns:
+        The layers; and the relative error (Frobenius norm) of each that was compressed.
+    """
+    smaller, errors = dict(modules), {}
+    for path, module in modules.items():
+        if module.rank > rank:
+            cut = of_product(module.a, module.b, rank)
+            smaller[path] = replace(module, a=cut.a, b=cut.b)
+            errors[path] = (cut.lost / cut.total) ** 0.5 if cut.total else 0.0
+    return smaller, errors

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from peftkit.config.schema import from_dict
 from peftkit.data.encode import Style
@@ -43,48 +43,59 @@ WHERE_FIELDS = {
 """Fields on the base and the targets, which do not change what the tensors compute."""
 
 
-class Notes(NamedTuple):
-    """Contents of peftkit.json: the method, and the fields of `Provenance` under their names."""
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where an adapter comes from, and how it was trained.
 
-    method: Method
-    origin: Mapping[str, Any]
+    Attributes:
+        base: Short name, hub id or path of the base. revision: Its commit, if pinned.
+        hub_id: The base's id on the hub, if it is published.
+        fingerprint: Of the base's weights; an adapter on other weights is refused.
+        loading: dtype, quantize and double_quant with which the base was loaded.
+        prompt_style: How prompts are formatted; None if unknown.
+        task_type: PEFT's name of the task.
+        task: A recipe's `task` section, with its labels; None if unknown.
+        plan: How the run was carried out (`ExecutionPlan.as_dict`); None if unknown.
+    """
+
+    base: str | None = None
+    hub_id: str | None = None
+    revision: str | None = None
+    fingerprint: str | None = None
+    loading: Mapping[str, Any] = field(default_factory=dict)
+    prompt_style: Style | None = None
+    task_type: str | None = "CAUSAL_LM"
+    task: Mapping[str, Any] | None = None
+    plan: Mapping[str, Any] | None = None
 
 
 def write_notes(
-    path: Path,
-    tensors: Path,
-    method: Method,
-    fields: Mapping[str, Any],
-    base: Mapping[str, Any],
-    style: Style | None,
-    task: Mapping[str, Any] | None,
-    plan: Mapping[str, Any] | None = None,
+    path: Path, tensors: Path, method: Method, fields: Mapping[str, Any], origin: Provenance
 ) -> None:
     """Write peftkit.json for an adapter whose other files are written.
 
     Args:
         tensors: Its tensor file. fields: Its config.
-        base: name, hub_id, revision, fingerprint and loading.
-        plan: How the run was carried out.
     """
     spec, config = method.model_dump(mode="json"), computing(fields)
+    settings = settings_digest(spec, config, origin.task)
+    base = {name: getattr(origin, name) for name in ("hub_id", "revision", "fingerprint")}
     notes = {
         "version": 1,
-        "sha256": {
-            tensors.name: sha256_of(tensors),
-            "settings": settings_digest(spec, config, task),
-        },
+        "sha256": {tensors.name: sha256_of(tensors), "settings": settings},
         "method": spec,
         "config": config,
-        "base": dict(base),
-        "prompt_style": asdict(style) if style else None,
-        "task": task,
-        **({"plan": dict(plan)} if plan else {}),
+        "base": {"name": origin.base, **base, "loading": dict(origin.loading)},
+        "prompt_style": asdict(origin.prompt_style) if origin.prompt_style else None,
+        "task": origin.task,
+        **({"plan": dict(origin.plan)} if origin.plan else {}),
     }
     write_json(notes, path)
 
 
-def read_notes(path: Path, tensors: Path, config: Path, fields: Mapping[str, Any]) -> Notes:
+def read_notes(
+    path: Path, tensors: Path, config: Path, fields: Mapping[str, Any]
+) -> tuple[Method, Provenance]:
     """Read peftkit.json, and compare the adapter's other files with it.
 
     Args:
@@ -98,16 +109,18 @@ def read_notes(path: Path, tensors: Path, config: Path, fields: Mapping[str, Any
         spec, base, saved = notes["method"], notes["base"], dict(notes["config"])
         digest, settings = notes["sha256"][tensors.name], notes["sha256"]["settings"]
         method = from_dict(METHODS[spec["type"]], spec, str(path))
-        origin = {
-            "base": base["name"],
-            "hub_id": base["hub_id"],
-            "revision": base["revision"],
-            "fingerprint": base["fingerprint"],
-            "loading": base["loading"],
-            "prompt_style": Style(**notes["prompt_style"]) if notes["prompt_style"] else None,
-            "task": notes.get("task"),
-            "plan": notes.get("plan"),
-        }
+        style = notes["prompt_style"]
+        origin = Provenance(
+            base=base["name"],
+            hub_id=base["hub_id"],
+            revision=base["revision"],
+            fingerprint=base["fingerprint"],
+            loading=base["loading"],
+            prompt_style=Style(**style) if style else None,
+            task_type=fields.get("task_type"),
+            task=notes.get("task"),
+            plan=notes.get("plan"),
+        )
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, PeftkitError):
             raise
@@ -116,8 +129,13 @@ def read_notes(path: Path, tensors: Path, config: Path, fields: Mapping[str, Any
             found=f"{error} is missing or of the wrong type",
             fix="Restore it, or delete it to load the folder as a plain PEFT adapter.",
         ) from error
-    if settings_digest(spec, saved, origin["task"]) != settings:
-        raise notes_changed(path)
+    if settings_digest(spec, saved, origin.task) != settings:
+        raise AdapterError(
+            f"{path} was changed after the adapter was saved",
+            found="the sha256 of its settings, such as rank and alpha, differs from the recorded "
+            "one",
+            fix="Restore it; or delete it to load the folder as its adapter_config.json says.",
+        )
     check_config(config, fields, saved)
     if sha256_of(tensors) != digest:
         raise AdapterError(
@@ -125,7 +143,7 @@ def read_notes(path: Path, tensors: Path, config: Path, fields: Mapping[str, Any
             found=f"its sha256 differs from the one in {path.name}",
             fix="Get it again; or delete peftkit.json to load it as a plain PEFT adapter.",
         )
-    return Notes(method, origin)
+    return method, origin
 
 
 def computing(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,15 +159,6 @@ def settings_digest(*settings: Mapping[str, Any] | None) -> str:
     """Return a hash of settings: the method, what the config says of the computation, the task."""
     there = [setting for setting in settings if setting is not None]
     return hashlib.sha256(json.dumps(there, sort_keys=True).encode()).hexdigest()
-
-
-def notes_changed(path: Path) -> AdapterError:
-    """Return the error for settings whose hash is not the recorded one."""
-    return AdapterError(
-        f"{path} was changed after the adapter was saved",
-        found="the sha256 of its settings, such as rank and alpha, differs from the recorded one",
-        fix="Restore it; or delete it to load the folder as its adapter_config.json says.",
-    )
 
 
 def check_config(path: Path, fields: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -18,8 +18,9 @@ import torch
 from peftkit.adapter import Adapter, attach
 from peftkit.base.load import Base, load_base
 from peftkit.formats.gguf.convert import export_gguf
-from peftkit.formats.peft.folder import Provenance, save_adapter
+from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
+from peftkit.formats.peft.notes import Provenance
 from peftkit.merging.into_gguf import merge_into_gguf
 from peftkit.methods.lora import LoRA
 from tests.formats.gguf.written import import_gguf

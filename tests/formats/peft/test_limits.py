@@ -21,8 +21,8 @@ from transformers import (
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError
 from peftkit.formats.open_adapter import task_of
+from peftkit.formats.peft.config_fields import refused_by_peft
 from peftkit.formats.peft.folder import load_adapter, read_adapter, save_adapter
-from peftkit.formats.peft.limits import refused_by_peft
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.methods.lora import LoRA
 from tests.families import FAMILIES, FURTHER

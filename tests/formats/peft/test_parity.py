@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError
+from peftkit.formats.peft.config_fields import shortest_endings
 from peftkit.formats.peft.folder import load_adapter, save_adapter
-from peftkit.formats.peft.target_modules import shortest_endings
 from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.ln_tuning import LNTuning
@@ -289,7 +289,7 @@ def test_a_deeper_and_a_shallower_base_are_refused_with_the_list(tmp_path: Path)
 def test_another_base_of_the_same_shapes_is_refused_unless_forced(
     base: nn.Module, tmp_path: Path
 ) -> None:
-    from peftkit.formats.peft.folder import Provenance
+    from peftkit.formats.peft.notes import Provenance
 
     adapter = attach(base, LoRA(rank=2, targets=("q",)))
     save_adapter(adapter, tmp_path, Provenance(base="one", fingerprint="sha256:" + "1" * 64))

@@ -1,0 +1,171 @@
+"""Whether a merged model computes what base and adapter compute, on a few prompts.
+
+Shapes: T tokens of a prompt, V vocabulary, or labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.base.load import Base, load_base
+from peftkit.base.placement import ROOM
+from peftkit.base.purpose import CAUSAL_LM, Purpose
+from peftkit.base.request import DTYPES
+from peftkit.errors import RunError
+from peftkit.execution.environment import free_now
+from peftkit.files.disk import is_finite
+from peftkit.formats.open_adapter import Opened
+from peftkit.merging.fold import Tally, too_large_values
+
+PROMPTS = (
+    "The capital of France is",
+    "Question: If I have three apples and eat one, how many are left?\nAnswer:",
+    '{"name": "Anna", "order": ["pizza", "salad"], "total":',
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+)
+"""Default prompts: a fact, a question, data, code."""
+LARGEST_DIFFERENCE = 1e-3
+"""Allowed difference of logits in float32, relative to the largest: rounding explains no more."""
+EXACT = 1e-3
+"""Up to this relative rounding error, the merged model must agree within that difference."""
+STEPS = 8
+"""Of a 16-bit number's precision: what rounding in all layers may do to a logit, at most."""
+SHARE = 0.5
+"""Of the adapter's own effect, up to which a merged model that is rounded may miss it. One that
+leaves the adapter out misses all of it, one that subtracts it twice as much."""
+FLOAT32_ROOM = 1.3
+"""Times the weights in float32: what must be free to compute in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How the logits of two models agree.
+
+    Attributes:
+        max_difference: Largest absolute difference of a logit.
+        largest: Largest absolute logit, as the scale of `max_difference`.
+        top1: Share of positions, 0 to 1, with the same most likely token.
+        num_positions: How many were compared.
+    """
+
+    max_difference: float
+    largest: float
+    top1: float
+    num_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Logits on the prompts, with the adapter and without; the device and dtype they come from."""
+
+    adapted: Sequence[Tensor]
+    bare: Sequence[Tensor]
+    device: torch.device
+    dtype: torch.dtype
+
+
+@torch.no_grad()
+def logits_on(base: Base, prompts: Sequence[str], purpose: Purpose = CAUSAL_LM) -> list[Tensor]:
+    """Return the logits (positions, V) on each prompt, float32, on the CPU.
+
+    Args:
+        purpose: What the base was loaded for. A classifier of texts has one position, or one for
+            each token; a model of images is shown noise instead of prompts.
+    """
+    if purpose != CAUSAL_LM:
+        found = (_call(base, number, prompt) for number, prompt in enumerate(prompts))
+        return [logits.float().cpu().flatten(0, -2) for logits in found]
+    ids = [base.tokenizer(prompt)["input_ids"] for prompt in prompts]
+    # padded on the right, which no token of a causal model sees: weights are read once
+    longest = max(map(len, ids))
+    batch = torch.tensor([row + [row[-1]] * (longest - len(row)) for row in ids])
+    logits = base.model(input_ids=batch.to(base.device), use_cache=False).logits
+    return [rows[: len(row)].float().cpu() for rows, row in zip(logits, ids, strict=True)]
+
+
+def _call(base: Base, number: int, prompt: str) -> Tensor:
+    """Return the logits on one prompt, or on one picture of noise."""
+    config = base.model.config
+    if base.image_processor is not None:
+        size = config.image_size
+        shape = (1, config.num_channels, *([size, size] if isinstance(size, int) else size))
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+        return base.model(pixel_values=noise.to(base.device, base.model.dtype)).logits
+    ids = base.tokenizer(prompt, return_tensors="pt")["input_ids"].to(base.device)
+    decoder = {"decoder_input_ids": ids} if config.is_encoder_decoder and not base.head else {}
+    found = base.model(input_ids=ids, **decoder)
+    # a bare model, that of an embedding, ends with its hidden states
+    output: Tensor = found.logits if "logits" in found else found.last_hidden_state
+    return output
+
+
+def agreement(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> Agreement:
+    """Compare the logits of two models on the same prompts; NaN makes the difference infinite."""
+    a, b = torch.cat(list(ours)), torch.cat(list(reference))  # (positions, V)
+    difference = float((a - b).abs().max())
+    return Agreement(
+        max_difference=difference if difference == difference else float("inf"),
+        largest=float(b.abs().max()),
+        top1=float((a.argmax(-1) == b.argmax(-1)).float().mean()),
+        num_positions=len(a),
+    )
+
+
+def reference_of(opened: Opened, prompts: Sequence[str]) -> Reference:
+    base, purpose = opened.base, opened.task.purpose
+    adapted = logits_on(base, prompts, purpose)
+    with opened.adapter.disabled():
+        bare = logits_on(base, prompts, purpose)
+    if all(map(is_finite, bare)) and not all(map(is_finite, adapted)):
+        raise too_large_values()
+    return Reference(adapted, bare, base.device, base.model.dtype)
+
+
+def precision(bones: nn.Module) -> str:
+    """Return the dtype to compare in: float32, where every difference shows, if there is room.
+
+    A model that a GPU does not hold in 16 bits either is loaded onto the CPU.
+    """
+    number, main = sum(p.numel() for p in bones.parameters()), torch.device("cpu")
+    here = free_now()
+    if here.on_gpu and 2 * number > ROOM * here.usable:
+        here = free_now(main)
+    fits = here.memory is None or FLOAT32_ROOM * 4 * number < here.usable
+    return "fp32" if fits else "auto"
+
+
+def verified(
+    folder: Path,
+    purpose: Purpose,
+    reference: Reference,
+    tally: Tally,
+    prompts: Sequence[str],
+    effect: Agreement,
+) -> Agreement:
+    """Load the merged model as anyone would, and compare.
+
+    Raises:
+        RunError: It computes something else than base and adapter.
+    """
+    computing = next(name for name, kind in DTYPES.items() if kind == reference.dtype)
+    if purpose.head is not None:  # it has one now
+        purpose = replace(purpose, head=replace(purpose.head, fresh=False))
+    base = load_base(str(folder), dtype=computing, purpose=purpose, device=reference.device)
+    found = agreement(logits_on(base, prompts, purpose), reference.adapted)
+    limit = LARGEST_DIFFERENCE * found.largest
+    if reference.dtype != torch.float32 or tally.relative_rounding >= EXACT:
+        step = max(torch.finfo(reference.dtype).eps, 2**-7 if tally.relative_rounding else 0.0)
+        limit += STEPS * step * found.largest + SHARE * effect.max_difference
+    if not found.max_difference <= limit:
+        raise RunError(
+            "the merged model does not compute what base and adapter compute",
+            found=f"logits differ by up to {found.max_difference:.3g}, more than {limit:.3g}; "
+            f"{found.top1:.1%} of the next tokens agree",
+            fix="Use the adapter unmerged, and report this with the output of: peftkit env",
+        )
+    return found
