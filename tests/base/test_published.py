@@ -177,7 +177,7 @@ def compressed(form: str, bits: int, kind: str = "int", **weights: Any) -> dict[
 
 
 GPTQ = {"quant_method": "gptq", "group_size": GROUP}
-FORMATS: Mapping[str, tuple[dict[str, Any], Callable[..., Made], str]] = {
+FORMATS: dict[str, tuple[dict[str, Any], Callable[..., Made], str]] = {
     "gptq": ({**GPTQ, "bits": 4, "sym": True}, gptq(4, True, False, False), "int4"),
     "gptq zeros": ({**GPTQ, "bits": 4, "sym": False}, gptq(4, False, False, False), "int4"),
     "gptq v2": (
@@ -489,7 +489,7 @@ def test_what_vllm_adds_is_said() -> None:
     group = {"config_groups": {"group_0": {**nvfp4["config_groups"]["group_0"], **both}}}
     weights, inputs = {"quant_type": "Int8WeightOnly"}, {"quant_type": "Int8DynamicActivation"}
     rounded = {
-        **{name: name in ("fp8 block", "modelopt") for name in kept if name != "gptq zeros"},
+        **{name: name in ("fp8 block", "modelopt") for name in kept if name[:4] != "gptq"},
         described({**nvfp4, **group}): True,
         described({"quant_method": "torchao", **weights}): False,
         described({"quant_method": "torchao", **inputs}): True,
@@ -499,8 +499,13 @@ def test_what_vllm_adds_is_said() -> None:
         assert ("rounds the inputs" in told, "same weights" in told) == (expected, not expected)
 
 
-def test_experts_that_cannot_be_stacked_in_codes_are_told(tmp_path: Path) -> None:
-    write_experts(tmp_path, "fp8 block", "mixtral")  # 48 rows of gate, then 48 of up: 1.5 blocks
+def test_experts_that_cannot_be_stacked_in_codes_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = {"quant_method": "fp8", "weight_block_size": [20, 20]}  # which is no whole part of gate
+    make = fp8("weight_scale_inv", lambda shape: (-(-shape[0] // 20), -(-shape[1] // 20)))
+    monkeypatch.setitem(FORMATS, "fp8 odd", (odd, make, "fp8"))
+    write_experts(tmp_path, "fp8 odd", "mixtral")
     seen: list[Event] = []
     where = Location(str(tmp_path), str(tmp_path))
     form = StorageFormat("none", True, torch.float32, CPU)
