@@ -70,7 +70,8 @@ def longest(fits: Callable[[int], bool], low: int, high: int, step: int) -> int:
 def make_job(model: str, length: int, steps: int, args: argparse.Namespace, **more: Any) -> Any:
     """Return the job of some steps with one row of random tokens each."""
     rng = random.Random(0)
-    ids = [[rng.randint(10, 30_000) for _ in range(length)] for _ in range(steps * args.batch_size)]
+    last = min(LARGE[model].settings["vocab_size"], 30_000) - 1
+    ids = [[rng.randint(10, last) for _ in range(length)] for _ in range(steps * args.batch_size)]
     return {
         "shape": model,
         "sizes": args.sizes,
@@ -158,7 +159,9 @@ def lengths(args: argparse.Namespace, folder: Path) -> tuple[list[list[str]], li
     if "longest" in args.parts:
         sides = ("ours", *filter(None, args.longest_against.split(",")))
         plans += [
-            (args.model, float(cap), 2048, args.most, side) for cap in args.caps for side in sides
+            (args.model, float(cap), min(2048, args.most), args.most, side)
+            for cap in args.caps
+            for side in sides
         ]
     if "large" in args.parts:
         plans.append(("llama-3-70b", 48.0, 12288, 12288, "ours"))
