@@ -113,6 +113,7 @@ if TYPE_CHECKING:
     from peftkit.tasks.token_classification import (
         TokenClassificationConfig as TokenClassificationConfig,
     )
+    from peftkit.tasks.transcription import TranscriptionConfig as TranscriptionConfig
     from peftkit.train.config import TrainConfig as TrainConfig
     from peftkit.train.loop import fit as fit
 

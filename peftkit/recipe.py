@@ -27,7 +27,7 @@ from peftkit.run.results import (
     save_result,
     write_facts,
 )
-from peftkit.tasks.seq2seq import Seq2Seq
+from peftkit.tasks.seq2seq import EncoderDecoder
 from peftkit.tasks.token_task import AnswerTask
 from peftkit.train.checkpoints.checkpoint import StartPolicy, locked
 from peftkit.train.checkpoints.identity import flat
@@ -142,5 +142,5 @@ def watch_of(
         )
     if not asked:
         return None
-    task = cast("AnswerTask | Seq2Seq", ready.task)  # those that write text: see run/rules.py
+    task = cast("AnswerTask | EncoderDecoder", ready.task)  # see run/rules.py
     return TextWatch(ready.base, task, ready.eval, recipe.train, metrics, on_event)

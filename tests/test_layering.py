@@ -63,6 +63,9 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     ),
     "yaml": ("config/", "cli/import_recipe"),  # there: files of other programs
     "PIL": ("data/images",),  # the optional extra `images`; imported when called
+    "soundfile": ("data/sounds",),  # the optional extra `audio`; imported when called
+    "soxr": ("data/sounds",),
+    "jiwer": ("tasks/error_rates",),
     "starlette": ("serve/",),  # the optional extra `serve`, with uvicorn; imported when called
     "uvicorn": ("serve/server",),
     "llguidance": ("serve/json_answers",),  # the optional extra `json`; imported when called

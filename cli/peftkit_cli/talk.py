@@ -29,11 +29,15 @@ Seed = Annotated[int | None, typer.Option(metavar="N", help="Seed of the samplin
 def generate(
     adapter: Adapter,
     prompt: Annotated[
-        str, typer.Option(metavar="TEXT", help="What to complete; - reads it from stdin.")
-    ],
+        str | None, typer.Option(metavar="TEXT", help="What to complete; - reads it from stdin.")
+    ] = None,
     image: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="An image that stands before the prompt. Repeatable."),
+    ] = None,
+    audio: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A sound to write down: a line each. Repeatable."),
     ] = None,
     base: Base = None,
     max_new_tokens: MaxNewTokens = 256,
@@ -41,7 +45,10 @@ def generate(
     seed: Seed = None,
     force: Force = False,
 ) -> None:
-    """Complete a prompt. Prints the completion and nothing else."""
+    """Complete a prompt, or write down what is said. Prints this and nothing else."""
+    if audio and prompt is None:
+        _transcribe(_open(adapter, base, force), audio)
+        return
     text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
     if not text:
         raise DataError("the prompt is empty.", fix="Give at least one word with --prompt.")
@@ -63,6 +70,13 @@ def generate(
     base_model, tokenizer = opened.base.model, opened.base.tokenizer
     (answer,) = generate_text(base_model, tokenizer, text, style=opened.style, **settings)
     typer.echo(answer)
+
+
+def _transcribe(opened: Opened, sounds: Sequence[Path]) -> None:
+    from peftkit.inference.hear import transcribe
+
+    for text in transcribe(opened, sounds):
+        typer.echo(text)
 
 
 def evaluate(

@@ -19,12 +19,16 @@ from peftkit.base.purpose import Processor
 from peftkit.errors import BaseError
 from peftkit.events import Listener, Notice
 
+PARTS = {"multimodal": ("image_processor", "images"), "audio": ("feature_extractor", "sounds")}
+"""What a processor must have beside a tokenizer, and for what."""
+
 
 class Processors(NamedTuple):
     """What makes a model's inputs; None for what its task does not need.
 
     Attributes:
-        multimodal: Of images and text; its tokenizer is `tokenizer`.
+        image_processor: Of images alone, or of sounds alone.
+        multimodal: Of images or sounds and text; its tokenizer is `tokenizer`.
     """
 
     tokenizer: Any = None
@@ -38,7 +42,9 @@ def load_processors(location: Location, kind: Processor, on_event: Listener) -> 
         return Processors(load_tokenizer(location, on_event))
     if kind == "image_processor":
         return Processors(image_processor=load_image_processor(location))
-    both = load_multimodal(location)
+    if kind == "feature_extractor":
+        return Processors(image_processor=load_feature_extractor(location))
+    both = load_multimodal(location, kind)
     return Processors(with_padding(both.tokenizer, location, on_event), multimodal=both)
 
 
@@ -110,12 +116,25 @@ def with_padding(tokenizer: Any, location: Location, on_event: Listener) -> Any:
     return tokenizer
 
 
-def load_multimodal(location: Location) -> Any:
-    """Load the processor of a model of images and text.
+def load_feature_extractor(location: Location) -> Any:
+    """Load what turns sounds into tensors.
 
     Raises:
-        BaseError: There is none, it cannot be read, or it reads no images.
+        BaseError: There is none, or it cannot be used.
     """
+    with quiet(), explained(location, "the feature extractor of "):
+        return transformers.AutoFeatureExtractor.from_pretrained(
+            location.source, **loader_arguments(location)
+        )
+
+
+def load_multimodal(location: Location, kind: Processor) -> Any:
+    """Load the processor of a model of images, or sounds, and text.
+
+    Raises:
+        BaseError: There is none, it cannot be read, or it reads nothing of that kind.
+    """
+    part, what = PARTS[kind]
     where = loader_arguments(location)
     asked = "the processor of "
     with quiet(), explained(location, asked):
@@ -123,10 +142,10 @@ def load_multimodal(location: Location) -> Any:
             made = _without_videos(location, where)
         else:
             made = transformers.AutoProcessor.from_pretrained(location.source, **where)
-    if not (hasattr(made, "tokenizer") and hasattr(made, "image_processor")):
+    if not (hasattr(made, "tokenizer") and hasattr(made, part)):
         raise BaseError(
             f"cannot load {asked}{location.name}.",
-            found=f"What is there, {type(made).__name__}, is not one of images and text.",
+            found=f"What is there, {type(made).__name__}, is not one of {what} and text.",
             fix="Put the base's processor_config.json and preprocessor_config.json beside it.",
         )
     return made

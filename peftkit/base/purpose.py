@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from peftkit.errors import BaseError, first_few
 from peftkit.files.disk import open_tensors
 
-Processor = Literal["tokenizer", "image_processor", "multimodal"]
-"""multimodal: a processor of images and text, with a tokenizer of its own."""
+Processor = Literal["tokenizer", "image_processor", "feature_extractor", "multimodal", "audio"]
+"""multimodal: a processor of images and text, with a tokenizer of its own; audio: of sounds and
+text; feature_extractor: of sounds alone."""
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 MAX_LISTED = 12
 SEED = 20_210_617

@@ -6,7 +6,7 @@
 | tuple[tuple[int, int], ...]              | a list of pairs of int32                      |
 | tuple[float, ...]                        | a list of float64                             |
 | int, float, bool, str, or one of them or None | int64, float64, bool, text               |
-| Picture, tuple[Picture, ...]             | a path, or bytes; see `Picture.stored`        |
+| Picture, tuple[Picture, ...], Sound      | a path, or bytes; see `Media.stored`          |
 
 Beside these each row has its `line`, its `tokens`, a `digest` that is equal for rows that teach the
 same, and a `status`: KEPT, or why its record became no row.
@@ -23,9 +23,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from peftkit.data.images import STAMP, STORED_PICTURE, Picture, is_as_stored
+from peftkit.data.images import Picture
 from peftkit.data.lengths import num_tokens
+from peftkit.data.media import STAMP, STORED, is_as_stored
 from peftkit.data.pack import IGNORE, Learnt
+from peftkit.data.sounds import Sound
 
 KEPT = 0
 """Status of a row that is learnt; a dropped one has the number of its reason, from 1 on."""
@@ -90,7 +92,7 @@ def labels_of(ids: Sequence[int], bounds: Sequence[int]) -> tuple[int, ...]:
 
 _INTS = Column("ints", _same, _numbers)
 _LEARNT = Column("ints", _bounds, _numbers)
-_PICTURES = Column("pictures", lambda some: [one.stored() for one in some], Picture.opened_all)
+_PICTURES = Column("media", lambda some: [one.stored() for one in some], Picture.opened_all)
 COLUMNS: dict[Any, Column] = {
     tuple[int, ...]: _INTS,
     tuple[int, int]: _INTS,
@@ -104,7 +106,8 @@ COLUMNS: dict[Any, Column] = {
     bool | None: Column("bool", _same, _plain),
     str: Column("text", _same, _plain),
     str | None: Column("text", _same, _plain),
-    Picture: Column("pictures", lambda one: [one.stored()], Picture.opened),
+    Picture: Column("media", lambda one: [one.stored()], Picture.opened),
+    Sound: Column("media", lambda one: [one.stored()], Sound.opened),
     tuple[Picture, ...]: _PICTURES,
 }
 
@@ -178,7 +181,7 @@ class Columns:
 
     def is_current(self, table: Any) -> bool:
         """Tell whether all files that rows name are as they were."""
-        names = [f"row.{name}" for name, c in self._columns.items() if c.type == "pictures"]
+        names = [f"row.{name}" for name, c in self._columns.items() if c.type == "media"]
         return all(
             is_as_stored(one)
             for name in names
@@ -224,8 +227,8 @@ def _types() -> dict[str, Any]:
         "float": pa.float64(),
         "bool": pa.bool_(),
         "text": pa.large_string(),
-        "pictures": pa.large_list(
-            pa.struct({name: getattr(pa, kind)() for name, kind in STORED_PICTURE.items()})
+        "media": pa.large_list(
+            pa.struct({name: getattr(pa, kind)() for name, kind in STORED.items()})
         ),
     }
 

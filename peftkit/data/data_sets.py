@@ -77,8 +77,9 @@ def _rows(rows: Any) -> Iterator[tuple[int, Fields]]:
 
     features = dict(rows.features or {})
     for name, feature in features.items():
-        if isinstance(feature, datasets.Image):  # decoded later, where an error can name the row
-            rows = rows.cast_column(name, datasets.Image(decode=False))
+        if isinstance(feature, datasets.Image | datasets.Audio):
+            # decoded later, where an error can name the row
+            rows = rows.cast_column(name, type(feature)(decode=False))
     for number, row in enumerate(rows, start=1):
         yield number, _named(_without_filling(row), features)
 

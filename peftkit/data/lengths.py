@@ -38,5 +38,9 @@ def rounded_up(length: int) -> int:
 
 
 def _lengths(row: Any) -> tuple[int, int]:
-    """Return how many tokens the model reads of a row, and how many a decoder of its own does."""
-    return len(getattr(row, "input_ids", ())), getattr(row, "num_decoder_tokens", 0)
+    """Return how many tokens the model reads of a row, and how many a decoder of its own does.
+
+    A row without tokens may say how many positions an encoder takes of it.
+    """
+    tokens = len(getattr(row, "input_ids", ())) or getattr(row, "num_encoder_tokens", 0)
+    return tokens, getattr(row, "num_decoder_tokens", 0)

@@ -35,6 +35,7 @@ TASKS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("words", "tags"), ("token_classification",)),
     (("image", "label"), ("image_classification",)),
     (("text", "label"), ("sequence_classification", "masked_lm", "causal_lm")),
+    (("audio", "text"), ("transcription",)),
     (("images",), ("image_text",)),
     (("image",), ("image_text",)),
 )

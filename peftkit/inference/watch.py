@@ -6,14 +6,11 @@ run stay as they are.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from peftkit.base.load import Base
 from peftkit.data.encode import prompt_ids
-from peftkit.data.format import Completion
 from peftkit.data.pack import IGNORE, Row
 from peftkit.errors import DataError, RunError
 from peftkit.events import Listener, Notice, Sample, ignore
@@ -21,7 +18,7 @@ from peftkit.inference.engine import room_left
 from peftkit.inference.evaluate import completions, longest_answer
 from peftkit.model.modes import evaluating
 from peftkit.tasks.metrics import rouge_l
-from peftkit.tasks.seq2seq import PairRow, Seq2Seq
+from peftkit.tasks.seq2seq import EncoderDecoder
 from peftkit.tasks.token_task import AnswerTask
 from peftkit.train.config import TrainConfig
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory
@@ -48,7 +45,7 @@ class TextWatch:
     def __init__(
         self,
         base: Base,
-        task: AnswerTask | Seq2Seq,
+        task: AnswerTask | EncoderDecoder,
         rows: Sequence[Any],
         config: TrainConfig,
         metrics: Mapping[str, Metric] | None = None,
@@ -74,14 +71,17 @@ class TextWatch:
         if not (watched := self._watched(self._config.eval_generate or 0)):
             return {}
         task, asked = self._task, [each for _, each in watched]
-        most = task.max_target if isinstance(task, Seq2Seq) else longest_answer(task, asked)
+        most = task.max_target if isinstance(task, EncoderDecoder) else longest_answer(task, asked)
         said = self._answers(asked, most)
-        found = {} if isinstance(task, Seq2Seq) else self._to_others(task, watched, said)
-        name = "exact_match" if isinstance(task, Seq2Seq) else task.exact_name
-        found[name] = _share_equal([(one.completion, one.reference or "") for one in said])
+        pairs = [(one.completion, one.reference or "") for one in said]
+        if isinstance(task, EncoderDecoder):
+            found = {"exact_match": _share_equal(pairs), **task.answer_metrics(pairs)}
+        else:
+            found = self._to_others(task, watched, said)
+            found[task.exact_name] = _share_equal(pairs)
         for name, metric in list(self._metrics.items()):
             try:
-                values = [float(metric(one.completion, one.reference or "")) for one in said]
+                values = [float(metric(*pair)) for pair in pairs]
                 found[name] = sum(values) / len(values)
             except Exception as error:  # a metric of one's own costs itself, not the run
                 del self._metrics[name]
@@ -104,7 +104,7 @@ class TextWatch:
             if len(found) >= number:
                 break
             task = self._task
-            each = [row] if isinstance(task, Seq2Seq) else task.watched(row)
+            each = [row] if isinstance(task, EncoderDecoder) else task.watched(row)
             found += [(row, one) for one in each]
         return found[:number]
 
@@ -112,14 +112,8 @@ class TextWatch:
         """Return a prompt of the recipe as a row; its answer is not known."""
         task = self._task
         try:
-            if isinstance(task, Seq2Seq):
-                counts = Counter[str]()
-                row = task.row_encoder.encode(Completion(text, ".", where), counts)
-                if row is None:
-                    raise DataError("it is empty.")
-                if counts["cut sources"]:
-                    raise DataError("it is too long.", found=f"{task.max_source} tokens are read.")
-                return replace(row, target="")
+            if isinstance(task, EncoderDecoder):
+                return task.prompt_row(text, where)
             ids = prompt_ids(task.tokenizer, text, task.style)
             room_left(self._base.model, [ids], 1)
         except DataError as error:
@@ -153,21 +147,21 @@ class TextWatch:
 
     def _generated(self, rows: Sequence[Any], max_new_tokens: int) -> list[Sample]:
         self._task.forget_layout()  # what the last training step set is not of these rows
-        if isinstance(self._task, Seq2Seq):
+        if isinstance(self._task, EncoderDecoder):
             return self._translated(self._task, rows, max_new_tokens)
         size = self._batch_size
         return completions(self._base, self._task, rows, max_new_tokens, batch_size=size)
 
     def _translated(
-        self, task: Seq2Seq, rows: Sequence[PairRow], max_new_tokens: int
+        self, task: EncoderDecoder, rows: Sequence[Any], max_new_tokens: int
     ) -> list[Sample]:
         with evaluating(self._base.model):
             answers = task.answers(self._base.model, rows, max_new_tokens=max_new_tokens)
         return [
             Sample(
-                prompt=str(task.tokenizer.decode(row.input_ids, skip_special_tokens=True)),
+                prompt=task.shown(row),
                 completion=answer,
-                reference=row.target or None,
+                reference=task.reference(row) or None,
                 source=row.source,
             )
             for row, answer in zip(rows, answers, strict=True)

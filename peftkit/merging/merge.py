@@ -238,6 +238,7 @@ def _card(
         "tokenizer": "AutoTokenizer",
         "image_processor": "AutoImageProcessor",
         "multimodal": "AutoProcessor",
+        "audio": "AutoProcessor",
     }[purpose.processor]
     code = (
         f"from transformers import {kind}, {processor}\n\n"

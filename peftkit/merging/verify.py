@@ -21,6 +21,7 @@ from peftkit.execution.environment import free_now
 from peftkit.files.disk import is_finite
 from peftkit.formats.open_adapter import Opened
 from peftkit.merging.fold import Tally, too_large_values
+from peftkit.tasks.hearing import INPUTS, Hearing
 
 PROMPTS = (
     "The capital of France is",
@@ -75,7 +76,7 @@ def logits_on(base: Base, prompts: Sequence[str], purpose: Purpose = CAUSAL_LM) 
 
     Args:
         purpose: What the base was loaded for. A classifier of texts has one position, or one for
-            each token; a model of images is shown noise instead of prompts.
+            each token; a model of images or sounds gets noise instead of prompts.
     """
     if purpose != CAUSAL_LM:
         found = (_call(base, number, prompt) for number, prompt in enumerate(prompts))
@@ -89,19 +90,29 @@ def logits_on(base: Base, prompts: Sequence[str], purpose: Purpose = CAUSAL_LM) 
 
 
 def _call(base: Base, number: int, prompt: str) -> Tensor:
-    """Return the logits on one prompt, or on one picture of noise."""
+    """Return the logits on one prompt, or on a picture or a sound of noise."""
     config = base.model.config
+    is_told = config.is_encoder_decoder and not base.head
+    if base.model.main_input_name in INPUTS:
+        heard = Hearing(base.model, base.processor, None).example(number)
+        told = {"decoder_input_ids": _ids(base, prompt)} if is_told else {}
+        return base.model(**heard, **told).logits
     if base.image_processor is not None:
         size = config.image_size
         shape = (1, config.num_channels, *([size, size] if isinstance(size, int) else size))
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(number))
         return base.model(pixel_values=noise.to(base.device, base.model.dtype)).logits
-    ids = base.tokenizer(prompt, return_tensors="pt")["input_ids"].to(base.device)
-    decoder = {"decoder_input_ids": ids} if config.is_encoder_decoder and not base.head else {}
+    ids = _ids(base, prompt)
+    decoder = {"decoder_input_ids": ids} if is_told else {}
     found = base.model(input_ids=ids, **decoder)
     # a bare model, that of an embedding, ends with its hidden states
     output: Tensor = found.logits if "logits" in found else found.last_hidden_state
     return output
+
+
+def _ids(base: Base, prompt: str) -> Tensor:
+    ids: Tensor = base.tokenizer(prompt, return_tensors="pt")["input_ids"]
+    return ids.to(base.device)
 
 
 def agreement(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> Agreement:

@@ -17,7 +17,7 @@ from peftkit.tasks.protocol import TaskConfig
 
 TOKEN_CLASSES = (
     *("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"),
-    "AutoModelForImageTextToText",
+    *("AutoModelForImageTextToText", "AutoModelForSpeechSeq2Seq"),
 )
 """Of transformers, whose models say tokens."""
 
@@ -47,7 +47,7 @@ def loss_of(
         hidden = model(**inputs).last_hidden_state
         vectors = pooled(hidden, torch.ones(rows, length, dtype=torch.long), Pooled("mean", True))
         return (vectors @ vectors.mT).logsumexp(-1).sum()
-    tokens = inputs.get("decoder_input_ids", inputs["input_ids"]).numel()
+    tokens = inputs["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"].numel()
     index, targets = torch.arange(tokens), torch.zeros(tokens, dtype=torch.long)
     head = _head(model, chunks)
     if task.type == "preference":
@@ -63,10 +63,20 @@ def _inputs(
         channels = getattr(config, "num_channels", 3)
         return {"pixel_values": torch.zeros(rows, channels, size, size, dtype=dtype)}
     ids = torch.zeros(rows, length, dtype=torch.long)
+    if task.processor == "audio":
+        return {**_heard(config, dtype, rows), "decoder_input_ids": ids, "use_cache": False}
     if not config.is_encoder_decoder:
         return {"input_ids": ids, "use_cache": False}
     half = torch.zeros(rows, min(length, getattr(task, "max_target_length", length))).long()
     return {"input_ids": ids, "decoder_input_ids": half, "use_cache": False}
+
+
+def _heard(config: Any, dtype: torch.dtype, rows: int) -> dict[str, Any]:
+    """Return what is heard of the longest sounds: of Whisper 30 s of mel bins, else samples."""
+    if bins := getattr(config, "num_mel_bins", None):
+        frames = 2 * config.max_source_positions
+        return {"input_features": torch.zeros(rows, bins, frames, dtype=dtype)}
+    return {"input_values": torch.zeros(rows, 30 * 16_000, dtype=dtype)}
 
 
 def _head(model: Any, chunks: LossChunks) -> Head | None:

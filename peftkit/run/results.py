@@ -102,7 +102,8 @@ def _with_best(
 
 def measured(ready: Prepared, result: Result, on_event: Listener) -> Result:
     """Add what a task is measured by beside a perplexity: it takes no longer than the loss."""
-    if not ready.eval or ready.task.predicts_tokens:
+    skip = ready.task.predicts_tokens and not ready.settings.measures_before
+    if not ready.eval or skip:
         return result
     if not (found := ready.task.metrics(ready.base.model, ready.eval, on_event=on_event)):
         return result  # a task whose evaluations were made by the run

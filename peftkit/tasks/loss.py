@@ -82,7 +82,7 @@ def _through_head(
     Args:
         num_logits: Of how many of the rows logits are made; None: of all.
     """
-    tokens = inputs.get("decoder_input_ids", inputs["input_ids"]).shape
+    tokens = inputs["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"].shape
     rows: Tensor | None = None
 
     def choose(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -142,10 +142,13 @@ class Head:
         return [p for p in self.module.parameters() if p.requires_grad]
 
 
-def head_of(model: nn.Module) -> Head | None:
+def head_of(model: nn.Module, beside: Mapping[str, Tensor] | None = None) -> Head | None:
     """Return a model's head, or None where it cannot be had apart from the model.
 
     Runs the model on a few tokens, without gradients, in the mode it is in.
+
+    Args:
+        beside: What it needs to run beside tokens.
     """
     whole: Any = unwrapped(model)
     module = find_head(whole)
@@ -156,7 +159,7 @@ def head_of(model: nn.Module) -> Head | None:
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     head = Head(module, scale, None if cap is None else float(cap), plan_of(whole).loss_chunks)
-    return head if _is_the_models_own(whole, head) else None
+    return head if _is_the_models_own(whole, head, beside or {}) else None
 
 
 def token_loss(
@@ -228,12 +231,12 @@ def token_log_probs(
 
 
 @torch.no_grad()
-def _is_the_models_own(model: Any, head: Head) -> bool:
+def _is_the_models_own(model: Any, head: Head, beside: Mapping[str, Tensor]) -> bool:
     seen: list[Tensor] = []
     hook = head.module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     ids = torch.arange(3, 11, device=model.get_input_embeddings().weight.device)[None]
     try:
-        inputs = {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False}
+        inputs = {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False, **beside}
         logits = model(**accepted(model, inputs)).logits
     finally:
         hook.remove()

@@ -8,10 +8,11 @@ Shapes: B rows, S tokens of the longest source, T of the longest target, n of al
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -133,7 +134,48 @@ class PairEncoder(RowEncoder):
         )
 
 
-class Seq2Seq(TokenTask):
+class EncoderDecoder(TokenTask):
+    """A task whose decoder writes down what the encoder takes in.
+
+    Attributes:
+        max_target: Longest text in tokens.
+    """
+
+    max_target: int
+
+    @abstractmethod
+    def answers(
+        self,
+        model: nn.Module,
+        rows: Sequence[Any],
+        *,
+        max_new_tokens: int | None = None,
+        on_event: Listener = ignore,
+    ) -> list[str]:
+        """Return what the model writes for each row, greedily."""
+
+    @abstractmethod
+    def shown(self, row: Any) -> str:
+        """Return what the encoder takes in, for people."""
+
+    @abstractmethod
+    def reference(self, row: Any) -> str:
+        """Return what a row's answer should be."""
+
+    def prompt_row(self, text: str, where: str) -> Any:
+        """Return a prompt of the recipe as a row; its answer is not known.
+
+        Raises:
+            DataError: It cannot be taken in.
+        """
+        raise DataError("it is a text.", found=f"{type(self).__name__} takes in something else.")
+
+    def answer_metrics(self, pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
+        """Return how good answers are, each with its reference, beside what all are measured by."""
+        return {}
+
+
+class Seq2Seq(EncoderDecoder):
     """Rows from pairs of texts, batches for encoder and decoder, a loss over the targets.
 
     Raises:
@@ -241,6 +283,21 @@ class Seq2Seq(TokenTask):
                     answers[n] = text
         return answers
 
+    def shown(self, row: PairRow) -> str:
+        return str(self.tokenizer.decode(row.input_ids, skip_special_tokens=True))
+
+    def reference(self, row: PairRow) -> str:
+        return row.target
+
+    def prompt_row(self, text: str, where: str) -> PairRow:
+        counts = Counter[str]()
+        row = self.row_encoder.encode(Completion(text, ".", where), counts)
+        if row is None:
+            raise DataError("it is empty.")
+        if counts["cut sources"]:
+            raise DataError("it is too long.", found=f"{self.max_source} tokens are read.")
+        return replace(row, target="")
+
     def _texts(self, ids: Tensor) -> list[str]:
         texts: list[str] = self.tokenizer.batch_decode(
             ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -299,7 +356,8 @@ def decoder_start(model: Any, task: str) -> int:
         raise BaseError(
             f"{type(model).__name__} cannot learn {task}.",
             found="It has no encoder and decoder.",
-            fix="Give a base with both, such as T5 or BART; for others there is task: causal_lm.",
+            fix="Give a base with both, such as T5, BART or Whisper; for others there are "
+            "task: causal_lm, and audio_text for sounds in chats.",
         )
     start = getattr(config, "decoder_start_token_id", None)
     if start is None and model.generation_config is not None:
@@ -314,13 +372,13 @@ def decoder_start(model: Any, task: str) -> int:
 
 
 @contextmanager
-def own_settings_aside(model: Any) -> Iterator[None]:
-    """Set the model's own generation settings aside: transformers would mix them in."""
+def own_settings_aside(model: Any) -> Iterator[Any]:
+    """Set the model's own generation settings aside, and yield them; else they are mixed in."""
     from transformers import GenerationConfig
 
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:
-        yield
+        yield own
     finally:
         model.generation_config = own

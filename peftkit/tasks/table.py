@@ -20,6 +20,7 @@ from peftkit.tasks.reward import RewardConfig
 from peftkit.tasks.seq2seq import Seq2SeqConfig
 from peftkit.tasks.sequence_classification import SequenceClassificationConfig
 from peftkit.tasks.token_classification import TokenClassificationConfig
+from peftkit.tasks.transcription import TranscriptionConfig
 
 
 def _spelled_out(value: object) -> Any:
@@ -41,6 +42,7 @@ _AnyConfig = (
     | EmbeddingConfig
     | GRPOConfig
     | RerankerConfig
+    | TranscriptionConfig
 )
 TASKS: dict[str, type[TaskConfig]] = {
     task.model_fields["type"].default: task for task in get_args(_AnyConfig)

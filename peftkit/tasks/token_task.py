@@ -55,9 +55,13 @@ class TokenTask(Task):
 
     def __init__(self, model: nn.Module, processor: Any, *config: Any, **more: Any) -> None:
         super().__init__(model, processor, *config, **more)
-        self._head = head_of(model)
+        self._head = head_of(model, self.model_example(unwrapped(model)))
         pads = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         self._pad_id: int = next(int(token) for token in pads if token is not None)
+
+    def model_example(self, model: Any) -> dict[str, Tensor]:
+        """Return what a model that is asked a few tokens needs beside them."""
+        return {}
 
     @property
     def paths(self) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from peftkit.data import images
+from peftkit.data import media
 from peftkit.data.format import Conversation
 from peftkit.data.image_rows import MARK, parse_with_images
 from peftkit.data.images import Picture
@@ -203,7 +203,7 @@ def test_images_that_are_not_there_or_too_long_are_named(
         Picture(Path("/dev/zero"), "a:1").decode()
     with pytest.raises(DataError, match="data URL"):
         Picture("data:;base64,!!!", "a:1").decode()
-    monkeypatch.setattr(images, "MAX_BYTES", 50)
+    monkeypatch.setattr(media, "MAX_BYTES", 50)
     (tmp_path / "a.png").write_bytes(png())
     for stored in (png(), tmp_path / "a.png", URL):
         with pytest.raises(DataError, match=r"bytes, more than 50(.|\n)*smaller"):

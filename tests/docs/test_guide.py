@@ -26,6 +26,7 @@ from peftkit.run.config import Recipe
 from peftkit.tasks.distill.rows import with_answer
 from peftkit.tasks.image_classification import iterate_images
 from peftkit.tasks.labels import text_of
+from peftkit.tasks.speech_rows import read_utterances
 from peftkit.tasks.table import TASKS
 from peftkit_cli.app import app
 
@@ -220,6 +221,8 @@ def read(block: Block, folder: Path, model: Any = None, tokenizer: Any = None) -
         parse_rows(records, "auto", where=where, fields=task.fields)
     elif task.type == "image_text":
         parse_with_images(records, "auto", where=where)
+    elif task.type == "transcription":
+        return len(read_utterances(records, (task.audio, task.text), where)[0])
     elif task.type == "image_classification":
         task.resolve(DataConfig(train=where))
         return len(list(iterate_images(where, task.image, task.label)))
@@ -231,7 +234,7 @@ def read(block: Block, folder: Path, model: Any = None, tokenizer: Any = None) -
     elif task.type == "sequence_classification":
         task.resolve(DataConfig(train=where))
         for name in filter(None, (task.text, task.pair)):
-            assert all(text_of(record, name, "") for record in records)
+            assert all(text_of(record.fields, name, "") for record in records)
     else:
         parsed = parse_rows(records, "auto", where=where)
         assert not parsed.unused

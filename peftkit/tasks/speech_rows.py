@@ -1,0 +1,253 @@
+"""Rows of speech: a sound, and the tokens of what is said in it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from peftkit.data.cache import tokenizer_key
+from peftkit.data.columns import Dropped
+from peftkit.data.encoding import EncodedRows, RowEncoder
+from peftkit.data.format import read_each
+from peftkit.data.load import Record
+from peftkit.data.media import media_of
+from peftkit.data.messages import WrongField, text_of
+from peftkit.data.sounds import LongSound, SilentSound, Sound
+from peftkit.errors import DataError
+from peftkit.tasks.hearing import Hearing
+
+METADATA = ("metadata.jsonl", "metadata.csv")
+"""A folder of sounds says with one of these files what is said in them."""
+NO_TEXT, SILENT, LONG, MANY = range(4)
+TASKS = ("transcribe", "translate")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechRow:
+    """A sound, and what is said in it.
+
+    Args:
+        sound: As it is stored; what the model hears is made of it for each batch.
+        num_samples: As it is heard.
+        num_encoder_tokens: Positions that the encoder takes of it.
+        labels: All that is learnt: what sets language and task, the text, the end token.
+        num_prefix: How many of these stand before the text.
+        num_decoder_tokens: How many a decoder reads.
+        text: As the file has it.
+        source: "train.jsonl:7".
+    """
+
+    sound: Sound
+    num_samples: int
+    num_encoder_tokens: int
+    labels: tuple[int, ...]
+    num_prefix: int
+    num_decoder_tokens: int
+    text: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Utterance:
+    """A record as it was read."""
+
+    sound: Sound
+    text: str
+    language: str | None
+    task: str | None
+    source: str
+
+
+class SpeechEncoder(RowEncoder):
+    """Makes a row of each sound and its text; each is decoded once, so that damage shows now.
+
+    Args:
+        names: Of the fields with the sound and the text.
+        labels: Makes of an utterance all that is learnt, and how much of it is before the text.
+        key: Of `labels`.
+        most: Of labels, given the encoder's positions. has_decoder: Whether a decoder reads them.
+        too_many: Why rows with more are dropped.
+    """
+
+    kind: ClassVar[type[SpeechRow]] = SpeechRow
+    at_once: ClassVar[int] = 100
+
+    def __init__(
+        self,
+        hearing: Hearing,
+        names: tuple[str, str],
+        labels: Callable[[Utterance], tuple[tuple[int, ...], int]],
+        key: object,
+        *,
+        fits: Callable[[Sequence[int], int], bool],
+        too_many: str,
+        has_decoder: bool,
+    ) -> None:
+        self._hearing, self._names, self._labels = hearing, names, labels
+        self._fits, self._has_decoder = fits, has_decoder
+        self.drops = {
+            "no text": "give these rows a text",
+            "silent or empty sounds": "give these rows another sound",
+            f"sounds longer than {hearing.max_seconds:g} s": "cut them into pieces",
+            too_many: "cut them into pieces",
+        }
+        self._key = (names, key, hearing.rate, hearing.max_seconds, hearing.positions(hearing.rate))
+
+    def key(self, where: str) -> object:
+        return (str(Path(where).absolute().parent), self._key)
+
+    def read(
+        self, records: Sequence[Record], where: str
+    ) -> tuple[list[Utterance], tuple[str, ...]]:
+        return read_utterances(records, self._names, where)
+
+    def rows(self, read: tuple[list[Utterance], tuple[str, ...]]) -> EncodedRows:
+        utterances, unused = read
+        counts = Counter[str]()
+        rows = [self._row(one, counts) for one in utterances]
+        return EncodedRows(rows, counts=counts, unused=unused)
+
+    def _row(self, one: Utterance, counts: Counter[str]) -> SpeechRow | Dropped:
+        if not one.text.strip():
+            return Dropped(one.source, NO_TEXT)
+        try:
+            (heard,) = self._hearing.decoded([one.sound])
+        except (SilentSound, LongSound) as problem:
+            return Dropped(one.source, SILENT if isinstance(problem, SilentSound) else LONG)
+        labels, num_prefix = self._labels(one)
+        positions = self._hearing.positions(len(heard))
+        if not self._fits(labels, positions):
+            return Dropped(one.source, MANY)
+        counts.update(milliseconds=len(heard) * 1000 // self._hearing.rate, targets=len(labels))
+        return SpeechRow(
+            one.sound,
+            len(heard),
+            positions,
+            labels,
+            num_prefix,
+            len(labels) if self._has_decoder else 0,
+            one.text,
+            one.source,
+        )
+
+
+class DecoderLabels:
+    """All that a decoder has to say of an utterance: the tokenizer is asked.
+
+    It puts the decoder's start before; who shifts labels puts it back, so that it goes.
+
+    Args:
+        language, task: Where a row does not say.
+        start: The token that the decoder is given first.
+        is_multilingual: Whether it has to be told the language.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        language: str | None,
+        task: str | None,
+        start: int,
+        is_multilingual: bool,
+    ) -> None:
+        self._tokenizer, self._language, self._task = tokenizer, language, task
+        self._start, self._is_multilingual = start, is_multilingual
+        if language is not None:
+            self("a", None, None, "task.language")
+        self.key = (*tokenizer_key(tokenizer), language, task, start)
+
+    def of(self, one: Utterance) -> tuple[tuple[int, ...], int]:
+        """Return an utterance's labels, and how many of them stand before the text."""
+        return self(one.text, one.language, one.task, one.source)
+
+    def __call__(
+        self, text: str, language: str | None, task: str | None, source: str
+    ) -> tuple[tuple[int, ...], int]:
+        """Return a text's labels, and how many of them stand before the text.
+
+        Raises:
+            DataError: No language is named, or the tokenizer does not know it.
+        """
+        language, task = language or self._language, task or self._task
+        if self._is_multilingual and language is None:
+            raise DataError(
+                f"Cannot use {source}: no language is named.",
+                found="The base knows several languages, and is told which it hears.",
+                fix="Set task.language, for example english, or give rows the field language.",
+            )
+        tokenizer = self._tokenizer
+        if hasattr(tokenizer, "set_prefix_tokens"):
+            tokenizer.language = tokenizer.task = None  # None would mean: as they were
+            try:
+                tokenizer.set_prefix_tokens(
+                    language=language, task=task if language else None, predict_timestamps=False
+                )
+            except ValueError as problem:
+                raise DataError(
+                    f"Cannot use {source}.",
+                    found=str(problem),
+                    fix="Name a language as the base does: english, or en.",
+                ) from None
+        elif language is not None or task == "translate":
+            raise DataError(
+                f"Cannot use {source}.",
+                found=f"{type(tokenizer).__name__} has no tokens for languages and tasks.",
+                fix="Leave language and task out.",
+            )
+        whole = list(tokenizer(text)["input_ids"])
+        bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+        whole = whole[1:] if whole[:1] == [self._start] else whole
+        end = tokenizer.eos_token_id
+        if end is not None and whole[-1:] != [end]:
+            whole.append(int(end))
+        places = range(len(whole) - len(bare) + 1)
+        first = next((n for n in places if whole[n : n + len(bare)] == bare), 0)
+        return tuple(whole), first
+
+
+def metadata_or_self(where: str) -> str:
+    """Return the file that says what is in a folder's sounds, if it has one; else what is given."""
+    folder = Path(where).expanduser()
+    return next((str(folder / name) for name in METADATA if (folder / name).is_file()), where)
+
+
+def read_utterances(
+    records: Sequence[Record], names: tuple[str, str], where: str
+) -> tuple[list[Utterance], tuple[str, ...]]:
+    """Return what records say, and the fields that none of them needed.
+
+    Args:
+        names: Of the fields with the sound and the text.
+
+    Raises:
+        DataError: With file, line and field of the first few that cannot be used.
+    """
+    read = partial(_utterance, names=names, where=where)
+    return read_each(records, read, "a sound and its text", where)
+
+
+def _utterance(
+    record: Record, names: tuple[str, str], where: str
+) -> tuple[Utterance, Iterable[str]]:
+    """Return what a record says, and the fields that it was looked for in."""
+    fields = record.fields
+    audio = names[0] if names[0] in fields else "file_name"
+    if audio not in fields:
+        raise WrongField(names[0], "missing")
+    sound = media_of(Sound, fields[audio], record, where)
+    if sound is None:
+        raise WrongField(audio, f"expected a path or bytes of a sound, found {fields[audio]!r:.40}")
+    text = text_of(fields, names[1])
+    if mark := re.search(r"<\|[^|]*\|>", text):
+        raise WrongField(names[1], f"holds {mark[0]}: timestamps and other marks are not learnt")
+    named = [name for name in ("language", "task") if fields.get(name)]
+    told = {name: text_of(fields, name) for name in named}
+    if told.get("task") not in (None, *TASKS):
+        raise WrongField("task", f"expected {' or '.join(TASKS)}, found {told['task']!r:.40}")
+    found = Utterance(sound, text, told.get("language"), told.get("task"), record.source)
+    return found, (audio, names[1], "language", "task")
