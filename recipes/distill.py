@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import random
 import runpy
+import sys
 import time
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def make_data(folder: Path) -> dict[str, Path]:
     return {**files, "prompt": prompt}
 
 
-def main() -> None:
+def main(seed: int = 0) -> None:
     """Make the prompt and the orders, train, and say what was reached."""
     began = time.monotonic()
     files = make_data(OUT / "data")
@@ -70,6 +71,7 @@ def main() -> None:
             f"data.train={files['train']}",
             f"data.eval={files['held_out']}",
             f"train.output_dir={OUT}",
+            f"train.seed={seed}",
         ],
     )
     with Renderer() as on_event:
@@ -89,4 +91,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:2]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -57,8 +57,6 @@ def train(
     """Train an adapter from a recipe. Prints the adapter's folder."""
     file = _recipe_file(recipe, run_folder)
     settings = _load(file, [*(overrides or ()), *_output_dir(out)])
-    if run_folder is not None:
-        _refuse_foreign_code(settings, run_folder, overrides or ())
     from peftkit.recipe import run
     from peftkit_cli.render import Renderer
 
@@ -86,17 +84,6 @@ def check(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False)
 
     with Renderer(tables=Console(highlight=False), quiet=quiet) as on_event:
         check_recipe(settings, on_event=on_event)
-
-
-def _refuse_foreign_code(settings: Recipe, folder: Path, overrides: Sequence[str]) -> None:
-    """Run no functions that the recipe of a run names: the run may be somebody else's."""
-    named = [term.use for term in getattr(settings.task, "rewards", ()) if term.is_function]
-    if named and not any(text.startswith(("task.rewards=", "task=")) for text in overrides):
-        raise ConfigError(
-            f"the recipe in '{folder}' names reward functions, which are not run unasked.",
-            found=", ".join(named),
-            fix=f"Name your own: --set 'task.rewards=[{{use: {named[0]}}}]'",
-        )
 
 
 def _recipe_file(recipe: Path | None, run_folder: Path | None) -> Path:

@@ -28,16 +28,18 @@ class ModelSampler:
         *,
         max_new_tokens: int,
         stops: Sequence[int],
+        model: Any = None,
     ) -> list[list[SampledAnswer]]:
         """Return answers to each prompt; see `peftkit.train.task.Sampler`."""
         if not prompts:
             return []
+        limits = Limits(rows=self.num_rows)
         sampling = Sampling(
             max_new_tokens=max_new_tokens,
             temperature=0.0 if seeds is None else 1.0,
             stops=tuple(stops),
         )
-        with open_engine(self.model, self.tokenizer, Limits(rows=self.num_rows)) as engine:
+        with open_engine(model or self.model, self.tokenizer, limits) as engine:
             found = engine.answers(
                 prompts,
                 sampling,

@@ -61,7 +61,7 @@ class Recipe(Config):
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe.
+    """Read a recipe; of one that lies beside an adapter no functions are taken.
 
     Args:
         path: A YAML file.
@@ -70,4 +70,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         ConfigError: Every error at once, each with its file and line.
     """
-    return schema.load(Recipe, Path(path), overrides)
+    found = schema.load(Recipe, Path(path), overrides)
+    functions = [term.use for term in getattr(found.task, "rewards", ()) if term.is_function]
+    is_named_here = any(text.startswith(("task.rewards=", "task=")) for text in overrides)
+    if functions and not is_named_here and (Path(path).parent / "adapter_config.json").exists():
+        raise ConfigError(
+            f"the recipe {path} came with an adapter, and names reward functions: these are not "
+            "run unasked.",
+            found=", ".join(functions),
+            fix=f"Name your own: --set 'task.rewards=[{{use: {functions[0]}}}]'",
+        )
+    return found

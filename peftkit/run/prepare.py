@@ -22,6 +22,7 @@ from peftkit.formats.card import (
 )
 from peftkit.formats.continued import Continued, continue_adapter
 from peftkit.formats.peft.folder import read_adapter
+from peftkit.formats.side_adapter import read_side_adapter
 from peftkit.methods.data_init import as_on_main, init_from_rows, loftq_starts, with_saved_ranks
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import InitValues, Method
@@ -114,6 +115,8 @@ def prepare(
         on_event(Notice(f"Rows are not packed: {why}."))
     task = settings.on(base.model, base.processor, recipe.data, on_event=on_event)
     task.set_reference(*_reference(recipe, base, adapter, continued))
+    for folder in task.other_adapters:
+        task.add_adapter(folder, read_side_adapter(folder, base))
     recipe = recipe.model_copy(update={"data": task.data})
     train, evaluation = task.load_splits(recipe.data)
     if monitor is not None:

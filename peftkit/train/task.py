@@ -154,10 +154,14 @@ class Sampler(Protocol):
         *,
         max_new_tokens: int,
         stops: Sequence[int],
+        model: Any = None,
     ) -> list[list[SampledAnswer]]:
         """Return answers to each prompt: one for each of its seeds; without seeds a greedy one.
 
         An answer depends on its prompt, its seed and the model alone.
+
+        Args:
+            model: By default the one that is trained.
         """
 
 

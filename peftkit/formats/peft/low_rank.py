@@ -60,8 +60,13 @@ class LowRank:
         return self.scaling * (self.b.float() @ self.a.float())
 
 
-def read_low_rank(folder: str | Path) -> tuple[AdapterFile, dict[str, LowRank]]:
+def read_low_rank(
+    folder: str | Path, *, with_head: bool = False
+) -> tuple[AdapterFile, dict[str, LowRank]]:
     """Read a LoRA or DoRA adapter folder: module path to update, in the order of the file's names.
+
+    Args:
+        with_head: Whether it may have a head beside the updates, which is not read.
 
     Raises:
         AdapterError: It is another kind of adapter; its tensors are missing, unexpected or
@@ -71,7 +76,8 @@ def read_low_rank(folder: str | Path) -> tuple[AdapterFile, dict[str, LowRank]]:
     method = method_from_peft(file.fields)
     if not isinstance(method, LoRA):
         raise AdapterError(f"{file.folder} is not a LoRA", found=f"its method is {method.type}")
-    if beside := [name for name in BESIDE.values() if file.fields.get(name)]:
+    beside = [name for name in BESIDE.values() if file.fields.get(name)]
+    if beside and not with_head:
         raise AdapterError(
             f"{file.folder} is not only a LoRA",
             found=f"{beside[0]}: {shown(file.fields[beside[0]])}; these weights are trained too",
@@ -90,7 +96,10 @@ def read_low_rank(folder: str | Path) -> tuple[AdapterFile, dict[str, LowRank]]:
             fix="Load it on its base, or merge it.",
         )
     names = {A, B, MAGNITUDE} if isinstance(method, DoRA) else {A, B}
-    parts, problems = by_module(named_tensors(file.folder), names)
+    tensors = named_tensors(file.folder)
+    if with_head:
+        tensors = {name: t for name, t in tensors.items() if name.endswith((*names,))}
+    parts, problems = by_module(tensors, names)
     found = {}
     for path, part in parts.items():
         rank, scaling = method.scale_of(Site(path=path, roles=()))

@@ -11,17 +11,38 @@ from peftkit.config.schema import Config
 from peftkit.data.load import DataConfig
 from peftkit.errors import ConfigError
 from peftkit.kernels.divergence import Divergence, DivergenceName
-from peftkit.tasks.distill.prompt import read_prompt
+from peftkit.tasks.distill.prompt import TeacherPrompt, read_prompt
 from peftkit.tasks.distill.task import Distill
 from peftkit.tasks.protocol import TaskConfig
 
 
 class TeacherConfig(Config):
-    """Who is learnt from: the base without the adapter, with a prompt in front of each row."""
+    """Who is learnt from: the base without the adapter, another adapter on it, or another model."""
 
-    prompt: str
-    """A file: instructions as text (.md, .txt), with examples under the headings "## User" and
-    "## Assistant"; or messages with role and content (.json, .jsonl)."""
+    prompt: str | None = None
+    """A file that the teacher reads before a row: instructions as text (.md, .txt), with examples
+    under the headings "## User" and "## Assistant"; or messages with role and content (.json,
+    .jsonl)."""
+    adapter: str | None = None
+    """Folder of a LoRA on the same base; null: the base without an adapter."""
+    model: str | None = None
+    """Another model, with the same tokens: hub id, folder, .gguf file or short name."""
+
+    @model_validator(mode="after")
+    def _says_who(self) -> TeacherConfig:
+        if self.adapter and self.model:
+            raise ConfigError(
+                "task.teacher names an adapter and a model.",
+                found="A teacher is an adapter on the base, or another model.",
+                fix="Leave one of them out; merge the adapter if it belongs to that model.",
+            )
+        if not (self.prompt or self.adapter or self.model):
+            raise ConfigError(
+                "task.teacher names nobody.",
+                found="Without a prompt the base would teach itself.",
+                fix="Name a prompt, an adapter or a model.",
+            )
+        return self
 
 
 class DistillConfig(TaskConfig):
@@ -76,4 +97,6 @@ class DistillConfig(TaskConfig):
     def task(
         model: nn.Module, tokenizer: Any, config: DistillConfig, data: DataConfig, **more: Any
     ) -> Distill:
-        return Distill(model, tokenizer, config, data, read_prompt(config.teacher.prompt), **more)
+        file = config.teacher.prompt
+        prompt = read_prompt(file) if file else TeacherPrompt()
+        return Distill(model, tokenizer, config, data, prompt, **more)

@@ -99,8 +99,8 @@ class DistillEncoder(RowEncoder):
             row = self._row(one, counts)
             rows.append(row)
             if isinstance(row, Distilled):
-                targets = row.num_targets // 2
-                counts["targets"] += targets
+                if targets := row.num_targets // 2:
+                    counts["targets"] += targets
                 for who, length in zip(("student", "teacher"), row.lengths, strict=True):
                     counts[f"{who}_prompts"] += length - targets
         agreed = {"format": str(parsed.format), "style": self.style.kind}

@@ -1,16 +1,17 @@
 """The task of distillation: at each token of an answer, how far the student is from the teacher.
 
-Both are one model: the teacher is the base without the adapter, with its prompt in front of each
-row; the student has the adapter and reads the row alone. The same head makes the logits of both, so
-all that is needed of the teacher is what reaches the head: of answers that do not change that is
-computed once, before the first step, and kept in main memory where it fits.
+Both are one model, unless the teacher is said to be another: the teacher is the base without the
+adapter, or with another one, and with its prompt in front of each row; the student has the adapter
+and reads the row alone. All that is needed of the teacher is what reaches the head: of answers that
+do not change that is computed once, before the first step, and kept in main memory where it fits.
 
 Shapes: B rows, n answer tokens of them all, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,9 +29,11 @@ from peftkit.kernels.divergence import chunked_divergence, reference_divergence
 from peftkit.kernels.host_memory import free_bytes
 from peftkit.model.modes import evaluating
 from peftkit.model.places import unwrap_adapter
+from peftkit.model.side_adapter import SideAdapter
 from peftkit.tasks.distill.answers import Answers, teacher_answers
 from peftkit.tasks.distill.prompt import TeacherPrompt
 from peftkit.tasks.distill.rows import Distilled, DistillEncoder
+from peftkit.tasks.distill.teacher import OtherModel, other_model
 from peftkit.tasks.length import exact_length
 from peftkit.tasks.loss import find_head, target_logits, target_rows, unwrapped
 from peftkit.tasks.measure import mean_metrics, over_batches
@@ -90,6 +93,8 @@ class Distill(DocumentTask):
             limit=exact_length(model, tokenizer, None),
             room=None if config.answers == "data" else config.max_new_tokens,
         )
+        self._adapter: SideAdapter | None = None
+        self._other: OtherModel | None = None
         self._answers: Answers = {}
         self._places: dict[int, tuple[int, int]] = {}
         self._hidden: Tensor | None = None
@@ -109,7 +114,25 @@ class Distill(DocumentTask):
         told = f"{teacher:,.0f}, {student:,.0f}: {teacher - student:,.0f} saved per request"
         return [("tokens of a prompt, teacher's and student's", told)]
 
-    # Answers.
+    # The teacher.
+
+    @property
+    def other_adapters(self) -> Sequence[str]:
+        """The teacher, if it is one."""
+        return [self.config.teacher.adapter] if self.config.teacher.adapter else []
+
+    def add_adapter(self, folder: str, adapter: SideAdapter) -> None:
+        if adapter.head:
+            found = f"it was trained for the task {adapter.task.get('type')}"
+            raise AdapterError(f"{folder} cannot teach", found=found)
+        self._adapter = adapter
+
+    @contextmanager
+    def _as_teacher(self, model: nn.Module) -> Iterator[None]:
+        """Have the student's model be the teacher."""
+        state = self.reference.state() if self._adapter is None else self._adapter.on(model)
+        with evaluating(model), state:
+            yield
 
     def setup(self, model: nn.Module, context: SetupContext) -> None:
         """Have the teacher answer the rows, and keep what reaches the head after its documents.
@@ -120,6 +143,9 @@ class Distill(DocumentTask):
             Interrupted: A signal came; answers are kept.
             DataError: The teacher says nothing.
         """
+        if self.config.teacher.model and self._other is None:
+            name, bare = self.config.teacher.model, unwrapped(model)
+            self._other = other_model(name, bare, self.tokenizer, self._head, context.say)
         rows = context.rows[context.num_train :] if self.makes_rows else context.rows
         if self.config.answers != "data" and len(rows):
             self._ask(model, rows, context)
@@ -138,11 +164,16 @@ class Distill(DocumentTask):
 
         def answer(prompts: Sequence[Sequence[int]]) -> list[SampledAnswer]:
             self.forget_layout()
-            with evaluating(model), self.reference.state():
-                found = sampler.answers(prompts, None, max_new_tokens=longest, stops=stops)
+            asked = {"max_new_tokens": longest, "stops": stops}
+            if self._other is not None:
+                found = sampler.answers(prompts, None, **asked, model=self._other.model)
+            else:
+                with self._as_teacher(model):
+                    found = sampler.answers(prompts, None, **asked)
             return [one for (one,) in found]
 
-        key = f"{self.reference.key} {longest} {stops}"
+        who = self.config.teacher.model or (self._adapter.key if self._adapter else "")
+        key = f"{self.reference.key} {who} {longest} {stops}"
         self._answers = teacher_answers(rows, key, answer, self.answer_text, longest, context)
 
     def answered(self, row: Distilled) -> Distilled:
@@ -185,13 +216,15 @@ class Distill(DocumentTask):
         """Keep what reaches the head after the teacher's documents, where memory has room."""
         bare = unwrapped(model)
         number = sum(self.answered(row).num_targets // 2 for row in rows)
-        shape = (number, int(bare.config.get_text_config().hidden_size))
-        needed, free = shape[0] * shape[1] * bare.dtype.itemsize, free_bytes()
+        own, other = int(bare.config.get_text_config().hidden_size), self._other
+        shape = (number, own if other is None else other.hidden_size)
+        dtype: torch.dtype = bare.dtype if other is None else other.model.dtype
+        needed, free = shape[0] * shape[1] * dtype.itemsize, free_bytes()
         if free is not None and needed > SHARE * free:
             told = f"it takes {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
             context.say(Notice(f"What the teacher says is computed in each step: {told}."))
             return
-        hidden, places, start = torch.empty(shape, dtype=bare.dtype), {}, 0
+        hidden, places, start = torch.empty(shape, dtype=dtype), {}, 0
         compute, told = partial(self.teacher_hidden, model), "Asking the teacher"
         with context.ranks.autocast():
             for some, _, said in over_batches(self, model, rows, told, context.say, compute):
@@ -220,7 +253,7 @@ class Distill(DocumentTask):
             if None not in places:
                 said = [self._hidden[slice(*place)] for place in places if place is not None]
                 return {**batch, HIDDEN: torch.cat(said)}
-        asked = super().collate(theirs)
+        asked = super().collate(theirs) if self._other is None else self.padded(theirs)
         return {**batch, **{TEACHER + name: tensor for name, tensor in asked.items()}}
 
     def teacher_hidden(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -231,7 +264,9 @@ class Distill(DocumentTask):
         if HIDDEN in batch:
             return batch[HIDDEN]
         theirs = {n.removeprefix(TEACHER): t for n, t in batch.items() if n.startswith(TEACHER)}
-        with evaluating(model), self.reference.state():
+        if self._other is not None:
+            return self._other.hidden(theirs)
+        with self._as_teacher(model):
             return self._before_head(model, theirs)
 
     def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -247,6 +282,7 @@ class Distill(DocumentTask):
                 theirs,
                 self._head,
                 self.config.divergence,
+                teacher_head=None if self._other is None else self._other.head,
                 vocab_size=self._head.vocab_size,
                 chunks=self._head.chunks,
             )

@@ -29,7 +29,7 @@ from peftkit.errors import ConfigError, RunError
 from peftkit.files.disk import read_json
 from peftkit.tasks.on_policy.schema import matches
 
-BuiltIn = Literal["exact_match", "json_fields", "json_schema", "regex", "length"]
+BuiltIn = Literal["exact_match", "json_fields", "json_schema", "regex", "length", "adapter"]
 Judge = Callable[..., Any]
 NAN = float("nan")
 
@@ -37,11 +37,12 @@ NAN = float("nan")
 class RewardTerm(Config):
     """One reward: built in, or a function; an answer is worth the weighted sum of all."""
 
-    use: BuiltIn | Annotated[str, Field(pattern=r"^.+\.py:\w+$")]
+    use: BuiltIn | Annotated[str, Field(pattern=r"^.+\.py:\w+$")] = "adapter"
     """exact_match: equal to the row's answer. json_fields: share of the fields of the row's answer
     that are right, both being JSON objects. json_schema: whether it is JSON of this schema. regex:
     whether the pattern is found in it. length: 1 up to max_chars, then falling to 0 at twice as
-    many. FILE.py:FUNCTION: a function of one's own."""
+    many. FILE.py:FUNCTION: a function of one's own. adapter: what a reward adapter (task: reward)
+    over the same base says; no second model is loaded."""
     weight: float = 1.0
     """Its weight in the sum."""
     pattern: str | None = None
@@ -50,10 +51,17 @@ class RewardTerm(Config):
     """Of json_schema: a JSON file."""
     max_chars: Annotated[int, Field(ge=1)] | None = None
     """Of length."""
+    adapter: str | None = None
+    """Of adapter: its folder."""
 
     @model_validator(mode="after")
     def _has_what_it_takes(self) -> RewardTerm:
-        takes = {"regex": "pattern", "json_schema": "schema_file", "length": "max_chars"}
+        takes = {
+            "regex": "pattern",
+            "json_schema": "schema_file",
+            "length": "max_chars",
+            "adapter": "adapter",
+        }
         for name, key in takes.items():
             if (self.use == name) is not (getattr(self, key) is not None):
                 raise ConfigError(
@@ -78,24 +86,31 @@ class RewardTerm(Config):
         return self.use.rpartition(":")[2]
 
 
+Scorer = Callable[[str, Sequence[Any], Sequence[str]], list[float]]
+"""Returns what the reward adapter of a folder says of prompts and their answers."""
+
+
 class Rewards:
     """The rewards of a run, their functions loaded.
 
     Args:
         timeout: Seconds that one call of a function may take.
+        scorer: Asks reward adapters.
 
     Raises:
         ConfigError: A file or function is not there.
     """
 
-    def __init__(self, terms: Sequence[RewardTerm], timeout: float) -> None:
-        self.terms, self.timeout = terms, timeout
+    def __init__(
+        self, terms: Sequence[RewardTerm], timeout: float, scorer: Scorer = lambda *_: []
+    ) -> None:
+        self.terms, self.timeout, self._scorer = terms, timeout, scorer
         names = [term.name for term in terms]
         self.names = [
             name if names.count(name) == 1 else f"{name}_{number}"
             for number, name in enumerate(names, 1)
         ]
-        self._judges = [_function(term) if term.is_function else _built_in(term) for term in terms]
+        self._judges = [None if term.adapter else _judge(term) for term in terms]
 
     def judge(
         self,
@@ -116,7 +131,11 @@ class Rewards:
         if not sources:
             return [], parts
         for name, term, judge in zip(self.names, self.terms, self._judges, strict=True):
-            found = self._call(term, judge, prompts, completions, columns, sources)
+            if judge is None:
+                texts = [_text(completion) for completion in completions]
+                found: Any = self._scorer(str(term.adapter), prompts, texts)
+            else:
+                found = self._call(term, judge, prompts, completions, columns, sources)
             parts[name] = _checked(term, found, sources)
         totals = []
         for row in zip(*parts.values(), strict=True):
@@ -228,7 +247,9 @@ def _function(term: RewardTerm) -> Judge:
     return function
 
 
-def _built_in(term: RewardTerm) -> Judge:
+def _judge(term: RewardTerm) -> Judge:
+    if term.is_function:
+        return _function(term)
     if term.use == "regex":
         pattern = re.compile(term.pattern or "", re.S)
         return _each(lambda text, _: float(pattern.search(text) is not None))
@@ -244,13 +265,17 @@ def _built_in(term: RewardTerm) -> Judge:
     return _each(_is_equal)
 
 
+def _text(completion: Any) -> str:
+    return str(completion if isinstance(completion, str) else completion[-1]["content"])
+
+
 def _each(judge: Callable[[str, str | None], float | None]) -> Judge:
     """Return a reward function of a judge of one answer and the row's own."""
 
     def function(
         completions: Sequence[Any], references: Sequence[str | None], **_: Any
     ) -> list[float | None]:
-        texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+        texts = [_text(completion) for completion in completions]
         return [judge(text, right) for text, right in zip(texts, references, strict=True)]
 
     return function

@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from peftkit.data.encode import Encoder, Style, stop_ids
+from peftkit.data.format import Completion, Conversation, Example
 from peftkit.data.load import DataConfig
+from peftkit.data.pack import padded_rows
+from peftkit.errors import AdapterError
 from peftkit.events import Listener, ScoredAnswer, ignore
+from peftkit.model.side_adapter import SideAdapter
+from peftkit.tasks.loss import accepted, target_rows, unwrapped
 from peftkit.tasks.on_policy.losses import (
     OF_TOKENS,
     advantages,
@@ -29,6 +35,9 @@ from peftkit.tasks.on_policy.rows import Group, Prompt, PromptEncoder
 from peftkit.tasks.token_task import DocumentTask
 from peftkit.train.rng import seed_of
 from peftkit.train.task import Rollout, SampledAnswer, Sampler, SetupContext
+
+SCORED = 16
+"""Documents that a reward adapter reads at once."""
 
 
 class GRPO(DocumentTask):
@@ -55,6 +64,7 @@ class GRPO(DocumentTask):
         room = self.max_length - config.max_new_tokens
         self.row_encoder = PromptEncoder(tokenizer, self._style, room)
         self._rewards: Rewards | None = None
+        self._adapters: dict[str, SideAdapter] = {}
         self._stops = stop_ids(tokenizer, self._style)
 
     @property
@@ -65,8 +75,22 @@ class GRPO(DocumentTask):
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """The source of the reward functions."""
-        return {"rewards": source_hashes(self.config.rewards)}
+        """The source of the reward functions, and the reward adapters."""
+        adapters = {folder: adapter.key for folder, adapter in self._adapters.items()}
+        return {"rewards": source_hashes(self.config.rewards) | adapters}
+
+    @property
+    def other_adapters(self) -> Sequence[str]:
+        """Reward adapters."""
+        return [term.adapter for term in self.config.rewards if term.adapter is not None]
+
+    def add_adapter(self, folder: str, adapter: SideAdapter) -> None:
+        asked = f"{folder} cannot be a reward here"
+        if adapter.task.get("type") != "reward" or not adapter.head:
+            found = f"it was trained for the task {adapter.task.get('type', 'causal_lm')}"
+            fix = "Train one: task: reward, on pairs of a better and a worse answer."
+            raise AdapterError(asked, found=found, fix=fix)
+        self._adapters[folder] = adapter
 
     def spans(self, row: Prompt) -> list[tuple[str, str]]:
         """Return the prompt; its answers are not there yet."""
@@ -82,7 +106,37 @@ class GRPO(DocumentTask):
 
     def setup(self, model: nn.Module, context: SetupContext) -> None:
         """Load the reward functions: here, so that opening an adapter runs no code."""
-        self._rewards = Rewards(self.config.rewards, self.config.reward_timeout)
+        scorer = partial(self._scores, model)
+        self._rewards = Rewards(self.config.rewards, self.config.reward_timeout, scorer)
+
+    def _scores(
+        self, model: nn.Module, folder: str, prompts: Sequence[Any], texts: Sequence[str]
+    ) -> list[float]:
+        """Return what a reward adapter says of answers, the policy's own adapter being off.
+
+        They stand after their prompts as they do where it was trained.
+        """
+        self.forget_layout()
+        adapter = self._adapters[folder]
+        style = adapter.style or self.style
+        encoder = Encoder(self.tokenizer, style.chat_template)
+        documents = [
+            encoder.encode(_example(prompt, text, style)).input_ids
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        found = [0.0] * len(documents)
+        order = sorted(range(len(documents)), key=lambda n: len(documents[n]))
+        with adapter.on(model):
+            for start in range(0, len(order), SCORED):
+                part = order[start : start + SCORED]
+                ids, mask = padded_rows([documents[n] for n in part], self._pad_id)
+                last = torch.arange(len(part)) * ids.shape[1] + mask.sum(1) - 1
+                device = unwrapped(model).device
+                asked = accepted(model, {"input_ids": ids.to(device), "use_cache": False})
+                values = adapter.values(target_rows(model, asked, last.to(device)))
+                for n, value in zip(part, values.tolist(), strict=True):
+                    found[n] = value
+        return found
 
     def roll_out(
         self, prompts: Sequence[Prompt], seeds: Sequence[int] | None, sampler: Sampler
@@ -255,6 +309,21 @@ class GRPO(DocumentTask):
         entropy, low, high, kl = means
         told = {"entropy": entropy, "clipped_low": low, "clipped_high": high}
         return {**told, "kl": kl} if self.config.kl else told
+
+
+def _example(prompt: Any, text: str, style: Style) -> Example:
+    """Return a prompt and its answer, as rows of a reward adapter's training had them."""
+    if style.kind != "chat":
+        if not isinstance(prompt, str):
+            raise AdapterError(
+                "a reward adapter cannot read conversations",
+                found="It was trained on single prompts.",
+                fix="Train it on messages, or give prompts as text.",
+            )
+        return Completion(prompt, text, "an answer")
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    turns = (*turns, {"role": "assistant", "content": text})
+    return Conversation(turns, (len(turns) - 1,), (), "an answer")
 
 
 def _deviation(values: Tensor) -> float:

@@ -10,7 +10,7 @@ import pytest
 
 from peftkit.config import schema
 from peftkit.errors import ConfigError, DataError
-from peftkit.events import EvalDone, Event, RunStarted, Stage, StepDone, Table
+from peftkit.events import EvalDone, Event, RolledOut, RunStarted, Stage, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.recipe import run
 from peftkit.run.config import Recipe
@@ -176,6 +176,23 @@ def test_the_adapter_is_used_as_any_that_answers(told: dict[str, Any], tmp_path:
     opened = open_adapter(tmp_path / "run")
     assert opened.task.type == "causal_lm"
     assert opened.style.kind == "chat"
+
+
+def test_a_student_learns_on_its_own_answers(told: dict[str, Any], tmp_path: Path) -> None:
+    events: list[Event] = []
+    task = {"answers": "student", "kind": "reverse"}
+    more = {"eval_before": True, "max_steps": 10, "learning_rate": 0.02, "eval_every": None}
+    run(recipe(told, task=task, train=more), on_event=events.append)
+    rolled = of_kind(events, RolledOut)
+    assert [len(event.answers) for event in rolled][:4] == [2, 2, 1, 2]
+    assert rolled[0].answers != rolled[2].answers
+    steps = of_kind(events, StepDone)
+    assert {"same_token", "length", "cut", "rollout_seconds"} <= steps[0].figures.keys()
+    assert stages(events, "The teacher answers 5 rows") == 1  # the eval rows, to be measured by
+    first, *_, last = of_kind(events, EvalDone)
+    assert last.metrics["loss"] < first.metrics["loss"]
+    (started,) = of_kind(events, RunStarted)
+    assert "asked in each step" in started.paths
 
 
 def test_a_sweep_refuses_it_by_name(told: dict[str, Any]) -> None:

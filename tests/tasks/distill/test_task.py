@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from peftkit.adapter import Adapter
+from peftkit.base.load import load_base
 from peftkit.data.pack import IGNORE, Row
-from peftkit.errors import AdapterError, ConfigError
+from peftkit.errors import AdapterError, BaseError, ConfigError
+from peftkit.events import ignore
+from peftkit.formats.open_adapter import open_adapter
+from peftkit.formats.peft.folder import Provenance, save_adapter
+from peftkit.formats.side_adapter import read_side_adapter
 from peftkit.kernels.divergence import Divergence, reference_divergence
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.protocol import Method
 from peftkit.tasks.distill.rows import Distilled
+from peftkit.tasks.distill.teacher import other_model
+from peftkit.tasks.loss import head_of
 from tests.families import FAMILIES
 from tests.tasks.distill.cases import settings, task_on, write_rows
 from tests.tasks.preference.cases import moved_adapter
@@ -30,12 +43,18 @@ def logits_of(model: nn.Module, row: Row) -> Tensor:
     return logits[torch.tensor(row.labels[1:]) != IGNORE]
 
 
-def dense(model: nn.Module, adapter: Adapter, rows: list[Distilled], asked: Divergence) -> Tensor:
+def dense(
+    model: nn.Module,
+    adapter: Adapter,
+    rows: list[Distilled],
+    asked: Divergence,
+    teacher_model: nn.Module | None = None,
+) -> Tensor:
     total = torch.zeros((), dtype=torch.double)
     for row in rows:
         student, teacher = row.documents
         with adapter.disabled(), torch.no_grad():
-            theirs = logits_of(model, teacher)
+            theirs = logits_of(teacher_model or model, teacher)
         own = logits_of(model, student)
         total = total + reference_divergence(own.double(), theirs.double(), asked).sum()
     return total
@@ -77,6 +96,50 @@ def test_loss_and_gradient_are_the_definition(
     assert found[0].item() == pytest.approx(expected.item(), rel=1e-5)
     for a, b in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(a, b.to(a), rtol=1e-4, atol=1e-5 * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("who", ["adapter", "model"])
+def test_a_teacher_may_be_another_adapter_or_model(
+    who: str, model_folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    folder, base = tmp_path / "teacher", load_base(str(model_folder), dtype="fp32")
+    if who == "adapter":
+        save_adapter(moved_adapter(base.model), folder, Provenance(base=base.name))
+        teacher: nn.Module = open_adapter(folder, dtype="fp32").base.model
+        base = load_base(str(model_folder), dtype="fp32")
+    else:
+        config = LlamaConfig(**{**base.model.config.to_dict(), "hidden_size": 64, "head_dim": 16})
+        LlamaForCausalLM(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        teacher = load_base(str(folder), dtype="fp32").model
+    adapter = moved_adapter(base.model, LoRA(rank=2, targets=("k", "down", "up")))
+    asked = settings(tmp_path, kind="jsd", teacher={who: str(folder)})
+    task, rows = task_on(base.model, tokenizer, asked, write_rows(tmp_path))
+    assert rows[0].lengths[0] == rows[0].lengths[1]  # no prompt is asked for
+    if who == "adapter":
+        assert task.other_adapters == [str(folder)]
+        task.add_adapter(str(folder), read_side_adapter(folder, base))
+    else:
+        name = {"name": str(folder), "student": base.model, "tokenizer": tokenizer}
+        task._other = other_model(**name, head=task._head, say=ignore)
+    expected = dense(base.model, adapter, rows, asked.divergence, teacher)
+    wanted = torch.autograd.grad(expected, [*adapter.parameters()])
+    base.model.train()
+    with task.training(base.model):
+        found = task.loss_and_metric_sums(base.model, task.collate(rows))[0]
+        gradients = torch.autograd.grad(found, [*adapter.parameters()])
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    for a, b in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(a, b.to(a), rtol=1e-3, atol=1e-5 * float(b.abs().max()))
+
+
+def test_a_model_with_other_tokens_cannot_teach(
+    llama: PreTrainedModel, model_folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    other = deepcopy(tokenizer)
+    other.add_tokens("<new>")
+    with pytest.raises(BaseError, match="tokenizers differ"):
+        other_model(str(model_folder), llama, other, head_of(llama), ignore)
 
 
 def test_a_model_whose_head_is_not_apart_gives_the_same(
@@ -166,3 +229,7 @@ def test_gradients_are_finite_differences(
 def test_settings_that_nothing_reads_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"task\.beta"):
         settings(tmp_path, kind="forward", beta=0.3)
+    with pytest.raises(ConfigError, match="an adapter and a model"):
+        settings(tmp_path, teacher={"adapter": "a", "model": "b"})
+    with pytest.raises(ConfigError, match="nobody"):
+        settings(tmp_path, teacher={})

@@ -12,11 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 from peftkit import open_adapter, recipe
+from peftkit.base.load import load_base
 from peftkit.config.schema import from_dict
+from peftkit.data.load import DataConfig, Record
 from peftkit.errors import ConfigError, PeftkitError, RunError
 from peftkit.events import EvalDone, Event, RolledOut, StepDone
+from peftkit.formats.side_adapter import read_side_adapter
 from peftkit.run.config import Recipe
 from peftkit_cli.app import run
+from tests.tasks.preference.cases import moved_adapter
 
 REWARDS = """
 import asyncio, time
@@ -211,12 +215,59 @@ def test_functions_that_a_foreign_recipe_names_are_not_run(
 ) -> None:
     recipe.run(asked("share_of_o", max_steps=1))
     (tmp_path / "rewards.py").write_text("raise SystemExit('it ran')")
-    assert run(["train", "--from", "run", "--out", "again"]) == 2
-    told = capsys.readouterr().err
-    assert "rewards.py:share_of_o" in told
-    assert "it ran" not in told
+    for asked_for in (["train", "--from", "run"], ["train", "run/recipe.yaml"]):
+        assert run([*asked_for, "--out", "again"]) == 2
+        told = capsys.readouterr().err
+        assert "rewards.py:share_of_o" in told
+        assert "it ran" not in told
     opened = open_adapter("run")  # nor does opening it
     assert opened.style is not None
     (tmp_path / "rewards.py").write_text(REWARDS)
     mine = "task.rewards=[{use: 'rewards.py:share_of_o'}]"
     assert run(["train", "--from", "run", "--out", "again", "--set", mine]) == 0
+
+
+def test_a_reward_adapter_over_the_same_base_is_a_reward(asked: Asked, model_folder: Path) -> None:
+    pairs = [
+        {"prompt": f"the quick brown {n}", "chosen": "a fox jumps", "rejected": "the dog"}
+        for n in range(4)
+    ]
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    learn = {"output_dir": "judge", "max_steps": 3, "learning_rate": 0.02, "save_every": None}
+    spec = {
+        "task": {"type": "reward"},
+        "base": {"model": str(model_folder), "dtype": "fp32"},
+        "method": {"type": "lora", "rank": 4},
+        "data": {"train": "pairs.jsonl", "max_length": 64},
+        "train": learn,
+    }
+    recipe.run(from_dict(Recipe, spec, "the test"))
+    events: list[Event] = []
+    terms = [{"adapter": "judge", "weight": 0.5}, {"use": "length", "max_chars": 40}]
+    recipe.run(asked(task={"rewards": terms}, max_steps=1), on_event=events.append)
+    (rolled,) = [event for event in events if isinstance(event, RolledOut)]
+    for one in rolled.answers:
+        assert one.reward == pytest.approx(0.5 * one.parts["adapter"] + one.parts["length"])
+    with pytest.raises(PeftkitError, match="task grpo"):
+        recipe.run(asked(task={"rewards": [{"adapter": "run"}]}, out="again"))
+    # what it says is what the reward model says of the same texts
+    prompts, texts = ["the dog", "a quick fox and ", "pizza"], ["jumps", "the lazy dog", ""]
+    task = asked(task={"rewards": terms[:1]}).task
+    base = load_base(str(model_folder), dtype="fp32")
+    moved = moved_adapter(base.model)
+    ids = torch.tensor([[5, 9, 4]])
+    policy = base.model(input_ids=ids).logits
+    judged: Any = task.on(base.model, base.tokenizer, DataConfig(train="p.jsonl", max_length=64))
+    judged.add_adapter("judge", read_side_adapter("judge", base))
+    with torch.no_grad(), judged.training(base.model):
+        said = judged._scores(base.model, "judge", prompts, texts)
+    opened = open_adapter("judge", str(model_folder))
+    rows = [
+        Record({"prompt": prompt, "completion": text}, "a row")
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    known = opened.task.on(opened.base.model, opened.base.tokenizer, judged.data)
+    expected = known.predict_rows(opened.base.model, rows)
+    assert said == pytest.approx([row["score"] for row in expected], abs=1e-5)
+    assert torch.equal(base.model(input_ids=ids).logits, policy)
+    assert all(module.enabled for module in moved.modules.values())

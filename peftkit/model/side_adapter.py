@@ -1,0 +1,64 @@
+"""A second adapter over the same base: it computes in place of the one that is trained.
+
+Shapes: r rank; in, out features of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from peftkit.model.modes import adapters_off
+
+
+@dataclass(frozen=True, slots=True)
+class SideAdapter:
+    """A LoRA that nobody trains here.
+
+    Attributes:
+        updates: Module path to A (r, in) and the scaled B (out, r).
+        head: A head of values that it brings along: its tensors by their last name.
+        task: The section `task` that it was trained with. style: How its prompts are put.
+        key: Hash of its tensors.
+    """
+
+    updates: Mapping[str, tuple[Tensor, Tensor]]
+    head: Mapping[str, Tensor]
+    task: Mapping[str, Any]
+    style: Any
+    key: str
+
+    @contextmanager
+    def on(self, model: nn.Module) -> Iterator[None]:
+        """Have a model compute with it alone, the adapter that is attached being off."""
+        first = next(model.parameters())
+        hooks = []
+        try:
+            for path, (a, b) in self.updates.items():
+                both = a.to(first.device), b.to(first.device)
+                hooks.append(model.get_submodule(path).register_forward_hook(_added(*both)))
+            with adapters_off(model):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """Return what its head says of hidden rows (n, H): (n,), in fp32."""
+        bias = self.head.get("bias")
+        weight = self.head["weight"].to(hidden.device, hidden.dtype)
+        bias = None if bias is None else bias.to(hidden.device, hidden.dtype)
+        return linear(hidden, weight, bias)[:, 0].float()
+
+
+def _added(a: Tensor, b: Tensor) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        x = args[0]
+        return out + linear(linear(x, a.to(x.dtype)), b.to(x.dtype))
+
+    return hook
