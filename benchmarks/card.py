@@ -94,7 +94,7 @@ def environment(job: Job) -> Iterator[Sequence[str]]:
     yield "device", str(job.device) if gpu is None else gpu.name(job.device)
     yield "free for tensors", f"{here.usable / 1e9:.1f} GB"
     plan = plan_for(job.device)
-    yield "layout of LoRA, fused norms", f"{plan.lora_layout}, {plan.fused_norms}"
+    yield "LoRA layers grouped, kernels fused", f"{plan.lora_grouped}, {plan.fused_kernels}"
     yield from versions().items()
 
 
@@ -139,7 +139,7 @@ def _loss(device: torch.device) -> tuple[Tensor, Tensor]:
     else:
         chunks = plan_for(device).loss_chunks
         loss = chunked_cross_entropy(hidden, targets, head, chunk_rows=100, chunks=chunks)
-    (gradient,) = torch.autograd.grad(loss, hidden)
+    (gradient,) = torch.autograd.grad(loss.sum(), hidden)
     return loss, gradient
 
 

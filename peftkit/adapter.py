@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import AdapterError, TargetError
-from peftkit.execution.plan import plan_of
 from peftkit.methods.modules_to_save import named_modules, wrap_fully
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, InitValues, Method
 from peftkit.methods.token_rows import token_modules
@@ -70,13 +69,12 @@ class Adapter:
     def prepare_training(self) -> None:
         """Compute layers that read one input together from here on, in training mode.
 
-        `fit` does so by itself. The layers are laid out for the device they are on and for the
-        precision that autocast is set to. A step of any optimizer is noticed, and a change in
-        place; after one through `.data` call it again. Before the model is moved or cast call
-        `end_training`.
+        `fit` does so by itself, in the precision that autocast is set to. A step of any optimizer
+        is noticed, and a change in place; after one through `.data` call it again. Before the model
+        is moved or cast call `end_training`.
         """
         for layout in training_layouts(self.model):
-            layout.prepare(plan_of(self.model))
+            layout.prepare()
 
     def end_training(self) -> None:
         """Take down what `prepare_training` has laid out."""

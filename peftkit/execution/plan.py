@@ -20,8 +20,6 @@ Placement = Literal["device", "stream"]
 """Where the packed weights of blocks are: on the device, or in main memory, streamed to it."""
 Shard = Literal["none", "base", "offload"]
 """Whether the base is spread over processes, and its parts wait in main memory besides."""
-LoraLayout = Literal["fused", "separate", "alone"]
-"""LoRA layers of one input: in one block with the base's weight; beside it; each for itself."""
 
 CPU_TOKENS = 1280
 """Matrix products of so many rows keep a few cores busy; more only take more memory."""
@@ -83,20 +81,14 @@ class ExecutionPlan:
         return self.shard != "none"
 
     @property
-    def lora_layout(self) -> LoraLayout:
-        """How LoRA layers of one input are computed.
-
-        Fused is fastest on CPUs, and rounds once where two products round twice. On a GPU the base
-        stays where it is: laying out an 8B model anew takes 10 GB more than there may be.
-        """
-        if not self.group_layers or self.is_sharded:
-            return "alone"
-        return "separate" if self.on_gpu or self.autocast else "fused"
+    def lora_grouped(self) -> bool:
+        """Whether LoRA layers of one input are computed together."""
+        return self.group_layers and not self.is_sharded
 
     @property
-    def fused_norms(self) -> bool:
-        """Whether RMSNorms are computed by one kernel, which CUDA alone has."""
-        return self.device == "cuda" and self.lora_layout != "alone"
+    def fused_kernels(self) -> bool:
+        """Whether norms and gated layers are computed by one kernel each, which CUDA alone has."""
+        return self.device == "cuda" and self.lora_grouped
 
     @property
     def records_decoding(self) -> bool:

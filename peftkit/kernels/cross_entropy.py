@@ -1,4 +1,4 @@
-"""Cross entropy, and log-probabilities of tokens, whose logits are never all there at once.
+"""Losses of rows whose logits are never all there at once: of tokens, or any other value of logits.
 
 The head is frozen, or nearly so: the gradient of the hidden rows can be made together with the
 loss, chunk by chunk, and the logits of a chunk are gone before the next one's are made. Plain
@@ -55,8 +55,8 @@ ALIGNMENT = 16
 
 
 def reference_cross_entropy(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
-    """Return the sum of the rows' losses by the definition."""
-    return functional.cross_entropy(head(hidden).float(), targets, reduction="sum")
+    """Return the rows' losses (n,) by the definition."""
+    return functional.cross_entropy(head(hidden).float(), targets, reduction="none")
 
 
 def chunked_cross_entropy(
@@ -65,30 +65,29 @@ def chunked_cross_entropy(
     head: Head,
     *,
     trainable: Sequence[Tensor] = (),
+    alike: bool = False,
     chunk_rows: int | None = None,
     vocab_size: int = 0,
-    sizes: Sequence[int] = (),
     chunks: LossChunks = CHUNKS,
 ) -> Tensor:
-    """Return the sum over rows of -log softmax(head(hidden))[target], in float32.
-
-    With `sizes` the sum of each piece, (pieces,): all rows go through the head together.
+    """Return -log softmax(head(hidden))[target] (n,), in float32, or float64 of float64.
 
     Args:
         hidden: (n, H), of any float dtype.
         targets: (n,) int64.
         head: Applied to a chunk of rows at a time.
         trainable: Tensors inside `head` that get gradients.
+        alike: All rows have the same weight in what is learnt from, such as their sum: the
+            gradients of `trainable` can then be made at once.
         chunk_rows: The largest C, rounded up; by default what `chunks` allow of a vocabulary of
             `vocab_size`. Chunks are about equal.
-        sizes: Rows of each piece, n in all; several only where nothing is `trainable`.
     """
-    if trainable and len(sizes) > 1:
-        raise ValueError("a head's own gradient is not told apart by pieces")
+
+    def measure(logits: Tensor, part: slice) -> Tensor:
+        return losses_and_gradient(logits, targets[part], chunks)
+
     rows = rows_of_chunk(hidden, chunk_rows, vocab_size, chunks)
-    pieces = tuple(sizes) or (len(targets),)
-    sums = _ChunkedCrossEntropy.apply(hidden, targets, head, rows, chunks, pieces, *trainable)
-    return sums if sizes else sums[0]
+    return ChunkedValues.apply(hidden, head, measure, rows, alike, *trainable)
 
 
 def rows_of_chunk(hidden: Tensor, most: int | None, vocab_size: int, chunks: LossChunks) -> int:
@@ -159,123 +158,75 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Loss and gradients in the forward pass; backward only scales them."""
+Measure = Callable[[Tensor, slice], Tensor]
+"""Logits (C, V) of some of the rows to a value of each, (C,); the logits become the gradient of
+their sum."""
+
+
+class ChunkedValues(torch.autograd.Function):
+    """A value of each row (n,); its gradient is made in the forward pass, backward scales it.
+
+    The head's own gradient needs the weights of all rows. Where these are not alike, its logits are
+    made once more in the backward pass.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
-        targets: Tensor,
         head: Head,
+        measure: Measure,
         chunk_rows: int,
-        chunks: LossChunks,
-        sizes: tuple[int, ...],
+        alike: bool,
         *trainable: Tensor,
     ) -> Tensor:
-        wants_grad = any(ctx.needs_input_grad)
-        losses = hidden.new_zeros(len(hidden), dtype=torch.float32)
-        grad_hidden = torch.empty_like(hidden) if wants_grad else None
-        grads = [torch.zeros_like(tensor) for tensor in trainable]
-        for start in range(0, len(targets), chunk_rows):
-            part = slice(start, min(start + chunk_rows, len(targets)))
-            num = part.stop - start
-            rows, edge, grad_logits = logits_of_chunk(hidden[part], head, wants_grad)
-            losses[part] = losses_and_gradient(grad_logits[:num], targets[part], chunks)
-            grad_logits[num:] = 0
-            if grad_hidden is not None:
-                row_grad, *own = torch.autograd.grad(edge, [rows, *trainable], grad_logits)
-                grad_hidden[part] = row_grad[:num]
-                for total, grad in zip(grads, own, strict=True):
-                    total += grad
-        ctx.save_for_backward(*([grad_hidden, *grads] if grad_hidden is not None else []))
-        ctx.sizes = sizes
-        return torch.stack([piece.sum() for piece in losses.split(list(sizes))])
+        ctx.how = head, measure, chunk_rows, trainable
+        wanted = any(ctx.needs_input_grad)
+        ctx.again = wanted and bool(trainable) and not alike
+        values, *grads = _walk(hidden, ctx.how, wanted and not ctx.again)
+        ctx.save_for_backward(*([hidden] if ctx.again else grads))
+        return values
 
     @staticmethod
-    def backward(ctx: Any, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, *grads = ctx.saved_tensors
-        parts = zip(grad_hidden.split(list(ctx.sizes)), grad_sums, strict=True)
-        scaled = [part * scale.to(part.dtype) for part, scale in parts]
-        return (
-            torch.cat(scaled) if len(scaled) > 1 else scaled[0],
-            None,
-            None,
-            None,
-            None,
-            None,
-            *(grad * grad_sums[0].to(grad.dtype) for grad in grads),
-        )
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (weights,) = grads
+        of_hidden, *own = ctx.saved_tensors
+        if ctx.again:
+            _, of_hidden, *own = _walk(of_hidden, ctx.how, True, weights)
+        else:
+            of_hidden = of_hidden * weights[:, None].to(of_hidden.dtype)
+            own = [grad * weights[:1].sum().to(grad.dtype) for grad in own]
+        return (of_hidden, None, None, None, None, *own)
 
 
-def reference_log_probs(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
-    """Return the log-probability of each target (n,) by the definition."""
-    return -functional.cross_entropy(head(hidden).float(), targets, reduction="none")
-
-
-def chunked_log_probs(
+def _walk(
     hidden: Tensor,
-    targets: Tensor,
-    head: Head,
-    *,
-    trainable: Sequence[Tensor] = (),
-    chunk_rows: int | None = None,
-    vocab_size: int = 0,
-    chunks: LossChunks = CHUNKS,
-) -> Tensor:
-    """Return log softmax(head(hidden))[target] (n,), in float32, or float64 of float64.
+    how: tuple[Head, Measure, int, Sequence[Tensor]],
+    wants_grad: bool,
+    weights: Tensor | None = None,
+) -> list[Tensor]:
+    """Return the values (n,), and the gradients of the rows and of what is trained if wanted.
 
     Args:
-        hidden, targets, head, trainable, chunk_rows, vocab_size, chunks: As in
-            `chunked_cross_entropy`.
+        weights: Of the rows, (n,); None: one.
     """
-    rows = rows_of_chunk(hidden, chunk_rows, vocab_size, chunks)
-    return _ChunkedLogProbs.apply(hidden, targets, head, rows, chunks, *trainable)
-
-
-class _ChunkedLogProbs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        targets: Tensor,
-        head: Head,
-        chunk_rows: int,
-        chunks: LossChunks,
-        *trainable: Tensor,
-    ) -> Tensor:
-        ctx.head, ctx.chunk_rows, ctx.chunks, ctx.trainable = head, chunk_rows, chunks, trainable
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        found = hidden.new_empty(len(targets), dtype=dtype)
-        made = torch.empty_like(hidden) if any(ctx.needs_input_grad) and not trainable else None
-        for start in range(0, len(targets), chunk_rows):
-            part = slice(start, min(start + chunk_rows, len(targets)))
-            num = part.stop - start
-            rows, edge, logits = logits_of_chunk(hidden[part], head, made is not None)
-            found[part] = -losses_and_gradient(logits[:num], targets[part], chunks)
-            if made is not None:
-                logits[num:] = 0
-                (grad,) = torch.autograd.grad(edge, [rows], logits)
-                made[part] = grad[:num]
-        ctx.save_for_backward(hidden if made is None else made, targets)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, ...]:
-        kept, targets = ctx.saved_tensors
-        if not ctx.trainable:
-            return (-kept * weights[:, None].to(kept.dtype), None, None, None, None)
-        grad_hidden = torch.empty_like(kept)
-        grads = [torch.zeros_like(tensor) for tensor in ctx.trainable]
-        for start in range(0, len(targets), ctx.chunk_rows):
-            part = slice(start, min(start + ctx.chunk_rows, len(targets)))
-            num = part.stop - start
-            rows, edge, logits = logits_of_chunk(kept[part], ctx.head, True)
-            losses_and_gradient(logits[:num], targets[part], ctx.chunks)
-            logits[:num] *= -weights[part, None].to(logits.dtype)
-            logits[num:] = 0
-            row_grad, *own = torch.autograd.grad(edge, [rows, *ctx.trainable], logits)
-            grad_hidden[part] = row_grad[:num]
-            for total, grad in zip(grads, own, strict=True):
-                total += grad
-        return (grad_hidden, None, None, None, None, *grads)
+    head, measure, chunk_rows, trainable = how
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    values = hidden.new_empty(len(hidden), dtype=dtype)
+    of_hidden = torch.empty_like(hidden) if wants_grad else None
+    totals = [torch.zeros_like(tensor) for tensor in trainable]
+    for start in range(0, len(hidden), chunk_rows):
+        part = slice(start, min(start + chunk_rows, len(hidden)))
+        num = part.stop - start
+        rows, edge, logits = logits_of_chunk(hidden[part], head, wants_grad)
+        values[part] = measure(logits[:num], part)
+        if of_hidden is None:
+            continue
+        if weights is not None:
+            logits[:num] *= weights[part, None].to(logits.dtype)
+        logits[num:] = 0
+        of_rows, *own = torch.autograd.grad(edge, [rows, *trainable], logits)
+        of_hidden[part] = of_rows[:num]
+        for total, grad in zip(totals, own, strict=True):
+            total += grad
+    return [values] if of_hidden is None else [values, of_hidden, *totals]

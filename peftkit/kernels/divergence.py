@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from peftkit.kernels.cross_entropy import (
     CHUNKS,
+    ChunkedValues,
     Head,
     LossChunks,
     logits_of_chunk,
@@ -83,11 +84,15 @@ def chunked_divergence(
         teacher_head: By default the student's.
         chunk_rows, vocab_size, chunks: See `chunked_cross_entropy`.
     """
+    same = torch.empty(len(student), dtype=torch.bool, device=student.device)
+
+    def measure(logits: Tensor, part: slice) -> Tensor:
+        _, _, theirs = logits_of_chunk(teacher[part], teacher_head or head, False)
+        values, same[part] = values_and_gradient(logits, theirs[: len(logits)], asked, chunks)
+        return values
+
     rows = rows_of_chunk(student, chunk_rows, 2 * vocab_size, chunks)
-    found: tuple[Tensor, Tensor] = _ChunkedDivergence.apply(
-        student, teacher, head, teacher_head or head, asked, rows, chunks
-    )
-    return found
+    return ChunkedValues.apply(student, head, measure, rows, False), same
 
 
 @torch.no_grad()
@@ -146,43 +151,3 @@ def _times_what_is_above_the_mean(p: Tensor, gap: Tensor) -> Tensor:
     """
     gap.sub_(gap.gather(1, p.argmax(-1, keepdim=True)))
     return gap.sub_((p * gap).sum(-1, keepdim=True)).mul_(p)
-
-
-class _ChunkedDivergence(torch.autograd.Function):
-    """Values and the gradient of the student's rows in the forward pass; backward scales them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        student: Tensor,
-        teacher: Tensor,
-        head: Head,
-        teacher_head: Head,
-        asked: Divergence,
-        chunk_rows: int,
-        chunks: LossChunks,
-    ) -> tuple[Tensor, Tensor]:
-        dtype = torch.promote_types(student.dtype, torch.float32)
-        values = student.new_empty(len(student), dtype=dtype)
-        same = torch.empty(len(student), dtype=torch.bool, device=student.device)
-        made = torch.empty_like(student) if ctx.needs_input_grad[0] else None
-        for start in range(0, len(student), chunk_rows):
-            part = slice(start, min(start + chunk_rows, len(student)))
-            num = part.stop - start
-            _, _, theirs = logits_of_chunk(teacher[part], teacher_head, False)
-            rows, edge, logits = logits_of_chunk(student[part], head, made is not None)
-            values[part], same[part] = values_and_gradient(
-                logits[:num], theirs[:num], asked, chunks
-            )
-            if made is not None:
-                logits[num:] = 0
-                (grad,) = torch.autograd.grad(edge, [rows], logits)
-                made[part] = grad[:num]
-        ctx.save_for_backward(*([] if made is None else [made]))
-        ctx.mark_non_differentiable(same)
-        return values, same
-
-    @staticmethod
-    def backward(ctx: Any, weights: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        (made,) = ctx.saved_tensors
-        return (made * weights[:, None].to(made.dtype), *[None] * 6)

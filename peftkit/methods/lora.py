@@ -21,7 +21,7 @@ from peftkit.errors import ConfigError, TargetError
 from peftkit.files.safe_regex import is_pattern, is_simple
 from peftkit.files.strict_json import shown
 from peftkit.methods.experts import LoRAExperts, LoRAStack
-from peftkit.methods.grouping import Grouping
+from peftkit.methods.lora_groups import Grouping
 from peftkit.methods.lora_linear import DATA_INITS, SUBTRACTED, Init, LoRALinear
 from peftkit.methods.protocol import (
     ADAPTER_DTYPES,

@@ -1,25 +1,37 @@
-"""LoRA layers of one input, computed together, in one of two layouts.
+"""LoRA layers of one input, computed together: their updates by one product with A.
 
-- `FusedWeightGroup`: base and scaled B side by side, so that one product computes both;
-- `SeparateWeightGroup`: the base as it lies, packed or not, and updates of all layers by one
-  product with A; also of several adapters on pieces of the rows, and for generation.
+`Grouping.prepare` lays the groups out, `end` takes them down; in between their copies of A and B
+follow the adapter's own tensors: after each step of any optimizer, and whenever a tensor's version
+says that it has changed. A model that nobody prepared computes each layer on its own. The base
+stays where it is, packed or not.
+
+The first layer of a group that is called computes all of it and the others find their part. That
+they are called with the same input is known by the tensor itself: a group whose layers get others
+is broken up, and each computes on its own, as do layers that cannot be in a group.
 """
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
-from peftkit.kernels.grouped import ALIGNMENT, GroupedLinear, Member
 from peftkit.kernels.lora_update import Layer, Piece, beside
 from peftkit.methods.lora_linear import LoRALinear
-from peftkit.quant.layers import QuantizedLinear, frozen_weight, set_frozen_weight
+from peftkit.methods.protocol import AdapterModule
+from peftkit.model.places import find_places
+from peftkit.quant.layers import QuantizedLinear, frozen_weight
 
+SHARING = ({"q", "k", "v"}, {"gate", "up"})
+"""Last parts of roles whose layers, side by side in one module, read the same input."""
 MISSES = 2
 """So often in turn another input than that of the last layer: they do not read one."""
 
@@ -59,43 +71,54 @@ class SharedInputGroup(ABC):
         self._input, self._parts = None, {}
 
 
-class Group(SharedInputGroup):
+class LoRAGroup(SharedInputGroup):
     """LoRA layers of one input.
 
     Attributes:
-        how: In words, for the header of a run.
-        members: The layers, in the order of their rows.
-        copies: Where A of each member and then B of each go.
-        scales_a: Whether it is A that is scaled there, or B.
+        members: The layers.
+        ranks: Columns of each one's A.
+        lora_a: (R, in): s A of all, in the dtype that the base computes in. lora_b: B of each.
+        scales: (R,): s of each row of A.
     """
-
-    how = ""
-    scales_a = False
-    copies: list[Tensor]
 
     def __init__(self, members: Sequence[LoRALinear]) -> None:
         super().__init__(members)
-        self.members = list(members)
-        self.sizes = tuple(Member(m.out_features, m.lora_A.shape[0]) for m in members)
-        self.dropout = members[0].dropout
-        scales = [m.scaling for m in members for _ in range(m.lora_A.shape[0])]
-        self.scales = torch.tensor(scales, device=members[0].lora_A.device)
+        self.members, self.dropout = list(members), members[0].dropout
+        self.ranks = tuple(member.lora_A.shape[0] for member in members)
+        device, autocast = members[0].lora_A.device, _autocast(members[0].lora_A)
+        self.dtype = autocast or _dtype_of(members[0].base)
+        how: Any = {"dtype": self.dtype, "device": device}
+        self.lora_a = torch.zeros(sum(self.ranks), members[0].in_features, **how)
+        self.lora_b = [
+            torch.zeros(member.out_features, rank, **how)
+            for member, rank in zip(members, self.ranks, strict=True)
+        ]
+        self.copies = [*self.lora_a.split(self.ranks), *self.lora_b]
+        own = [member.scaling for member in members]
+        self.scales = torch.tensor(own).repeat_interleave(torch.tensor(self.ranks)).to(device)
+        self.factors = [*own, *[1.0] * len(own)]
         self._seen: list[int] = []
         for member in members:
             member.group = self
 
     @classmethod
-    @abstractmethod
     def fitting(cls, layers: Sequence[LoRALinear]) -> list[list[LoRALinear]]:
         """Return those layers that can be computed like this, as far as they are of one kind."""
+        kinds: dict[Any, list[LoRALinear]] = {}
+        for layer in layers:
+            if is_known(layer.base) and layer.initial_A is None:
+                kind = _dtype_of(layer.base), layer.lora_A.device, layer.in_features
+                kinds.setdefault(kind, []).append(layer)
+        return list(kinds.values())
 
-    @abstractmethod
     def takes(self, x: Tensor) -> bool:
         """Tell whether to compute together: only in training, where a rounding more is none."""
-
-    @abstractmethod
-    def products(self, x: Tensor, dropped: Tensor | None) -> Sequence[Tensor]:
-        """Return what each layer gives for x (M, in), whose A reads `dropped`."""
+        return (
+            self.members[0].training
+            and torch.is_grad_enabled()
+            and (_autocast(x) or x.dtype) == self.dtype
+            and x.device == self.lora_a.device
+        )
 
     def output(self, layer: LoRALinear, x: Tensor) -> Tensor:
         """Return what a layer gives for x."""
@@ -108,6 +131,11 @@ class Group(SharedInputGroup):
         dropped = None if isinstance(self.dropout, nn.Identity) else self.dropout(flat)
         outputs = self.products(flat, dropped)
         return [out.view(*x.shape[:-1], out.shape[-1]) for out in outputs]
+
+    def products(self, x: Tensor, dropped: Tensor | None) -> Sequence[Tensor]:
+        """Return what each layer gives for x (M, in), whose A reads `dropped`."""
+        piece = Piece(None, tuple(range(len(self.ranks))), self.ranks)
+        return products_beside(x, dropped, [m.base for m in self.members], [(piece, self)])
 
     def _versions(self) -> list[int]:
         return [tensor._version for m in self.members for tensor in (m.lora_A, m.lora_B)]
@@ -127,164 +155,55 @@ class Group(SharedInputGroup):
             member.group = None
 
 
+class ServingGroup(LoRAGroup):
+    """For generation: copies of A and B that are not cast for each token."""
+
+    def takes(self, x: Tensor) -> bool:
+        return (
+            not torch.is_grad_enabled()
+            and not self.members[0].training
+            and x.dtype == self.dtype
+            and x.device == self.lora_a.device
+            and _autocast(x) is None
+        )
+
+    def products(self, x: Tensor, dropped: Tensor | None) -> Sequence[Tensor]:
+        parts = functional.linear(x, self.lora_a).split(self.ranks, 1)
+        return [
+            torch.addmm(member.base(x), part, lora_b.t())
+            for member, part, lora_b in zip(self.members, parts, self.lora_b, strict=True)
+        ]
+
+
 @torch.no_grad()
-def copy_masters(groups: Sequence[Group]) -> None:
+def copy_masters(groups: Sequence[LoRAGroup]) -> None:
     """Let groups take over A and B as they are now: a handful of kernels for all of them.
 
     No trace is left in the versions of the copies, so that two passes may come before one backward.
     """
     if not groups:
         return
+    factors = [factor for group in groups for factor in group.factors]
     sources: list[Tensor] = []
-    scales: list[float] = []
     for group in groups:
-        own, ones = [member.scaling for member in group.members], [1.0] * len(group.members)
         sources += [member.full_a().detach() for member in group.members]
         sources += [member.full_b().detach() for member in group.members]
-        scales += own + ones if group.scales_a else ones + own
-    sources = list(torch._foreach_mul(sources, scales))
+    sources = list(torch._foreach_mul(sources, factors))
     torch._foreach_copy_([copy.data for group in groups for copy in group.copies], sources)
     for group in groups:
         group.mark_fresh()
-
-
-class FusedWeightGroup(Group):
-    """Base and scaled B in one block of memory, so that one product computes both.
-
-    The layers' own weights become views of it: this costs no second copy.
-    """
-
-    how = "joined with the base"
-
-    def __init__(self, members: Sequence[LoRALinear]) -> None:
-        super().__init__(members)
-        weights = [weight for m in members if (weight := frozen_weight(m.base)) is not None]
-        num_in, like = members[0].in_features, weights[0]
-        hidden = sum(size.num_hidden for size in self.sizes)
-        padded = -(-hidden // ALIGNMENT) * ALIGNMENT
-        self.weight = like.new_zeros(sum(w.shape[0] for w in weights), num_in + padded)
-        self.lora_a = like.new_zeros(padded, num_in)
-        self.bias = self._joined_bias()
-        copies_a, copies_b, row, column = [], [], 0, 0
-        for member, weight, size in zip(members, weights, self.sizes, strict=True):
-            rows, columns = slice(row, row + size.num_out), slice(column, column + size.num_hidden)
-            view = self.weight[rows, :num_in]
-            view.copy_(weight)
-            set_frozen_weight(member.base, view)
-            copies_a.append(self.lora_a[columns])
-            copies_b.append(self.weight[rows, num_in:][:, columns])
-            row, column = rows.stop, columns.stop
-        self.copies = copies_a + copies_b
-
-    @classmethod
-    def fitting(cls, layers: Sequence[LoRALinear]) -> list[list[LoRALinear]]:
-        kinds: dict[Any, list[LoRALinear]] = {}
-        for layer in layers:
-            weight = frozen_weight(layer.base)
-            if weight is not None and layer.initial_A is None:
-                kind = weight.dtype, weight.device, layer.in_features
-                kinds.setdefault(kind, []).append(layer)
-        return list(kinds.values())
-
-    def _joined_bias(self) -> Tensor | None:
-        biases = [member.bias for member in self.members]
-        if all(bias is None for bias in biases):
-            return None
-        return torch.cat(
-            [
-                self.weight.new_zeros(size.num_out) if bias is None else bias.detach()
-                for size, bias in zip(self.sizes, biases, strict=True)
-            ]
-        )
-
-    def takes(self, x: Tensor) -> bool:
-        return (
-            self.members[0].training
-            and torch.is_grad_enabled()
-            and x.dtype == self.weight.dtype
-            and x.device == self.weight.device
-            and not torch.is_autocast_enabled(x.device.type)
-        )
-
-    def products(self, x: Tensor, dropped: Tensor | None) -> Sequence[Tensor]:
-        found: Sequence[Tensor] = GroupedLinear.apply(
-            x,
-            dropped,
-            self.weight,
-            self.lora_a,
-            self.scales,
-            self.bias,
-            self.sizes,
-            *self.masters(),
-        )
-        return found
-
-    def release(self) -> None:
-        """Give the layers their weights back, each in memory of its own."""
-        super().release()
-        for member in self.members:
-            weight = frozen_weight(member.base)
-            assert weight is not None
-            set_frozen_weight(member.base, weight.clone())
-
-
-class SeparateWeightGroup(Group):
-    """The base untouched, packed or not; updates of all layers by one product with A."""
-
-    how = "beside the base"
-    scales_a = True
-
-    def __init__(self, members: Sequence[LoRALinear]) -> None:
-        super().__init__(members)
-        device, first = members[0].lora_A.device, members[0].base
-        autocast = torch.is_autocast_enabled(device.type)
-        self.dtype = torch.get_autocast_dtype(device.type) if autocast else _dtype_of(first)
-        sizes = [size.num_hidden for size in self.sizes]
-        self.lora_a = torch.zeros(
-            sum(sizes), members[0].in_features, dtype=self.dtype, device=device
-        )
-        self.lora_b = [
-            torch.zeros(size.num_out, size.num_hidden, dtype=self.dtype, device=device)
-            for size in self.sizes
-        ]
-        self.copies = [*self.lora_a.split(sizes), *self.lora_b]
-
-    @classmethod
-    def fitting(cls, layers: Sequence[LoRALinear]) -> list[list[LoRALinear]]:
-        kinds: dict[Any, list[LoRALinear]] = {}
-        for layer in layers:
-            if is_known(layer.base) and layer.initial_A is None:
-                kind = _dtype_of(layer.base), layer.lora_A.device, layer.in_features
-                kinds.setdefault(kind, []).append(layer)
-        return list(kinds.values())
-
-    def takes(self, x: Tensor) -> bool:
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return (
-            self.members[0].training
-            and torch.is_grad_enabled()
-            and dtype == self.dtype
-            and x.device == self.lora_a.device
-        )
-
-    def products(self, x: Tensor, dropped: Tensor | None) -> Sequence[Tensor]:
-        ranks = tuple(size.num_hidden for size in self.sizes)
-        piece = Piece(None, tuple(range(len(ranks))), ranks)
-        bases = [member.base for member in self.members]
-        return products_beside(x, dropped, bases, [(piece, self)])
 
 
 def products_beside(
     x: Tensor,
     dropped: Tensor | None,
     bases: Sequence[nn.Module],
-    pieces: Sequence[tuple[Piece, SeparateWeightGroup | None]],
+    pieces: Sequence[tuple[Piece, LoRAGroup | None]],
 ) -> tuple[Tensor, ...]:
     """Return what each base gives for x (M, in), with the updates of each piece's group.
 
     Args:
-        dropped: As in `Group.products`.
+        dropped: As in `LoRAGroup.products`.
         pieces: At least one has a group, whose layers it names by their places in `bases`.
     """
     groups = [group for _, group in pieces if group is not None]
@@ -306,25 +225,80 @@ def products_beside(
     )
 
 
-class ServingGroup(SeparateWeightGroup):
-    """For generation: copies of A and B that are not cast for each token."""
+class Grouping:
+    """The groups of an adapter, from `prepare` to `end`."""
 
-    def takes(self, x: Tensor) -> bool:
-        return (
-            not torch.is_grad_enabled()
-            and not self.members[0].training
-            and x.dtype == self.dtype
-            and x.device == self.lora_a.device
-            and not torch.is_autocast_enabled(x.device.type)
-        )
+    def __init__(self, model: nn.Module, modules: Mapping[str, AdapterModule]) -> None:
+        own = {path: module for path, module in modules.items() if type(module) is LoRALinear}
+        self._sets = [[own[path] for path in paths] for paths in sharing(model, own)]
+        self._groups: list[LoRAGroup] = []
+        self._hook: RemovableHandle | None = None
+        for layer in self._layers():
+            layer.training_layout = self
 
-    def products(self, x: Tensor, dropped: Tensor | None) -> Sequence[Tensor]:
-        hidden = functional.linear(x, self.lora_a)
-        parts = hidden.split([size.num_hidden for size in self.sizes], 1)
-        return [
-            torch.addmm(member.base(x), part, lora_b.t())
-            for member, part, lora_b in zip(self.members, parts, self.lora_b, strict=True)
-        ]
+    def _layers(self) -> list[LoRALinear]:
+        return [layer for layers in self._sets for layer in layers]
+
+    def prepare(self) -> None:
+        """Lay the groups out."""
+        self.end()
+        for found in self._sets:
+            self._groups += [LoRAGroup(members) for members in LoRAGroup.fitting(found)]
+        this = weakref.ref(self)
+
+        def record_step(*_: Any) -> None:  # fused optimizers leave no trace in a tensor's version
+            if (grouping := this()) is not None:
+                grouping.refresh()
+
+        self._hook = register_optimizer_step_post_hook(record_step)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take over all A and B as they are now, and break up what does not read one input."""
+        for group in [group for group in self._groups if group.is_broken]:
+            self._groups.remove(group)
+            group.release()
+            self._groups += [LoRAGroup([member]) for member in group.members]
+        copy_masters(self._groups)
+
+    def end(self) -> None:
+        """Let every layer compute by itself again."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        for group in self._groups:
+            group.release()
+        self._groups = []
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Have A and B ready for token after token; then layers are as they were."""
+        before = [(layer, layer.group) for layer in self._layers()]
+        groups = [ServingGroup(m) for found in self._sets for m in ServingGroup.fitting(found)]
+        copy_masters(groups)
+        try:
+            yield
+        finally:
+            for layer, group in before:
+                layer.group = group
+
+    def remove(self) -> None:
+        """Leave every layer as it was before there was an adapter."""
+        self.end()
+        for layer in self._layers():
+            layer.training_layout = None
+
+
+def sharing(model: nn.Module, paths: Iterable[str]) -> list[list[str]]:
+    """Return the paths of layers in sets that should read one input: by role and parent."""
+    roles = {place.path: place.roles for place in find_places(model)}
+    sets: dict[tuple[str, str], list[str]] = {}
+    for path in paths:
+        context, _, kind = roles.get(path, ("",))[0].rpartition("_")
+        shared = next((",".join(sorted(kinds)) for kinds in SHARING if kind in kinds), "")
+        place = path.rpartition(".")[0] if shared else path
+        sets.setdefault((place, f"{context} {shared}"), []).append(path)
+    return list(sets.values())
 
 
 def is_known(base: nn.Module) -> bool:
@@ -348,3 +322,9 @@ def _base_tensors(base: nn.Module) -> tuple[list[Tensor], Any]:
         return [weight], None
     assert isinstance(base, QuantizedLinear)
     return [base.packed, *base.packing.scales], base.packing.form
+
+
+def _autocast(x: Tensor) -> torch.dtype | None:
+    """Return what autocast is set to where x is; None where it is off."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

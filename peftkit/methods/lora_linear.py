@@ -37,9 +37,7 @@ DATA_INITS = {"eva": "eva_starts", "loftq": "loftq_starts"}
 
 
 class Grouped(Protocol):
-    """What computes a layer together with others that read its input (see groups.py)."""
-
-    how: str
+    """What computes a layer together with others that read its input (see lora_groups.py)."""
 
     def takes(self, x: Tensor) -> bool:
         """Tell whether it computes the layers now, for such an input."""
@@ -59,7 +57,7 @@ class LoRALinear(AdapterModule):
         lora_B: (num_rows, r): the output rows that are adapted, all of them unless fused.
         initial_A, initial_B: (r, in), (out, r): the subtracted start of PiSSA and OLoRA, or None.
         group: Computes it while it is trained; None: it does so itself.
-        training_layout: What puts it into a group (see grouping.py).
+        training_layout: What puts it into a group (see lora_groups.py).
     """
 
     initial_A: Tensor | None

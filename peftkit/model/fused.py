@@ -1,77 +1,175 @@
-"""Which output rows of a fused linear layer belong to which role.
+"""RMSNorms and gated feed-forward layers of a model, by one kernel each while it is used on a GPU.
 
-The order of the rows comes from the class that owns the layer (roles.py has those that are known),
-the number and width of heads from that module and its config. They must add up to the layer's
-number of rows; otherwise the layer is not split.
+No list of models says which modules these are: the module is asked. What a norm gives for random
+numbers has to be what the kernel's formula gives, in float32; a module of three linear layers and
+an activation is asked, with small layers in the place of its own, whether it computes
+W_down (f(W_gate x) * W_up x). All others stay as they are, as do norms that are trained, and all of
+them where torch.compile is at work, which makes such kernels itself. Norms stay under autocast too,
+which has rules of its own for dtypes.
+
+In 16 bits transformers rounds a norm before it multiplies with the weight and after it; a kernel
+rounds once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import _disable_current_modes
 
-from peftkit.model.roles import HEAD_DIM, LAYOUTS, NUM_HEADS, NUM_KV_HEADS, Layout
+from peftkit.kernels.gated import ACTIVATIONS, Gated
+from peftkit.kernels.norm import RMSNorm
+from peftkit.model.places import is_linear, unwrap_adapter
+from peftkit.model.roles import FFN_LEAVES
+
+EPS = ("variance_epsilon", "eps", "epsilon")
+"""Where norms keep what they add to the mean square."""
+_OTHERS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+"""What a module says that is called in another way."""
 
 
-def split_rows(
-    kind: str,
-    path: str,
-    owner: nn.Module,
-    configs: Sequence[object],
-    in_features: int,
-    out_features: int,
-) -> tuple[int, dict[str, int]] | None:
-    """Return how often the parts of a fused layer repeat along its rows, and role -> rows of each.
+@contextmanager
+def fused_modules(model: nn.Module) -> Iterator[None]:
+    """Have norms and gated layers computed by one kernel each within the context.
 
-    Args:
-        kind: The role of the whole: qkv, kv, gate_up; others are not fused.
-        path: Of the layer.
-        owner: The module that holds the layer and uses its output.
-        configs: Of the owner, then of the model; each may be None.
-        in_features, out_features: Of the layer.
+    They are of another class meanwhile, which is a subclass of their own: one for all that are
+    alike, so that blocks stay alike.
     """
-    layout = _layout(kind, owner)
-    heads = _fact(NUM_HEADS, owner, *configs)
-    totals: dict[str, int] = {}  # role -> rows in all, in the order of one repeat
-    repeats = 0
-    if kind == "kv" and path.endswith("kv_b_proj"):  # multi-head latent attention
-        repeats = heads
-        totals["k"] = heads * _fact(("qk_nope_head_dim",), owner)
-        totals["v"] = heads * _fact(("v_head_dim",), owner)
-    elif layout and kind == "qkv" and heads:
-        head_dim = _fact(HEAD_DIM, owner, configs[0]) or in_features // heads
-        num_kv = (out_features // head_dim - heads) // 2
-        if num_kv not in {heads, *_facts(NUM_KV_HEADS, owner, *configs)}:
-            return None
-        rows = {"q": heads * head_dim, "k": num_kv * head_dim, "v": num_kv * head_dim}
-        totals = {role: rows[role] for role in layout.order}
-        repeats = layout.repeats or num_kv
-    elif layout and kind in ("kv", "gate_up"):
-        totals = dict.fromkeys(layout.order, out_features // 2)
-        repeats = layout.repeats
-    fits = repeats > 0 and all(n > 0 and n % repeats == 0 for n in totals.values())
-    if not fits or sum(totals.values()) != out_features:
+    made: dict[Any, Any] = {}
+    before: list[tuple[nn.Module, type[nn.Module]]] = []
+    for module in model.modules():
+        kind = type(module)
+        for candidate, forward_of in ((_norm, _fused_norm), (_gated_layers, _fused_gate)):
+            found = None if hasattr(kind, "peftkit_fused") else candidate(module)
+            if found is None:
+                continue
+            if (key := (kind, *found)) not in made:
+                with (
+                    _disable_current_modes(),
+                    torch.no_grad(),
+                ):  # real numbers
+                    made[key] = _subclass(kind, forward_of(module, *found))
+            if made[key] is not None:
+                before.append((module, kind))
+                module.__class__ = made[key]
+    try:
+        yield
+    finally:
+        for module, kind in before:
+            module.__class__ = kind
+
+
+def num_fused(model: nn.Module) -> int:
+    """Return how many modules are computed by one kernel now."""
+    return sum(hasattr(type(module), "peftkit_fused") for module in model.modules())
+
+
+def _subclass(kind: type[nn.Module], forward: Callable[..., Tensor] | None) -> Any:
+    """Return a module's class with another forward pass; None without one."""
+    body = {"forward": forward, "peftkit_fused": True, "__module__": kind.__module__}
+    return None if forward is None else type(kind.__name__, (kind,), body)
+
+
+def _norm(module: nn.Module) -> tuple[int, float] | None:
+    """Return size and eps of what may be a norm: a frozen vector is all it has."""
+    weight, eps = module._parameters.get("weight"), _eps(module)
+    if weight is None or len(module._parameters) > 1 or module._modules or module._buffers:
         return None
-    return repeats, {role: n // repeats for role, n in totals.items()}
+    if weight.dim() != 1 or weight.requires_grad or eps is None or "forward" in module.__dict__:
+        return None
+    return len(weight), eps
 
 
-def _layout(kind: str, owner: nn.Module) -> Layout | None:
-    """Return the known row order of the class that owns a fused layer, if any."""
-    known = LAYOUTS.get(kind, {})
-    for cls in type(owner).__mro__:
-        if cls.__module__.startswith("transformers.models."):
-            for name in (cls.__name__, cls.__module__.rpartition("modeling_")[2]):
-                if name in known:
-                    return known[name]
-    return None
+def _eps(module: nn.Module) -> float | None:
+    found = (getattr(module, name, None) for name in EPS)
+    return next((eps for eps in found if isinstance(eps, float)), None)
 
 
-def _facts(names: Sequence[str], *sources: object) -> list[int]:
-    """Return the given attributes that are positive numbers."""
-    values = (getattr(source, name, None) for source in sources for name in names)
-    return [value for value in values if isinstance(value, int) and value > 0]
+def _fused_norm(module: nn.Module, size: int, eps: float) -> Callable[..., Tensor] | None:
+    """Ask a module: on the CPU, another weight, a row for which eps matters and one without."""
+    kind: Any = type(module)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, size, generator=generator) * torch.tensor([[1.0], [eps**0.5]])
+    weight = torch.rand(size, generator=generator)
+    try:
+        found = functional_call(module, {"weight": weight}, x)
+        half = functional_call(module, {"weight": weight.bfloat16()}, x.bfloat16())
+    except _OTHERS:
+        return None
+    expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    if half.dtype != torch.bfloat16 or not _is_same(found, expected):
+        return None
+
+    def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        weight = cast(Tensor, self.weight)
+        autocast = torch.is_autocast_enabled(x.device.type)
+        if torch.compiler.is_compiling() or autocast or args or kwargs or x.dtype != weight.dtype:
+            return cast(Tensor, kind.forward(self, x, *args, **kwargs))
+        return cast(Tensor, RMSNorm.apply(x, weight, _eps(self)))
+
+    return forward
 
 
-def _fact(names: Sequence[str], *sources: object) -> int:
-    return next(iter(_facts(names, *sources)), 0)
+class Gate(NamedTuple):
+    """The names of a module's three layers, and the classes of what is beside them."""
+
+    gate: str
+    up: str
+    down: str
+    others: tuple[type[nn.Module], ...]
+
+
+def _gated_layers(module: nn.Module) -> Gate | None:
+    """Return what may be a gated layer: gate, up, down, and an activation beside them."""
+    children = dict(module.named_children())
+    linear = {name for name, child in children.items() if is_linear(unwrap_adapter(child))}
+    roles = {FFN_LEAVES.get(name, ""): name for name in linear}
+    others = [child for name, child in children.items() if name not in linear]
+    plain = all(not any(True for _ in child.parameters()) for child in others)
+    if roles.keys() != {"gate", "up", "down"} or len(linear) != 3 or len(others) != 1 or not plain:
+        return None
+    return Gate(roles["gate"], roles["up"], roles["down"], tuple(map(type, others)))
+
+
+def _fused_gate(module: nn.Module, *found: Any) -> Callable[..., Tensor] | None:
+    """Ask a module: on the CPU, with small layers in the place of its own."""
+    kind: Any = type(module)
+    names = gate, up, down = found[:3]
+    generator = torch.Generator().manual_seed(0)
+    small = {name: nn.Linear(*((4, 6) if name == down else (6, 4)), bias=False) for name in names}
+    for layer in small.values():
+        layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator))
+    twin = module.__class__.__new__(module.__class__)
+    twin.__dict__ = {name: value for name, value in module.__dict__.items() if name != "forward"}
+    twin.__dict__["_modules"] = {**module._modules, **small}
+    x = torch.randn(5, 6, generator=generator)
+    try:
+        given = twin(x)
+    except _OTHERS:
+        return None
+    parts = small[gate](x), small[up](x)
+    same = (
+        name
+        for name, function in ACTIVATIONS.items()
+        if _is_same(given, small[down](function(parts[0]) * parts[1]))
+    )
+    if (activation := next(same, None)) is None:
+        return None
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling() or args or kwargs:
+            return cast(Tensor, kind.forward(self, x, *args, **kwargs))
+        parts = getattr(self, gate)(x), getattr(self, up)(x)
+        return cast(Tensor, getattr(self, down)(Gated.apply(*parts, activation)))
+
+    return forward
+
+
+def _is_same(found: Any, expected: Tensor) -> bool:
+    same = isinstance(found, Tensor) and found.shape == expected.shape
+    return same and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from peftkit.errors import TargetError
 from peftkit.model import module_names
 from peftkit.model import roles as table
-from peftkit.model.fused import split_rows
 
 
 def embedding_of(model: nn.Module) -> nn.Module | None:
@@ -319,7 +318,7 @@ def _linear(place: ModelWeight, owner: nn.Module, model: nn.Module) -> ModelWeig
     context, kind = module_names.split(place.roles[0])
     configs = (getattr(owner, "config", None), getattr(model, "config", None))
     shape = linear_shape(place.module)
-    if split := split_rows(kind, place.path, owner, configs, *shape):
+    if split := module_names.split_rows(kind, place.path, owner, configs, *shape):
         place.repeats, sizes = split
         place.roles, place.sizes = tuple(context + role for role in sizes), tuple(sizes.values())
     return place

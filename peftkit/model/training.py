@@ -7,21 +7,20 @@ A method may compute several layers together while they are trained. It says so 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol
 
 from torch import nn
 
 from peftkit.execution.plan import ExecutionPlan
-from peftkit.model.gates import fused_gates
-from peftkit.model.norms import fused_norms
+from peftkit.model.fused import fused_modules
 
 
 class TrainingLayout(Protocol):
     """How the layers of a method are computed while they are trained."""
 
-    def prepare(self, plan: ExecutionPlan) -> None:
-        """Lay them out as the plan says."""
+    def prepare(self) -> None:
+        """Lay them out."""
 
     def refresh(self) -> None:
         """Take over the trained tensors as they are now."""
@@ -42,14 +41,14 @@ def training_layouts(model: nn.Module) -> list[TrainingLayout]:
 @contextmanager
 def prepared_for_training(model: nn.Module, plan: ExecutionPlan) -> Iterator[None]:
     """Have a model's layers laid out as the plan says within the context."""
-    layouts = training_layouts(model) if plan.lora_layout != "alone" else []
+    layouts = training_layouts(model) if plan.lora_grouped else []
     for module in model.modules():
         if hasattr(module, "dense_columns"):
             setattr(module, "dense_columns", plan.dense_columns)  # noqa: B010 - not a tensor
     try:
         for layout in layouts:
-            layout.prepare(plan)
-        with _fused(model, plan):
+            layout.prepare()
+        with fused_modules(model) if plan.fused_kernels else nullcontext():
             yield
     finally:
         for layout in layouts:
@@ -62,17 +61,8 @@ def prepared_for_serving(model: nn.Module, plan: ExecutionPlan) -> Iterator[None
     with ExitStack() as stack:
         for layout in training_layouts(model):
             stack.enter_context(layout.serving())
-        stack.enter_context(_fused(model, plan))
-        yield
-
-
-@contextmanager
-def _fused(model: nn.Module, plan: ExecutionPlan) -> Iterator[None]:
-    """Have what is no matrix product computed by few kernels, where the device has them."""
-    if not plan.fused_norms:
-        yield
-        return
-    with fused_norms(model), fused_gates(model):
+        if plan.fused_kernels:
+            stack.enter_context(fused_modules(model))
         yield
 
 

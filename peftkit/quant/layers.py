@@ -188,14 +188,6 @@ def frozen_weight(module: nn.Module) -> Tensor | None:
     return None
 
 
-def set_frozen_weight(module: nn.Module, weight: Tensor) -> None:
-    """Let a layer that `frozen_weight` reads keep an equal weight in other memory."""
-    if isinstance(module, QuantizedLinear):
-        module.packing.kept = weight
-    else:
-        cast(Tensor, module.weight).data = weight.t() if is_conv1d(module) else weight
-
-
 def is_quantized(module: nn.Module) -> bool:
     """Tell whether the weight of a linear layer is kept in 4 or 8 bits."""
     packed = isinstance(module, QuantizedLinear) or parametrize.is_parametrized(module, "weight")

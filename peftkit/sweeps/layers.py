@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.kernels.lora_update import Piece
-from peftkit.methods.grouping import sharing
 from peftkit.methods.lora_groups import (
-    SeparateWeightGroup,
+    LoRAGroup,
     SharedInputGroup,
     copy_masters,
     is_known,
     products_beside,
+    sharing,
 )
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.protocol import AdapterModule
@@ -108,13 +108,13 @@ class JointGroup(SharedInputGroup):
     def __init__(self, layers: Sequence[SweepLinear], routing: Routing) -> None:
         super().__init__(layers)
         self.layers, self.routing = layers, routing
-        self.groups: dict[str, tuple[tuple[int, ...], SeparateWeightGroup]] = {}
+        self.groups: dict[str, tuple[tuple[int, ...], LoRAGroup]] = {}
         for name in dict.fromkeys(name for layer in layers for name in layer.members):
             found = {place: layer.members.get(name) for place, layer in enumerate(layers)}
             places = {n: m for n, m in found.items() if type(m) is LoRALinear}
-            fitting = SeparateWeightGroup.fitting(list(places.values()))
+            fitting = LoRAGroup.fitting(list(places.values()))
             if len(fitting) == 1 and len(fitting[0]) == len(places):
-                self.groups[name] = tuple(places), SeparateWeightGroup(fitting[0])
+                self.groups[name] = tuple(places), LoRAGroup(fitting[0])
         for layer in layers:
             layer.group = self
 
@@ -133,10 +133,10 @@ class JointGroup(SharedInputGroup):
         sizes, dim = self.routing.split(x)
         flat = x.reshape(-1, x.shape[-1])
         rows = [size * (len(flat) // x.shape[dim]) for size in sizes]
-        pieces: list[tuple[Piece, SeparateWeightGroup | None]] = []
+        pieces: list[tuple[Piece, LoRAGroup | None]] = []
         for part, count in zip(self.routing.pieces, rows, strict=False):
             places, group = self.groups.get(part.name, ((), None))
-            ranks = () if group is None else tuple(size.num_hidden for size in group.sizes)
+            ranks = () if group is None else group.ranks
             pieces.append((Piece(count, places, ranks), group))
         bases = [layer.base for layer in self.layers]
         outputs = products_beside(flat, self._dropped(flat, rows, pieces), bases, pieces)
@@ -146,7 +146,7 @@ class JointGroup(SharedInputGroup):
         self,
         flat: Tensor,
         rows: Sequence[int],
-        pieces: Sequence[tuple[Piece, SeparateWeightGroup | None]],
+        pieces: Sequence[tuple[Piece, LoRAGroup | None]],
     ) -> Tensor | None:
         """Return each run's rows after its own dropout; None where no run has any."""
         drops = [nn.Identity() if group is None else group.dropout for _, group in pieces]

@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from peftkit.execution.plan import plan_of
-from peftkit.kernels.cross_entropy import LossChunks, chunked_cross_entropy, chunked_log_probs
+from peftkit.kernels.cross_entropy import LossChunks, chunked_cross_entropy
 from peftkit.model.places import is_linear, linear_shape, unwrap_adapter
 
 TOLERANCE = 2e-3
@@ -131,15 +131,22 @@ class Head:
             logits = logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
+    def losses(self, rows: Tensor, targets: Tensor, *, alike: bool = False) -> Tensor:
+        """Return the cross entropy of each row (n,); see `chunked_cross_entropy`."""
+        return chunked_cross_entropy(
+            rows,
+            targets,
+            self,
+            trainable=[p for p in self.module.parameters() if p.requires_grad],
+            alike=alike,
+            vocab_size=self.vocab_size,
+            chunks=self.chunks,
+        )
+
     @property
     def vocab_size(self) -> int:
         """V."""
         return linear_shape(unwrap_adapter(self.module))[1]
-
-    @property
-    def trainable(self) -> list[Tensor]:
-        """Tensors of the head that get gradients."""
-        return [p for p in self.module.parameters() if p.requires_grad]
 
 
 def head_of(model: nn.Module, beside: Mapping[str, Tensor] | None = None) -> Head | None:
@@ -196,16 +203,8 @@ def token_losses(
         pairs = zip(logits.split(list(sizes)), targets.split(list(sizes)), strict=True)
         return [functional.cross_entropy(some, those, reduction="sum") for some, those in pairs]
     rows = target_rows(model, inputs, target_index)
-    sums = chunked_cross_entropy(
-        rows,
-        targets,
-        head,
-        trainable=head.trainable,
-        vocab_size=head.vocab_size,
-        sizes=sizes,
-        chunks=head.chunks,
-    )
-    return list(sums)
+    losses = head.losses(rows, targets, alike=len(sizes) == 1)
+    return [some.sum() for some in losses.split(list(sizes))]
 
 
 def token_log_probs(
@@ -220,14 +219,7 @@ def token_log_probs(
         logits = target_logits(model, inputs, target_index)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return -functional.cross_entropy(wide, targets, reduction="none")
-    return chunked_log_probs(
-        target_rows(model, inputs, target_index),
-        targets,
-        head,
-        trainable=head.trainable,
-        vocab_size=head.vocab_size,
-        chunks=head.chunks,
-    )
+    return -head.losses(target_rows(model, inputs, target_index), targets)
 
 
 @torch.no_grad()

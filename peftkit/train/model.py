@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from peftkit.errors import ConfigError
 from peftkit.kernels.device import gpu_of
-from peftkit.model.norms import num_fused
+from peftkit.model.fused import num_fused
 from peftkit.train.memory.blocks import Blocks
 
 
@@ -64,7 +64,7 @@ PREFIX = "peftkit_"
 
 
 def paths(model: nn.Module, blocks: Blocks, of_task: Mapping[str, str]) -> str:
-    """Return "attention: grouped; LoRA: 2 groups of 5 layers beside the base; blocks: compiled".
+    """Return "attention: grouped; LoRA: 2 groups of 5 layers; blocks: compiled".
 
     Args:
         of_task: How the task computes what.
@@ -78,7 +78,7 @@ def paths(model: nn.Module, blocks: Blocks, of_task: Mapping[str, str]) -> str:
     if (layers := _layers(model)) != "":
         parts.append(f"LoRA: {layers}")
     if fused := num_fused(model):
-        parts.append(f"norms: {fused} fused")
+        parts.append(f"fused: {fused} norms and gated layers")
     if blocks.blocks:
         how = "compiled" if blocks.compiled else "not compiled"
         ways = {
@@ -98,6 +98,5 @@ def _layers(model: nn.Module) -> str:
         if hasattr(module, "group") and module._parameters
     ]
     own, together = groups.count(None), {id(group): group for group in groups if group is not None}
-    how = ", ".join(sorted({group.how for group in together.values()}))
-    parts = [f"{len(together)} groups of {len(groups) - own} layers {how}"] if together else []
+    parts = [f"{len(together)} groups of {len(groups) - own} layers"] if together else []
     return ", ".join(parts + ([f"{own} layers each on its own"] if own else []))

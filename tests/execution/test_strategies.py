@@ -105,12 +105,12 @@ def test_what_may_be_kept_follows_the_wish_and_the_model() -> None:
 
 def test_what_a_device_is_good_at_follows_from_its_kind_alone() -> None:
     cpu, cuda = ExecutionPlan(), ExecutionPlan(device="cuda")
-    assert (cpu.lora_layout, cuda.lora_layout) == ("fused", "separate")
-    assert replace(cpu, autocast="bf16").lora_layout == "separate"
+    assert cpu.lora_grouped
+    assert cuda.lora_grouped
     for plan in (replace(cpu, shard="base"), replace(cuda, group_layers=False)):
-        assert plan.lora_layout == "alone"
-        assert not plan.fused_norms
-    assert cuda.fused_norms
+        assert not plan.lora_grouped
+        assert not plan.fused_kernels
+    assert cuda.fused_kernels
     assert cpu.recomputing_keeps_unpacked
     assert not cuda.recomputing_keeps_unpacked
     assert cpu.loss_chunks.num_bytes < cuda.loss_chunks.num_bytes

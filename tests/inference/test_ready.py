@@ -15,7 +15,7 @@ from peftkit.inference import ready
 from peftkit.inference.generate import generate_ids
 from peftkit.inference.open_engine import why_plain
 from peftkit.methods.lora import LoRA
-from peftkit.methods.lora_groups import FusedWeightGroup, ServingGroup
+from peftkit.methods.lora_groups import LoRAGroup, ServingGroup
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.quant.quantize import quantize_model
 from tests.families import ARCHITECTURES, FAMILIES, FURTHER
@@ -70,7 +70,7 @@ def test_generating_within_training_leaves_its_groups(tokenizer: Tokenizer) -> N
     before = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
     adapter.prepare_training()
     assert generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7) == before
-    assert groups_of(model) == {FusedWeightGroup}
+    assert groups_of(model) == {LoRAGroup}
     with torch.no_grad():  # what is ready for tokens follows the adapter too
         for parameter in adapter.parameters():
             parameter.add_(0.3)

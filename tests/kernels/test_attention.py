@@ -14,7 +14,6 @@ from peftkit.kernels.attention import (
     reference_attention,
 )
 from peftkit.kernels.grid import collected, grid_of, spread
-from peftkit.kernels.grouped import fill_hidden
 
 SHAPES = [(1, 1, 1, 1, 8), (2, 4, 2, 9, 16), (3, 6, 2, 41, 8), (2, 9, 3, 33, 64), (1, 5, 1, 17, 24)]
 """Batch, heads, kv heads, length, head size."""
@@ -128,9 +127,6 @@ def test_operators_keep_what_torch_asks_of_them() -> None:
     torch.library.opcheck(blocked_attention, (query, key, value, mask, False, 0.3))
     plain = [x.detach() for x in (torch.randn(1, 4, 9, 8), query, key, value)]
     torch.library.opcheck(blocked_attention_backward, (*plain, None, True, 0.3))
-    x, lora_a = torch.randn(9, 8), torch.randn(4, 8)
-    torch.library.opcheck(fill_hidden, (torch.randn(9, 12), None, lora_a))
-    torch.library.opcheck(fill_hidden, (torch.randn(9, 12), x, lora_a))
     grid = grid_of([[0, 1, 2, 3], [0, 1, 4]], (2, 4))
     torch.library.opcheck(spread, (torch.randn(2, 4, 3, 5), grid.tokens))
     inside = torch.randn(len(grid.tokens), 3, grid.tokens.shape[1], 5)

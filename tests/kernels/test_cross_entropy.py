@@ -1,4 +1,4 @@
-"""Chunked losses and log-probabilities are the plain ones, for every head, dtype and odd size."""
+"""Chunked losses are the plain ones, for every head, dtype and odd size."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from peftkit.kernels import cross_entropy
 from peftkit.kernels.cross_entropy import (
     LossChunks,
     chunked_cross_entropy,
-    chunked_log_probs,
     reference_cross_entropy,
-    reference_log_probs,
 )
 
 
@@ -28,50 +26,38 @@ class SoftCapped(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("chunk", [1, 7, 41, 1000])
+@pytest.mark.parametrize("trained", ["no", "alike", "each"])
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
 @pytest.mark.parametrize("num_rows", [0, 1, 41])
 @pytest.mark.parametrize("wide_rows", [3, 41, None], ids=["few", "all", "on a GPU"])
 @pytest.mark.parametrize("alignment", [1, 16])
-def test_loss_and_gradients_are_those_of_the_whole(
+def test_losses_and_gradients_are_those_of_the_whole(
     num_rows: int,
     chunk: int,
     wide_rows: int | None,
     alignment: int,
+    trained: str,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cross_entropy, "ALIGNMENT", alignment)
     chunks = LossChunks(1 << 20, None if wide_rows is None else 4 * 341 * wide_rows)
     torch.manual_seed(0)
-    head = SoftCapped(9, 341).to(dtype)
+    head = SoftCapped(9, 341).to(dtype).requires_grad_(trained != "no")
     hidden = torch.randn(num_rows, 9).to(dtype).requires_grad_()
     targets = torch.randint(0, 341, (num_rows,))
-    parameters = list(head.parameters())
+    own = [] if trained == "no" else list(head.parameters())
+    weights = torch.randn(num_rows) if trained != "alike" else torch.full((num_rows,), 3.0)
     expected = reference_cross_entropy(hidden, targets, head)
-    wanted = torch.autograd.grad(3 * expected, [hidden, *parameters])
-    how = {"trainable": parameters, "chunk_rows": chunk, "chunks": chunks}
-    loss = chunked_cross_entropy(hidden, targets, head, **how)
-    found = torch.autograd.grad(3 * loss, [hidden, *parameters])
-    # float32: other order of sums; bfloat16: the head's gradient is rounded once per chunk
+    wanted = torch.autograd.grad(expected @ weights, [hidden, *own])
+    how = {"trainable": own, "alike": trained == "alike", "chunk_rows": chunk, "chunks": chunks}
+    losses = chunked_cross_entropy(hidden, targets, head, **how)
+    found = torch.autograd.grad(losses @ weights, [hidden, *own])
+    # float32: other order of sums; bfloat16: gradients are rounded once per chunk
     rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2e-2, 5e-2)
-    torch.testing.assert_close(loss, expected, rtol=rtol, atol=atol)
+    torch.testing.assert_close(losses, expected, rtol=rtol, atol=atol)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol * 10)
-
-
-def test_pieces_have_sums_and_gradients_of_their_own() -> None:
-    torch.manual_seed(0)
-    hidden, head = torch.randn(11, 5, requires_grad=True), torch.nn.Linear(5, 7)
-    targets, sizes, weights = torch.arange(11) % 7, [4, 1, 6], torch.tensor([1.0, -2.0, 0.5])
-    head.requires_grad_(False)
-    sums = chunked_cross_entropy(hidden, targets, head, chunk_rows=3, sizes=sizes)
-    (found,) = torch.autograd.grad(sums @ weights, hidden)
-    pairs = zip(hidden.split(sizes), targets.split(sizes), strict=True)
-    expected = torch.stack([reference_cross_entropy(*pair, head) for pair in pairs])
-    torch.testing.assert_close(sums, expected)
-    torch.testing.assert_close(found, torch.autograd.grad(expected @ weights, hidden)[0])
-    with pytest.raises(ValueError, match="not told apart"):
-        chunked_cross_entropy(hidden, targets, head, trainable=[head.weight], sizes=sizes)
 
 
 def test_without_gradients_nothing_is_kept() -> None:
@@ -103,26 +89,3 @@ def test_few_passes_lose_no_improbable_target(far: float) -> None:
     found = cross_entropy._in_few_passes(logits, targets)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(logits, gradient)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("trained", [True, False], ids=["trained head", "frozen head"])
-@pytest.mark.parametrize("num_rows", [0, 1, 41])
-def test_each_token_has_its_own_gradient(
-    num_rows: int, trained: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cross_entropy, "ALIGNMENT", 4)
-    head = nn.Linear(9, 341).to(dtype).requires_grad_(trained)
-    hidden = torch.randn(num_rows, 9).to(dtype).requires_grad_()
-    targets, weights = torch.randint(0, 341, (num_rows,)), torch.randn(num_rows)
-    learnt = [hidden, *head.parameters()] if trained else [hidden]
-    expected = reference_log_probs(hidden, targets, head)
-    wanted = torch.autograd.grad(expected @ weights, learnt)
-    own = list(head.parameters()) if trained else []
-    found = chunked_log_probs(hidden, targets, head, trainable=own, chunk_rows=7)
-    gradients = torch.autograd.grad(found @ weights, learnt)
-    # float32: other order of sums; bfloat16: gradients are rounded once per chunk
-    rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2e-2, 5e-2)
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
-    for a, b in zip(gradients, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=rtol, atol=atol * 10)

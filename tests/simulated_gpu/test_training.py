@@ -75,7 +75,7 @@ def test_every_way_of_keeping_activations_gives_the_same_numbers(
             peaks[keep] = card.peak
         assert_same(found, expected)
         assert ("recomputed" in found.paths) == (keep is True)
-        assert "norms: 5 fused" in found.paths
+        assert "fused: 7 norms and gated layers" in found.paths
     assert peaks[True] < peaks["auto"]
 
 

@@ -1,4 +1,4 @@
-"""RMSNorms by one kernel: the module is asked, and computes what it computed before."""
+"""Norms and gated layers by one kernel: the module is asked, and computes what it did before."""
 
 from __future__ import annotations
 
@@ -9,36 +9,45 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.execution.plan import plan_for
-from peftkit.model.norms import fused_norms, num_fused
-from tests.families import FAMILIES
+from peftkit.model.fused import fused_modules, num_fused
+from tests.families import ARCHITECTURES
+from tests.kinds import inputs, loss
 
-IDS = torch.arange(24).view(2, 12) + 3
-FUSED = {"llama": 5, "qwen3": 9, "phi3": 5, "mixtral": 5, "t5": 12, "gemma2": 0, "gpt2": 0}
-
-
-def loss_and_gradient(model: Any) -> tuple[Tensor, Tensor]:
-    asked = {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
-    embedded = model.get_input_embeddings()(IDS).detach().requires_grad_()
-    loss = model(inputs_embeds=embedded, **asked).logits.logsumexp(-1).sum()
-    (gradient,) = torch.autograd.grad(loss, embedded)
-    return loss.detach(), gradient
+FUSED = {
+    "llama": 5 + 2,
+    "qwen3": 9 + 2,
+    "phi3": 5,
+    "mixtral": 5,
+    "gemma": 2,
+    "gemma2": 2,
+    "gpt2": 0,
+}
+FUSED |= {"t5_gated": 12, "gpt2": 0, "bert": 0, "deepseek_v3": 9 + 2, "qwen2_moe": 5 + 2}
+"""Norms that are no other norm; and blocks with gate, up and down as three layers of a module: of
+experts, what all tokens share."""
 
 
 @pytest.mark.parametrize(("family", "count"), FUSED.items())
 def test_a_model_computes_what_it_computed_before(family: str, count: int) -> None:
     torch.manual_seed(0)
-    model = FAMILIES[family]().requires_grad_(False).eval()
+    model: Any = ARCHITECTURES[family]().eval()
     for module in model.modules():
         if "Norm" in type(module).__name__:
-            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.uniform_(module.weight, 0.5, 1.5).requires_grad_(False)
     kinds = [type(module) for module in model.modules()]
-    loss, gradient = loss_and_gradient(model)
-    with fused_norms(model):
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        value = loss(model, inputs(model))
+        value.backward()
+        return [value.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    expected = gradients()
+    with fused_modules(model):
         assert num_fused(model) == count
-        found, own = loss_and_gradient(model)
+        found = gradients()
     assert [type(module) for module in model.modules()] == kinds
-    torch.testing.assert_close(found, loss, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(own, gradient, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 class Norm(nn.Module):
@@ -67,16 +76,16 @@ class Norm(nn.Module):
 )
 def test_what_is_another_norm_or_learns_stays_as_it_is(kind: str) -> None:
     norm = Norm(kind)
-    with fused_norms(norm):
+    with fused_modules(norm):
         assert num_fused(norm) == 0
 
 
 def test_only_where_there_is_a_kernel_and_nobody_else_makes_one() -> None:
     norm, x = Norm(), torch.randn(3, 8)
     expected, gated = norm(x), norm(x, x)
-    assert not plan_for("cpu").fused_norms
-    assert plan_for("cuda").fused_norms
-    with fused_norms(norm):
+    assert not plan_for("cpu").fused_kernels
+    assert plan_for("cuda").fused_kernels
+    with fused_modules(norm):
         assert isinstance(norm, Norm)
         assert norm(x).grad_fn is None
         assert torch.equal(norm(x, x), gated)
@@ -87,7 +96,7 @@ def test_only_where_there_is_a_kernel_and_nobody_else_makes_one() -> None:
             assert "RMSNorm" not in str(norm(own).grad_fn)
         torch.testing.assert_close(norm(x), expected)
         kind = type(norm)
-        with fused_norms(norm):
+        with fused_modules(norm):
             assert type(norm) is kind  # it is already
         assert type(norm) is kind
     assert type(norm) is Norm
@@ -95,7 +104,7 @@ def test_only_where_there_is_a_kernel_and_nobody_else_makes_one() -> None:
 
 def test_a_norm_is_itself_again_after_an_exception() -> None:
     norm = Norm()
-    with pytest.raises(ZeroDivisionError), fused_norms(norm):
+    with pytest.raises(ZeroDivisionError), fused_modules(norm):
         raise ZeroDivisionError
     assert type(norm) is Norm
 
@@ -109,9 +118,36 @@ def test_blocks_are_still_compiled_once() -> None:
         graphs.append(graph)
         return graph.forward
 
-    with fused_norms(blocks):
+    with fused_modules(blocks):
         x = torch.randn(3, 8)
         for block in blocks:
             found = torch.compile(type(block).forward, backend=backend)(block, x)
             torch.testing.assert_close(found, block(x))
     assert len(graphs) == 1
+
+
+class Layer(nn.Module):
+    """A gated feed-forward layer, or nearly."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(6, 8), nn.Linear(6, 8)
+        self.down_proj, self.act_fn = nn.Linear(8, 6), nn.Tanh() if kind == "tanh" else nn.SiLU()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.kind == "clamped":
+            gate = gate.clamp(max=0.5)
+        if self.kind == "swapped":
+            gate, up = up, gate
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+@pytest.mark.parametrize("kind", ["", "tanh", "clamped", "swapped"])
+def test_a_layer_that_computes_something_else_stays_as_it_is(kind: str) -> None:
+    layer, x = Layer(kind), torch.randn(3, 6)
+    expected = layer(x)
+    with fused_modules(layer):
+        assert num_fused(layer) == (kind == "")
+        torch.testing.assert_close(layer(x), expected)
