@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.report import heading, table
 from peftkit.kernels.attention import blocked_attention, grouped_attention, reference_attention
-from peftkit.kernels.host_memory import keep_freed_memory
+from peftkit.kernels.device import keep_freed_memory
 
 SHAPES = ((8, 128), (4, 256), (2, 512), (1, 1024), (1, 2048), (1, 4096))
 """Rows and length; 9 heads of 64 over 3 of keys, as SmolLM2's, bf16, causal."""

@@ -34,7 +34,7 @@ from benchmarks.report import heading, table, versions
 from benchmarks.workers.large import LOADING, STEPS, work
 from peftkit.files.disk import check_space, write_json, write_tensor_stream
 from peftkit.files.safetensors_header import DTYPE_NAMES, TensorSpec
-from peftkit.kernels.host_memory import free_bytes
+from peftkit.kernels.device import free_bytes
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden": 64, "inner": 128, "layers": 3, "heads": 4, "groups": 2},

@@ -27,7 +27,7 @@ from peftkit.data.pack import Row
 from peftkit.execution.plan import Activations, plan_for
 from peftkit.kernels.packing import keep_copies, packed_tensors
 from peftkit.methods.lora import LoRA
-from peftkit.model.training import prepared_for_training
+from peftkit.model.modes import prepared_for_training
 from peftkit.planning.step import Setup
 from peftkit.planning.step_estimator import StepEstimator
 from peftkit.quant.quantize import quantize_model

@@ -35,7 +35,7 @@ from peftkit.adapter import attach
 from peftkit.data.pack import Row, collate
 from peftkit.execution.plan import GPU_CHUNKS
 from peftkit.methods.lora import LoRA
-from peftkit.model.training import prepared_for_training
+from peftkit.model.modes import prepared_for_training
 from peftkit.quant.quantize import quantize_model
 from peftkit.tasks.loss import Head, token_loss
 from peftkit.train.config import TrainConfig

@@ -61,14 +61,14 @@ if TYPE_CHECKING:
     from peftkit.merging.into_gguf import MergedGGUF as MergedGGUF
     from peftkit.merging.into_gguf import merge_into_gguf as merge_into_gguf
     from peftkit.merging.merge import merge as merge
-    from peftkit.methods.bitfit import BitFit as BitFit
     from peftkit.methods.bottleneck import Bottleneck as Bottleneck
     from peftkit.methods.data_init import loftq_starts as loftq_starts
-    from peftkit.methods.dora import DoRA as DoRA
     from peftkit.methods.eva import eva_starts as eva_starts
     from peftkit.methods.ia3 import IA3 as IA3
-    from peftkit.methods.ln_tuning import LNTuning as LNTuning
+    from peftkit.methods.lora import DoRA as DoRA
     from peftkit.methods.lora import LoRA as LoRA
+    from peftkit.methods.own_parameters import BitFit as BitFit
+    from peftkit.methods.own_parameters import LNTuning as LNTuning
     from peftkit.methods.prefix import PrefixTuning as PrefixTuning
     from peftkit.methods.prompt import PromptTuning as PromptTuning
     from peftkit.methods.vera import VeRA as VeRA

@@ -12,9 +12,9 @@ from peftkit.errors import AdapterError, TargetError
 from peftkit.methods.modules_to_save import named_modules, wrap_fully
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, InitValues, Method
 from peftkit.methods.token_rows import token_modules
+from peftkit.model.modes import training_layouts
 from peftkit.model.places import unwrap_adapter
 from peftkit.model.targets import Site
-from peftkit.model.training import training_layouts
 
 
 class Adapter:

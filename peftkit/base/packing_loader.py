@@ -24,7 +24,7 @@ from peftkit.base.purpose import head_of_classes
 from peftkit.base.request import StorageFormat
 from peftkit.errors import BaseError, first_few
 from peftkit.events import Listener, Notice, Progress
-from peftkit.kernels.host_memory import trim_malloc
+from peftkit.kernels.device import trim_malloc
 from peftkit.kernels.packing import Packing
 from peftkit.model.places import is_conv1d
 from peftkit.quant.layers import pack

@@ -26,7 +26,7 @@ from peftkit.base.skeleton import packed_skeleton
 from peftkit.base.transfer import CopyStream, DeviceBuffer, Unit, pinned
 from peftkit.errors import BaseError
 from peftkit.execution.environment import free_now
-from peftkit.kernels.host_memory import LARGE, trim_malloc
+from peftkit.kernels.device import LARGE, trim_malloc
 from peftkit.kernels.packed_stack import Group, PackedExperts, PackedStack, has_apart
 from peftkit.kernels.packing import Packing
 from peftkit.model.blocks import recomputable_blocks

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from peftkit.errors import ConfigError
-from peftkit.kernels.device import gpu_here, gpu_of
-from peftkit.kernels.host_memory import free_bytes, resident_bytes
+from peftkit.kernels.device import free_bytes, gpu_here, gpu_of, resident_bytes
 
 GPU_SHARE = 0.95
 """Of a GPU's memory so much can be allocated."""

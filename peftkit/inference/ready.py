@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from peftkit.execution.plan import plan_of
 from peftkit.kernels.packing import copies_kept
-from peftkit.model.training import prepared_for_serving
+from peftkit.model.modes import prepared_for_serving
 from peftkit.tasks.loss import find_head
 from peftkit.train.sharding import is_sharded
 

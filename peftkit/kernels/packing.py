@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from peftkit.kernels.block_scaled import KINDS
-from peftkit.kernels.host_memory import free_bytes
+from peftkit.kernels.device import free_bytes
 from peftkit.kernels.packed import PackedFormat, unpack
 
 COPY_SHARE = 0.25

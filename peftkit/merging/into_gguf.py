@@ -34,7 +34,7 @@ from peftkit.formats.gguf.tensors import all_kinds, dithered, is_rounded, pack, 
 from peftkit.formats.model_files import model_files
 from peftkit.formats.open_adapter import task_of
 from peftkit.formats.peft.folder import read_adapter
-from peftkit.kernels.host_memory import keep_freed_memory
+from peftkit.kernels.device import keep_freed_memory
 from peftkit.merging.fold import Tally
 from peftkit.merging.gguf_changes import Change, Originals, find_changes, type_named, types_of
 from peftkit.merging.write import check_original, files_of

@@ -28,7 +28,7 @@ from peftkit.formats.model_files import model_files
 from peftkit.formats.open_adapter import Opened
 from peftkit.formats.peft.folder import AdapterFile, named_tensors
 from peftkit.formats.shards import Shards, copy_companions, find_shards, rewrite_shards
-from peftkit.kernels.host_memory import keep_freed_memory
+from peftkit.kernels.device import keep_freed_memory
 from peftkit.merging.fold import (
     Tally,
     TensorFold,
@@ -36,7 +36,7 @@ from peftkit.merging.fold import (
     merge_into,
     shared_parameters,
 )
-from peftkit.methods.bitfit import BitFit
+from peftkit.methods.own_parameters import BitFit
 from peftkit.methods.protocol import Method
 from peftkit.methods.table import method_from_peft
 from peftkit.model.places import is_conv1d, is_linear, linear_shape

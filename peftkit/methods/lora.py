@@ -22,7 +22,7 @@ from peftkit.files.safe_regex import is_pattern, is_simple
 from peftkit.files.strict_json import shown
 from peftkit.methods.experts import LoRAExperts, LoRAStack
 from peftkit.methods.lora_groups import Grouping
-from peftkit.methods.lora_linear import DATA_INITS, SUBTRACTED, Init, LoRALinear
+from peftkit.methods.lora_linear import DATA_INITS, SUBTRACTED, DoRALinear, Init, LoRALinear
 from peftkit.methods.protocol import (
     ADAPTER_DTYPES,
     AdapterModule,
@@ -214,6 +214,21 @@ class LoRA(Method):
                     fix="Name roles, or the ends of module names.",
                 )
         return self
+
+
+class DoRA(LoRA):
+    """Weight-decomposed low-rank adaptation of linear layers."""
+
+    files: ClassVar[str] = "PEFT, MLX"
+    sits_on_stacks: ClassVar[bool] = False
+    module_class: ClassVar[Callable[..., LoRALinear]] = DoRALinear
+
+    type: Literal["dora"] = "dora"  # type: ignore[assignment]
+    init: Literal["default", "gaussian", "eva"] = "default"
+    """Initialisation of A: default (Kaiming), gaussian, eva (from activations); B is zero."""
+
+    def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
+        return Method.wrap_experts(self, experts, sites)  # norms of rows there are not made
 
 
 def _check_rank(rank: int, path: str, shape: tuple[int, ...]) -> None:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from peftkit.errors import AdapterError
 from peftkit.files.strict_json import shown
-from peftkit.methods.dora import DoRA
 from peftkit.methods.experts import LoRAExperts
-from peftkit.methods.lora import LoRA
+from peftkit.methods.lora import DoRA, LoRA
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
 from peftkit.methods.protocol import AdapterModule

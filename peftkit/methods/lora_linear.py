@@ -1,4 +1,8 @@
-"""The layer of LoRA: y = W x + s B A x, of a whole linear layer or of rows of a fused one.
+"""The layers of LoRA and DoRA, of a whole linear layer or of rows of a fused one.
+
+    LoRA   y = W x + s B A x
+    DoRA   y = m * (W + s B A) x / ||W + s B A||, the norm of each output row (Liu et al., 2024,
+           arXiv:2402.09353), a constant to the gradient (their section 4.3)
 
 Initial values of A and B:
 
@@ -21,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.kernels import svd
-from peftkit.kernels.lora_update import add_lora, low_rank
+from peftkit.kernels.lora_update import adapted_row_norms, add_lora, low_rank
 from peftkit.methods.protocol import AdapterModule
 from peftkit.methods.row_slice import RowSlice
+from peftkit.model.modes import TrainingLayout
 from peftkit.model.places import linear_shape
 from peftkit.model.targets import Site
-from peftkit.model.training import TrainingLayout
 from peftkit.quant.layers import weight_of
 
 Init = Literal["default", "gaussian", "pissa", "olora", "eva", "loftq"]
@@ -34,6 +38,9 @@ SUBTRACTED = ("pissa", "olora")
 """Initial values that are subtracted again, so that the update starts at zero."""
 DATA_INITS = {"eva": "eva_starts", "loftq": "loftq_starts"}
 """Initialisations that are passed to attach(), and the functions that compute them."""
+
+
+MAGNITUDE = "lora_magnitude_vector"
 
 
 class Grouped(Protocol):
@@ -159,6 +166,73 @@ class LoRALinear(AdapterModule):
     def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
         a, b = self.full_a().float(), self.full_b().float()
         return torch.addmm(weight, b.to(weight.device), a.to(weight.device), alpha=self.scaling)
+
+
+class DoRALinear(LoRALinear):
+    """A frozen linear layer with a LoRA on its direction and trained row norms.
+
+    Attributes:
+        lora_magnitude: (num_rows,): the trained norms of the adapted output rows.
+        squared_norms: (out,) float32: ||w||^2 of the frozen rows.
+    """
+
+    squared_norms: Tensor
+
+    def __init__(self, base: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(base, *args, **kwargs)
+        self.lora_magnitude = nn.Parameter(self.lora_B.detach().new_ones(self.lora_B.shape[0]))
+        squared = torch.zeros(self.out_features, dtype=torch.float32, device=self.lora_B.device)
+        self.register_buffer("squared_norms", squared, persistent=False)
+        if squared.device.type != "meta":
+            with torch.no_grad():
+                squared.copy_(weight_of(base).float().square().sum(1))
+
+    def full_magnitude(self) -> Tensor:
+        """Return m of every output row (out,): the frozen norm where nothing is adapted."""
+        rows = self.slice.rows
+        if rows is None:
+            return self.lora_magnitude
+        return self.squared_norms.sqrt().index_put((rows,), self.lora_magnitude.float())
+
+    def _row_norms(self, weight: Tensor, squared_norms: Tensor) -> Tensor:
+        return adapted_row_norms(
+            weight, self.full_a().detach(), self.full_b().detach(), self.scaling, squared_norms
+        )
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = self.frozen(x, *args, **kwargs)
+        if not self.enabled:
+            return out
+        norms = self._row_norms(weight_of(self.base), self.squared_norms)
+        ratio = self.full_magnitude().float() / norms  # (out,), exactly one at the start
+        plain = out if self.bias is None else out - self.bias
+        out = out + (ratio - 1).to(out.dtype) * plain
+        scaled_b = ratio[:, None] * self.full_b()
+        return add_lora(out, self.dropout(x), self.full_a(), scaled_b, self.scaling)
+
+    @torch.no_grad()
+    def init_from(self, *start: Tensor | None) -> None:
+        super().init_from(*start)
+        # by the same formula as in forward, so that the ratio starts at exactly one
+        norms = self._row_norms(weight_of(self.base), self.squared_norms)
+        self.lora_magnitude.copy_(norms if self.slice.rows is None else norms[self.slice.rows])
+
+    def state(self) -> dict[str, Tensor]:
+        return super().state() | {MAGNITUDE: self.full_magnitude().detach().to(self.lora_A.dtype)}
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        return super().state_shapes() | {MAGNITUDE: (self.out_features,)}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        super().load(state)
+        magnitude, rows = state[MAGNITUDE], self.slice.rows
+        self.lora_magnitude.copy_(magnitude if rows is None else magnitude[rows.cpu()])
+
+    def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
+        direction = super().merged_weight(weight, name)
+        magnitude = self.full_magnitude().float().to(weight.device)
+        return direction * (magnitude / direction.norm(dim=1))[:, None]
 
 
 def drawn(init: Init, shape: torch.Size, rank: int, generator: torch.Generator) -> Tensor:

@@ -9,13 +9,11 @@ from pydantic import BeforeValidator, Field
 
 from peftkit.errors import AdapterError, ConfigError, did_you_mean
 from peftkit.files.strict_json import shown
-from peftkit.methods.bitfit import BitFit, BitFitFormat
 from peftkit.methods.bottleneck import Bottleneck, BottleneckFormat
-from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3, IA3Format
-from peftkit.methods.ln_tuning import LNTuning, LNTuningFormat
-from peftkit.methods.lora import LoRA
+from peftkit.methods.lora import DoRA, LoRA
 from peftkit.methods.lora_format import DoRAFormat, LoRAFormat
+from peftkit.methods.own_parameters import BitFit, BitFitFormat, LNTuning, LNTuningFormat
 from peftkit.methods.peft_format import PeftFormat
 from peftkit.methods.prefix import PrefixTuning, PrefixTuningFormat
 from peftkit.methods.prompt import PromptTuning, PromptTuningFormat

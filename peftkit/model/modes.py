@@ -1,13 +1,20 @@
-"""Train or eval mode of a model's modules within a context."""
+"""The mode that a model is in: training or not, adapters off, and what is laid out for it.
+
+A method may compute several layers together while they are trained. It says so on the modules
+(`training_layout`); training finds it there and knows nothing more of methods.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from peftkit.execution.plan import ExecutionPlan
+from peftkit.model.fused import fused_modules
 from peftkit.model.places import unwrap_adapter
 
 
@@ -42,3 +49,59 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     finally:
         for module, enabled in zip(modules, before, strict=True):
             module.enabled = enabled
+
+
+class TrainingLayout(Protocol):
+    """How the layers of a method are computed while they are trained."""
+
+    def prepare(self) -> None:
+        """Lay them out."""
+
+    def refresh(self) -> None:
+        """Take over the trained tensors as they are now."""
+
+    def end(self) -> None:
+        """Leave every layer as it was."""
+
+    def serving(self) -> AbstractContextManager[None]:
+        """Return a context in which the layers are ready to be called for token after token."""
+
+
+def training_layouts(model: nn.Module) -> list[TrainingLayout]:
+    """Return the layouts of a model's layers, each once."""
+    found = [getattr(module, "training_layout", None) for module in model.modules()]
+    return list({id(layout): layout for layout in found if layout is not None}.values())
+
+
+@contextmanager
+def prepared_for_training(model: nn.Module, plan: ExecutionPlan) -> Iterator[None]:
+    """Have a model's layers laid out as the plan says within the context."""
+    layouts = training_layouts(model) if plan.lora_grouped else []
+    for module in model.modules():
+        if hasattr(module, "dense_columns"):
+            setattr(module, "dense_columns", plan.dense_columns)  # noqa: B010 - not a tensor
+    try:
+        for layout in layouts:
+            layout.prepare()
+        with fused_modules(model) if plan.fused_kernels else nullcontext():
+            yield
+    finally:
+        for layout in layouts:
+            layout.end()
+
+
+@contextmanager
+def prepared_for_serving(model: nn.Module, plan: ExecutionPlan) -> Iterator[None]:
+    """Have a model's layers ready for token after token within the context."""
+    with ExitStack() as stack:
+        for layout in training_layouts(model):
+            stack.enter_context(layout.serving())
+        if plan.fused_kernels:
+            stack.enter_context(fused_modules(model))
+        yield
+
+
+def refresh_layouts(model: nn.Module) -> None:
+    """Let layouts take over tensors that were changed in a way that torch does not tell of."""
+    for layout in training_layouts(model):
+        layout.refresh()

@@ -26,7 +26,7 @@ from peftkit.base.skeleton import on_meta, packed_skeleton, untraced
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.kernels.packing import keep_copies
 from peftkit.methods.protocol import Method
-from peftkit.model.training import prepared_for_training
+from peftkit.model.modes import prepared_for_training
 from peftkit.planning.counter import GPU_ROUNDING, Counter
 from peftkit.planning.step_loss import is_of_classes, loss_of
 from peftkit.tasks.attention import training_attention

@@ -28,8 +28,7 @@ from peftkit.events import (
     Saved,
     StepDone,
 )
-from peftkit.kernels.device import gpu_of
-from peftkit.kernels.host_memory import peak_resident_bytes
+from peftkit.kernels.device import gpu_of, peak_resident_bytes
 from peftkit.train.config import TrainConfig
 
 FILE, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"

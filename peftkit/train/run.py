@@ -23,10 +23,8 @@ from peftkit.events import (
     ignore,
 )
 from peftkit.execution.plan import ExecutionPlan
-from peftkit.kernels.device import gpu_of
-from peftkit.kernels.host_memory import keep_freed_memory, trim_malloc
-from peftkit.model.modes import modes_kept
-from peftkit.model.training import prepared_for_training, refresh_layouts
+from peftkit.kernels.device import gpu_of, keep_freed_memory, trim_malloc
+from peftkit.model.modes import modes_kept, prepared_for_training, refresh_layouts
 from peftkit.quant.audit import audit
 from peftkit.train import rng
 from peftkit.train.batches import StatelessSampler

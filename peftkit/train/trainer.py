@@ -15,7 +15,7 @@ from peftkit.data.lengths import num_tokens
 from peftkit.errors import DataError, RunError
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.execution.strategies import smaller
-from peftkit.model.training import refresh_layouts
+from peftkit.model.modes import refresh_layouts
 from peftkit.train import rng
 from peftkit.train.batches import split_micro_batches
 from peftkit.train.config import TrainConfig

@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.formats.peft.notes import Provenance
-from peftkit.methods.dora import DoRA
-from peftkit.methods.lora import LoRA
+from peftkit.methods.lora import DoRA, LoRA
 from tests.cli.conftest import Run, environment
 from tests.formats.hub_server import Hub, running_hub
 from tests.formats.test_mlx import base_folder, trained

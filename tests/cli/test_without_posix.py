@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from peftkit.kernels.host_memory import free_bytes
+from peftkit.kernels.device import free_bytes
 from peftkit.train.checkpoints import checkpoint
 from peftkit.train.metrics import peak_bytes
 from tests.cli.conftest import Run, start

@@ -17,7 +17,7 @@ from peftkit.adapter import attach
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.kernels.packing import keep_copies
 from peftkit.methods.lora import LoRA
-from peftkit.model.training import prepared_for_training
+from peftkit.model.modes import prepared_for_training
 from peftkit.quant.quantize import quantize_model
 from peftkit.train.memory import blocks as blocks_module
 from peftkit.train.memory.blocks import Blocks

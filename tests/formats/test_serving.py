@@ -19,8 +19,7 @@ from peftkit.formats.exchange import export_adapter
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.low_rank import LowRank, compress, read_low_rank, uniform, without_padding
 from peftkit.formats.serving import MAX_LORA_RANKS, check_serving, max_lora_rank, served_rank
-from peftkit.methods.dora import DoRA
-from peftkit.methods.lora import LoRA
+from peftkit.methods.lora import DoRA, LoRA
 from tests.formats.test_mlx import logits, trained
 
 

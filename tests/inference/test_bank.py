@@ -29,8 +29,7 @@ from peftkit.inference.bank import AdapterBank
 from peftkit.inference.bank_layer import BankLinear
 from peftkit.inference.generate import generate, generate_ids
 from peftkit.kernels import by_row
-from peftkit.methods.dora import DoRA
-from peftkit.methods.lora import LoRA
+from peftkit.methods.lora import DoRA, LoRA
 from peftkit.quant.audit import audit
 from tests.families import FAMILIES
 

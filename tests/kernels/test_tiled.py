@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from peftkit.adapter import attach
 from peftkit.kernels.packing import keep_copies
 from peftkit.methods.bottleneck import Bottleneck
-from peftkit.methods.dora import DoRA
-from peftkit.methods.lora import LoRA
+from peftkit.methods.lora import DoRA, LoRA
 from peftkit.methods.protocol import Method
 from peftkit.model.blocks import feed_forward_modules
 from peftkit.quant.quantize import quantize_model

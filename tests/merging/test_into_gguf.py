@@ -25,10 +25,9 @@ from peftkit.formats.peft.notes import Provenance
 from peftkit.merging import into_gguf
 from peftkit.merging.fold import merge_into
 from peftkit.merging.into_gguf import MergedGGUF, merge_into_gguf
-from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3
-from peftkit.methods.ln_tuning import LNTuning
-from peftkit.methods.lora import LoRA
+from peftkit.methods.lora import DoRA, LoRA
+from peftkit.methods.own_parameters import LNTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.protocol import Method
 from peftkit.methods.vera import VeRA

@@ -31,11 +31,10 @@ from peftkit.merging.fold import Tally, merge_into
 from peftkit.merging.merge import Dtype, merge
 from peftkit.merging.verify import agreement
 from peftkit.merging.write import plan_stream
-from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3
-from peftkit.methods.ln_tuning import LNTuning
-from peftkit.methods.lora import LoRA
+from peftkit.methods.lora import DoRA, LoRA
 from peftkit.methods.lora_linear import LoRALinear
+from peftkit.methods.own_parameters import LNTuning
 from peftkit.methods.protocol import Method
 from peftkit.methods.vera import VeRA
 from peftkit.quant.quantize import quantize_model

@@ -11,12 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from peftkit.methods.bitfit import BitFit
 from peftkit.methods.bottleneck import Bottleneck
-from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3
-from peftkit.methods.ln_tuning import LNTuning
-from peftkit.methods.lora import LoRA
+from peftkit.methods.lora import DoRA, LoRA
+from peftkit.methods.own_parameters import BitFit, LNTuning
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.protocol import Method

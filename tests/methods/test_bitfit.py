@@ -15,8 +15,8 @@ from peftkit.errors import AdapterError, TargetError
 from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS, load_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.merging.fold import merge_into
-from peftkit.methods.bitfit import BitFit
 from peftkit.methods.lora import LoRA
+from peftkit.methods.own_parameters import BitFit
 from peftkit.quant.quantize import quantize_model
 from tests.kinds import outputs
 from tests.methods.exchange import built, check_back, moved, saved, trained

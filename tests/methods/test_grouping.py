@@ -18,7 +18,7 @@ from peftkit.kernels.packing import keep_copies
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_groups import LoRAGroup
 from peftkit.methods.lora_linear import LoRALinear
-from peftkit.model.training import refresh_layouts
+from peftkit.model.modes import refresh_layouts
 from peftkit.quant.quantize import quantize_model
 from peftkit.train.memory.blocks import Blocks
 from peftkit.train.model import paths

@@ -13,9 +13,8 @@ from peftkit.adapter import attach
 from peftkit.config.schema import from_dict
 from peftkit.errors import TargetError
 from peftkit.formats.card import adapter_table, small_reach
-from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3
-from peftkit.methods.lora import LoRA
+from peftkit.methods.lora import DoRA, LoRA
 from peftkit.model.targets import resolve
 from peftkit.quant.audit import audit
 from peftkit.run.config import Recipe

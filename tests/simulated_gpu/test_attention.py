@@ -12,7 +12,6 @@ from benchmarks import shapes
 from peftkit.data.load import DataConfig
 from peftkit.events import Event, RunStarted, StepDone
 from peftkit.kernels import varlen
-from peftkit.kernels.varlen import reference_varlen_attn
 from peftkit.recipe import run
 from peftkit.run.config import Recipe
 from peftkit.tasks.causal_lm import CausalLM
@@ -21,6 +20,7 @@ from tests.simulated_gpu.same import make_rows
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
 from tests.simulated_gpu.test_training import recipe_for
+from tests.varlen_reference import reference_varlen_attn
 
 
 def missing(*args: Any, **more: Any) -> Any:

@@ -12,9 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from peftkit import recipe
 from peftkit.methods.bottleneck import Bottleneck
-from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3
-from peftkit.methods.lora import LoRA
+from peftkit.methods.lora import DoRA, LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.protocol import Method

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from peftkit.events import Event, StepDone
-from peftkit.methods.dora import DoRA
-from peftkit.methods.lora import LoRA
+from peftkit.methods.lora import DoRA, LoRA
 from peftkit.train.prefetch import BatchPrefetcher, OnDevice
 from tests.simulated_gpu import same
 from tests.simulated_gpu.same import train

@@ -20,13 +20,13 @@ from transformers.masking_utils import (
 
 from peftkit.data.load import DataConfig
 from peftkit.kernels import varlen
-from peftkit.kernels.varlen import reference_varlen_attn
 from peftkit.tasks import attention, attention_kernels, unpadding
 from peftkit.tasks.attention import MaskKind, TrainingAttention, kind_of
 from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
 from peftkit.train.memory.blocks import Blocks
 from tests.families import ARCHITECTURES
 from tests.tasks.test_unpadding import MODELS, PACKED, ROWS, SHARING, a_row, learnt, task_on
+from tests.varlen_reference import reference_varlen_attn
 
 Tokenizer = PreTrainedTokenizerFast
 SPANS = ["llama", "qwen3", "gemma3_text", "mistral_swa", "olmo2", "gpt_neox", "qwen3_moe", "phi3"]

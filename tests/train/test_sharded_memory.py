@@ -14,7 +14,7 @@ import transformers
 from torch.distributed.fsdp import FSDPModule
 
 from peftkit.base.load import load_base
-from peftkit.kernels.host_memory import trim_malloc
+from peftkit.kernels.device import trim_malloc
 from peftkit.quant.layers import QuantizedLinear
 from peftkit.train.rank_monitor import RankMonitor
 from peftkit.train.sharding import local_bytes, shard_base

@@ -25,8 +25,8 @@ from peftkit.data.pack import Row
 from peftkit.data.stored import StoredRows
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, Notice, ScoredAnswer, ignore
+from peftkit.kernels.device import free_bytes
 from peftkit.kernels.divergence import chunked_divergence, reference_divergence
-from peftkit.kernels.host_memory import free_bytes
 from peftkit.model.modes import evaluating
 from peftkit.model.places import unwrap_adapter
 from peftkit.model.side_adapter import SideAdapter

@@ -25,8 +25,7 @@ from peftkit.events import Event, Notice
 from peftkit.execution.environment import used_bytes
 from peftkit.execution.plan import ACTIVATIONS_IN_WORDS, Activations
 from peftkit.execution.strategies import choose
-from peftkit.kernels.device import gpu_of
-from peftkit.kernels.host_memory import free_bytes
+from peftkit.kernels.device import free_bytes, gpu_of
 from peftkit.train import rng
 from peftkit.train.memory.compiled import compile_blocks
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory

@@ -18,8 +18,7 @@ from peftkit.files.disk import read_tensors
 from peftkit.formats.continued import START, before_training
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
-from peftkit.methods.dora import DoRA
-from peftkit.methods.lora import LoRA
+from peftkit.methods.lora import DoRA, LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.protocol import Method

@@ -15,7 +15,7 @@ from peftkit.adapter import attach
 from peftkit.errors import PeftkitError, RunError
 from peftkit.events import StepDone
 from peftkit.methods.lora import LoRA
-from peftkit.model.training import prepared_for_training
+from peftkit.model.modes import prepared_for_training
 from peftkit.train import run as run_module
 from peftkit.train.memory.blocks import Blocks
 from peftkit.train.memory.out_of_memory import is_out_of_memory
