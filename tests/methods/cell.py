@@ -6,12 +6,16 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from peftkit.adapter import Adapter
+from peftkit.adapter import Adapter, attach
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.notes import Provenance
+from peftkit.methods.protocol import Method
 from peftkit.quant.quantize import quantize_model
 from tests.families import ARCHITECTURES
 from tests.kinds import loss, outputs
@@ -73,11 +77,40 @@ def bare_model(architecture: str, quantize: str) -> nn.Module:
 
     It is frozen, as every base is: torch sums in another order where a weight trains.
     """
-    torch.manual_seed(0)
-    model = ARCHITECTURES[architecture]().eval().requires_grad_(False)
+    model = built(architecture).requires_grad_(False)
     if quantize != "none":
         quantize_model(model, quantize, double_quant=True, compute_dtype=torch.float32)
     return model
+
+
+def built(family: str) -> nn.Module:
+    """Return one and the same tiny model each time."""
+    torch.manual_seed(0)
+    return ARCHITECTURES[family]().eval()
+
+
+def moved(model: nn.Module, size: float = 0.05, parts: tuple[str, ...] = ("",)) -> None:
+    """Stand in for training: move every trainable value of some names a little."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and any(part in name for part in parts):
+                parameter += size * torch.randn(parameter.shape, generator=generator)
+
+
+def trained(model: nn.Module, method: Method) -> Adapter:
+    """Attach a method and move its tensors; a fresh one must have changed nothing."""
+    before = outputs(model)
+    adapter = attach(model, method)
+    assert torch.equal(outputs(model), before)
+    moved(model)
+    assert not torch.allclose(outputs(model), before, atol=1e-2)
+    return adapter
+
+
+def saved(adapter: Adapter, folder: Path) -> Path:
+    """Save an adapter of whatever task."""
+    return save_adapter(adapter, folder, Provenance(task_type=None))
 
 
 def losses(adapter: Adapter, given: dict[str, Any], steps: int = STEPS) -> list[float]:

@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import peft
-import torch
 from torch import Tensor, nn
 
 from peftkit.errors import PeftkitError
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.notes import Provenance
 from tests.kinds import outputs
-from tests.methods.cell import Cell, bare_model, demand_close, largest, own_warnings
+from tests.methods.cell import Cell, bare_model, demand_close, largest, moved, own_warnings
 from tests.methods.grid import PEFT_LIMITS, READING_LIMITS
 
 
@@ -44,7 +43,8 @@ def peft_agrees(cell: Cell) -> None:
 
         scale = largest(trained)
         demand_close(given(), trained, "PEFT from our file", scale=scale)
-        nudge(theirs, ("bias",) if method.type == "bitfit" else (".default", "prompt"))
+        theirs.requires_grad_(True)  # as loaded, it is frozen
+        moved(theirs, 0.02, ("bias",) if method.type == "bitfit" else (".default", "prompt"))
         theirs.save_pretrained(str(folder / "theirs"))
         try:
             load_adapter(bare, folder / "theirs")
@@ -68,12 +68,3 @@ def task_type(model: nn.Module) -> str | None:
         return "CAUSAL_LM"
     text = getattr(model, "main_input_name", "") == "input_ids"
     return "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder and text else None
-
-
-def nudge(model: nn.Module, parts: tuple[str, ...]) -> None:
-    """Stand in for training: move every value of PEFT's adapter a little."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if any(part in name for part in parts):
-                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)

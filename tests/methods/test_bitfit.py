@@ -19,7 +19,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.methods.own_parameters import BitFit
 from peftkit.quant.quantize import quantize_model
 from tests.kinds import outputs
-from tests.methods.exchange import built, check_back, moved, saved, trained
+from tests.methods.cell import built, moved, saved, trained
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name
@@ -88,8 +88,11 @@ def test_their_lora_that_trains_biases_alone_is_read(bias: str, tmp_path: Path) 
 
 def test_biases_beside_a_lora_that_does_something_are_refused_by_name(tmp_path: Path) -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], bias="all")
+    theirs = peft.get_peft_model(built("qwen2"), config)
+    moved(theirs)
+    theirs.save_pretrained(tmp_path)
     with pytest.raises(AdapterError, match=r"features that peftkit does not read\n  bias: all"):
-        check_back("qwen2", config, tmp_path)
+        load_adapter(built("qwen2"), tmp_path)
 
 
 def test_a_lora_does_not_become_one_that_trains_biases(tmp_path: Path) -> None:

@@ -13,17 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.adapter import Adapter, attach
-from peftkit.errors import AdapterError, ConfigError, MergeError, TargetError
+from peftkit.errors import AdapterError, ConfigError, TargetError
 from peftkit.formats.peft.folder import load_adapter, save_adapter
-from peftkit.formats.peft.notes import Provenance
-from peftkit.merging.fold import merge_into
 from peftkit.methods.bottleneck import Bottleneck, BottleneckModule
 from peftkit.model.blocks import blocks, find_sublayers
-from peftkit.quant.quantize import quantize_model
-from peftkit_cli.app import run
-from tests.families import ARCHITECTURES, tiny_tokenizer
+from tests.families import ARCHITECTURES
 from tests.kinds import inputs, loss, outputs
 from tests.methods import cell
+from tests.methods.cell import built as build
 
 STYLES = ("houlsby", "pfeiffer", "parallel")
 NUM_CROSS = {"t5": 2, "t5_gated": 2, "mt5": 2, "bart": 2, "pegasus": 2, "whisper": 2}
@@ -33,14 +30,6 @@ NUM_BLOCKS = dict.fromkeys(NUM_CROSS, 4) | {"clip": 4, "llava": 4, "qwen2_vl": 4
     "idefics": 6,
 }  # fmt: skip
 """All others have two."""
-
-
-def build(family: str, kind: str = "none") -> nn.Module:
-    torch.manual_seed(0)
-    model = ARCHITECTURES[family]().eval()
-    if kind != "none":
-        quantize_model(model, kind, double_quant=True, compute_dtype=torch.float32)
-    return model
 
 
 def disturbed(adapter: Adapter) -> Adapter:
@@ -228,21 +217,6 @@ def test_an_adapter_in_bf16_trains_under_a_base_in_bf16() -> None:
 
 
 # ------------------------------------------------------------------- what it cannot
-
-
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_merging_is_refused_by_name(family, tmp_path, capsys) -> None:
-    model = build(family)
-    model.save_pretrained(tmp_path / "base")
-    tiny_tokenizer().save_pretrained(tmp_path / "base")
-    adapter = disturbed(attach(model, Bottleneck()))
-    with pytest.raises(MergeError, match=r"'bottleneck' cannot be merged\n.*nonlinearity"):
-        merge_into(adapter)
-    save_adapter(adapter, tmp_path / "adapter", Provenance(base=str(tmp_path / "base")))
-    asked = ["merge", str(tmp_path / "adapter"), "--out", str(tmp_path / "out")]
-    assert run(asked) == 2
-    assert "'bottleneck' cannot be merged" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_peft_refuses_our_file(tmp_path) -> None:

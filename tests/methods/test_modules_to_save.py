@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,7 +19,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.methods.modules_to_save import named_modules
 from peftkit.methods.protocol import AdapterModule
 from peftkit.quant.quantize import quantize_model
-from tests.methods.exchange import built, check_back, saved, trained
+from tests.methods.cell import built, saved, trained
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name
@@ -30,18 +29,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Model has `tie_word_embeddings=True`:UserWarning",
     "ignore:Model with `tie_word_embeddings=True`:UserWarning",
 )
-
-
-@pytest.mark.parametrize(
-    ("family", "modules"),
-    [("llama", ["lm_head", "norm"]), ("gpt2", ["wte"]), ("bert_cls", ["classifier", "score"])],
-)
-def test_we_compute_the_same_from_their_file(
-    family: str, modules: list[str], tmp_path: Path
-) -> None:
-    config = peft.LoraConfig(r=2, modules_to_save=modules, target_modules="all-linear")
-    config.fan_in_fan_out = family == "gpt2"
-    check_back(family, config, tmp_path)
 
 
 def test_targets_inside_are_trained_whole_and_not_adapted() -> None:

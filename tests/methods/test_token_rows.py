@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,26 +20,13 @@ from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import Method
 from tests.kinds import outputs, words
-from tests.methods.exchange import built, check_back, saved, trained
+from tests.methods.cell import built, saved, trained
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
 )
 TOKENS = (40, 12, 33)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma", "t5", "bart"])
-def test_we_compute_the_same_from_their_file(family: str, tmp_path: Path) -> None:
-    config = peft.LoraConfig(r=2, target_modules="all-linear", trainable_token_indices=[40, 12])
-    config.fan_in_fan_out = family == "gpt2"
-    check_back(family, config, tmp_path)
-
-
-def test_we_compute_the_same_from_their_rows_of_both_tables(tmp_path: Path) -> None:
-    rows = {"embed_tokens": [40, 12], "lm_head": [12]}
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=rows)
-    check_back("llama", config, tmp_path)
 
 
 def test_only_these_tokens_change_and_their_rows_are_what_is_looked_up() -> None:
