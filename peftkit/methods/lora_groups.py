@@ -95,7 +95,8 @@ class LoRAGroup(SharedInputGroup):
         ]
         self.copies = [*self.lora_a.split(self.ranks), *self.lora_b]
         own = [member.scaling for member in members]
-        self.scales = torch.tensor(own).repeat_interleave(torch.tensor(self.ranks)).to(device)
+        each = [scale for scale, rank in zip(own, self.ranks, strict=True) for _ in range(rank)]
+        self.scales = torch.tensor(each, device=device)
         self.factors = [*own, *[1.0] * len(own)]
         self._seen: list[int] = []
         for member in members:
