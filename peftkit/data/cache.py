@@ -25,7 +25,7 @@ from typing import Any
 from peftkit.data import load
 from peftkit.data.columns import columns_of
 from peftkit.data.encoding import Block, RowEncoder, blocks
-from peftkit.data.stored import StoredRows, open_rows, write_rows
+from peftkit.data.lazy_rows import StoredRows, open_rows, write_rows
 from peftkit.errors import DataError, RunError
 from peftkit.events import Listener, Notice, Progress, ignore
 from peftkit.files.folders import alone

@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from peftkit.data.images import Picture
-from peftkit.data.lengths import num_tokens
 from peftkit.data.media import STAMP, STORED, is_as_stored
-from peftkit.data.pack import IGNORE, Learnt
+from peftkit.data.pack import IGNORE, Learnt, num_tokens
 from peftkit.data.sounds import Sound
 
 KEPT = 0

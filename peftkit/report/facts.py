@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from peftkit.config.schema import Config, dump_yaml
-from peftkit.data.lengths import tokens_of_each
+from peftkit.data.pack import tokens_of_each
 from peftkit.events import Event, Listener, Notice, Table
 from peftkit.files.disk import write_json
 from peftkit.report.history import FACTS

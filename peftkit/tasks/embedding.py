@@ -26,9 +26,9 @@ from torch.nn import functional
 
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import read_each
+from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import DataConfig, Record
 from peftkit.data.messages import WrongField, full_text, texts_of
-from peftkit.data.stored import StoredRows
 from peftkit.errors import DataError
 from peftkit.events import Listener, ignore
 from peftkit.tasks.labels import FIX, said_in
@@ -159,7 +159,6 @@ class Embedding(TextTask):
         return _joined(self.embed(model, batch), batch["names"])
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss summed over the batch's anchors, in fp32."""
         return self.loss_and_metric_sums(model, batch)[0]
 
     def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

@@ -19,9 +19,9 @@ from peftkit.base.purpose import ProblemType, Processor, labels_of
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import read_each
 from peftkit.data.images import Picture, picture, require_pillow
+from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import DataConfig, Part, Record, iterate_records
 from peftkit.data.messages import WrongField
-from peftkit.data.stored import StoredRows
 from peftkit.errors import DataError
 from peftkit.files.strict_json import shown
 from peftkit.tasks.labels import FIX, field_of, label_of, number_of, said_in, sorted_names

@@ -17,9 +17,9 @@ from peftkit.base.purpose import Processor
 from peftkit.data.image_row import ImageRow
 from peftkit.data.image_text import ImageEncoder
 from peftkit.data.images import require_pillow
+from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import IGNORE
-from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError
 from peftkit.tasks.isolation import check_causal_answer
 from peftkit.tasks.loss import unwrapped

@@ -29,9 +29,9 @@ from peftkit.data.columns import Dropped
 from peftkit.data.encode import SpecialTokens
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import ParsedRow, Text, parse
+from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import DataConfig, Record
 from peftkit.data.pack import padded_rows
-from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.tasks.length import longest

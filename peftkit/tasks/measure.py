@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftkit.data.lengths import tokens_of_each
+from peftkit.data.pack import tokens_of_each
 from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.protocol import Task
 from peftkit.train.batches import split_micro_batches

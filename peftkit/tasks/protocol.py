@@ -25,10 +25,9 @@ from peftkit.data.chat import choose_template
 from peftkit.data.documents import agreed_style, style_of
 from peftkit.data.encode import Style
 from peftkit.data.encoding import RowEncoder
-from peftkit.data.lazy_rows import LazyRows, weighted
-from peftkit.data.lengths import padded
+from peftkit.data.lazy_rows import LazyRows, StoredRows, weighted
 from peftkit.data.load import DataConfig, Record
-from peftkit.data.stored import StoredRows
+from peftkit.data.pack import padded
 from peftkit.errors import DataError
 from peftkit.events import Listener, Notice, Stage, Table, ignore
 from peftkit.model.side_adapter import SideAdapter

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, Purpose
+from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import DataConfig, Record
 from peftkit.data.messages import full_text, texts_of
-from peftkit.data.stored import StoredRows
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.tasks.labels import said_in

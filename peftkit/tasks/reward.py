@@ -107,15 +107,11 @@ class Reward(TextTask):
     """
 
     num_metrics: ClassVar[int] = 3
+
     row_encoder: RewardEncoder
 
     def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        config: RewardConfig,
-        data: DataConfig,
-        **more: Any,
+        self, model: nn.Module, tokenizer: Any, config: RewardConfig, data: DataConfig, **more: Any
     ) -> None:
         super().__init__(model, tokenizer, config, data, **more)
         self.row_encoder = RewardEncoder(self.texts, self.template, config.margin)
@@ -136,7 +132,6 @@ class Reward(TextTask):
         return batch["margins"].numel()
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss summed over pairs, in fp32."""
         return self.loss_and_metric_sums(model, batch)[0]
 
     def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -168,7 +163,6 @@ class Reward(TextTask):
     def metrics(
         self, model: nn.Module, rows: Sequence[RewardRow], *, on_event: Listener = ignore
     ) -> dict[str, float]:
-        """Return the loss, and what is told at each step of training."""
         return mean_metrics(self, model, rows, on_event=on_event)
 
     def scores(

@@ -24,9 +24,9 @@ from peftkit.data.columns import Dropped
 from peftkit.data.encode import SpecialTokens
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import Completion, Example, FieldNames, Instruction, ParsedRow, parse
+from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import DataConfig, Record
 from peftkit.data.pack import padded_rows
-from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.length import longest

@@ -19,8 +19,8 @@ from torch.nn import functional
 from peftkit.base.purpose import ClassHead, ProblemType, Purpose, labels_of
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import read_each
+from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import DataConfig, Record
-from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.files.strict_json import shown

@@ -18,9 +18,8 @@ from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, ProblemType, Purpose
 from peftkit.data.cache import tokenizer_key
-from peftkit.data.lengths import rounded_up
 from peftkit.data.load import DataConfig
-from peftkit.data.pack import padded_rows
+from peftkit.data.pack import padded_rows, rounded_up
 from peftkit.errors import BaseError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.length import longest

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from peftkit.base.purpose import labels_of
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import read_each
+from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import DataConfig, Record
 from peftkit.data.messages import WrongField, texts_of
-from peftkit.data.stored import StoredRows
 from peftkit.errors import BaseError, DataError
 from peftkit.tasks.labels import FIX, check_names, label_names, list_of, names_in, number_of
 from peftkit.tasks.loss import unwrapped

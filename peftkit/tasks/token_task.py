@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.data.encode import Style
-from peftkit.data.lengths import rounded_up
-from peftkit.data.pack import IGNORE, Row, collate, labelled_pieces, last_answer
+from peftkit.data.pack import IGNORE, Row, collate, labelled_pieces, last_answer, rounded_up
 from peftkit.events import Listener, ignore
 from peftkit.model.modes import adapters_off
 from peftkit.tasks.attention import TrainingAttention, training_attention

@@ -18,10 +18,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from peftkit.base.purpose import Processor
+from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import padded_rows
 from peftkit.data.sounds import Sound, require_audio
-from peftkit.data.stored import StoredRows
 from peftkit.events import Listener, Progress, ignore
 from peftkit.files.disk import read_json, write_json
 from peftkit.tasks.error_rates import error_rates, heard_metrics, normalizer_of

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftkit.data.lengths import num_tokens
+from peftkit.data.pack import num_tokens
 from peftkit.errors import RunError
 from peftkit.train import rng
 from peftkit.train.world import World

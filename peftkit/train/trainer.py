@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftkit.data.lengths import num_tokens
+from peftkit.data.pack import num_tokens
 from peftkit.errors import DataError, RunError
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.execution.strategies import smaller

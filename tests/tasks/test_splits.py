@@ -13,9 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit import recipe
 from peftkit.config.schema import from_dict
-from peftkit.data.lazy_rows import LazyRows, weighted
+from peftkit.data.lazy_rows import LazyRows, is_held_out, weighted
 from peftkit.data.load import DataConfig, Source
-from peftkit.data.stored import is_held_out
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Event, Notice
 from peftkit.run.config import Recipe

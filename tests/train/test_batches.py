@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from peftkit.data.lengths import num_tokens, padded
+from peftkit.data.pack import num_tokens, padded
 from peftkit.tasks.seq2seq import PairRow
 from peftkit.train import batches
 from tests.train.toy import Row, Toy, crash_after, make_rows, play, same

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peftkit.data.lengths import padded
+from peftkit.data.pack import padded
 from peftkit.events import Event, Notice, Saved, StepDone
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit

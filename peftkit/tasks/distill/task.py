@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from peftkit.data.columns import columns_of
 from peftkit.data.encode import stop_ids
+from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
-from peftkit.data.stored import StoredRows
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, Notice, ScoredAnswer, ignore
 from peftkit.kernels.device import free_bytes

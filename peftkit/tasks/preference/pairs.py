@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from peftkit.data.columns import Dropped
 from peftkit.data.encoding import EncodedRows
+from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import Record
 from peftkit.data.pack import IGNORE
 from peftkit.data.preferences import Pair, read_pairs_of
-from peftkit.data.stored import StoredRows
 from peftkit.tasks.preference.losses import Answers, pair_losses, rewards
 from peftkit.tasks.preference.rows import AnswerEncoder, Compared, after_common_tokens, compared
 from peftkit.tasks.preference.task import Preference, summed, whole_answers

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from peftkit.data.columns import columns_of
 from peftkit.data.lazy_rows import View
-from peftkit.data.lengths import tokens_of_each
+from peftkit.data.pack import tokens_of_each
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice, Progress, Stage
 from peftkit.files.disk import read_tensors, write_tensors

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from peftkit.data.lengths import tokens_of_each
+from peftkit.data.pack import tokens_of_each
 from peftkit.errors import RunError
 from peftkit.events import Event, Notice, Stage
 from peftkit.quant.audit import audit

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from peftkit.data.lengths import num_tokens
+from peftkit.data.pack import num_tokens
 from peftkit.errors import RunError
 from peftkit.kernels.device import gpu_here, gpu_of
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from peftkit.data.lengths import num_tokens, tokens_of_each
+from peftkit.data.pack import num_tokens, tokens_of_each
 from peftkit.errors import RunError
 from peftkit.events import Event, Notice
 from peftkit.execution.environment import used_bytes
