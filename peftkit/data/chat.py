@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from peftkit.data.format import Conversation
-from peftkit.data.messages import Message
+from peftkit.data.messages import Message, reasoning_of
 from peftkit.errors import DataError, did_you_mean
 
 SENTINEL = "PEFTKITsentinelTURN"
+_THOUGHT_END = re.compile(r"\s*(</[a-z]+>|\[/[A-Z]+\])?\s*")
 _TEMPLATE_FIX = (
     'Set data.chat_template to "chatml" (it writes system, tool and tool-call turns), or to a '
     ".jinja file."
@@ -71,19 +72,54 @@ class Rendered:
     Args:
         spans: The learnt turns, in order.
         as_generated: Whether the last turn begins right after what a generation prompt ends with.
+        thoughts: Of learnt turns with reasoning, whether the template writes it.
     """
 
     text: str
     spans: tuple[Span, ...]
     as_generated: bool
+    thoughts: tuple[bool, ...] = ()
 
 
-def choose_template(tokenizer: Any, choice: str | None) -> str | None:
+def choose_template(
+    tokenizer: Any, choice: str | None, variables: Mapping[str, Any] | None = None
+) -> str | None:
     """Return the template of `data.chat_template`; None: the tokenizer's own, if it has one.
 
+    Args:
+        variables: Set in the template's first lines, unless who renders it gives others: so that
+            whoever has the template prompts as it was trained.
+
     Raises:
-        DataError: It names a file that is not there.
+        DataError: It names a file that is not there, or does not know one of the variables.
     """
+    template = _named_template(choice)
+    if not variables:
+        return template
+    known = own_template(tokenizer) if template is None else template
+    for name in variables:
+        if not name.isidentifier() or not re.search(rf"\b{name}\b", known):
+            raise DataError(
+                f"Cannot use data.chat_template_kwargs: {name}.",
+                found="The chat template does not read it." if known else "There is no template.",
+                fix="Leave it out, or give a template that does with data.chat_template.",
+            )
+    lines = [
+        f"{{%- set {name} = {name} if {name} is defined else {json.dumps(value)} -%}}\n"
+        for name, value in variables.items()
+    ]
+    return "".join(lines) + known
+
+
+def own_template(tokenizer: Any) -> str:
+    """Return the text of a tokenizer's or processor's own template, "" if it has none."""
+    found = getattr(tokenizer, "chat_template", None) or ""
+    if not found:
+        found = getattr(getattr(tokenizer, "tokenizer", None), "chat_template", None) or ""
+    return str(found.get("default", "") if isinstance(found, Mapping) else found)
+
+
+def _named_template(choice: str | None) -> str | None:
     if choice is None:
         return None
     if choice == "chatml":
@@ -113,10 +149,20 @@ class Chat:
     Args:
         template: Used instead of the tokenizer's own.
         renderer: Whose `apply_chat_template` writes conversations, if not the tokenizer's.
+        learns_reasoning: Whether what was thought before an answer is learnt with it.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None = None, renderer: Any = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str | None = None,
+        renderer: Any = None,
+        *,
+        learns_reasoning: bool = True,
+    ) -> None:
         self._renderer, self._template = renderer or tokenizer, template
+        self._text = template or own_template(self._renderer)
+        self._learns_reasoning = learns_reasoning
         special = "|".join(re.escape(text) for text in special_texts(tokenizer)) or r"(?!)"
         self._next_special = re.compile(rf"\s*({special})")
         # the end of a turn: special tokens, then nothing but white space and more of them
@@ -131,19 +177,24 @@ class Chat:
         source: str,
         *,
         generation: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return a conversation as text, with the beginning of an answer for `generation`.
+
+        Args:
+            variables: For the template, in place of those that it sets itself.
 
         Raises:
             DataError: The template refuses the conversation; with its own words.
         """
         try:
             text = self._renderer.apply_chat_template(
-                [dict(message) for message in messages],
+                [self._as_read(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 chat_template=self._template,
                 add_generation_prompt=generation,
                 tokenize=False,
+                **(variables or {}),
             )
         except Exception as problem:  # a template is a program: it can raise anything
             found = f"It says: {problem}"
@@ -157,6 +208,17 @@ class Chat:
         assert isinstance(text, str)
         return text
 
+    def _as_read(self, message: Message) -> dict[str, Any]:
+        """Return a message with the names that the template reads."""
+        told = dict(message)
+        if told["role"] == "developer" and "developer" not in self._text:
+            told["role"] = "system"
+        if "reasoning_content" in self._text or not (thought := told.pop("reasoning_content", "")):
+            return told
+        if re.search(r"\.thinking\b|['\"]thinking['\"]", self._text):
+            return told | {"thinking": thought}
+        return told | {"content": f"<think>\n{thought}\n</think>\n\n{told.get('content') or ''}"}
+
     def spans(self, conversation: Conversation) -> Rendered:
         """Render a conversation and find the turns to learn.
 
@@ -166,17 +228,22 @@ class Chat:
         whole = self.render(conversation.messages, conversation.tools, conversation.source)
         self._check_nothing_is_left_out(conversation, whole)
         spans: list[Span] = []
+        thoughts: list[bool] = []
         as_generated = True
         for turn in conversation.learnt:
             message = conversation.messages[turn]
             if not (message.get("content") or "").strip() and "tool_calls" not in message:
                 continue  # nothing was said: there is nothing to learn
             span, as_generated = self._span(conversation, turn, whole)
+            if thought := reasoning_of(message):
+                thoughts.append(thought in whole[span.start : span.end])
+                if not self._learns_reasoning and thoughts[-1]:
+                    span = _after_thought(whole, span, message, thought)
             if not spans or span.start >= spans[-1].end:
                 spans.append(span)
             else:
                 raise _not_found(conversation, turn, "it overlaps the turn before it")
-        return Rendered(whole, tuple(spans), as_generated)
+        return Rendered(whole, tuple(spans), as_generated, tuple(thoughts))
 
     def _span(self, conversation: Conversation, turn: int, whole: str) -> tuple[Span, bool]:
         """Return a turn's span, and whether it begins where the generation prompt ends."""
@@ -274,6 +341,16 @@ class Chat:
                 found=f"Turn {number} (from 0) calls {json.dumps(function['name'])}.",
                 fix=_TEMPLATE_FIX,
             )
+
+
+def _after_thought(whole: str, span: Span, message: Message, thought: str) -> Span:
+    """Return what follows a thought: from the answer's text on, or after what ends the thought."""
+    start = whole.index(thought, span.start) + len(thought)
+    said = (message.get("content") or "").rpartition("</think>")[2].strip()
+    answer = whole.find(said, start, span.end) if said else -1
+    ending = _THOUGHT_END.match(whole, start, span.end)
+    start = answer if answer >= 0 else ending.end() if ending else start
+    return Span(start, span.end, span.ended)
 
 
 def _not_found(conversation: Conversation, turn: int, why: str) -> DataError:

@@ -40,13 +40,14 @@ class DocumentEncoder(RowEncoder):
         format: Literal["auto"] | FormatName,
         max_length: int,
         fields: FieldNames | None = None,
+        reasoning: str = "learn",
     ) -> None:
-        self._encoder = Encoder(tokenizer, template)
-        self._tokenizer, self._template = tokenizer, template
+        self._encoder = Encoder(tokenizer, template, reasoning)
+        self._tokenizer, self._template, self._reasoning = tokenizer, template, reasoning
         self._format, self._max_length, self._fields = format, max_length, fields
 
     def key(self, where: str) -> object:
-        known = (self._template, self._format, self._max_length, self._fields)
+        known = (self._template, self._format, self._max_length, self._fields, self._reasoning)
         return (*tokenizer_key(self._tokenizer), *known)
 
     def read(self, records: Sequence[Record], where: str) -> ParsedRow:
@@ -54,7 +55,7 @@ class DocumentEncoder(RowEncoder):
 
     def rows(self, read: ParsedRow) -> EncodedRows:
         encoder, counts = self._encoder, Counter[str]()
-        before = encoder.num_off_prompt
+        encoder.counts.clear()
         rows: list[Row | Dropped] = []
         for example in read.examples:
             row = encoder.encode(example)
@@ -66,7 +67,7 @@ class DocumentEncoder(RowEncoder):
             counts["cut"] += len(row.input_ids) > self._max_length
             counts["targets"] += cut.num_targets
             rows.append(cut)
-        counts["off_prompt"] = encoder.num_off_prompt - before
+        counts.update(encoder.counts)
         style: str = encoder.style(read.examples[0]).kind
         return EncodedRows(rows, {"format": str(read.format), "style": style}, counts, read.unused)
 

@@ -7,13 +7,14 @@ those of the prompt alone, and an answer's tokens are made to continue them.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from peftkit.data.chat import Chat, Rendered, Span, special_texts
 from peftkit.data.format import Completion, Conversation, Example, Instruction, Text
-from peftkit.data.messages import Message
+from peftkit.data.messages import Message, without_reasoning
 from peftkit.data.pack import IGNORE, Row
 from peftkit.errors import BaseError, DataError
 
@@ -56,11 +57,13 @@ def prompt_ids(
     prompt: str | Sequence[Message],
     style: Style,
     tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Return the tokens that generation starts from.
 
     Args:
         prompt: What the user says, or a whole conversation up to now (chat only).
+        variables: For the chat template, in place of those that the adapter learnt with.
 
     Raises:
         DataError: The style or the template cannot write it.
@@ -69,7 +72,7 @@ def prompt_ids(
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         require_template(tokenizer, style.chat_template)
         chat = Chat(tokenizer, style.chat_template)
-        text = chat.render(messages, tools, "the prompt", generation=True)
+        text = chat.render(messages, tools, "the prompt", generation=True, variables=variables)
         return _tokens(tokenizer, text)
     if not isinstance(prompt, str):
         raise DataError(
@@ -97,18 +100,22 @@ class Encoder:
 
     Args:
         template: A chat template's text, used instead of the tokenizer's own.
+        reasoning: See `DataConfig.reasoning`.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
-        self._tokenizer, self._template = tokenizer, template
+    def __init__(
+        self, tokenizer: Any, template: str | None = None, reasoning: str = "learn"
+    ) -> None:
+        self._tokenizer, self._template, self._reasoning = tokenizer, template, reasoning
         self.has_template = template is not None or bool(tokenizer.chat_template)
-        self._chat = Chat(tokenizer, template)
+        self._chat = Chat(tokenizer, template, learns_reasoning=reasoning == "learn")
         special = "|".join(re.escape(text) for text in special_texts(tokenizer)) or r"(?!)"
         self._special = re.compile(special)
         self._added = set(getattr(tokenizer, "added_tokens_decoder", {}))
         self._headers: dict[str, list[int]] = {}
-        self.num_off_prompt = 0
-        """Conversations whose last turn begins otherwise than the generation prompt ends."""
+        self.counts = Counter[str]()
+        """off_prompt: conversations whose last turn begins otherwise than the generation prompt
+        ends; thoughts, unwritten: learnt turns with reasoning that the template writes, or not."""
 
     def style(self, example: Example) -> Style:
         """Return how generation has to prompt a model that learnt from such an example.
@@ -175,8 +182,12 @@ class Encoder:
         return ids if ids and ids[-1] == eos else [*ids, eos]
 
     def _conversation(self, example: Conversation) -> Row:
+        if self._reasoning == "drop":
+            example = replace(example, messages=tuple(map(without_reasoning, example.messages)))
         rendered = self._chat.spans(example)
-        self.num_off_prompt += not rendered.as_generated
+        self.counts["off_prompt"] += not rendered.as_generated
+        self.counts["thoughts"] += sum(rendered.thoughts)
+        self.counts["unwritten"] += len(rendered.thoughts) - sum(rendered.thoughts)
         last = example.learnt[-1] if example.learnt else -1
         return self.rendered(rendered, example.source, ends=last == len(example.messages) - 1)
 

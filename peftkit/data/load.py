@@ -26,6 +26,8 @@ from peftkit.data.strict_rows import (
 from peftkit.errors import DataError, did_you_mean, first_few
 
 PART_ROWS = 1_000
+CHAT = ("chat_template", "chat_template_kwargs")
+"""Fields of the data section that say how a conversation becomes text."""
 FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 
 
@@ -58,6 +60,12 @@ class DataConfig(Config):
     chat_template: str | None = None
     """How a conversation becomes text; null: the tokenizer's own template, "chatml": ChatML,
     else a .jinja file."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Variables of the chat template: {enable_thinking: false}. Kept with the adapter, so that it
+    is prompted with them too."""
+    reasoning: Literal["learn", "context", "drop"] = "learn"
+    """What the assistant thought before it answers (reasoning_content, or <think> in its text), as
+    far as the template writes it: learnt, only read before the answer, or left out."""
     max_pixels: Annotated[int, Field(ge=1)] | None = None
     """Largest image in pixels, larger ones are scaled down before the model's processor sees them:
     what an image costs grows with its pixels; null: as large as that takes them."""

@@ -1,12 +1,14 @@
 """Conversations as they are found, OpenAI's and ShareGPT's, brought to one shape.
 
-The shape is that of transformers' chat templates: roles system, user, assistant and tool; content
-is text; a tool call's arguments are an object, not JSON in a string.
+The shape is that of transformers' chat templates: roles system, developer, user, assistant and
+tool; content is text; what the assistant thought is `reasoning_content`; a tool call's arguments
+are an object, not JSON in a string.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +20,7 @@ MAX_CHARACTERS = 10_000_000
 
 _ROLES = {
     "system": "system",
-    "developer": "system",
+    "developer": "developer",
     "user": "user",
     "human": "user",
     "assistant": "assistant",
@@ -36,10 +38,15 @@ _ROLES = {
 # what may come before a turn; None is the beginning
 _BEFORE: dict[str, tuple[str | None, ...]] = {
     "system": (None,),
-    "user": (None, "system", "assistant"),
+    "developer": (None, "system"),
+    "user": (None, "system", "developer", "assistant"),
     "assistant": ("user", "tool"),
     "tool": ("assistant", "tool"),
 }
+
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 class WrongField(Exception):
@@ -153,8 +160,10 @@ def _message(turn: Any, path: str) -> tuple[Message, bool]:
     if role is None:
         hint = did_you_mean(name, _ROLES)
         raise WrongField(f"{path}.{role_key}", f"unknown role '{name}'. {hint}".rstrip())
-    taken = {role_key, text_key, "tool_calls", "function_call", "weight"}
+    taken = {role_key, text_key, "tool_calls", "function_call", "weight", *_REASONING}
     message: dict[str, Any] = {"role": role}
+    if reasoning := _reasoning(turn, role, text_key, path):
+        message["reasoning_content"] = reasoning
     calls = turn.get("tool_calls")
     if name == "function_call":
         calls = _parse_json(text_of(turn, text_key, f"{path}.{text_key}"), f"{path}.{text_key}")
@@ -168,6 +177,33 @@ def _message(turn: Any, path: str) -> tuple[Message, bool]:
         message["tool_calls"] = _calls(calls, role, f"{path}.tool_calls")
     message |= {k: v for k, v in turn.items() if k not in taken and v is not None}
     return message, _weight(turn, role, f"{path}.weight")
+
+
+def _reasoning(turn: Mapping[str, Any], role: str, text_key: str, path: str) -> str:
+    """Return what the assistant thought: a field of the turn, or parts of its content."""
+    texts = [text_of(turn, name, f"{path}.{name}") for name in _REASONING if turn.get(name)]
+    parts = turn.get(text_key)
+    for part in parts if isinstance(parts, list) else ():
+        if isinstance(part, Mapping) and part.get("type") in _REASONING:
+            name = next((name for name in (*_REASONING, "text") if part.get(name)), "text")
+            texts.append(text_of(part, name, f"{path}.{text_key}"))
+    if texts and role != "assistant":
+        raise WrongField(path, f"only the assistant thinks, found reasoning on {role}")
+    return "\n".join(texts)
+
+
+def reasoning_of(message: Message) -> str:
+    """Return what was thought before a message: its field, or the <think> that it begins with."""
+    inline = _THOUGHT.match(message.get("content") or "")
+    return str(message.get("reasoning_content") or (inline[1] if inline else "")).strip()
+
+
+def without_reasoning(message: Message) -> Message:
+    """Return a message without what was thought before it."""
+    said = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if message["role"] == "assistant" and said.get("content"):
+        said["content"] = _THOUGHT.sub("", said["content"])
+    return said
 
 
 def _weight(turn: Mapping[str, Any], role: str, path: str) -> bool:
@@ -188,6 +224,8 @@ def _content(turn: Mapping[str, Any], key: str, path: str) -> str:
         where = f"{path}[{number}]"
         if not isinstance(part, Mapping):
             raise WrongField(where, f"expected an object, found {kind_of(part)}")
+        if part.get("type") in _REASONING:
+            continue
         if part.get("type") != "text":
             raise WrongField(where, f"only text can be learnt, found {part.get('type')!r}")
         parts.append(text_of(part, "text", f"{where}.text"))

@@ -16,7 +16,8 @@ from peftkit.run.config import Recipe, load
 from peftkit.run.rules import SWEPT, broken
 
 SAME = (
-    *("data.max_length", "data.packing", "data.format", "data.chat_template"),
+    *("data.max_length", "data.packing", "data.format", "data.reasoning"),
+    *("data.chat_template", "data.chat_template_kwargs"),
     "train.gradient_checkpointing",
 )
 """What decides how rows become batches, and what is kept of them."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from peftkit.data.documents import DocumentEncoder
 from peftkit.data.format import FieldNames
 from peftkit.data.lazy_rows import LazyRows, PackedRows
-from peftkit.data.load import DataConfig
+from peftkit.data.load import CHAT, DataConfig
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice
 from peftkit.kernels.context import Context
@@ -53,7 +53,7 @@ class CausalLM(AnswerTask):
         super().__init__(model, tokenizer, config, data, **more)
         self.isolation = self._isolation_in(model)
         self.row_encoder = DocumentEncoder(
-            tokenizer, self.template, data.format, self.max_length, config.fields
+            tokenizer, self.template, data.format, self.max_length, config.fields, data.reasoning
         )
 
     def _isolation_in(self, model: nn.Module) -> Isolation | None:
@@ -110,7 +110,7 @@ class CausalLMConfig(TaskConfig):
     writes_text: ClassVar[bool] = True
     takes_parts: ClassVar[bool] = True
     data_fields: ClassVar[frozenset[str]] = frozenset(
-        {"format", "max_length", "packing", "chat_template", "max_dropped"}
+        {"format", "max_length", "packing", *CHAT, "reasoning", "max_dropped"}
     )
 
     type: Literal["causal_lm"] = "causal_lm"

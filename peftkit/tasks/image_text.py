@@ -18,7 +18,7 @@ from peftkit.data.image_row import ImageRow
 from peftkit.data.image_text import ImageEncoder
 from peftkit.data.images import require_pillow
 from peftkit.data.lazy_rows import StoredRows
-from peftkit.data.load import DataConfig
+from peftkit.data.load import CHAT, DataConfig
 from peftkit.data.pack import IGNORE
 from peftkit.errors import BaseError
 from peftkit.tasks.isolation import check_causal_answer
@@ -161,7 +161,7 @@ class ImageTextConfig(TaskConfig):
     generates: ClassVar[bool] = True
     command: ClassVar[str] = "peftkit generate {folder} --image FILE --prompt TEXT"
     data_fields: ClassVar[frozenset[str]] = frozenset(
-        {"format", "max_length", "max_pixels", "chat_template", "max_dropped"}
+        {"format", "max_length", "max_pixels", *CHAT, "max_dropped"}
     )
 
     type: Literal["image_text"] = "image_text"

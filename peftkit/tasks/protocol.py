@@ -75,7 +75,9 @@ class Task(loop.Task, ABC):
         if style is not None and style.kind == "chat":
             self.template = style.chat_template
         else:
-            self.template = choose_template(self.tokenizer, data.chat_template)
+            self.template = choose_template(
+                processor, data.chat_template, data.chat_template_kwargs
+            )
 
     @property
     def paths(self) -> Mapping[str, str]:
@@ -159,6 +161,13 @@ class Task(loop.Task, ABC):
         yield "rows kept", f"{len(rows):,}"
         if "cut" in rows.counts:
             yield f"cut at {self.max_length:,} tokens", f"{rows.counts['cut']:,}"
+        if self.data.chat_template_kwargs and "style" in rows.agreed:
+            pairs = self.data.chat_template_kwargs.items()
+            yield "chat template", ", ".join(f"{name}: {value}" for name, value in pairs)
+        if rows.counts["thoughts"]:
+            yield f"turns with reasoning ({self.data.reasoning})", f"{rows.counts['thoughts']:,}"
+        if rows.counts["unwritten"]:
+            yield "reasoning that the template leaves out", f"{rows.counts['unwritten']:,}"
         yield from self.counts(rows)
         for number, reason in enumerate(self.row_encoder.drops):
             yield f"dropped: {reason}", named(rows.dropped(number))

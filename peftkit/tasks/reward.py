@@ -23,7 +23,7 @@ from peftkit.data.columns import Dropped
 from peftkit.data.encode import Encoder
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import Completion, Conversation, Example, Instruction, Text, parse
-from peftkit.data.load import DataConfig, Record
+from peftkit.data.load import CHAT, DataConfig, Record
 from peftkit.data.preferences import NOTHING_TO_COMPARE, SIDES, Pair, read_pairs_of
 from peftkit.events import Listener, ignore
 from peftkit.tasks.measure import mean_metrics
@@ -202,9 +202,7 @@ class RewardConfig(TaskConfig):
     task: ClassVar[Callable[..., Task]] = Reward
     command: ClassVar[str] = "peftkit predict {folder} --data FILE --out scored.jsonl"
     num_texts: ClassVar[int] = 2
-    data_fields: ClassVar[frozenset[str]] = frozenset(
-        {"max_length", "chat_template", "max_dropped"}
-    )
+    data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT, "max_dropped"})
 
     type: Literal["reward"] = "reward"
     margin: str | None = None

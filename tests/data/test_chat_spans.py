@@ -70,6 +70,132 @@ def with_template(tokenizer: Any, template: str) -> Any:
     return own
 
 
+# reads reasoning_content, strips that of earlier turns, can be told not to think (Qwen3)
+QWEN3 = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}"
+    "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "{{ '<tool_call>' + c.function.name + (c.function.arguments | tojson) + '</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and enable_thinking is false %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+# names the thought another way, and what it says to developers (gpt-oss)
+CHANNELS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role }}"
+    "{% if m.role == 'developer' %}{{ '!' }}{% endif %}"
+    "{% if m.thinking %}{{ '<analysis>' + m.thinking + '<|im_end|><|im_start|>final' }}{% endif %}"
+    "{{ ':' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+)
+THOUGHT = [
+    {"role": "user", "content": Q1},
+    {"role": "assistant", "content": "the dog", "reasoning_content": "a fox, or"},
+    {"role": "user", "content": Q2},
+    {"role": "assistant", "content": "the fox", "reasoning_content": "not the dog"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "reasoning", "spans", "counts"),
+    [
+        (QWEN3, "learn", ["the dog", "<think>\nnot the dog\n</think>\n\nthe fox"], (1, 1)),
+        (QWEN3, "context", ["the dog", "the fox"], (1, 1)),
+        (QWEN3, "drop", ["the dog", "<think>\n\n</think>\n\nthe fox"], (0, 0)),
+        (
+            CHANNELS,
+            "learn",
+            [
+                "<analysis>a fox, or<|im_end|><|im_start|>final:the dog",
+                "<analysis>not the dog<|im_end|><|im_start|>final:the fox",
+            ],
+            (2, 0),
+        ),
+        (CHANNELS, "context", ["the dog", "the fox"], (2, 0)),
+        (
+            CHATML,
+            "learn",
+            [
+                "<think>\na fox, or\n</think>\n\nthe dog",
+                "<think>\nnot the dog\n</think>\n\nthe fox",
+            ],
+            (2, 0),
+        ),
+        (CHATML, "context", ["the dog", "the fox"], (2, 0)),
+        (CHATML, "drop", ["the dog", "the fox"], (0, 0)),
+    ],
+)
+def test_thinking_is_learnt_read_or_left_out(
+    tokenizer: Any, template: str, reasoning: str, spans: list[str], counts: tuple[int, int]
+) -> None:
+    own = with_template(tokenizer, template)
+    inline = [
+        {**turn, "content": f"<think>\n{turn['reasoning_content']}\n</think>\n\n{turn['content']}"}
+        if "reasoning_content" in turn
+        else turn
+        for turn in THOUGHT
+    ]
+    rows = [THOUGHT] if template != CHATML else [THOUGHT, [
+        {key: value for key, value in turn.items() if key != "reasoning_content"}
+        for turn in inline
+    ]]  # fmt: skip
+    for row in rows:
+        encoder = Encoder(own, reasoning=reasoning)
+        parsed = parse([Record({"messages": row}, "a.jsonl:7")], "auto", where="a.jsonl")
+        found = encoder.encode(parsed.examples[0])
+        assert learnt(own, found) == [span + "<|im_end|>" for span in spans]
+        assert (encoder.counts["thoughts"], encoder.counts["unwritten"]) == counts
+
+
+def test_a_thought_before_several_calls_is_told_from_them(tokenizer: Any) -> None:
+    own = with_template(tokenizer, QWEN3)
+    calls = [{"name": name, "arguments": {"n": 1}} for name in ("find", "count")]
+    turns = [
+        {"role": "user", "content": Q1},
+        {"role": "assistant", "tool_calls": calls, "reasoning_content": "both"},
+        *({"role": "tool", "content": said} for said in ("3 foxes", "4")),
+        {"role": "assistant", "content": "three"},
+    ]
+    parsed = parse([Record({"messages": turns}, "a.jsonl:7")], "auto", where="a.jsonl")
+    both = '<tool_call>find{"n": 1}</tool_call><tool_call>count{"n": 1}</tool_call><|im_end|>'
+    answer = "<think>\n\n</think>\n\nthree<|im_end|>"
+    for reasoning, lead in (("learn", "<think>\nboth\n</think>\n\n"), ("context", "")):
+        row = Encoder(own, reasoning=reasoning).encode(parsed.examples[0])
+        assert learnt(own, row) == [lead + both, answer]
+
+
+def test_what_a_developer_says_is_the_systems_where_the_template_knows_no_other(
+    tokenizer: Any,
+) -> None:
+    turns = messages([("developer", "be short"), *TURNS[:1], ("assistant", "a")])
+    for template, text in ((QWEN3, "<|im_start|>system\nbe"), (CHANNELS, "developer!:be")):
+        own = with_template(tokenizer, template)
+        assert text in own.decode(encoded(own, {"messages": turns}).input_ids)
+
+
+def test_variables_of_the_template_are_those_of_training_unless_others_are_given(
+    tokenizer: Any,
+) -> None:
+    own = with_template(tokenizer, QWEN3)
+    quiet = choose_template(own, None, {"enable_thinking": False})
+    turns = messages([("user", Q1), ("assistant", "a")])
+    row = Encoder(own, quiet).encode(
+        parse([Record({"messages": turns}, "a:1")], "auto", where="a").examples[0]
+    )
+    assert learnt(own, row) == ["a<|im_end|>"]
+    prompt = prompt_ids(own, Q1, Style("chat", quiet))
+    assert list(row.input_ids[: len(prompt)]) == prompt
+    assert own.decode(prompt).endswith("<think>\n\n</think>\n\n")
+    thinking = prompt_ids(own, Q1, Style("chat", quiet), variables={"enable_thinking": True})
+    assert thinking == prompt_ids(own, Q1, Style("chat"))
+    with pytest.raises(DataError, match="chat_template_kwargs: enable_thoughts"):
+        choose_template(own, None, {"enable_thoughts": False})
+
+
 def messages(turns: list[tuple[str, str]]) -> list[dict[str, Any]]:
     return [{"role": role, "content": content} for role, content in turns]
 
@@ -139,7 +265,7 @@ def test_rows_that_begin_otherwise_than_generation_are_counted(
         encoder = Encoder(with_template(tokenizer, TEMPLATES[name]))
         record = Record({"messages": messages(TURNS[:2])}, "a.jsonl:1")
         encoder.encode(parse([record], "auto", where="a.jsonl").examples[0])
-        assert encoder.num_off_prompt == count
+        assert encoder.counts["off_prompt"] == count
 
 
 @pytest.mark.parametrize("template", [CHATML, TEMPLATES["chatml"]])

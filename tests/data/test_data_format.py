@@ -153,7 +153,7 @@ def test_openai_tool_calls_keep_ids_and_lose_the_json_in_their_arguments() -> No
     assert example.learnt == (2, 6)
     made = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}, "id": "c1"}
     assert list(example.messages) == [
-        {"role": "system", "content": "s"},
+        {"role": "developer", "content": "s"},
         {"role": "user", "content": "q!"},
         {"role": "assistant", "tool_calls": [made]},
         {"role": "tool", "content": "3", "tool_call_id": "c1"},
@@ -161,6 +161,20 @@ def test_openai_tool_calls_keep_ids_and_lose_the_json_in_their_arguments() -> No
         U,
         {**A, "name": "n"},
     ]
+
+
+def test_what_was_thought_is_one_field_whatever_it_was_called() -> None:
+    thought = {**A, "reasoning_content": "hm"}
+    for turn in (
+        thought,
+        {**A, "reasoning": "hm"},
+        {**A, "thinking": "hm"},
+        {**A, "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}]},
+    ):
+        (example,) = parsed({"messages": [U, turn]}).examples
+        assert isinstance(example, Conversation)
+        assert example.messages[1] == thought
+    assert "only the assistant thinks" in refused({"messages": [{**U, "reasoning": "hm"}, A]})
 
 
 def test_alpaca_with_system_and_history_is_a_conversation() -> None:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from torch import nn
 
 from peftkit.config.schema import Config
-from peftkit.data.load import DataConfig
+from peftkit.data.load import CHAT, DataConfig
 from peftkit.errors import ConfigError
 from peftkit.kernels.divergence import Divergence, DivergenceName
 from peftkit.tasks.distill.prompt import TeacherPrompt, read_prompt
@@ -54,7 +54,7 @@ class DistillConfig(TaskConfig):
     generates: ClassVar[bool] = True
     writes_text: ClassVar[bool] = True
     data_fields: ClassVar[frozenset[str]] = frozenset(
-        {"format", "max_length", "chat_template", "max_dropped"}
+        {"format", "max_length", *CHAT, "max_dropped"}
     )
 
     type: Literal["distill"] = "distill"

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from peftkit.data.load import CHAT
 from peftkit.tasks.on_policy.losses import CLIP, LossName
 from peftkit.tasks.on_policy.rewards import RewardTerm
 from peftkit.tasks.on_policy.task import GRPO
@@ -19,9 +20,7 @@ class GRPOConfig(TaskConfig):
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     command: ClassVar[str] = "peftkit chat {folder}"
     generates: ClassVar[bool] = True
-    data_fields: ClassVar[frozenset[str]] = frozenset(
-        {"max_length", "chat_template", "max_dropped"}
-    )
+    data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT, "max_dropped"})
 
     task: ClassVar = GRPO
 

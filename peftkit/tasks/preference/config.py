@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from torch import nn
 
-from peftkit.data.load import DataConfig
+from peftkit.data.load import CHAT, DataConfig
 from peftkit.errors import ConfigError
 from peftkit.tasks.preference.kto import KTO
 from peftkit.tasks.preference.losses import DEFAULTS, WITH_REFERENCE, LossName
@@ -27,9 +27,7 @@ class PreferenceConfig(TaskConfig):
     generates: ClassVar[bool] = True
     num_texts: ClassVar[int] = 2
     writes_text: ClassVar[bool] = True
-    data_fields: ClassVar[frozenset[str]] = frozenset(
-        {"max_length", "chat_template", "max_dropped"}
-    )
+    data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT, "max_dropped"})
 
     type: Literal["preference"] = "preference"
     loss: LossName = "dpo"
