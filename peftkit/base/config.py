@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from peftkit.config.schema import Config
 
@@ -30,5 +30,8 @@ class BaseConfig(Config):
     store: Literal["auto", "off"] = "auto"
     """auto: a large base that was quantised once is kept in the cache (PEFTKIT_CACHE) and opened in
     seconds; see peftkit base ls. off: it is quantised at each start."""
+    rope_scaling: dict[str, Any] | None = None
+    """Rotary positions for longer rows than the base was made for, as transformers'
+    rope_parameters: {rope_type: yarn, factor: 4.0}. Kept with the adapter and in merged models."""
     new_tokens: tuple[str, ...] = ()
     """Tokens to add; their rows in the embedding and the head are trained too."""

@@ -25,6 +25,7 @@ from transformers.utils.hub import cached_file
 
 from peftkit.base.locate import KNOWN, Location, hub_answers, suggest
 from peftkit.base.purpose import Purpose, set_head
+from peftkit.base.rope import scale_rope
 from peftkit.errors import BaseError, PeftkitError, first_few
 from peftkit.events import Listener, Progress
 from peftkit.files.disk import read_json
@@ -50,6 +51,8 @@ def check_config(location: Location, purpose: Purpose) -> Any:
         )
     if purpose.head is not None:
         set_head(config, purpose.head, location.name)
+    if purpose.rope_scaling:
+        scale_rope(config, purpose.rope_scaling, location.name)
     return config
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from peftkit.base.rope import RopeScaling
 from peftkit.errors import BaseError, first_few
 from peftkit.files.disk import open_tensors
 
@@ -77,12 +78,14 @@ class Purpose:
         auto_class: The class of transformers that picks the model's.
         processor: What turns raw inputs into tensors.
         head: The head of classes that it must have; None where the model's own output serves.
+        rope_scaling: How its rotary positions are scaled, if other than its config says.
     """
 
     task: str = "causal_lm"
     auto_class: str = "AutoModelForCausalLM"
     processor: Processor = "tokenizer"
     head: ClassHead | None = None
+    rope_scaling: RopeScaling | None = None
 
 
 CAUSAL_LM = Purpose()

@@ -64,7 +64,7 @@ def folder_of(wanted: BaseRequest, *, shared: bool = False) -> Path | None:
     source = files_of(wanted.location)
     if source is None:
         return None
-    head = [] if purpose.head is None else [repr(purpose.head)]
+    head = [repr(each) for each in (purpose.head, purpose.rope_scaling) if each is not None]
     said = json.dumps([str(source.resolve()), purpose.auto_class, _form(form), *head])
     name = re.sub(r"[^\w.-]+", "-", source.name)[:40]
     return store_folder() / f"{name}-{hashlib.sha256(said.encode()).hexdigest()[:16]}"

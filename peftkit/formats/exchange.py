@@ -21,6 +21,7 @@ from torch import nn
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location, locate
 from peftkit.base.request import DTYPES
+from peftkit.base.rope import rope_told
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import AdapterError, first_few
 from peftkit.events import Listener, Notice, Saved, Stage, ignore
@@ -145,6 +146,8 @@ def export_adapter(
                 _write(source, folder, to, DTYPES[dtype], max_rank if serving else None)
     if serving and (stored := str(file.provenance.loading.get("stored", ""))):
         on_event(Notice(served_over(stored)))
+    if scaling := file.provenance.loading.get("rope_scaling"):
+        on_event(Notice(rope_told(scaling)))
     on_event(Saved(f"{to} adapter", out))
     return Exported(out, _commands(file, out, to, base), errors)
 

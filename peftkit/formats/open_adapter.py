@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,7 @@ def base_of(
         quantize=quantize or str(loading.get("quantize", "none")),
         double_quant=bool(loading.get("double_quant", True)),
         quantize_towers=bool(loading.get("quantize_towers", True)),  # before it, all were
-        purpose=(task or task_of(file)).purpose,
+        purpose=replace((task or task_of(file)).purpose, rope_scaling=loading.get("rope_scaling")),
         device=device,
         on_event=on_event,
     )

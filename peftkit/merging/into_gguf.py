@@ -22,6 +22,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from peftkit.base.rope import rope_told
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import MergeError, OutputError, RunError
 from peftkit.events import Listener, Notice, Progress, Saved, Stage, Table, ignore
@@ -110,6 +111,8 @@ def merge_into_gguf(
         changes = find_changes(file, name, model, into, header)
         types = types_of(changes, into, header, asked)
         layout = laid_out(into, header, types)
+        if scaling := file.provenance.loading.get("rope_scaling"):
+            on_event(Notice(rope_told(scaling)))
         if not shards:
             on_event(Notice(_UNCOMPARED.format(name, into.name)))
         merge = _Merge(into, source, header, layout, types, originals)

@@ -173,7 +173,8 @@ class _Job:
 def _write(job: _Job, folder: Path, tally: Tally, on_event: Listener) -> Reference | None:
     """Write the merged model; return what base and adapter compute on the prompts, if any."""
     reference = plan = None
-    if job.files is not None and not job.into_codes:
+    copies_config = not job.file.provenance.loading.get("rope_scaling")
+    if job.files is not None and not job.into_codes and copies_config:
         bones = job.bones()
         plan = plan_stream(job.file, job.files, bones, job.dtype, tally)
     if plan is not None:

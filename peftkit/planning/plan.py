@@ -11,14 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peftkit.base.skeleton import read_config
 from peftkit.config.schema import from_dict
 from peftkit.execution.environment import gpu_of_size, this_machine
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.planning.cards import CARDS, LINK, measured_rate, parse_size
 from peftkit.planning.memory import STEP, DeviceEstimate, MemoryEstimator, Strategy
 from peftkit.planning.resolve import plan_as_asked
-from peftkit.planning.step import plain_purpose
+from peftkit.planning.step import config_of
 from peftkit.run.config import Recipe, load
 from peftkit.train.optim import STATE_BYTES
 
@@ -102,7 +101,7 @@ def plan_run(
     environment = this_machine()
     if memory is not None:
         environment = gpu_of_size(parse_size(memory) if isinstance(memory, str) else memory)
-    config = read_config(recipe.base.model, recipe.base.revision, plain_purpose(recipe.task))
+    config = config_of(recipe.base, recipe.task)
     costs = MemoryEstimator(recipe, config, environment, link=link)
     rows, length, steps = costs.rows, costs.length, costs.steps
     ways = tuple(costs.ways())

@@ -19,12 +19,11 @@ import torch
 
 from peftkit.base.placement import ROOM
 from peftkit.base.request import DTYPES, fast_dtype
-from peftkit.base.skeleton import read_config
 from peftkit.events import Listener, Notice
 from peftkit.execution.environment import Environment, default_device, free_now, used_bytes
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.planning.memory import MemoryEstimator
-from peftkit.planning.step import plain_purpose
+from peftkit.planning.step import config_of
 from peftkit.planning.step_estimator import CountError
 from peftkit.run.config import Recipe
 from peftkit.train.world import World
@@ -50,7 +49,7 @@ def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
     others = list(_elsewhere(recipe, plan))
     if here.memory is None or not others:
         return plan
-    config: Any = read_config(recipe.base.model, recipe.base.revision, plain_purpose(recipe.task))
+    config: Any = config_of(recipe.base, recipe.task)
     estimator = MemoryEstimator(recipe, config, here)
     needed = _needed(estimator, plan, on_event)
     if not _lacks(needed, here, device):
@@ -139,7 +138,7 @@ def rounds(recipes: Sequence[Recipe], on_event: Listener) -> list[range]:
     environment = free_now()
     if environment.memory is None:
         return [range(len(recipes))]
-    config: Any = read_config(first.base.model, first.base.revision, plain_purpose(first.task))
+    config: Any = config_of(first.base, first.task)
     try:
         found = split(recipes, config, environment)
     except CountError as error:

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftkit.adapter import Adapter, attach
+from peftkit.base.config import BaseConfig
 from peftkit.base.purpose import ClassHead, Purpose, head_of_classes
 from peftkit.base.request import StorageFormat
-from peftkit.base.skeleton import on_meta, packed_skeleton, untraced
+from peftkit.base.skeleton import on_meta, packed_skeleton, read_config, untraced
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.kernels.packing import keep_copies
 from peftkit.methods.protocol import Method
@@ -154,6 +155,12 @@ class _Widest:
 def plain_purpose(task: TaskConfig) -> Purpose:
     """Return what a task's model is for, before its data say the labels."""
     return Purpose(task.type, task.auto_class, task.processor)
+
+
+def config_of(base: BaseConfig, task: TaskConfig) -> Any:
+    """Read the config of the model that a recipe names, as it will be loaded."""
+    purpose = replace(plain_purpose(task), rope_scaling=base.rope_scaling)
+    return read_config(base.model, base.revision, purpose)
 
 
 def skeleton_of(setup: Setup) -> Any:

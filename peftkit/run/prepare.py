@@ -158,7 +158,7 @@ def open_base(
         quantize_towers=recipe.base.quantize_towers,
         placement=plan.placement,
         store=recipe.base.store,
-        purpose=purpose,
+        purpose=replace(purpose, rope_scaling=recipe.base.rope_scaling),
         device="cpu" if plan.is_sharded else None,
         sharing=monitor if plan.is_sharded else None,
         on_event=on_event,

@@ -164,6 +164,8 @@ def _provenance(recipe: Recipe, ready: Prepared) -> Provenance:
     )
     if ready.base.stored:
         loading["stored"] = ready.base.stored
+    if recipe.base.rope_scaling:  # all of it, with what the base's config said
+        loading["rope_scaling"] = dict(ready.base.model.config.get_text_config().rope_parameters)
     return Provenance(
         base=ready.base.name,
         hub_id=ready.base.hub_id,
