@@ -22,8 +22,8 @@ from peftkit.data.format import parse as parse_rows
 from peftkit.data.image_rows import parse_with_images
 from peftkit.data.load import DataConfig, read_records
 from peftkit.data.preferences import read_pairs_of, read_verdicts
+from peftkit.data.prompts import read_prompts
 from peftkit.run.config import Recipe
-from peftkit.tasks.distill.rows import with_answer
 from peftkit.tasks.image_classification import iterate_images
 from peftkit.tasks.labels import text_of
 from peftkit.tasks.speech_rows import read_utterances
@@ -214,7 +214,7 @@ def read(block: Block, folder: Path, model: Any = None, tokenizer: Any = None) -
     if task.type == "preference":
         (read_verdicts if task.loss == "kto" else read_pairs_of)(records, where)
     elif task.type == "distill":
-        parse_rows([with_answer(record) for record in records], "auto", where=where)
+        read_prompts(records, "auto", where)
     elif task.type == "reward":
         read_pairs_of(records, where, margin=task.margin)
     elif task.type == "seq2seq":
