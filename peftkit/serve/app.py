@@ -137,7 +137,8 @@ class _Service:
         turns = body.conversation()
         single = style.kind != "chat" and [turn["role"] for turn in turns] == ["user"]
         prompt = turns[0]["content"] if single else turns
-        ids = prompt_ids(self._bank.base.tokenizer, prompt, style)
+        tokenizer, variables = self._bank.base.tokenizer, body.chat_template_kwargs
+        ids = prompt_ids(tokenizer, prompt, style, variables=variables)
         return await self._respond(request, body, adapter, [ids])
 
     async def complete(self, request: Request) -> Response:

@@ -79,6 +79,7 @@ class _Message(_Strict):
     role: Annotated[str, Field(pattern="^(system|developer|user|assistant)$")]
     content: str | list[_Part]
     name: str | None = None
+    reasoning_content: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -92,9 +93,9 @@ class _Message(_Strict):
         """Return what a chat template takes."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        role = "system" if self.role == "developer" else self.role
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": text, **named}
+        more = {"name": self.name, "reasoning_content": self.reasoning_content}
+        told = {key: value for key, value in more.items() if value is not None}
+        return {"role": self.role, "content": text, **told}
 
 
 class _StreamOptions(_Strict):
@@ -167,6 +168,8 @@ class ChatBody(Body):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: _ResponseFormat | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    """Variables of the chat template, in place of those that the adapter learnt with."""
 
     @model_validator(mode="after")
     def _asks_for_log_probs(self) -> ChatBody:

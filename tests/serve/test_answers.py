@@ -79,6 +79,16 @@ def test_parts_of_text_and_the_developer_s_role_are_read(client: Any) -> None:
     assert answers[0] == answers[1]
 
 
+def test_variables_of_the_chat_template_are_the_clients(client: Any, bank: AdapterBank) -> None:
+    bank.base.tokenizer.chat_template += "{{ 'the fox' if enable_thinking else '' }}"
+    asked = chat("one", "the dog")
+    plain, thinking = (
+        client.post(CHAT, json={**asked, "chat_template_kwargs": {"enable_thinking": on}}).json()
+        for on in (False, True)
+    )
+    assert plain["usage"]["prompt_tokens"] < thinking["usage"]["prompt_tokens"]
+
+
 def test_a_stream_is_the_same_text_in_pieces(client: Any) -> None:
     body = chat("one", "the quick brown fox")
     whole = client.post(CHAT, json=body).json()
