@@ -60,7 +60,7 @@ class DataConfig(Config):
     chat_template: str | None = None
     """How a conversation becomes text; null: the tokenizer's own template, "chatml": ChatML,
     else a .jinja file."""
-    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     """Variables of the chat template: {enable_thinking: false}. Kept with the adapter, so that it
     is prompted with them too."""
     reasoning: Literal["learn", "context", "drop"] = "learn"

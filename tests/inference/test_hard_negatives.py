@@ -101,14 +101,17 @@ def test_they_are_the_closest_that_are_no_answers(
     assert {*reranked.rows[0]} == {"query", "positive", "negatives"}
 
 
-def test_what_is_nearly_the_positive_is_told_and_left_out(opened: Opened, folder: Path) -> None:
-    rows = [PAIRS[4], {**PAIRS[5], "positive": "pizza  with cheese"}, *PAIRS[:3]]
-    asked = found(opened, folder, rows, number=1, margin=1e-3, task="reranker")
-    near = {row["query"]: row["negatives"] for row in asked.rows}
-    assert near.get(PAIRS[4]["anchor"]) != ["pizza  with cheese"]
-    left = dict(asked.table().rows)
-    assert {"rows read", "closer than the margin", "nearly the positive"} <= left.keys()
-    assert left["rows read"] == "5"
+def test_what_is_too_close_is_told_and_left_out() -> None:
+    degrees = {"the positive": 20, "nearly it": 30, "closer": 5, "hard": 60, "easy": 120}
+    angles = torch.deg2rad(torch.tensor([*degrees.values()], dtype=torch.float32))
+    vectors = torch.stack([angles.cos(), angles.sin()], dim=1)
+    anchor = (["asked"], torch.tensor([[1.0, 0.0]]))
+    pairs = [("asked", "the positive")]
+    chosen, counts = hard_negatives._chosen(
+        pairs, anchor, ([*degrees], vectors), 2, 0.05, lambda event: None
+    )
+    assert chosen == [["hard", "easy"]]
+    assert counts == {"closer than the margin": 1, "nearly the positive": 1}
 
 
 def test_the_command_writes_rows_that_a_task_trains_on(folder: Path, tmp_path: Path) -> None:
