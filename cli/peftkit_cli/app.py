@@ -8,6 +8,7 @@ so that `--help` and a misspelt path are answered at once.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import signal
 import sys
@@ -136,6 +137,7 @@ def root(
 def quiet_libraries() -> None:
     """Silence the libraries; what a user should know comes as a peftkit event."""
     warnings.simplefilter("ignore")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,13 +83,43 @@ def _transcribe(opened: Opened, sounds: Sequence[Path]) -> None:
 def evaluate(
     adapter: Adapter,
     data: Annotated[
-        Path, typer.Option(metavar="FILE", help="Rows in any format that training takes.")
-    ],
+        Path | None, typer.Option(metavar="FILE", help="Rows in any format that training takes.")
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Tasks of lm-evaluation-harness instead, by base and adapter: arc_easy,gsm8k.",
+        ),
+    ] = None,
+    include: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --tasks: a folder with task files of your own."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="With --tasks: rows of each task.")
+    ] = None,
+    fewshot: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="With --tasks: examples before each question."),
+    ] = None,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template", help="With --tasks: ask through the chat template.")
+    ] = False,
     base: Base = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Evaluate an adapter on a data file: loss, and its task's metrics such as accuracy."""
+    """Evaluate an adapter: its loss and metrics on a data file, or public benchmarks."""
+    if (data is None) == (tasks is None):
+        raise DataError("what to evaluate on is not clear.", fix="Give either --data or --tasks.")
+    if tasks is not None:
+        how = {"include": include, "limit": limit, "num_fewshot": fewshot}
+        names = [name.strip() for name in tasks.split(",")]
+        opened = _open(adapter, base, force)
+        _run_tasks(opened, names, as_json=as_json, chat_template=chat_template, **how)
+        return
+    assert data is not None
     if not data.exists():
         raise DataError(
             f"there is no data file '{data}'.", found=neighbours(data, f"*{data.suffix}")
@@ -115,6 +146,26 @@ def evaluate(
     width = max(len(name) for name in metrics)
     for name, value in metrics.items():
         typer.echo(f"{name:{width}}  {metric(name, value)}")
+
+
+def _run_tasks(opened: Opened, names: list[str], *, as_json: bool, **how: Any) -> None:
+    """Print what base and adapter reach in tasks; of a run, keep it for its report."""
+    from rich.console import Console
+
+    from peftkit.files.disk import write_json
+    from peftkit.inference.harness import run_tasks
+    from peftkit.report.history import TASKS, is_run
+    from peftkit_cli.render import Renderer
+
+    tables = Console(stderr=as_json, highlight=False)
+    with Renderer(tables=tables, transient=True) as on_event:
+        scores = run_tasks(opened, names, on_event=on_event, **how)
+    found = [asdict(score) for score in scores]
+    if as_json:
+        typer.echo(json.dumps(found))
+    if is_run(folder := opened.file.folder):
+        write_json({"scores": found}, folder / TASKS)
+        note(f"Next: peftkit report {folder} shows them too.")
 
 
 def predict(

@@ -18,6 +18,8 @@ from typing import Any, Literal
 from peftkit.errors import DataError, first_few
 
 METRICS, SAMPLES, FACTS, DIAGNOSIS = "metrics.jsonl", "samples.jsonl", "run.json", "diagnosis.json"
+TASKS = "tasks.json"
+"""What `peftkit eval RUN --tasks` found."""
 MAX_LINE_BYTES, MAX_FACTS_BYTES = 1 << 20, 1 << 24
 MAX_NOTICES, MAX_SAMPLES = 200, 5_000
 STILL_SECONDS = 120.0
@@ -85,7 +87,7 @@ class History:
         started: The newest RunStarted line. done: The RunDone line, if the run came to its end.
         ended: "failed" or "stopped", if it ended before; and why.
         facts: run.json: the recipe, the data, the machine. diagnosis: diagnosis.json.
-        samples: Lines of samples.jsonl.
+        samples: Lines of samples.jsonl. scores: What tasks.json says.
         num_torn: Lines that could not be read.
         read_bytes: How much of metrics.jsonl was read.
         changed: When metrics.jsonl was last written, in seconds since 1970.
@@ -105,6 +107,7 @@ class History:
     facts: dict[str, Any] = field(default_factory=dict)
     diagnosis: dict[str, Any] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
+    scores: list[dict[str, Any]] = field(default_factory=list)
     num_tokens: int = 0
     num_torn: int = 0
     read_bytes: int = 0
@@ -170,6 +173,9 @@ class History:
         self.facts = _object(self.folder / FACTS)
         self.diagnosis = self._current(DIAGNOSIS)
         self.samples = _samples(self.folder / SAMPLES)
+        scores = _object(self.folder / TASKS).get("scores")
+        known = scores if isinstance(scores, list) else []
+        self.scores = [score for score in known if isinstance(score, dict)]
 
     def _current(self, name: str) -> dict[str, Any]:
         """Return a JSON file unless an earlier run in this folder wrote it."""

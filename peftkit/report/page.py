@@ -85,6 +85,7 @@ def _one(run: History) -> str:
         _tiles(run),
         "<h2>Curves</h2>",
         _curves([run]),
+        sections.tasks(run),
         sections.samples(run),
         sections.data(run),
         sections.model(run),

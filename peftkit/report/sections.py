@@ -35,6 +35,18 @@ def samples(run: History) -> str:
     return "\n".join(parts)
 
 
+def tasks(run: History) -> str:
+    """Return what base and adapter reach in tasks of lm-evaluation-harness."""
+    names = ("task", "metric", "base", "adapter")
+    rows = []
+    for score in run.scores:
+        cells = [score.get(name) for name in (*names, "stderr", "num_rows")]
+        shown = (f"{cell:.4g}" if isinstance(cell, float) else cell for cell in cells)
+        rows.append(["-" if cell is None else cell for cell in shown])
+    columns = (*names, "standard error", "rows")
+    return f"<h2>Tasks</h2>{table(columns, rows)}" if rows else ""
+
+
 def data(run: History) -> str:
     """Return what became of the rows, how long they are, and one as the loss sees it."""
     facts = run.facts.get("data")

@@ -40,7 +40,10 @@ COMMANDS: dict[str, list[str]] = {
         "--force",
     ],
     "predict": ["ADAPTER", "--text", "--pair", "--data", "--out", "--base", "--force", "--json"],
-    "eval": ["ADAPTER", "--data", "--base", "--force", "--json"],
+    "eval": [
+        "ADAPTER", "--data", "--tasks", "--include", "--limit", "--fewshot", "--chat-template", "--base",
+        "--force", "--json",
+    ],
     "serve": [
         "[NAME=]RUN...", "--host", "--port", "--api-key", "--base", "--max-batch", "--max-waiting",
         "--max-new-tokens", "--temperature", "--force",

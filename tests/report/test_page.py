@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import hashlib
+import json
 import random
 import re
 import time
@@ -96,6 +97,17 @@ def test_it_tells_all_that_the_files_do(tmp_path: Path) -> None:
         "peftkit merge ",
     ):
         assert told in text, told
+
+
+def test_scores_of_tasks_stand_side_by_side(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    score = {"task": "arc", "metric": "acc", "base": 0.25, "adapter": 0.5, "num_rows": 9}
+    (folder / "tasks.json").write_text(json.dumps({"scores": [score, "x"]}))
+    cells = "".join(f"<td>{cell}</td>" for cell in ("arc", "acc", "0.25", "0.5", "-", "9"))
+    assert "<h2>Tasks</h2>" in (text := page([read_history(folder)]))
+    assert f"<tr>{cells}</tr>" in text
+    (folder / "tasks.json").write_text('{"scores": 3}')
+    assert "<h2>Tasks</h2>" not in page([read_history(folder)])
 
 
 def test_a_hundred_thousand_steps_are_less_than_a_megabyte() -> None:

@@ -1,0 +1,123 @@
+"""Tasks of lm-evaluation-harness, by the base and by the adapter on it, side by side.
+
+The harness (the extra `lm-eval`) makes prompts and scores; it is given the model as it stands, so
+that its figures are those of its own run with PEFT on the same adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peftkit.errors import ConfigError, did_you_mean
+from peftkit.events import Listener, Stage, Table, ignore
+from peftkit.formats.open_adapter import Opened, require_causal
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A figure of a task.
+
+    Attributes:
+        metric: As the harness names it, with its filter where that is not "none".
+        base, adapter: The figure without and with the adapter. stderr: Of the adapter's figure,
+            None where the harness gives none.
+        num_rows: How many rows were asked.
+    """
+
+    task: str
+    metric: str
+    base: float
+    adapter: float
+    stderr: float | None
+    num_rows: int
+
+
+def run_tasks(
+    opened: Opened,
+    tasks: Sequence[str],
+    *,
+    include: str | Path | None = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    chat_template: bool = False,
+    batch_size: int = 8,
+    on_event: Listener = ignore,
+) -> list[Score]:
+    """Measure tasks of lm-evaluation-harness, with the adapter and without it.
+
+    Args:
+        tasks: Their names.
+        include: A folder with task files (YAML) of your own; what these name is run as code.
+        limit: Rows of each task; None: all.
+        num_fewshot: Examples before each question; None: as the task says.
+        chat_template: Whether questions go through the tokenizer's chat template.
+
+    Raises:
+        ConfigError: The harness is not installed, or has no such task.
+        AdapterError: The adapter does not complete prompts.
+    """
+    require_causal(opened.task, opened.file.folder, images=False)
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ConfigError(
+            "--tasks needs lm-evaluation-harness.",
+            found=str(error),
+            fix="Install it: pip install 'peftkit[lm-eval]'",
+        ) from None
+    manager = TaskManager(include_path=None if include is None else str(include))
+    if unknown := [name for name in tasks if name not in manager.all_tasks]:
+        raise ConfigError(
+            f"lm-evaluation-harness has no task '{unknown[0]}'.",
+            found=did_you_mean(unknown[0], manager.all_tasks),
+            fix="Names: lm-eval ls tasks; files of your own: --include FOLDER.",
+        )
+    model = HFLM(opened.base.model, tokenizer=opened.base.tokenizer, batch_size=batch_size)
+    found = {}
+    for who, context in (("base", opened.adapter.disabled()), ("adapter", nullcontext())):
+        on_event(Stage(f"Tasks by the {who}: {', '.join(tasks)}"))
+        with context:
+            found[who] = simple_evaluate(
+                model,
+                tasks=list(tasks),
+                task_manager=manager,
+                limit=limit,
+                num_fewshot=num_fewshot,
+                apply_chat_template=chat_template,
+                log_samples=False,
+            )
+    scores = scores_of(found["base"], found["adapter"])
+    rows = tuple(
+        (s.task, s.metric, f"{s.base:.4g}", f"{s.adapter:.4g}", f"{s.adapter - s.base:+.4g}")
+        for s in scores
+    )
+    on_event(Table("Tasks", ("task", "metric", "base", "adapter", "change"), rows))
+    return scores
+
+
+def scores_of(base: Mapping[str, Any], adapter: Mapping[str, Any]) -> list[Score]:
+    """Return the figures of two results of the harness, in its order."""
+    scores = []
+    for task, figures in adapter["results"].items():
+        for name, value in figures.items():
+            metric, comma, kind = name.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            stderr = figures.get(f"{metric}_stderr,{kind}")
+            scores.append(
+                Score(
+                    task=task,
+                    metric=metric if kind == "none" else f"{metric} ({kind})",
+                    base=float(base["results"][task][name]),
+                    adapter=float(value),
+                    stderr=stderr if isinstance(stderr, float) else None,
+                    num_rows=adapter["n-samples"].get(task, {}).get("effective", 0),
+                )
+            )
+    return scores

@@ -1,0 +1,142 @@
+"""Tasks of lm-evaluation-harness give what its own run with PEFT gives on the same adapter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from peftkit.adapter import attach
+from peftkit.base.load import load_base
+from peftkit.errors import ConfigError
+from peftkit.formats.open_adapter import open_adapter
+from peftkit.formats.peft.folder import Provenance, save_adapter
+from peftkit.inference.harness import Score, run_tasks, scores_of
+from peftkit.methods.lora import LoRA
+from tests.cli.conftest import Run, peftkit  # noqa: F401
+
+CHOICE = """\
+task: animals
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+LIKELY = """\
+task: likely
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+test_split: test
+output_type: loglikelihood
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{choices[0]}}}}"
+metric_list: [{{metric: perplexity, aggregation: perplexity, higher_is_better: false}}]
+"""
+ANSWER = """\
+task: echoes
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{choices[0]}}}}"
+generation_kwargs: {{until: ["x"], max_gen_toks: 6, do_sample: false}}
+metric_list: [{{metric: exact_match}}]
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    """A folder with two tasks over one file of rows."""
+    rows = [
+        {
+            "question": f"which animal is number {n}?",
+            "choices": [" the quick fox", " dog", " a lazy cat"],
+            "answer": n % 3,
+        }
+        for n in range(12)
+    ]
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, text in (("animals", CHOICE), ("likely", LIKELY), ("echoes", ANSWER)):
+        (folder / f"{name}.yaml").write_text(text.format(rows=folder / "rows.jsonl"))
+    return folder
+
+
+@pytest.fixture
+def adapter(model_folder: Path, tmp_path: Path) -> Path:
+    """An adapter that says something else than its base."""
+    base = load_base(str(model_folder), dtype="fp32")
+    attached = attach(base.model, LoRA(rank=4, alpha=64, targets=("q", "v", "down")))
+    for module in attached.modules.values():
+        for parameter in module.trained_parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    folder = tmp_path / "adapter"
+    told = Provenance(base=base.name, fingerprint=base.fingerprint, loading={"dtype": "fp32"})
+    save_adapter(attached, folder, told)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore")  # the harness's own
+def test_figures_are_those_of_the_harness_with_peft(
+    adapter: Path, tasks: Path, model_folder: Path
+) -> None:
+    lm_eval = pytest.importorskip("lm_eval", reason="the extra lm-eval")
+    names = ["animals", "likely", "echoes"]
+    scores = run_tasks(open_adapter(adapter), names, include=tasks)
+    manager = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
+    for who, more in (("base", ""), ("adapter", f",peft={adapter}")):
+        theirs = lm_eval.simple_evaluate(
+            "hf",
+            model_args=f"pretrained={model_folder},dtype=float32{more}",
+            tasks=names,
+            task_manager=manager,
+            device="cpu",
+            batch_size=8,
+        )["results"]
+        for score in scores:
+            expected = theirs[score.task][f"{score.metric},none"]
+            assert getattr(score, who) == pytest.approx(expected, rel=1e-5), score  # float32 sums
+    assert {(score.task, score.metric) for score in scores} == {
+        *(("animals", metric) for metric in ("acc", "acc_norm")),
+        ("likely", "perplexity"),
+        ("echoes", "exact_match"),
+    }
+    assert all(score.num_rows == 12 for score in scores)
+    assert any(score.base != score.adapter for score in scores)
+    with pytest.raises(ConfigError, match=r"no task 'animal'(.|\n)*'animals'"):
+        run_tasks(open_adapter(adapter), ["animal"], include=tasks)
+
+
+def test_scores_are_read_from_the_harness_in_its_order() -> None:
+    def result(acc: float) -> dict[str, object]:
+        figures = {"alias": "t", "acc,none": acc, "acc_stderr,none": 0.1, "em,strict": 1 - acc}
+        return {"results": {"t": figures}, "n-samples": {"t": {"original": 9, "effective": 4}}}
+
+    assert scores_of(result(0.25), result(0.5)) == [
+        Score("t", "acc", 0.25, 0.5, 0.1, 4),
+        Score("t", "em (strict)", 0.75, 0.5, None, 4),
+    ]
+
+
+def test_without_the_harness_it_says_how_to_get_it(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_adapter(adapter)
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
+    with pytest.raises(ConfigError, match=r"pip install 'peftkit\[lm-eval\]'"):
+        run_tasks(opened, ["arc_easy"])
+
+
+def test_eval_takes_either_rows_or_tasks(peftkit: Run) -> None:  # noqa: F811
+    for options in ((), ("--data", "a.jsonl", "--tasks", "arc_easy")):
+        done = peftkit("eval", "adapter", *options)
+        assert (done.code, done.out) == (2, "")
+        assert "--data or --tasks" in done.err
