@@ -41,8 +41,8 @@ COMMANDS: dict[str, list[str]] = {
     ],
     "predict": ["ADAPTER", "--text", "--pair", "--data", "--out", "--base", "--force", "--json"],
     "eval": [
-        "ADAPTER", "--data", "--tasks", "--include", "--limit", "--fewshot", "--chat-template", "--base",
-        "--force", "--json",
+        "ADAPTER", "--data", "--tasks", "--include", "--limit", "--fewshot", "--chat-template",
+        "--base", "--force", "--json",
     ],
     "serve": [
         "[NAME=]RUN...", "--host", "--port", "--api-key", "--base", "--max-batch", "--max-waiting",
