@@ -134,10 +134,10 @@ def our_answers(model: Any, tokenizer: Any, work: Work) -> Answers:
         return [one.ids for (one,) in engine.answers(work.prompts, settings, log_probs=False)]
 
 
-def timed(run: Callable[[], Answers]) -> tuple[Answers, float, float]:
+def timed(run: Callable[[Work], Answers], work: Work) -> tuple[Answers, float, float]:
     """Return the answers, and seconds of the clock and of the processor."""
     clock, processor = perf_counter(), process_time()
-    answers = run()
+    answers = run(work)
     return answers, perf_counter() - clock, process_time() - processor
 
 
@@ -169,16 +169,17 @@ def main() -> int:
             random_adapter(base.model, args.rank), Path(folder) / "adapter", Provenance()
         )
         peer = theirs(args, saved)
-    sides: dict[str, Callable[[], Answers]] = {
-        "PEFT": lambda: peft_answers(peer, work, args),
-        "peftkit": lambda: our_answers(base.model, no_end, work),
+    sides: dict[str, Callable[[Work], Answers]] = {
+        "PEFT": lambda work: peft_answers(peer, work, args),
+        "peftkit": lambda work: our_answers(base.model, no_end, work),
     }
-    found = {name: [timed(run) for _ in range(1)] for name, run in sides.items()}  # warm
-    told: Any = {name: answers for name, [(answers, _, _)] in found.items()}
-    found = {name: [] for name in sides}
+    found: dict[str, list[tuple[Answers, float, float]]] = {name: [] for name in sides}
+    for run in sides.values():
+        run(Work(work.prompts[:2], [2, 2]))  # warm
     for _ in range(args.repeats):
         for name, run in sides.items():
-            found[name].append(timed(run))
+            found[name].append(timed(run, work))
+    told = {name: runs[0][0] for name, runs in found.items()}
     tokens = sum(work.lengths)
     rows = []
     for name, runs in found.items():
