@@ -55,8 +55,9 @@ def test_a_short_request_beside_a_long_one_begins_within_a_second(bank: AdapterB
     assert ("long", 1) not in [(name, end) for name, _, end in seen[:-1]]
 
 
+@pytest.mark.parametrize("number", [80, pytest.param(1000, marks=pytest.mark.slow)])
 def test_of_many_clients_that_vanish_at_random_nobody_is_lost_and_nothing_is_stuck(
-    bank: AdapterBank,
+    number: int, bank: AdapterBank
 ) -> None:
     rng = random.Random(1)
     app = make_app(bank)
@@ -101,7 +102,7 @@ def test_of_many_clients_that_vanish_at_random_nobody_is_lost_and_nothing_is_stu
 
     async def all_of_them() -> None:
         async with app.router.lifespan_context(app):
-            for start in range(0, 120, 40):
+            for start in range(0, number, 40):
                 waves = [client(start + n, stays=n % 3 == 0) for n in range(40)]
                 await asyncio.gather(*waves)
             for _ in range(200):  # who has gone leaves at the next token
@@ -111,7 +112,10 @@ def test_of_many_clients_that_vanish_at_random_nobody_is_lost_and_nothing_is_stu
             assert num == 0
 
     asyncio.run(all_of_them())
-    assert len(answered) == 3 * 14
+    assert len(answered) == sum(n % 40 % 3 == 0 for n in range(number))
+    worker: Worker = app.state.worker
+    assert not worker.is_alive
+    assert (worker._jobs, worker._new) == ([], [])
 
 
 def running(app: Any) -> int:
