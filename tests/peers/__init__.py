@@ -1,0 +1,1 @@
+"""Other programs, each in an environment of its own, given what peftkit writes."""

