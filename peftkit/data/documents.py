@@ -72,10 +72,10 @@ class DocumentEncoder(RowEncoder):
         return EncodedRows(rows, {"format": str(read.format), "style": style}, counts, read.unused)
 
 
-def style_of(agreed: Mapping[str, str], template: str | None) -> Style:
+def style_of(agreed: Mapping[str, str], template: str | None, reasoning: str) -> Style:
     """Return how generation has to prompt a model that learnt from rows that agreed on this."""
     kind = next(one for one in STYLES if one == agreed["style"])
-    return Style(kind, template if kind == "chat" else None)
+    return Style(kind, template, reasoning) if kind == "chat" else Style(kind)
 
 
 def agreed_style(known: Style | None, style: Style, where: str) -> Style:

@@ -41,10 +41,12 @@ class Style:
     Args:
         kind: chat: through a chat template; alpaca: in Alpaca's frame; plain: as it stands.
         chat_template: The template's text; None: the tokenizer's own.
+        reasoning: What became of it in training; see `DataConfig.reasoning`.
     """
 
     kind: StyleName
     chat_template: str | None = None
+    reasoning: str = "learn"
 
 
 def default_style(tokenizer: Any) -> Style:

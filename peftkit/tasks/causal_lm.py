@@ -53,7 +53,7 @@ class CausalLM(AnswerTask):
         super().__init__(model, tokenizer, config, data, **more)
         self.isolation = self._isolation_in(model)
         self.row_encoder = DocumentEncoder(
-            tokenizer, self.template, data.format, self.max_length, config.fields, data.reasoning
+            tokenizer, self.template, data.format, self.max_length, config.fields, self.reasoning
         )
 
     def _isolation_in(self, model: nn.Module) -> Isolation | None:

@@ -48,6 +48,7 @@ class Task(loop.Task, ABC):
     Attributes:
         tokenizer: The processor, or its tokenizer.
         template: The chat template's text that is used instead of the tokenizer's own, if any.
+        reasoning: What becomes of the assistant's reasoning.
         row_encoder: Makes rows of records.
         max_length: Longest row in tokens.
     """
@@ -73,8 +74,9 @@ class Task(loop.Task, ABC):
         self._style, self._on_event = style, on_event
         self._read: list[StoredRows] = []
         if style is not None and style.kind == "chat":
-            self.template = style.chat_template
+            self.template, self.reasoning = style.chat_template, style.reasoning
         else:
+            self.reasoning = data.reasoning
             self.template = choose_template(
                 processor, data.chat_template, data.chat_template_kwargs
             )
@@ -165,7 +167,7 @@ class Task(loop.Task, ABC):
             pairs = self.data.chat_template_kwargs.items()
             yield "chat template", ", ".join(f"{name}: {value}" for name, value in pairs)
         if rows.counts["thoughts"]:
-            yield f"turns with reasoning ({self.data.reasoning})", f"{rows.counts['thoughts']:,}"
+            yield f"turns with reasoning ({self.reasoning})", f"{rows.counts['thoughts']:,}"
         if rows.counts["unwritten"]:
             yield "reasoning that the template leaves out", f"{rows.counts['unwritten']:,}"
         yield from self.counts(rows)
@@ -189,7 +191,7 @@ class Task(loop.Task, ABC):
             DataError: Too many rows were dropped, or they are not of one kind.
         """
         if "style" in rows.agreed:
-            style = style_of(rows.agreed, self.template)
+            style = style_of(rows.agreed, self.template, self.reasoning)
             if self._style is None and style.kind == "alpaca":
                 self._on_event(Notice(NO_TEMPLATE))
             self._style = agreed_style(self._style, style, rows.where)

@@ -12,6 +12,10 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from peftkit.base.load import Base, load_base
+from peftkit.data.load import DataConfig
+from peftkit.events import Event
+from peftkit.tasks.protocol import TaskConfig
 from tests.families import ARCHITECTURES, BOS, EOS, tiny_tokenizer
 
 TEXTS = [
@@ -48,6 +52,17 @@ def save_base(folder: Path, family: str = "bert", model: Any = None) -> Path:
     (ARCHITECTURES[family]() if model is None else model).save_pretrained(folder)
     framing_tokenizer().save_pretrained(folder)
     return folder
+
+
+def task_for(
+    kind: type[TaskConfig], folder: Path, data: str, *, max_length: int | None = 64, **settings: Any
+) -> tuple[Base, Any, list[Event]]:
+    """Return a base for the rows of a file, the task on it, and the list of what it tells."""
+    seen: list[Event] = []
+    config = DataConfig(train=data, max_length=max_length)
+    settled = kind(**{"type": kind.model_fields["type"].default, **settings}).resolve(config)
+    base = load_base(str(folder), purpose=settled.purpose, dtype="fp32")
+    return base, settled.on(base.model, base.processor, config, on_event=seen.append), seen
 
 
 def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> str:

@@ -221,6 +221,34 @@ def test_a_template_of_ones_own_is_part_of_the_style(tmp_path: Path, task: Build
     assert again.spans(row)[0] == ("", "user:the fox<|im_end|>assistant:")
 
 
+def test_reasoning_and_variables_are_told_and_are_part_of_the_style(
+    tmp_path: Path, task: Build, events: list[Event]
+) -> None:
+    template = tmp_path / "thinks.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role }}{% if think and m.reasoning_content %}"
+        "{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+        "{{ m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+    )
+    row = said("the fox", "the dog")
+    row["messages"][1]["reasoning_content"] = "hm"
+    where = write(tmp_path / "a.jsonl", row)
+    own = {"chat_template": str(template), "reasoning": "context"}
+    maker = task(**own, chat_template_kwargs={"think": True})
+    (found,) = maker.encode(where)
+    told = counts(events)
+    assert told["chat template"] == "think: True"
+    assert told["turns with reasoning (context)"] == "1"
+    assert [text for kind, text in maker.spans(found) if kind] == ["the dog<|im_end|>"]
+    again = task(style=maker.style)  # as an adapter is measured
+    assert again.encode(where) == [found]
+    events.clear()
+    quiet = task(**own, chat_template_kwargs={"think": False})
+    quiet.encode(where)
+    assert counts(events)["reasoning that the template leaves out"] == "1"
+
+
 def test_rows_that_begin_otherwise_than_generation_are_told(
     tmp_path: Path, task: Build, events: list[Event]
 ) -> None:

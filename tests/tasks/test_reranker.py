@@ -13,7 +13,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from peftkit.base.load import load_base
 from peftkit.config import schema
-from peftkit.data.load import DataConfig
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
@@ -23,7 +22,7 @@ from peftkit.run.config import Recipe
 from peftkit.tasks.reranker import Reranker, RerankerConfig
 from peftkit.tasks.reranker_rows import RerankRow
 from tests.cli.conftest import peftkit
-from tests.tasks.classifiers import save_base, write_rows
+from tests.tasks.classifiers import save_base, task_for, write_rows
 
 __all__ = ["peftkit"]  # a fixture
 
@@ -48,10 +47,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def made(folder: Path, file: str, **settings: Any) -> tuple[Any, Reranker, Any]:
-    config = RerankerConfig(**settings)
-    base = load_base(str(folder), purpose=config.purpose, dtype="fp32")
-    task = config.on(base.model, base.processor, DataConfig(train=file, max_length=64))
-    assert isinstance(task, Reranker)
+    base, task, _ = task_for(RerankerConfig, folder, file, **settings)
     return base.model, task, task.load(file)
 
 

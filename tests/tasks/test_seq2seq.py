@@ -93,19 +93,6 @@ def test_loss_and_gradients_are_the_models_own(
         torch.testing.assert_close(found[key], gradient, rtol=1e-3, atol=2e-4, msg=key)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_rows_padded_together_lose_what_they_lose_alone(
-    name: str, tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    model = build(name)
-    task = task_on(model, tokenizer)
-    rows = task.load(write(tmp_path / "a.jsonl", ROWS))
-    with torch.no_grad():
-        together = task.loss_sum(model, task.collate(rows))
-        alone = sum(task.loss_sum(model, task.collate([row])) for row in rows)
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-4)
-
-
 def test_a_target_ends_and_its_decoder_begins(tmp_path: Path, tokenizer: Tokenizer) -> None:
     task = task_on(build("t5"), tokenizer, prefix="say: ")
     row = task.load(write(tmp_path / "a.jsonl", ROWS[:1]))[0]

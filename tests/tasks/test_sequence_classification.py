@@ -10,15 +10,15 @@ import pytest
 import torch
 import transformers
 
-from peftkit.base.load import Base, load_base
+from peftkit.base.load import Base
 from peftkit.data.load import DataConfig
 from peftkit.errors import BaseError, ConfigError, DataError
-from peftkit.events import Event, Table
+from peftkit.events import Table
 from peftkit.tasks.sequence_classification import (
     SequenceClassification,
     SequenceClassificationConfig,
 )
-from tests.tasks.classifiers import LABELS, TEXTS, save_base, write_rows, write_texts
+from tests.tasks.classifiers import LABELS, TEXTS, save_base, task_for, write_rows, write_texts
 
 PROBLEMS: dict[str, list[Any]] = {
     "single_label": ["b", "a", "b"],
@@ -32,14 +32,9 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_base(tmp_path_factory.mktemp("bert"))
 
 
-def made(
-    folder: Path, data: str, max_length: int | None = 64, **settings: Any
-) -> tuple[Base, SequenceClassification]:
+def made(folder: Path, data: str, **settings: Any) -> tuple[Base, SequenceClassification]:
     """Return a base for these rows and the task on it."""
-    config = DataConfig(train=data, max_length=max_length)
-    settled = SequenceClassificationConfig(**settings).resolve(config)
-    base = load_base(str(folder), purpose=settled.purpose, dtype="fp32")
-    return base, settled.on(base.model, base.processor, config)
+    return task_for(SequenceClassificationConfig, folder, data, **settings)[:2]
 
 
 def labelled(tmp_path: Path, values: list[Any], name: str = "rows.jsonl") -> str:
@@ -87,18 +82,6 @@ def test_loss_is_that_of_transformers(problem, family, tmp_path) -> None:
     assert base.model.config.problem_type == task.config.purpose.head.problem_type
     theirs = base.model(**inputs, labels=batch["targets"]).loss
     torch.testing.assert_close(mean, theirs, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("family", ["bert", "roberta", "llama", "gpt2"])
-def test_padded_rows_have_the_loss_of_the_same_rows_alone(problem, family, tmp_path) -> None:
-    data = labelled(tmp_path, PROBLEMS[problem])
-    base, task = made(save_base(tmp_path / "base", family), data)
-    rows = task.load(data)
-    assert len({len(row.input_ids) for row in rows}) > 1
-    together = float(task.loss_sum(base.model, task.collate(rows)))
-    alone = sum(float(task.loss_sum(base.model, task.collate([row]))) for row in rows)
-    assert together == pytest.approx(alone, rel=1e-5)  # sums in another order
 
 
 def test_metrics_are_those_of_the_rows(tmp_path, bert) -> None:
@@ -150,11 +133,8 @@ def test_pairs_are_tokenised_as_pairs(tmp_path, bert) -> None:
 
 def test_long_texts_keep_their_frame_and_are_counted(tmp_path, bert) -> None:
     data = labelled(tmp_path, PROBLEMS["single_label"])
-    seen: list[Event] = []
-    config = DataConfig(train=data, max_length=6)
-    settled = SequenceClassificationConfig().resolve(config)
-    base = load_base(str(bert), purpose=settled.purpose)
-    rows = settled.on(base.model, base.processor, config, on_event=seen.append).load(data)
+    base, task, seen = task_for(SequenceClassificationConfig, bert, data, max_length=6)
+    rows = task.load(data)
     ends = {row.input_ids[-1] for row in rows}
     assert {len(row.input_ids) for row in rows} == {6}
     assert ends == {base.tokenizer.eos_token_id}

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from peftkit.base.load import Base, load_base
 from peftkit.data.load import DataConfig
 from peftkit.errors import BaseError, DataError
-from peftkit.events import Event, Table
+from peftkit.events import Table
 from peftkit.tasks.token_classification import TokenClassification, TokenClassificationConfig
 from tests.families import tiny_tokenizer
-from tests.tasks.classifiers import TAGS, WORDS, save_base, write_rows, write_words
+from tests.tasks.classifiers import TAGS, WORDS, save_base, task_for, write_rows, write_words
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +23,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_base(tmp_path_factory.mktemp("bert"))
 
 
-def made(
-    folder: Path, data: str, max_length: int | None = 64, **settings: Any
-) -> tuple[Base, TokenClassification, list[Event]]:
-    seen: list[Event] = []
-    config = DataConfig(train=data, max_length=max_length)
-    settled = TokenClassificationConfig(**settings).resolve(config)
-    base = load_base(str(folder), purpose=settled.purpose, dtype="fp32")
-    return base, settled.on(base.model, base.processor, config, on_event=seen.append), seen
+made = partial(task_for, TokenClassificationConfig)
 
 
 def word_pieces() -> transformers.PreTrainedTokenizerFast:
@@ -71,17 +63,6 @@ def test_tags_follow_the_words_of_a_byte_level_tokenizer(bert, tmp_path) -> None
     special = [text for tag, text in task.spans(row) if not tag]
     assert special[0] == "<s>"
     assert special[-1] == "<|im_end|>"
-
-
-@pytest.mark.parametrize("family", ["bert", "roberta", "llama", "gpt2"])
-def test_padded_rows_have_the_loss_of_the_same_rows_alone(family, tmp_path) -> None:
-    data = write_words(tmp_path / "rows.jsonl")
-    base, task, _ = made(save_base(tmp_path / "base", family), data)
-    rows = task.load(data)
-    batch = task.collate(rows)
-    assert task.num_targets(batch) == sum(len(words) for words, _ in WORDS)
-    alone = sum(float(task.loss_sum(base.model, task.collate([row]))) for row in rows)
-    assert float(task.loss_sum(base.model, batch)) == pytest.approx(alone, rel=1e-5)
 
 
 def test_loss_is_that_of_transformers(bert, tmp_path) -> None:
