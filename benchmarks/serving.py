@@ -1,0 +1,151 @@
+"""How long do clients of a server wait? Sixteen at once, prompts and answers of mixed lengths.
+
+    python -m benchmarks.serving                        # peftkit serve, SmolLM2-135m, an adapter
+    python -m benchmarks.serving --name transformers \\
+        --command "transformers serve BASE --port {port} --dtype float32" --model BASE
+
+`--command` starts another server with OpenAI's interface instead; BASE is a folder. Each client
+streams one answer after another; all are asked for the same texts in the same order. Told are
+tokens (pieces of text that came) a second, the time to the first of them, and the processor time of
+the server and its children for a token, which on a shared machine says more than the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+import psutil
+
+from benchmarks.generation import random_adapter
+from benchmarks.orders import make_rows
+from benchmarks.report import table
+from peftkit.base.load import load_base
+from peftkit.formats.peft.folder import Provenance, save_adapter
+
+WAIT = 300
+"""Seconds in which a server has to be there."""
+
+
+class Answered(NamedTuple):
+    """One answer: seconds to its first piece, and how many pieces came."""
+
+    first: float
+    num_pieces: int
+
+
+def ask(url: str, model: str, text: str, num_new: int) -> Answered:
+    """Stream one answer."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": num_new,
+        "temperature": 0,
+        "stream": True,
+    }
+    headers = {"Content-Type": "application/json"}
+    start, first, number = perf_counter(), 0.0, 0
+    with urlopen(Request(url, json.dumps(body).encode(), headers), timeout=WAIT) as lines:
+        for line in lines:
+            if not line.startswith(b"data: {"):
+                continue
+            choices = json.loads(line[6:]).get("choices")
+            if choices and choices[0].get("delta", {}).get("content"):
+                first = first or perf_counter() - start
+                number += 1
+    return Answered(first, number)
+
+
+@contextmanager
+def server(command: str) -> Iterator[tuple[str, psutil.Process]]:
+    """Start a server; yield where it answers, once it does, and its process."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with subprocess.Popen(shlex.split(command.format(port=port)), stdout=subprocess.DEVNULL) as run:
+        url, end = f"http://127.0.0.1:{port}", perf_counter() + WAIT
+        try:
+            while not _answers(f"{url}/v1/models"):
+                if run.poll() is not None or perf_counter() > end:
+                    raise SystemExit(f"it does not start: {command}")
+                time.sleep(0.5)
+            yield f"{url}/v1/chat/completions", psutil.Process(run.pid)
+        finally:
+            run.terminate()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urlopen(url, timeout=5):
+            return True
+    except URLError:
+        return False
+
+
+def processor_time(process: psutil.Process) -> float:
+    """Return the seconds that a process and its children have taken."""
+    everyone = [process, *process.children(recursive=True)]
+    return sum(sum(one.cpu_times()[:2]) for one in everyone)
+
+
+def ours(args: argparse.Namespace, folder: Path) -> str:
+    """Return the command of peftkit's server, with an adapter that changes what the model says."""
+    base = load_base(args.base, dtype="fp32")
+    known = Provenance(base=args.base, fingerprint=base.fingerprint, loading={"dtype": "fp32"})
+    save_adapter(random_adapter(base.model, args.rank), folder / "adapter", known)
+    return (
+        f"{sys.executable} -m peftkit_cli serve {args.model}={folder / 'adapter'} --port {{port}}"
+    )
+
+
+def main() -> int:
+    """Measure one server and print a row."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--base", default="smollm2-135m")
+    parser.add_argument("--command", help="of another server, with {port}")
+    parser.add_argument("--name", default="peftkit")
+    parser.add_argument("--model", default="adapter")
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=2, help="of each client")
+    parser.add_argument("--longest", type=int, default=32, help="tokens of an answer")
+    parser.add_argument("--rank", type=int, default=16)
+    args = parser.parse_args()
+    number = args.clients * args.requests
+    with tempfile.TemporaryDirectory() as folder:
+        rows = make_rows(Path(folder), number).read_text(encoding="utf-8").splitlines()
+        texts = [json.loads(line)["instruction"] * (1 + n % 4) for n, line in enumerate(rows)]
+        lengths = [args.longest * (1 + 5 * n % 8) // 8 for n in range(number)]
+        with server(args.command or ours(args, Path(folder))) as (url, process):
+            ask(url, args.model, "Hello", 2)  # warm
+            begun, before = perf_counter(), processor_time(process)
+            with ThreadPoolExecutor(args.clients) as clients:
+                jobs = [
+                    clients.submit(ask, url, args.model, text, length)
+                    for text, length in zip(texts, lengths, strict=True)
+                ]
+                found = [job.result() for job in jobs]
+            seconds, spent = perf_counter() - begun, processor_time(process) - before
+    pieces = sum(one.num_pieces for one in found)
+    waits = sorted(one.first for one in found)
+    head = ("server", "tokens", "tokens/s", "first token, median", "worst", "processor ms a token")
+    told = (pieces / seconds, f"{median(waits):.1f} s", f"{waits[-1]:.1f} s", 1000 * spent / pieces)
+    print(table(head, [(args.name, str(pieces), f"{told[0]:.1f}", *told[1:3], f"{told[3]:.1f}")]))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
