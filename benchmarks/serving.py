@@ -38,7 +38,7 @@ from benchmarks.report import table
 from peftkit.base.load import load_base
 from peftkit.formats.peft.folder import Provenance, save_adapter
 
-WAIT = 300
+WAIT = 600
 """Seconds in which a server has to be there."""
 
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peftkit.errors import AdapterError
-from peftkit.formats.find_adapter import adapter_folder
-from peftkit.formats.hub_id import is_hub_id
 from peftkit_cli.arguments import Base, Force, note
-from peftkit_cli.talk import MaxNewTokens, Temperature
+from peftkit_cli.talk import MaxNewTokens, Temperature, named_adapters
 
 if TYPE_CHECKING:
     from peftkit.inference.bank import AdapterBank
@@ -57,7 +52,7 @@ def serve(
 
     The models are the adapters and `base`. A request may set its own temperature and max_tokens.
     """
-    folders = named_runs(runs)
+    folders = named_adapters(runs)
     from peftkit.inference.open_engine import why_plain
     from peftkit.serve.server import serve_adapters, vllm_command
     from peftkit_cli.render import Renderer
@@ -88,28 +83,3 @@ def serve(
             on_event=on_event,
             on_ready=tell,
         )
-
-
-def named_runs(texts: Sequence[str]) -> dict[str, Path]:
-    """Read [NAME=]RUN texts: name to folder.
-
-    Raises:
-        AdapterError: A folder is not there, or two would have one name.
-    """
-    folders: dict[str, Path] = {}
-    for text in texts:
-        name, equals, path = text.partition("=")
-        if not equals or not name or "/" in name:
-            name, path = "", text
-        folder = adapter_folder(path)
-        if not name:
-            name = path.partition("@")[0].rpartition("/")[2] if is_hub_id(path) else ""
-            name = name or folder.resolve().name
-        if name in folders:
-            raise AdapterError(
-                f"two adapters would be named '{name}'.",
-                found=f"They are {folders[name]} and {folder}.",
-                fix=f"Name them: NAME={path}",
-            )
-        folders[name] = folder
-    return folders

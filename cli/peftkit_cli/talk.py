@@ -13,6 +13,7 @@ import typer
 
 from peftkit.errors import AdapterError, DataError, neighbours
 from peftkit.formats.find_adapter import adapter_folder
+from peftkit.formats.hub_id import is_hub_id
 from peftkit_cli.arguments import Adapter, Base, Force, Json, note
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ def chat(
         list[str] | None,
         typer.Option(
             "--adapter",
-            metavar="NAME=ADAPTER",
+            metavar="[NAME=]ADAPTER",
             help="Several adapters on the same base; /adapter NAME switches. Repeatable.",
         ),
     ] = None,
@@ -287,7 +288,7 @@ def _open_all(
         )
     if adapter is not None:
         return _open(adapter, base, force)
-    folders = _named_folders(named or ())
+    folders = named_adapters(named or ())
     from peftkit.inference.bank import open_bank
     from peftkit_cli.render import Renderer
 
@@ -295,22 +296,32 @@ def _open_all(
         return open_bank(folders, base, force=force, on_event=on_event)
 
 
-def _named_folders(texts: Sequence[str]) -> dict[str, Path]:
-    """Read NAME=ADAPTER texts."""
+def named_adapters(texts: Sequence[str]) -> dict[str, Path]:
+    """Read [NAME=]ADAPTER texts: name to folder. Without a name it is the folder's.
+
+    Raises:
+        AdapterError: A folder is not there, or two would have one name, or one that of the base.
+    """
     folders: dict[str, Path] = {}
     for text in texts:
         name, equals, path = text.partition("=")
-        if not (name and equals and path):
-            raise AdapterError(
-                f"--adapter {text} is not NAME=ADAPTER.", fix="Write it as --adapter json=runs/json"
-            )
+        if not equals or not name or "/" in name:
+            name, path = "", text
+        if not path:
+            raise AdapterError(f"{text} names no adapter.", fix="Write it as json=runs/json.")
+        folder = adapter_folder(path)
+        if not name:
+            name = path.partition("@")[0].rpartition("/")[2] if is_hub_id(path) else ""
+            name = name or folder.resolve().name
         if name == "base" or name in folders:
             raise AdapterError(
                 f"two adapters would be named '{name}'.",
-                found="'base' is the bare base." if name == "base" else f"Another is {path}.",
-                fix="Choose another name.",
+                found="'base' is the bare base."
+                if name == "base"
+                else f"They are {folders[name]} and {folder}.",
+                fix=f"Name them: NAME={path}",
             )
-        folders[name] = adapter_folder(path)
+        folders[name] = folder
     return folders
 
 

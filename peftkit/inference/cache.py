@@ -3,15 +3,17 @@
 A prompt's are made piece by piece in a `Span` of just its size. A span that several answers begin
 with is kept and read by all of them; any other moves into an `Arena`, in whose slots answers of
 about equal length grow, a token at a time, without a copy. An answer that outgrows its arena moves
-to one of twice the length.
+to one of twice the length. What prompts begin with in common is computed once (`Prefixes`), and
+kept as long as there is room.
 
 Shapes: S slots, K heads of keys, C tokens of a slot, P tokens of a span, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,6 +22,13 @@ from torch import Tensor
 Pair = tuple[Tensor, Tensor]
 SMALLEST = 128
 """Tokens of a slot in the smallest arena."""
+MIN_SHARED = 16
+"""Tokens that prompts have to have in common."""
+MIN_SAVED = 128
+"""Tokens that have to be spared; a pass of its own costs about as much."""
+MIN_READ = 2048
+"""Tokens, times the answers that are spared them, from where on a span is read by all its answers
+at once; of less each has a copy, which attention takes in one piece with its own."""
 
 
 @dataclass(eq=False)
@@ -203,3 +212,78 @@ def joined(spans: Sequence[Span], layer: int, lengths: Sequence[int]) -> Pair:
         for n in (0, 1)
     )
     return keys, values
+
+
+def num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return of how many tokens both begin alike."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def worth_sharing(tokens: Sequence[int], others: Iterable[Sequence[int]]) -> tuple[int, int]:
+    """Return how many of the first tokens to compute once, and for how many others; or zeros."""
+    common = sorted((num_common(tokens, other) for other in others), reverse=True)
+    saved, size, users = max(
+        ((length * number, length, number) for number, length in enumerate(common, 1)),
+        default=(0, 0, 0),
+    )
+    return (size, users) if size >= MIN_SHARED and saved >= MIN_SAVED else (0, 0)
+
+
+class Prefixes:
+    """Spans from position 0 on that answers may begin with.
+
+    Args:
+        max_tokens: Of those that nobody reads now, so many are kept, the latest used.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._spans: list[Span] = []
+        self._max_tokens = max_tokens
+        self._clock = count(1)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are kept."""
+        return sum(len(span.tokens) for span in self._spans)
+
+    def add(self, span: Span) -> None:
+        """Keep a span, ready or not."""
+        self._spans.append(span)
+        self.touch(span)
+
+    def find(self, tokens: list[int], adapter: str | None) -> Span | None:
+        """Return the longest span that these tokens begin with."""
+        found = [
+            span
+            for span in self._spans
+            if span.adapter == adapter and tokens[: len(span.tokens)] == span.tokens
+        ]
+        return max(found, key=lambda span: len(span.tokens), default=None)
+
+    def touch(self, span: Span) -> None:
+        """Note that a span is of use."""
+        span.used_at = next(self._clock)
+
+    def trim(self, waiting: Iterable[Sequence[int]]) -> None:
+        """Drop what nobody reads, is not what a prompt that waits begins with, and is too much."""
+        idle = [span for span in self._spans if not span.num_users and span.is_ready]
+        spare = sum(len(span.tokens) for span in idle) - self._max_tokens
+        if spare <= 0:
+            return
+        wanted = [list(tokens) for tokens in waiting]
+        for span in sorted(idle, key=lambda span: span.used_at):
+            size = len(span.tokens)
+            if spare > 0 and not any(tokens[:size] == span.tokens for tokens in wanted):
+                self._spans.remove(span)
+                spare -= size
+
+    def drop(self) -> None:
+        """Drop what nobody reads."""
+        self._spans = [span for span in self._spans if span.num_users or not span.is_ready]

@@ -17,10 +17,18 @@ import torch
 from torch import Tensor
 
 from peftkit.execution.plan import plan_of
-from peftkit.inference.cache import Arena, Row, Span, capacity_for, power_of_two
+from peftkit.inference.cache import (
+    MIN_READ,
+    Arena,
+    Prefixes,
+    Row,
+    Span,
+    capacity_for,
+    power_of_two,
+    worth_sharing,
+)
 from peftkit.inference.cached_attention import CachedAttention, Decode, Prefill, registered
 from peftkit.inference.engine import Engine
-from peftkit.inference.prefixes import MIN_READ, Prefixes, worth_sharing
 from peftkit.inference.recorded import Recorder
 from peftkit.inference.request import Running, masked, table_of
 from peftkit.train.memory.blocks import STREAMED

@@ -12,20 +12,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
 from peftkit.errors import DataError
-from peftkit.inference.ready import ready_for_tokens
+from peftkit.execution.plan import plan_of
 from peftkit.inference.request import Answer, Request, Running
 from peftkit.inference.sampling import Sampling, end_tokens, seed_of
-from peftkit.model.modes import evaluating
+from peftkit.kernels.packing import copies_kept
+from peftkit.model.modes import evaluating, prepared_for_serving
 from peftkit.tasks.length import num_virtual
+from peftkit.tasks.loss import find_head
+from peftkit.train.sharding import is_sharded
 
 AnEngine = TypeVar("AnEngine", bound="Engine")
 
+COPY_SHARE = 0.5
+"""Of the free main memory that unpacked weights may take meanwhile."""
 MAX_ROWS = 64
 """Answers that grow at once."""
 
@@ -188,3 +196,37 @@ def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int)
             fix="Shorten it.",
         )
     return min(max_new_tokens, int(limit) - longest)
+
+
+@contextmanager
+def ready_for_tokens(model: PreTrainedModel) -> Iterator[None]:
+    """Have ready within the context what each token needs: unpacked weights, A and B as copies."""
+    share = 0.0 if is_sharded(model) else COPY_SHARE
+    with (
+        copies_kept(model, share),
+        prepared_for_serving(model, plan_of(model)),
+        _rows_for_the_head(model),
+    ):
+        yield
+
+
+@contextmanager
+def _rows_for_the_head(model: PreTrainedModel) -> Iterator[None]:
+    """Give the head rows that lie one after the other.
+
+    Of a prompt's hidden rows transformers takes the last ones, as a view with gaps; torch's product
+    of such a view with a weight copies the weight for each row of the batch.
+    """
+    head = find_head(model)
+    if head is None:
+        yield
+        return
+
+    def joined(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args)
+
+    handle = head.register_forward_pre_hook(joined)
+    try:
+        yield
+    finally:
+        handle.remove()

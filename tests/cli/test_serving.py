@@ -11,7 +11,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from peftkit.errors import AdapterError
-from peftkit_cli.serving import named_runs
+from peftkit_cli.talk import named_adapters
 from tests.cli.conftest import Run, start
 
 pytest.importorskip("uvicorn", reason="the extra peftkit[serve] is not installed")
@@ -67,9 +67,9 @@ def test_runs_are_named_after_their_folders_or_as_asked(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").touch()
     json_run, sql_run = tmp_path / "json", tmp_path / "sql"
-    assert named_runs([str(json_run), f"q={sql_run}"]) == {"json": json_run, "q": sql_run}
+    assert named_adapters([str(json_run), f"q={sql_run}"]) == {"json": json_run, "q": sql_run}
     with pytest.raises(AdapterError, match="named 'json'"):
-        named_runs([str(json_run), f"json={sql_run}"])
+        named_adapters([str(json_run), f"json={sql_run}"])
 
 
 def test_a_run_that_is_not_there_is_told(peftkit: Run) -> None:
