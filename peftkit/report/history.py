@@ -10,14 +10,15 @@ import math
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from peftkit.errors import DataError, first_few
 
-METRICS, SAMPLES, FACTS, DIAGNOSIS = "metrics.jsonl", "samples.jsonl", "run.json", "diagnosis.json"
+METRICS, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
+FACTS, DIAGNOSIS = "run.json", "diagnosis.json"
 TASKS = "tasks.json"
 """What `peftkit eval RUN --tasks` found."""
 MAX_LINE_BYTES, MAX_FACTS_BYTES = 1 << 20, 1 << 24
@@ -88,6 +89,7 @@ class History:
         ended: "failed" or "stopped", if it ended before; and why.
         facts: run.json: the recipe, the data, the machine. diagnosis: diagnosis.json.
         samples: Lines of samples.jsonl. scores: What tasks.json says.
+        answers: By step, of the model's answers in answers.jsonl the best and the worst.
         num_torn: Lines that could not be read.
         read_bytes: How much of metrics.jsonl was read.
         changed: When metrics.jsonl was last written, in seconds since 1970.
@@ -108,6 +110,7 @@ class History:
     diagnosis: dict[str, Any] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
     scores: list[dict[str, Any]] = field(default_factory=list)
+    answers: dict[int, tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
     num_tokens: int = 0
     num_torn: int = 0
     read_bytes: int = 0
@@ -176,6 +179,7 @@ class History:
         scores = _object(self.folder / TASKS).get("scores")
         known = scores if isinstance(scores, list) else []
         self.scores = [score for score in known if isinstance(score, dict)]
+        self.answers = _answers(self.folder / ANSWERS)
 
     def _current(self, name: str) -> dict[str, Any]:
         """Return a JSON file unless an earlier run in this folder wrote it."""
@@ -267,15 +271,37 @@ def is_run(folder: Path) -> bool:
 
 def _samples(path: Path) -> list[dict[str, Any]]:
     lines: dict[tuple[int, str], dict[str, Any]] = {}
+    for line in _lines_of(path):
+        if len(lines) < MAX_SAMPLES:
+            lines[line["step"], str(line.get("prompt"))] = line
+    return list(lines.values())
+
+
+def _answers(path: Path) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
+    found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+    last = 0
+    for line in _lines_of(path):
+        step, reward = line["step"], line.get("reward")
+        if step < last:  # a resumed run makes these answers again
+            found = {known: pair for known, pair in found.items() if known < step}
+        last = step
+        if isinstance(reward, int | float):
+            best, worst = found.get(step, (line, line))
+            best = line if reward > best["reward"] else best
+            found[step] = best, line if reward < worst["reward"] else worst
+    return found
+
+
+def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file that have a step."""
     try:
         with open(path, "rb") as file:
             for raw in file:
                 line = _parsed(raw)
-                if line and isinstance(line.get("step"), int) and len(lines) < MAX_SAMPLES:
-                    lines[line["step"], str(line.get("prompt"))] = line
+                if line and isinstance(line.get("step"), int):
+                    yield line
     except OSError:
-        pass
-    return list(lines.values())
+        return
 
 
 def _parsed(raw: bytes) -> dict[str, Any] | None:

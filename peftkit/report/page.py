@@ -87,6 +87,7 @@ def _one(run: History) -> str:
         _curves([run]),
         sections.tasks(run),
         sections.samples(run),
+        sections.answers(run),
         sections.data(run),
         sections.model(run),
         sections.recipe(run),

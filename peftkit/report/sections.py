@@ -14,12 +14,41 @@ from peftkit.report.html import code, paragraph, shell_word, table, text
 MAX_SAMPLE_STEPS = 12
 
 
+def _some(steps: Sequence[int]) -> list[int]:
+    """Return the first and the last step, and some between."""
+    last = len(steps) - 1
+    places = {n * last // (MAX_SAMPLE_STEPS - 1) for n in range(MAX_SAMPLE_STEPS)}
+    return [steps[place] for place in sorted(places)]
+
+
+def answers(run: History) -> str:
+    """Return the best and the worst answer of steps that learnt from answers."""
+    if not run.answers:
+        return ""
+    rows = []
+    for step in _some(sorted(run.answers)):
+        best, worst = run.answers[step]
+        for line in (best, worst) if worst is not best else (best,):
+            parts = line.get("parts")
+            told = parts.items() if isinstance(parts, dict) and len(parts) > 1 else ()
+            worth = [f"{line['reward']:.4g}", *(f"{name} {_figure(v)}" for name, v in told)]
+            asked, said = str(line.get("prompt", "")), str(line.get("completion", ""))
+            rows.append((f"{step:,}", "\n".join(worth), asked, said))
+    note = "Of each step shown the best and the worst: what a reward really rewards is seen here."
+    columns = ("step", "reward", "prompt", "answer")
+    return f"<h2>Answers and their rewards</h2>{paragraph(note)}{table(columns, rows)}"
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "-"
+
+
 def samples(run: History) -> str:
     """Return what the model answered to the same prompts, before, during and after."""
     steps = sorted({line["step"] for line in run.samples})
     if not steps:
         return ""
-    shown = {steps[n * (len(steps) - 1) // (MAX_SAMPLE_STEPS - 1)] for n in range(MAX_SAMPLE_STEPS)}
+    shown = set(_some(steps))
     prompts: dict[str, list[Mapping[str, Any]]] = {}
     for line in run.samples:
         if line["step"] in shown:

@@ -37,7 +37,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "kind": "reverse",
     },
 }
-OF_A_PROCESS = ("rollout_seconds", "reward_std")
+OF_A_PROCESS = ("rollout_seconds", "learn_seconds", "reward_std")
 """Of its own answers, and of each group of its own spread."""
 
 

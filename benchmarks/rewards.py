@@ -1,0 +1,122 @@
+"""Learning from rewards beside TRL: is each loss the same, and what do a step and its memory cost?
+
+    python -m benchmarks.rewards --peers PEERS/bin/python          # each loss, fp32, given answers
+    python -m benchmarks.rewards --peers PEERS/bin/python --speed  # steps of GRPO, SmolLM2-135M
+
+The first takes a small Llama with random weights and a moved adapter, and answers whose old
+log-probabilities lie apart from those now, so that ratios are clipped; it exits 1 when a loss
+differs by more than 1e-4. The second answers prompts and learns, both sides by themselves: seconds
+are of the processor, on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.orders import make_rows
+from benchmarks.preferences import NAME, TOLERANCE, small_model, write
+from benchmarks.workers import work
+from peftkit.adapter import attach
+from peftkit.base.load import load_base
+from peftkit.base.locate import locate
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.methods.lora import LoRA
+
+LOSSES = ("dapo", "grpo", "dr_grpo", "gspo", "cispo")
+"""RLOO is another trainer in TRL, with another formula of the ratio."""
+ANSWERS, MAX_NEW_TOKENS = 8, 32
+
+
+def make_groups(vocabulary: int) -> list[dict[str, Any]]:
+    """Return prompts, each with answers and what these are worth."""
+    rng, groups = random.Random(0), []
+    for prompt_length in (11, 5, 23):
+        prompt = [rng.randrange(10, vocabulary) for _ in range(prompt_length)]
+        answers = [
+            [rng.randrange(10, vocabulary) for _ in range(rng.randint(2, MAX_NEW_TOKENS))]
+            for _ in range(4)
+        ]
+        worth = [rng.uniform(-1.5, 1.5) for _ in answers]
+        groups.append({"prompt": prompt, "answers": answers, "worth": worth})
+    return groups
+
+
+def parity(args: argparse.Namespace, folder: Path) -> int:
+    """Compare each loss of the same answers; return 1 if one differs."""
+    args.model = args.model or small_model(folder / "model")
+    base = load_base(args.model, dtype="fp32")
+    adapter = attach(base.model, LoRA(rank=8, alpha=16))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    save_adapter(adapter, folder / "start")
+    job = {
+        "source": locate(args.model).source,
+        "adapter": str(folder / "start"),
+        "groups": make_groups(len(base.tokenizer)),
+        "losses": LOSSES,
+        "max_new_tokens": MAX_NEW_TOKENS,
+    }
+    ours = work("ours_rewards", job, folder)
+    theirs = work("trl_rewards", job | {"old": ours["old"]}, folder, python=args.peers)
+    worst = 0.0
+    print("loss       peftkit      TRL          difference")
+    for loss in LOSSES:
+        a, b = ours[loss], theirs[loss]
+        worst = max(worst, abs(a - b))
+        print(f"{loss:8}  {a:11.7f}  {b:11.7f}  {abs(a - b):.1e}")
+    print(f"largest difference {worst:.1e}, allowed {TOLERANCE:.0e}")
+    return int(worst > TOLERANCE)
+
+
+def speed(args: argparse.Namespace, folder: Path) -> int:
+    """Compare processor seconds and peak memory of steps that answer and learn."""
+    lines = make_rows(folder, args.steps * args.prompts).read_text().splitlines()
+    prompts = [{"prompt": json.loads(line)["instruction"]} for line in lines]
+    job = {
+        "source": locate(args.model or NAME).source,
+        "file": write(prompts, folder / "prompts.jsonl"),
+        "prompts": args.prompts,
+        "answers": ANSWERS,
+        "max_new_tokens": args.max_new_tokens,
+        "steps": args.steps,
+        "rank": 16,
+        "dtype": args.dtype,
+        "environ": {"OMP_NUM_THREADS": "1"},
+    }
+    print("by        processor s a step  new tokens a step  tokens/s  peak MB")
+    for side, python in (("ours", None), ("trl", args.peers)):
+        kwargs = {} if python is None else {"python": python}
+        found = work(f"{side}_rewards", job, folder, **kwargs)
+        seconds, tokens = found["cpu_seconds"][1:], found["new_tokens"][1:]
+        each, made = sum(seconds) / len(seconds), sum(tokens) / len(tokens)
+        peak = found["peak_bytes"] / 1e6
+        print(f"{side:8} {each:19.1f}  {made:17.0f}  {made / each:8.1f}  {peak:7,.0f}", flush=True)
+    return 0
+
+
+def main() -> int:
+    """Run what was asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", required=True, help="python of an environment with trl and peft")
+    parser.add_argument("--model")
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS)
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        return (speed if args.speed else parity)(args, Path(folder))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,109 @@
+"""A job of rewards by peftkit: the losses of given answers, or steps that answer and learn."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.workers.meter import Meter, read_job, telling_of_memory
+from peftkit import run_recipe
+from peftkit.base.load import load_base
+from peftkit.config.schema import from_dict
+from peftkit.data.load import DataConfig
+from peftkit.events import Event, RolledOut, StepDone
+from peftkit.formats.peft.folder import load_adapter
+from peftkit.run.config import Recipe
+from peftkit.tasks.on_policy.config import GRPOConfig
+from peftkit.tasks.on_policy.rewards import RewardTerm
+from peftkit.tasks.on_policy.rows import Group
+
+APART = 0.2
+"""Standard deviation of old log-probabilities around those now."""
+
+
+def losses(job: dict[str, Any]) -> dict[str, Any]:
+    """Return each loss of given answers, and the old log-probabilities they were taken with."""
+    base = load_base(job["source"], dtype="fp32", device="cpu")
+    load_adapter(base.model, job["adapter"], trainable=True)
+    found: dict[str, Any] = {}
+    for loss in job["losses"]:
+        asked = GRPOConfig(
+            rewards=(RewardTerm(use="exact_match"),),
+            loss=loss,
+            max_new_tokens=job["max_new_tokens"],
+            updates=2,
+        )
+        task: Any = asked.on(base.model, base.tokenizer, DataConfig(train="x", max_length=128))
+        groups = [
+            Group(tuple(g["prompt"]), tuple(map(tuple, g["answers"])), tuple(g["worth"]), "rows:1")
+            for g in job["groups"]
+        ]
+        with task.training(base.model), torch.no_grad():
+            now = task.log_probs(base.model, task.collate(groups))["old"]
+            noise = torch.randn(now.shape, generator=torch.Generator().manual_seed(2))
+            old = now + APART * noise
+            task.remember(groups, {"old": old})
+            batch = task.collate(groups)
+            found[loss] = float(task.loss_sum(base.model, batch)) / task.num_targets(batch)
+        found["old"] = old.tolist()
+    return found
+
+
+def learn(job: dict[str, Any], meter: Meter) -> None:
+    """Train as a job says."""
+    seconds: list[float] = []
+    tokens: list[float] = []
+    before = time.process_time()
+
+    def listen(event: Event) -> None:
+        nonlocal before
+        if isinstance(event, RolledOut):
+            tokens.append(0)
+        if isinstance(event, StepDone):
+            tokens[-1] = event.figures["length"] * job["prompts"] * job["answers"]
+            seconds.append(time.process_time() - before)
+            before = time.process_time()
+            meter.step()
+
+    spec = {
+        "task": {
+            "type": "grpo",
+            "rewards": [{"use": "benchmarks/workers/vowels.py:vowels"}],
+            "answers": job["answers"],
+            "max_new_tokens": job["max_new_tokens"],
+            "mask_cut": False,
+        },
+        "base": {"model": job["source"], "dtype": job["dtype"]},
+        "method": {"type": "lora", "rank": job["rank"], "alpha": 2 * job["rank"]},
+        "data": {"train": job["file"], "max_length": 512},
+        "train": {
+            "output_dir": str(Path(job["output"]) / "run"),
+            "max_steps": job["steps"],
+            "batch_size": job["prompts"],
+            "learning_rate": 1e-5,
+            "save_every": None,
+            "compile": False,
+        },
+    }
+    meter.init_from()
+    run_recipe(from_dict(Recipe, spec, "the job"), on_event=listen)
+    meter.finish([], torch.nn.Module(), cpu_seconds=seconds, new_tokens=tokens)
+
+
+def main() -> None:
+    """Do a job."""
+    job = read_job()
+    meter = Meter(job, torch.device("cpu"))
+    with telling_of_memory():
+        if "groups" in job:
+            print("\n" + json.dumps(losses(job)), flush=True)
+        else:
+            learn(job, meter)
+
+
+if __name__ == "__main__":
+    main()
