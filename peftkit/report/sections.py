@@ -32,7 +32,7 @@ def answers(run: History) -> str:
             parts = line.get("parts")
             told = parts.items() if isinstance(parts, dict) and len(parts) > 1 else ()
             worth = [f"{line['reward']:.4g}", *(f"{name} {_figure(v)}" for name, v in told)]
-            asked, said = str(line.get("prompt", "")), str(line.get("completion", ""))
+            asked, said = str(line.get("prompt", ""))[-300:], str(line.get("completion", ""))
             rows.append((f"{step:,}", "\n".join(worth), asked, said))
     note = "Of each step shown the best and the worst: what a reward really rewards is seen here."
     columns = ("step", "reward", "prompt", "answer")

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
 from peftkit.errors import ConfigError, RunError
-from peftkit.events import Listener, RolledOut
+from peftkit.events import Listener, Notice, RolledOut
 from peftkit.model.modes import evaluating
 from peftkit.train import rng
 from peftkit.train.task import Rollout, RolloutTask, Sampler
@@ -59,18 +60,19 @@ class Rollouts:
         if not learner.ranks.max(len(made.rows)):
             return self._taught_nothing(told)
         state.empty_steps = 0
+        began = time.perf_counter()
         if self.task.needs_log_probs:
             self._look(made.rows)
         for _ in range(self.task.updates):
             facts = learner.step(made.rows, rate)
-        return StepFacts(
-            facts.loss,
-            {**told, **facts.figures},
-            facts.grad_norm,
-            facts.num_tokens,
-            facts.stop,
-            facts.notice,
-        )
+        told["learn_seconds"] = time.perf_counter() - began
+        figures = {**told, **facts.figures}
+        least = self.task.stop_entropy
+        if least is not None and figures["entropy"] < least:
+            state.is_sure = True
+            sure = f"The model is sure: its entropy fell to {figures['entropy']:.4g}"
+            self.say(Notice(f"{sure}, below task.stop_entropy: {least:g}. The run ends here."))
+        return replace(facts, figures=figures)
 
     def evaluate(self, prompts: Sequence[Any]) -> dict[str, float]:
         """Return the mean rewards of greedy answers, and as "loss" minus their reward."""

@@ -37,6 +37,7 @@ class State:
         patience_loss: The lowest eval loss that early stopping has counted as such.
         worse_evals: Evaluations since then.
         empty_steps: Steps in a row, up to now, that taught nothing (rollouts.py).
+        is_sure: Whether the task has said that the model has nothing left to try (rollouts.py).
         loss_scale: See LossScale.
         good_steps: Likewise.
     """
@@ -55,6 +56,7 @@ class State:
     patience_loss: float | None = None
     worse_evals: int = 0
     empty_steps: int = 0
+    is_sure: bool = False
     loss_scale: float = 1.0
     good_steps: int = 0
 

@@ -189,6 +189,8 @@ class RolloutTask(Task, Protocol):
     """Whether an evaluation, too, is of the model's answers."""
     needs_log_probs: bool
     """Whether a step needs `log_probs`."""
+    stop_entropy: float | None
+    """The run ends once its figure `entropy` is lower."""
 
     def roll_out(
         self, prompts: Sequence[Any], seeds: Sequence[int] | None, sampler: Sampler

@@ -159,7 +159,7 @@ class Validation:
         """Whether the last step is done, or early stopping has seen enough."""
         state, asked = self.learner.state, self.learner.config.early_stopping
         enough = asked is not None and state.worse_evals >= asked.patience
-        return enough or state.step >= self.num_steps
+        return enough or state.is_sure or state.step >= self.num_steps
 
     def evaluate(self) -> bool:
         """Evaluate, and emit EvalDone; False where some process was asked to stop meanwhile."""

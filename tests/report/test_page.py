@@ -172,3 +172,23 @@ def test_a_run_that_goes_on_is_read_again_by_the_browser(tmp_path: Path) -> None
 def test_no_run_is_one_message(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no run"):
         write_report([tmp_path], tmp_path / "report.html")
+
+
+def test_the_best_and_the_worst_answers_are_shown_with_their_rewards(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [STARTED, step(1), step(2)])
+    said = [(1, 0.1, "bad"), (1, 0.9, "good"), (2, 0.5, "lost"), (2, 0.5, "same"), (1, 0.2, "late")]
+    lines = [
+        {"step": n, "prompt": "?", "completion": text, "reward": worth, "parts": {"a": 1.5, "b": 2}}
+        for n, worth, text in (*said, (1, 0.3, BAD))
+    ]
+    (folder / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = read_history(folder)
+    assert {n: [one["reward"] for one in pair] for n, pair in found.answers.items()} == {
+        1: [0.3, 0.2]
+    }  # a resumed run made step 1 again
+    shown = page([found])
+    assert "Answers and their rewards" in shown
+    assert "late" in shown
+    assert "a 1.5" in shown
+    assert "onerror" in shown
+    assert "img" not in Tags(shown).tags

@@ -69,6 +69,7 @@ class Distill(DocumentTask):
     updates: ClassVar[int] = 1
     evaluates_answers: ClassVar[bool] = False
     needs_log_probs: ClassVar[bool] = False
+    stop_entropy: ClassVar[None] = None
     exact_name: ClassVar[str] = "agreement"
     row_encoder: DistillEncoder
 

@@ -45,6 +45,9 @@ class GRPOConfig(TaskConfig):
     """Divide by the standard deviation of the group's rewards; null: true but for dr_grpo, rloo."""
     mask_cut: bool = True
     """Do not learn from answers that reach max_new_tokens; their rewards count all the same."""
+    stop_entropy: Annotated[float, Field(ge=0)] | None = None
+    """End the run when the model's entropy (nats a token, see the steps' figures) falls below this:
+    what is sure tries nothing new; null: never. 0.05 is a usual end."""
     reward_timeout: Annotated[float, Field(gt=0)] = 60.0
     """Seconds that one call of a reward function may take."""
 

@@ -56,7 +56,7 @@ class GRPO(DocumentTask):
         self, model: nn.Module, tokenizer: Any, config: Any, data: DataConfig, **more: Any
     ) -> None:
         super().__init__(model, tokenizer, config, data, **more)
-        self.updates = config.updates
+        self.updates, self.stop_entropy = config.updates, config.stop_entropy
         self.needs_log_probs = config.updates > 1 or config.kl > 0
         if self._style is None:
             is_chat = Encoder(tokenizer, self.template).has_template

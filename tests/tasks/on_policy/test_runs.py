@@ -16,7 +16,7 @@ from peftkit.base.load import load_base
 from peftkit.config.schema import from_dict
 from peftkit.data.load import DataConfig, Record
 from peftkit.errors import ConfigError, PeftkitError, RunError
-from peftkit.events import EvalDone, Event, RolledOut, StepDone
+from peftkit.events import EvalDone, Event, Notice, RolledOut, StepDone
 from peftkit.formats.side_adapter import read_side_adapter
 from peftkit.run.config import Recipe
 from peftkit_cli.app import run
@@ -102,7 +102,8 @@ def test_a_run_tells_rewards_and_keeps_all_answers(asked: Asked, tmp_path: Path)
     assert len(steps) == 4
     told = steps[0].figures
     names = {"reward", "reward_std", "reward_share_of_o", "reward_later", "taught", "cut", "length"}
-    assert names | {"entropy", "clipped_low", "clipped_high", "rollout_seconds"} == told.keys()
+    assert names | {"entropy", "clipped_low", "clipped_high"} <= told.keys()
+    assert {"rollout_seconds", "learn_seconds"} <= told.keys()
     rolled = [event for event in events if isinstance(event, RolledOut)]
     rewards = [answer.reward for answer in rolled[0].answers]
     assert len(rewards) == 8
@@ -191,6 +192,18 @@ def test_evaluations_are_rewards_of_greedy_answers(asked: Asked) -> None:
     assert [event.step for event in evals] == [2, 4]
     assert evals[0].metrics["loss"] == -evals[0].metrics["reward"]
     assert result.metrics["eval_loss"] == evals[1].metrics["loss"]
+
+
+def test_a_model_that_has_grown_sure_ends_the_run(asked: Asked, tmp_path: Path) -> None:
+    events: list[Event] = []
+    result = recipe.run(
+        asked("share_of_o", task={"stop_entropy": 50.0}, save_every=None), on_event=events.append
+    )
+    steps = [event for event in events if isinstance(event, StepDone)]
+    assert len(steps) == 1
+    assert any("stop_entropy: 50" in event.text for event in events if isinstance(event, Notice))
+    assert result.step == 1
+    assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
