@@ -84,8 +84,12 @@ if TYPE_CHECKING:
     from peftkit.run.prepare import prepare as prepare_recipe
     from peftkit.serve.server import serve_adapters as serve_adapters
     from peftkit.sweeps.sweep import sweep as sweep
+    from peftkit.tasks.audio_classification import (
+        AudioClassificationConfig as AudioClassificationConfig,
+    )
     from peftkit.tasks.causal_lm import CausalLM as CausalLM
     from peftkit.tasks.causal_lm import CausalLMConfig as CausalLMConfig
+    from peftkit.tasks.ctc import CTCConfig as CTCConfig
     from peftkit.tasks.distill.config import DistillConfig as DistillConfig
     from peftkit.tasks.embedding import EmbeddingConfig as EmbeddingConfig
     from peftkit.tasks.image_classification import ImageClassification as ImageClassification

@@ -15,6 +15,7 @@ import torch
 import transformers
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
+from peftkit.tasks.ctc import BLANK, SPACE, UNKNOWN, tokenizer_of
 from tests.families import tiny_tokenizer
 
 RATE = 16_000
@@ -143,6 +144,18 @@ def moonshine() -> tuple[Any, Any]:
         decoder_start_token_id=tokenizer.bos_token_id,
     )
     model = transformers.MoonshineForConditionalGeneration(config).eval()
+    extractor = transformers.Wav2Vec2FeatureExtractor(return_attention_mask=True)
+    return model, transformers.Wav2Vec2Processor(extractor, tokenizer)
+
+
+def wav2vec2(kind: str = "ForCTC", family: str = "Wav2Vec2", **settings: Any) -> tuple[Any, Any]:
+    """Return a tiny wav2vec2, HuBERT or WavLM, and its processor with a vocabulary."""
+    torch.manual_seed(0)
+    tokenizer = tokenizer_of((BLANK, UNKNOWN, SPACE, *"abcdefghinoqrstuwx"))
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=len(tokenizer), pad_token_id=0, **{**_WAV2VEC2, **settings}
+    )
+    model = getattr(transformers, f"{family}{kind}")(config).eval()
     extractor = transformers.Wav2Vec2FeatureExtractor(return_attention_mask=True)
     return model, transformers.Wav2Vec2Processor(extractor, tokenizer)
 

@@ -42,6 +42,7 @@ class ClassHead:
         fresh: Make a new one even where the base has one.
         words: Two words; a new head of one output starts as the difference of their rows in the
             base's language head. word_ids: Their tokens, once a tokenizer is known.
+        is_vocabulary: Its outputs are tokens, the first of them a blank; none named: the base's.
     """
 
     labels: tuple[str, ...]
@@ -49,6 +50,7 @@ class ClassHead:
     fresh: bool = False
     words: tuple[str, str] | None = None
     word_ids: tuple[int, int] | None = None
+    is_vocabulary: bool = False
 
     def with_tokens(self, tokenizer: Any) -> ClassHead:
         """Return the head with the tokens of its words.
@@ -116,6 +118,10 @@ def set_head(config: Any, head: ClassHead, name: str) -> None:
     Raises:
         BaseError: The base has a head whose labels are others.
     """
+    if head.is_vocabulary:
+        if head.labels:
+            config.vocab_size, config.pad_token_id = len(head.labels), 0
+        return
     own, labels = labels_of(config), head.labels
     if are_named(own) and not head.fresh:
         if are_named(labels) and not set(labels) <= set(own):

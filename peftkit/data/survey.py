@@ -35,7 +35,8 @@ TASKS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("words", "tags"), ("token_classification",)),
     (("image", "label"), ("image_classification",)),
     (("text", "label"), ("sequence_classification", "masked_lm", "causal_lm")),
-    (("audio", "text"), ("transcription",)),
+    (("audio", "text"), ("transcription", "ctc")),
+    (("audio", "label"), ("audio_classification",)),
     (("images",), ("image_text",)),
     (("image",), ("image_text",)),
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 from peftkit.data.load import DataConfig
 from peftkit.errors import AdapterError
 from peftkit.formats.open_adapter import Opened
+from peftkit.tasks.ctc import CTC
 from peftkit.tasks.transcription import Transcription
 
 
@@ -20,10 +21,10 @@ def transcribe(opened: Opened, sounds: Sequence[Path]) -> list[str]:
     """
     base = opened.base
     task = opened.task.on(base.model, base.processor, DataConfig(train=""))
-    if not isinstance(task, Transcription):
+    if not isinstance(task, Transcription | CTC):
         raise AdapterError(
             f"{opened.file.folder} writes down no sounds",
             found=f"it was trained for the task {opened.task.type}",
-            fix="Give --prompt; adapters of the task transcription take --audio alone.",
+            fix="Give --prompt; adapters of transcription and ctc take --audio alone.",
         )
     return task.transcribe(base.model, sounds)

@@ -14,7 +14,10 @@ from peftkit.files.disk import write_text
 from peftkit.formats.open_adapter import Opened
 from peftkit.tasks.protocol import Task
 
-PREDICTING = ("sequence_classification", "reward", "embedding", "reranker")
+PREDICTING = (
+    *("sequence_classification", "reward", "embedding", "reranker"),
+    *("image_classification", "audio_classification"),
+)
 
 
 def predict(opened: Opened, texts: Sequence[str | tuple[str, str]]) -> list[dict[str, float]]:
@@ -64,9 +67,9 @@ def write_rows(rows: Sequence[dict[str, Any]], path: Path, *, on_event: Listener
 def _task(opened: Opened, kinds: Sequence[str]) -> Task:
     if opened.task.type not in kinds:
         raise AdapterError(
-            f"{opened.file.folder} does not classify texts",
+            f"{opened.file.folder} predicts nothing of this",
             found=f"it was trained for the task {opened.task.type}",
-            fix=f"Adapters of these tasks classify, score or embed them: {', '.join(kinds)}.",
+            fix=f"Adapters of these tasks classify, score or embed: {', '.join(kinds)}.",
         )
     config = DataConfig(train="", max_length=None)
     style = opened.file.provenance.prompt_style

@@ -240,6 +240,7 @@ def _card(
         "image_processor": "AutoImageProcessor",
         "multimodal": "AutoProcessor",
         "audio": "AutoProcessor",
+        "feature_extractor": "AutoFeatureExtractor",
     }[purpose.processor]
     code = (
         f"from transformers import {kind}, {processor}\n\n"

@@ -63,8 +63,9 @@ def _inputs(
         channels = getattr(config, "num_channels", 3)
         return {"pixel_values": torch.zeros(rows, channels, size, size, dtype=dtype)}
     ids = torch.zeros(rows, length, dtype=torch.long)
-    if task.processor == "audio":
-        return {**_heard(config, dtype, rows), "decoder_input_ids": ids, "use_cache": False}
+    if task.processor in ("audio", "feature_extractor"):
+        told = {"decoder_input_ids": ids, "use_cache": False}
+        return {**_heard(config, dtype, rows), **(told if config.is_encoder_decoder else {})}
     if not config.is_encoder_decoder:
         return {"input_ids": ids, "use_cache": False}
     half = torch.zeros(rows, min(length, getattr(task, "max_target_length", length))).long()

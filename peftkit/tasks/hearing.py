@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -52,6 +53,36 @@ class Hearing:
         self.max_seconds = min(float(at_once), max_seconds or float("inf"))
         self._model: Any = unwrapped(model)
         self._positions = self._known_positions()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether positions are known to the last sample, as CTC needs them."""
+        return self._positions is not None
+
+    def fits(self, labels: Sequence[int], positions: int) -> bool:
+        """Tell whether a text can be said in so many positions, and these be trained on.
+
+        What stands twice in a row needs a blank between. Where spans of positions are masked in
+        training, one has to fit.
+        """
+        twice = sum(a == b for a, b in pairwise(labels))
+        return max(len(labels) + twice, self.fewest) <= positions
+
+    @property
+    def fewest(self) -> int:
+        """How many positions a sound needs."""
+        config = self._model.config
+        masks = getattr(config, "apply_spec_augment", False) and config.mask_time_prob > 0
+        return int(config.mask_time_length) + 1 if masks else 1
+
+    @property
+    def key(self) -> object:
+        """What rows depend on that are made with it."""
+        return (self.rate, self.max_seconds, self.positions(self.rate))
+
+    def told(self, num_samples: int) -> str:
+        """Return how long a sound lasts, for people."""
+        return f"{num_samples / self.rate:.2f} s at {self.rate:,} Hz"
 
     def decoded(self, sounds: Sequence[Sound]) -> list[Any]:
         """Return sounds as arrays of samples."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -69,8 +70,10 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
     Raises:
         BaseError: It is.
     """
-    words = getattr(tokenizer, "vocab_size", None)
-    embedding = unwrapped(model).get_input_embeddings() if words else None
+    words, embedding = getattr(tokenizer, "vocab_size", None), None
+    if words:
+        with suppress(NotImplementedError):  # of models that read no tokens, such as wav2vec2
+            embedding = unwrapped(model).get_input_embeddings()
     known = getattr(getattr(embedding, "weight", None), "shape", (words,))[0]
     if words is not None and known is not None and words > known:
         raise BaseError(

@@ -96,7 +96,7 @@ class SpeechEncoder(RowEncoder):
             f"sounds longer than {hearing.max_seconds:g} s": "cut them into pieces",
             too_many: "cut them into pieces",
         }
-        self._key = (names, key, hearing.rate, hearing.max_seconds, hearing.positions(hearing.rate))
+        self._key = (names, key, hearing.key)
 
     def key(self, where: str) -> object:
         return (str(Path(where).absolute().parent), self._key)

@@ -6,7 +6,9 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator, Field
 
+from peftkit.tasks.audio_classification import AudioClassificationConfig
 from peftkit.tasks.causal_lm import CausalLMConfig
+from peftkit.tasks.ctc import CTCConfig
 from peftkit.tasks.distill.config import DistillConfig
 from peftkit.tasks.embedding import EmbeddingConfig
 from peftkit.tasks.image_classification import ImageClassificationConfig
@@ -43,6 +45,8 @@ _AnyConfig = (
     | GRPOConfig
     | RerankerConfig
     | TranscriptionConfig
+    | CTCConfig
+    | AudioClassificationConfig
 )
 TASKS: dict[str, type[TaskConfig]] = {
     task.model_fields["type"].default: task for task in get_args(_AnyConfig)

@@ -123,9 +123,8 @@ class Transcription(EncoderDecoder):
 
     def spans(self, row: SpeechRow) -> list[tuple[str, str]]:
         """Return how long a row's sound lasts, what the decoder is given first, and the labels."""
-        rate = self.hearing.rate
         return [
-            ("sound", f"{row.num_samples / rate:.2f} s at {rate:,} Hz"),
+            ("sound", self.hearing.told(row.num_samples)),
             ("start", self._text([self._start])),
             *(("learnt", self._text([token])) for token in row.labels[: row.num_prefix]),
             ("learnt", self._text(row.labels[row.num_prefix :])),

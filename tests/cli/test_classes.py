@@ -134,7 +134,7 @@ def test_what_a_classifier_cannot_do_is_exit_2(
 def test_an_adapter_that_answers_does_not_classify(peftkit: Run, trained: Path) -> None:
     done = peftkit("predict", trained / "runs" / "demo", "--text", "hello")
     assert done.code == 2
-    assert "does not classify texts" in done.err
+    assert "predicts nothing of this" in done.err
 
 
 @pytest.mark.parametrize(

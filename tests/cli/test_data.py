@@ -58,7 +58,7 @@ def test_tokens_are_counted_as_a_model_has_them(tmp_path: Path, model_folder: Pa
         ({"query": "a", "positive": "b", "negatives": ["c"]}, ["reranker"]),
         ({"query": "a", "text": "b", "score": 1}, ["reranker"]),
         ({"image": "a.png", "label": "b"}, ["image_classification"]),
-        ({"audio": "a.wav", "text": "b"}, ["transcription"]),
+        ({"audio": "a.wav", "text": "b"}, ["transcription", "ctc"]),
         ({"foo": 1}, []),
     ],
 )

@@ -24,7 +24,7 @@ from peftkit.data.load import DataConfig, read_records
 from peftkit.data.preferences import read_pairs_of, read_verdicts
 from peftkit.data.prompts import read_prompts
 from peftkit.run.config import Recipe
-from peftkit.tasks.image_classification import iterate_images
+from peftkit.tasks.classified_media import iterate_media
 from peftkit.tasks.labels import text_of
 from peftkit.tasks.speech_rows import read_utterances
 from peftkit.tasks.table import TASKS
@@ -221,11 +221,11 @@ def read(block: Block, folder: Path, model: Any = None, tokenizer: Any = None) -
         parse_rows(records, "auto", where=where, fields=task.fields)
     elif task.type == "image_text":
         parse_with_images(records, "auto", where=where)
-    elif task.type == "transcription":
+    elif task.type in ("transcription", "ctc"):
         return len(read_utterances(records, (task.audio, task.text), where)[0])
-    elif task.type == "image_classification":
+    elif task.type in ("image_classification", "audio_classification"):
         task.resolve(DataConfig(train=where))
-        return len(list(iterate_images(where, task.image, task.label)))
+        return len(list(iterate_media(where, task.field, task.label)))
     elif task.type in ("embedding", "reranker"):
         return len(task.on(model, tokenizer, DataConfig(train=where)).load(where))
     elif task.type == "token_classification":

@@ -125,13 +125,13 @@ def test_images_that_changed_are_read_again(
     with monkeypatch.context() as patched:
         patched.setattr(cache, "blocks", never)
         again = encoded(where, encoder)
-        assert [repr(row.image) for row in again] == [repr(row.image) for row in before]
-        assert again[0].image.decode().getpixel((0, 0)) == (0, 0, 0)
+        assert [repr(row.media) for row in again] == [repr(row.media) for row in before]
+        assert again[0].media.decode().getpixel((0, 0)) == (0, 0, 0)
     changed = tmp_path / "train" / "dark" / "1.png"
     changed.write_bytes(png((9, 9, 9)))
     os.utime(changed, ns=(1, 1))
     after = encoded(where, encoder)
-    assert after[0].image.decode().getpixel((0, 0)) == (9, 9, 9)
+    assert after[0].media.decode().getpixel((0, 0)) == (9, 9, 9)
     assert after.fingerprint != before.fingerprint
     assert len(list(cache_folder().glob("[!.]*"))) == 1
     changed.unlink()

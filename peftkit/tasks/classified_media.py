@@ -1,0 +1,257 @@
+"""What the tasks share that tell images, or sounds, by their labels.
+
+Shapes: B rows, L labels.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from pydantic import field_validator
+from torch import Tensor, nn
+
+from peftkit.base.purpose import ProblemType, labels_of
+from peftkit.data.encoding import EncodedRows, RowEncoder
+from peftkit.data.format import read_each
+from peftkit.data.lazy_rows import StoredRows
+from peftkit.data.load import DataConfig, Part, Record, iterate_records
+from peftkit.data.media import Media, media_of
+from peftkit.data.messages import WrongField
+from peftkit.errors import DataError
+from peftkit.events import Listener, Progress, ignore
+from peftkit.files.strict_json import shown
+from peftkit.tasks.labels import FIX, field_of, label_of, number_of, said_in, sorted_names
+from peftkit.tasks.loss import unwrapped
+from peftkit.tasks.measure import BATCH_SIZE
+from peftkit.tasks.metrics import class_metrics
+from peftkit.tasks.speech_rows import metadata_or_self
+from peftkit.tasks.texts import Classifier, ClassifierConfig
+
+MediaClass = type[Media]
+DATA_FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow"}
+NAMED_BY = "file_name"
+"""Field with the file where a folder has metadata.jsonl or metadata.csv."""
+
+
+class ClassifiedEncoder(RowEncoder):
+    """Makes a row of each image or sound with a label; each is decoded once, to show damage now.
+
+    Args:
+        config: Of the task. labels: In the order of the head's outputs.
+        made: Decodes one and makes its row, given the number of its label.
+        known: What rows depend on besides.
+    """
+
+    at_once: ClassVar[int] = 100
+
+    def __init__(
+        self,
+        kind: type[Any],
+        config: ClassifiedMediaConfig,
+        labels: Sequence[str],
+        made: Callable[[Any, int], Any],
+        known: object,
+    ) -> None:
+        self.kind = kind  # type: ignore[misc]
+        self._config, self._made, self._known = config, made, known
+        self._numbers = {label: number for number, label in enumerate(labels)}
+
+    def key(self, where: str) -> object:
+        fields = (self._config.field, self._config.label)
+        return (str(Path(where).absolute().parent), *fields, tuple(self._numbers), self._known)
+
+    def _in_folders(self, where: str) -> list[Record] | None:
+        return class_folders(where, self._config.field, self._config.label)
+
+    def stamp(self, where: str) -> object | None:
+        records = self._in_folders(where)
+        return super().stamp(where) if records is None else [record.source for record in records]
+
+    def parts(self, where: str) -> Iterator[Part]:
+        records = self._in_folders(where)
+        if records is None:
+            yield from super().parts(where)
+            return
+        for start in range(0, len(records), self.at_once):
+            yield partial(list, records[start : start + self.at_once])
+
+    def read(self, records: Sequence[Record], where: str) -> list[tuple[Media, int]]:
+        read = partial(self._labelled, where=where)
+        what = f"a {self._config.media.kind} and its label"
+        return read_each(records, read, what, where, FIX)[0]
+
+    def rows(self, read: list[tuple[Media, int]]) -> EncodedRows:
+        return EncodedRows([self._made(media, label) for media, label in read])
+
+    def _labelled(self, record: Record, where: str) -> tuple[tuple[Media, int], Sequence[str]]:
+        label = number_of(label_of(record.fields, self._config.label), self._numbers)
+        return (self.media(record, where), label), ()
+
+    def media(self, record: Record, where: str) -> Media:
+        """Return the image or sound of a row."""
+        name, kind = self._config.field, self._config.media
+        if name not in record.fields and NAMED_BY in record.fields:
+            name = NAMED_BY
+        value = field_of(record.fields, name, f"task.{self._config.field_setting}")
+        found = media_of(kind, value, record, where)
+        if found is None:
+            words = f"expected a path or encoded bytes of a {kind.kind}, found {shown(value)}"
+            raise WrongField(name, words)
+        return found
+
+
+class ClassifiedMedia(Classifier):
+    """Rows from class folders or data sets, a loss over the labels."""
+
+    row_encoder: ClassifiedEncoder
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processor: Any,
+        config: ClassifiedMediaConfig,
+        data: DataConfig | None = None,
+        **more: Any,
+    ) -> None:
+        super().__init__(model, processor, config, data or DataConfig(train=""), **more)
+        self.labels = labels_of(unwrapped(model).config)
+
+    @abstractmethod
+    def inputs(self, media: Sequence[Any]) -> dict[str, Tensor]:
+        """Return what the model reads of images or sounds."""
+
+    @abstractmethod
+    def cast(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return inputs with floats as the model's weights are."""
+
+    def encode(self, where: str) -> StoredRows:
+        return super().encode(metadata_or_self(where))
+
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        counts = rows.values("label").bincount(minlength=len(self.labels)).tolist()
+        each = zip(self.labels, counts, strict=True)
+        return [(name, f"{count:,}") for name, count in each]
+
+    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Return what the model reads, and targets (B,)."""
+        targets = torch.tensor([row.label for row in rows])
+        return {**self.inputs([row.media for row in rows]), "targets": targets}
+
+    def measured(self, logits: Tensor, targets: Tensor, rows: Sequence[Any]) -> dict[str, float]:
+        return class_metrics(logits.argmax(-1), targets)
+
+    def logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return logits (B, L) in fp32; what is read goes in as the weights are."""
+        read = {name: tensor for name, tensor in batch.items() if name != "targets"}
+        return super().logits(model, self.cast(model, read))
+
+    @torch.no_grad()
+    def predict_rows(
+        self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
+    ) -> list[dict[str, Any]]:
+        """Return the probabilities of each row's labels as `prediction`, the likeliest first."""
+        found, device = [], next(model.parameters()).device
+        for start in range(0, len(records), BATCH_SIZE):
+            on_event(Progress(self.progress, start, len(records)))
+            some = records[start : start + BATCH_SIZE]
+            media = [self.row_encoder.media(one, one.source.rpartition(":")[0]) for one in some]
+            batch = {name: tensor.to(device) for name, tensor in self.inputs(media).items()}
+            for values in self.logits(model, batch).softmax(-1).tolist():
+                pairs = sorted(zip(self.labels, values, strict=True), key=lambda pair: -pair[1])
+                found.append({"prediction": dict(pairs)})
+        return found
+
+
+class ClassifiedMediaConfig(ClassifierConfig):
+    """One label for each image or sound."""
+
+    media: ClassVar[MediaClass]
+    """What is told by its label."""
+    field_setting: ClassVar[str]
+    """The setting that names its field."""
+    task_type: ClassVar[None] = None
+    data_fields: ClassVar[frozenset[str]] = frozenset()
+    command: ClassVar[str] = "peftkit predict {folder} --data FILE"
+
+    label: str = "label"
+    """Field with the label, where data comes in rows; of class folders the names are the labels."""
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _null(cls, value: object) -> object:
+        return () if value is None else value  # as it was written before
+
+    @property
+    def field(self) -> str:
+        """The field with the image or the sound."""
+        return str(getattr(self, self.field_setting))
+
+    def resolve(self, data: DataConfig) -> Any:
+        if self.labels:
+            return self
+        records = (
+            record
+            for source in data.sources
+            for record in iterate_media(source.path, self.field, self.label)
+        )
+        names = (name for name, _ in said_in(records, partial(label_of, name=self.label)))
+        return self.model_copy(update={"labels": sorted_names(names, data.train_name)})
+
+    @property
+    def problem_type(self) -> ProblemType:
+        return "single_label_classification"
+
+
+def class_folders(where: str, media: str, label: str) -> list[Record] | None:
+    """Return a record for each file in folders of classes; None where there are no such folders.
+
+    Args:
+        media, label: Names that the records' fields are given.
+
+    Raises:
+        DataError: The folders are empty.
+    """
+    folder = Path(where).expanduser()
+    if not _has_class_folders(folder):
+        return None
+    found = [
+        Record({media: path, label: kind.name}, str(path))
+        for kind in _shown(folder)
+        if kind.is_dir()
+        for path in _shown(kind)
+    ]
+    if not found:
+        raise DataError(
+            f"Cannot use {where}.",
+            found="It holds folders, and no files in them.",
+            fix="Give a folder with one folder of files for each class.",
+        )
+    return found
+
+
+def iterate_media(where: str, media: str, label: str) -> Iterator[Record]:
+    """Yield one record for each file: fields named `media` and `label`, and its source.
+
+    Raises:
+        DataError: There are none, or they cannot be read.
+    """
+    yield from class_folders(where, media, label) or iterate_records(metadata_or_self(where))
+
+
+def _has_class_folders(folder: Path) -> bool:
+    """Tell whether a folder holds folders, and no files that a data set is made of."""
+    if not folder.is_dir():
+        return False
+    entries = _shown(folder)
+    return any(entry.is_dir() for entry in entries) and not any(
+        entry.suffix.lower() in DATA_FILES for entry in entries
+    )
+
+
+def _shown(folder: Path) -> list[Path]:
+    return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))

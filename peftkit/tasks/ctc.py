@@ -1,0 +1,262 @@
+"""CTC: an encoder says a character, or nothing, in each of its positions.
+
+The loss sums over all ways to say a text in so many positions; what stands twice and the blank,
+which is the padding token, go. Positions of padding count for nothing.
+
+Shapes: B rows, T positions of the longest sound, V vocabulary, n characters of all texts.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from peftkit.base.purpose import ClassHead, Processor, Purpose
+from peftkit.data.cache import tokenizer_key
+from peftkit.data.lazy_rows import StoredRows
+from peftkit.data.load import DataConfig, iterate_records
+from peftkit.data.sounds import Sound, require_audio
+from peftkit.errors import BaseError, DataError
+from peftkit.events import Listener, ignore
+from peftkit.tasks.error_rates import heard_metrics, normalizer_of
+from peftkit.tasks.hearing import Hearing
+from peftkit.tasks.loss import accepted, unwrapped
+from peftkit.tasks.measure import over_batches
+from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.speech_rows import (
+    SpeechEncoder,
+    SpeechRow,
+    Utterance,
+    metadata_or_self,
+    read_utterances,
+)
+
+BLANK, UNKNOWN, SPACE = "<pad>", "<unk>", "|"
+"""Tokens of a vocabulary that is made from the data, as wav2vec2's own are called."""
+MAX_CHARACTERS = 10_000
+
+
+class CTC(Task):
+    """Rows from sounds and texts, a loss over the characters.
+
+    Args:
+        processor: The base's, of sound and text; of sound alone where the data has the vocabulary.
+
+    Raises:
+        BaseError: The processor hears nothing, or the model says nothing of its lengths.
+    """
+
+    row_encoder: SpeechEncoder
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processor: Any,
+        config: CTCConfig,
+        data: DataConfig,
+        **more: Any,
+    ) -> None:
+        require_audio()
+        super().__init__(model, processor, config, data, **more)
+        whole = unwrapped(model)
+        self.hearing = Hearing(whole, processor, config.max_seconds)
+        if not self.hearing.is_exact:
+            raise BaseError(
+                f"{type(whole).__name__} does not say how many positions a sound takes.",
+                found="It has no _get_feat_extract_output_lengths for samples.",
+                fix="Give a base such as wav2vec2, HuBERT or WavLM.",
+            )
+        if config.tokens:
+            self.tokenizer = tokenizer_of(config.tokens)
+        self._blank = int(whole.config.pad_token_id)
+        self.row_encoder = SpeechEncoder(
+            self.hearing,
+            (config.audio, config.text),
+            self._labels,
+            (*tokenizer_key(self.tokenizer), config.case),
+            fits=self.hearing.fits,
+            too_many="texts longer than their sounds, or sounds that are too short",
+            has_decoder=False,
+        )
+
+    def encode(self, where: str) -> StoredRows:
+        return super().encode(metadata_or_self(where))
+
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        return [("minutes of sound", f"{rows.counts['milliseconds'] / 60_000:,.1f}")]
+
+    def collate(self, rows: Sequence[SpeechRow]) -> dict[str, Tensor]:
+        """Return what is heard; positions (B,) of each; targets (n,) and how many each has (B,)."""
+        return {
+            **self.hearing.features(self.hearing.decoded([row.sound for row in rows])),
+            "positions": torch.tensor([row.num_encoder_tokens for row in rows]),
+            "targets": torch.tensor([label for row in rows for label in row.labels]),
+            "target_lengths": torch.tensor([len(row.labels) for row in rows]),
+        }
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        return batch["targets"].numel()
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return -log p of the texts, summed, in fp32."""
+        return self._loss(self.logits(model, batch), batch)
+
+    def logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return what is said in each position (B, T, V), in fp32."""
+        own = ("positions", "targets", "target_lengths")
+        heard = {name: batch[name] for name in batch if name not in own}
+        logits: Tensor = model(**accepted(model, self.hearing.given(heard))).logits
+        return logits.float()
+
+    def _loss(self, logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        said = logits.log_softmax(-1).transpose(0, 1)
+        return functional.ctc_loss(
+            said,
+            batch["targets"],
+            batch["positions"],
+            batch["target_lengths"],
+            blank=self._blank,
+            reduction="sum",
+        )
+
+    def spans(self, row: SpeechRow) -> list[tuple[str, str]]:
+        """Return how long a row's sound lasts, in how many positions, and its characters."""
+        told = f"{self.hearing.told(row.num_samples)}, {row.num_encoder_tokens} positions"
+        characters = self.tokenizer.convert_ids_to_tokens(list(row.labels))
+        return [("sound", told), ("learnt", " ".join(characters))]
+
+    @torch.no_grad()
+    def metrics(
+        self, model: nn.Module, rows: Sequence[SpeechRow], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        """Return the loss, and what `heard_metrics` says of the likeliest characters."""
+        loss, number = 0.0, 0
+        seen, heard = list[SpeechRow](), list[str]()
+        compute = partial(self.logits, model)
+        for some, batch, logits in over_batches(self, model, rows, "Listening", on_event, compute):
+            loss += float(self._loss(logits, batch))
+            number += self.num_targets(batch)
+            seen += [replace(row, text=cased(row.text, self.config.case)) for row in some]
+            heard += self._texts(logits, batch["positions"])
+        normalizer = normalizer_of(self.tokenizer, None)
+        return {"loss": loss / number, **heard_metrics(seen, heard, normalizer, on_event)}
+
+    @torch.no_grad()
+    def transcribe(self, model: nn.Module, paths: Sequence[Path]) -> list[str]:
+        """Return what the model says of the sound of each file.
+
+        Raises:
+            DataError: One cannot be heard.
+        """
+        device, texts = next(model.parameters()).device, []
+        for path in paths:
+            (heard,) = self.hearing.decoded([Sound(path, str(path))])
+            batch = self.hearing.features([heard])
+            logits = self.logits(model, {name: batch[name].to(device) for name in batch})
+            texts += self._texts(logits, torch.tensor([logits.shape[1]]))
+        return texts
+
+    def _texts(self, logits: Tensor, positions: Tensor) -> list[str]:
+        likeliest = logits.argmax(-1).tolist()
+        pairs = zip(likeliest, positions.tolist(), strict=True)
+        return [str(self.tokenizer.decode(ids[:length])).strip() for ids, length in pairs]
+
+    def _labels(self, one: Utterance) -> tuple[tuple[int, ...], int]:
+        """Return the characters of a text.
+
+        Raises:
+            DataError: The vocabulary has not all of them.
+        """
+        text = cased(" ".join(one.text.split()), self.config.case)
+        found = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self.tokenizer.unk_token_id in found:
+            known = set(self.tokenizer.get_vocab())
+            others = sorted({c for c in text if not c.isspace()} - known)
+            raise DataError(
+                f"Cannot use {one.source}: its text has characters that the vocabulary has not.",
+                found=f"Those are {' '.join(others)}",
+                fix="Set task.case to upper or lower, take them out, or set task.vocabulary: data.",
+            )
+        return tuple(found), 0
+
+
+class CTCConfig(TaskConfig):
+    """CTC: what is said in a sound, with wav2vec2, HuBERT, WavLM and others."""
+
+    task_type: ClassVar[None] = None
+    auto_class: ClassVar[str] = "AutoModelForCTC"
+    task: ClassVar[Callable[..., Task]] = CTC
+    processor: ClassVar[Processor] = "audio"
+    command: ClassVar[str] = "peftkit generate {folder} --audio FILE"
+    measures_before: ClassVar[bool] = True
+    data_fields: ClassVar[frozenset[str]] = frozenset({"max_dropped"})
+
+    type: Literal["ctc"] = "ctc"
+    audio: str = "audio"
+    """Field with the sound: a path beside the file, or bytes; file_name is read too."""
+    text: str = "text"
+    """Field with what is said."""
+    vocabulary: Literal["base", "data"] = "base"
+    """Whose characters: base, those of its tokenizer; data, those of the texts, with a new head."""
+    case: Literal["keep", "lower", "upper"] = "keep"
+    """Write texts in lower or upper case first: wav2vec2's own vocabulary is upper case."""
+    tokens: tuple[str, ...] = ()
+    """The vocabulary that the data has; found in data.train, kept with the adapter."""
+    max_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Longest sound, longer ones are dropped; null: 30."""
+
+    def resolve(self, data: DataConfig) -> CTCConfig:
+        require_audio()
+        if self.tokens or self.vocabulary == "base":
+            return self
+        found = set[str]()
+        for source in data.sources:
+            where = metadata_or_self(source.path)
+            records = list(iterate_records(where))
+            for one in read_utterances(records, (self.audio, self.text), where)[0]:
+                found.update(cased(one.text, self.case))
+        characters = sorted(c for c in found if not c.isspace() and c != SPACE)
+        if not 0 < len(characters) <= MAX_CHARACTERS:
+            raise DataError(
+                f"Cannot make a vocabulary of the texts of {data.train_name}.",
+                found=f"They have {len(characters):,} different characters.",
+                fix=f"Name the right field with task.text; at most {MAX_CHARACTERS:,} are taken.",
+            )
+        return self.model_copy(update={"tokens": (BLANK, UNKNOWN, SPACE, *characters)})
+
+    @property
+    def purpose(self) -> Purpose:
+        fresh = self.vocabulary == "data"
+        head = ClassHead(self.tokens, fresh=fresh, is_vocabulary=True)
+        processor: Processor = "feature_extractor" if fresh else "audio"
+        return Purpose(self.type, self.auto_class, processor, head)
+
+    def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
+        """Write the tokenizer of a vocabulary that the data had."""
+        if self.tokens:
+            tokenizer_of(self.tokens).save_pretrained(folder)
+
+
+def cased(text: str, case: str) -> str:
+    """Return a text in the case that is asked for."""
+    return {"lower": text.lower, "upper": text.upper}.get(case, lambda: text)()
+
+
+def tokenizer_of(tokens: Sequence[str]) -> Any:
+    """Return wav2vec2's tokenizer with a vocabulary, in its order."""
+    from transformers import Wav2Vec2CTCTokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "vocab.json"
+        path.write_text(json.dumps({token: n for n, token in enumerate(tokens)}), encoding="utf-8")
+        return Wav2Vec2CTCTokenizer(str(path), bos_token=None, eos_token=None)

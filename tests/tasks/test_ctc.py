@@ -1,0 +1,182 @@
+"""CTC and classes of sounds: losses are transformers' own, lengths the model's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from peftkit import recipe
+from peftkit.base.load import BaseConfig, load_base
+from peftkit.data.load import DataConfig
+from peftkit.errors import DataError
+from peftkit.formats.open_adapter import open_adapter
+from peftkit.inference.evaluate import evaluate
+from peftkit.merging.merge import merge
+from peftkit.methods.lora import LoRA
+from peftkit.tasks.audio_classification import AudioClassificationConfig
+from peftkit.tasks.ctc import CTC, CTCConfig
+from peftkit.train.config import TrainConfig
+from peftkit_cli.app import app
+from tests.speech import RATE, encoded, saved, tones, wav2vec2, write_rows
+
+pytestmark = pytest.mark.filterwarnings(  # PEFT's own
+    "ignore:.is_gradient_checkpointing.:FutureWarning"
+)
+ROWS = [
+    {"audio": [440.0, 880.0, 440.0], "text": "one two"},
+    {"audio": [300.0, 500.0], "text": "fox"},
+    {"audio": [700.0, 500.0, 600.0, 300.0], "text": "good dogs"},
+]
+
+
+def task_on(made: tuple[Any, Any], **settings: Any) -> CTC:
+    return CTCConfig(**settings).on(*made, DataConfig(train=""))  # type: ignore[return-value]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "data", ROWS)
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")  # WavLM's own
+@pytest.mark.parametrize("family", ["Wav2Vec2", "Hubert", "WavLM"])
+def test_loss_and_gradients_are_the_models_own(family: str, rows: Path) -> None:
+    model, processor = wav2vec2(family=family, feat_extract_norm="layer")
+    task = task_on((model, processor))
+    read = task.load(str(rows))
+    batch = task.collate(read)
+    width = max(len(row.labels) for row in read)
+    labels = torch.tensor([[*row.labels, *[-100] * (width - len(row.labels))] for row in read])
+    model.config.ctc_loss_reduction = "sum"
+    heard = {name: batch[name] for name in ("input_values", "attention_mask")}
+    wanted = model(**heard, labels=labels).loss
+    wanted.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    loss = task.loss_sum(model, batch)
+    loss.backward()
+    torch.testing.assert_close(loss, wanted)
+    for name, parameter in model.named_parameters():
+        if name in gradients:
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-5)
+    assert task.num_targets(batch) == sum(len(row["text"]) for row in ROWS)
+    assert task.spans(read[1]) == [
+        ("sound", f"0.20 s at 16,000 Hz, {read[1].num_encoder_tokens} positions"),
+        ("learnt", "f o x"),
+    ]
+
+
+def test_padding_changes_no_loss(rows: Path) -> None:
+    model, processor = wav2vec2(feat_extract_norm="layer")
+    task = task_on((model, processor))
+    read = task.load(str(rows))
+    together = task.loss_sum(model, task.collate(read))
+    alone = sum(task.loss_sum(model, task.collate([row])) for row in read)
+    torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-3)
+
+
+def test_what_cannot_be_said_is_named(tmp_path: Path) -> None:
+    path = write_rows(
+        tmp_path, [{"audio": [440.0], "text": "FOX"}, {"audio": [440.0], "text": "a"}]
+    )
+    task = task_on(wav2vec2())
+    with pytest.raises(DataError, match=r"rows.jsonl:1: its text(.|\n)*F O X(.|\n)*task.case"):
+        task.load(str(path))
+    assert task_on(wav2vec2(), case="lower").load(str(path))[0].labels == tuple(
+        task.tokenizer("fox")["input_ids"]
+    )
+    path = write_rows(tmp_path, [{"audio": [440.0], "text": "fox " * 40}])
+    with pytest.raises(DataError, match="Texts longer than their sounds"):
+        task.load(str(path))
+
+
+def test_a_new_vocabulary_is_learnt_measured_merged_and_opened(rows: Path, tmp_path: Path) -> None:
+    made = wav2vec2(feat_extract_norm="layer", do_stable_layer_norm=True)
+    base, run = saved(tmp_path / "base", made), tmp_path / "run"
+    result = recipe.run(
+        recipe.Recipe(
+            base=BaseConfig(model=str(base), dtype="fp32"),
+            data=DataConfig(train=str(rows), eval=str(rows)),
+            method=LoRA(rank=8, targets=("all-linear",)),
+            task=CTCConfig(vocabulary="data", case="upper"),
+            train=TrainConfig(output_dir=run, max_steps=60, learning_rate=1e-2),
+        )
+    )
+    assert result.metrics["before_wer"] >= 1.0
+    assert result.metrics["eval_wer"] == result.metrics["eval_cer"] == 0.0
+    opened = open_adapter(run)
+    assert opened.task.tokens == ("<pad>", "<unk>", "|", *sorted(set("ONETWOFXGDS")))
+    again = evaluate(opened.base, rows, task=opened.task)
+    assert again["cer"] == result.metrics["eval_cer"]
+    sound = rows.parent / "rows.jsonl.1.wav"
+    said = CliRunner().invoke(app, ["generate", str(run), "--audio", str(sound)]).stdout.strip()
+    merged = merge(run, tmp_path / "merged").folder
+    hear = transformers.pipeline("automatic-speech-recognition", model=str(merged))
+    assert hear(tones(*ROWS[1]["audio"]))["text"] == said
+
+
+def test_a_bases_own_vocabulary_and_head_are_gone_on_with(rows: Path, tmp_path: Path) -> None:
+    base = saved(tmp_path / "base", wav2vec2())
+    loaded = load_base(str(base), dtype="fp32", quantize="nf4", purpose=CTCConfig().purpose)
+    assert loaded.head == ("lm_head",)
+    task = CTCConfig().on(loaded.model, loaded.processor, DataConfig(train=""))
+    found = task.metrics(loaded.model, task.load(str(rows)))
+    assert found["loss"] > 0
+    assert {"wer", "cer", "wer_normalized", "cer_normalized"} <= set(found)
+
+
+def test_sounds_are_told_by_their_labels(tmp_path: Path) -> None:
+    folder, run = tmp_path / "data", tmp_path / "run"
+    for name, hertz in (("high", 3000.0), ("low", 200.0)):
+        (folder / name).mkdir(parents=True)
+        for number in range(3):
+            sound = encoded(tones(hertz + 20 * number, seconds=0.15 + 0.05 * number))
+            (folder / name / f"{number}.wav").write_bytes(sound)
+    base = saved(
+        tmp_path / "base", wav2vec2("ForSequenceClassification", feat_extract_norm="layer")
+    )
+    result = recipe.run(
+        recipe.Recipe(
+            base=BaseConfig(model=str(base), dtype="fp32"),
+            data=DataConfig(train=str(folder), eval=str(folder)),
+            method=LoRA(rank=4),
+            task=AudioClassificationConfig(),
+            train=TrainConfig(output_dir=run, max_steps=15, learning_rate=1e-2),
+        )
+    )
+    assert result.metrics["eval_accuracy"] == 1.0
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"audio": "data/low/1.wav"}) + "\n")
+    said = CliRunner().invoke(app, ["predict", str(run), "--data", str(rows)]).stdout
+    assert next(iter(json.loads(said)["prediction"])) == "low"
+    opened = open_adapter(run)
+    task = opened.task.on(opened.base.model, opened.base.processor, DataConfig(train=""))
+    batch = task.collate(task.load(str(folder)))
+    model, _ = wav2vec2("ForSequenceClassification", feat_extract_norm="layer")
+    heard = {name: batch[name] for name in ("input_values", "attention_mask")}
+    theirs = peft.PeftModel.from_pretrained(model, run)
+    with torch.no_grad():
+        wanted = theirs(**heard).logits
+    torch.testing.assert_close(task.logits(opened.base.model, batch), wanted, rtol=1e-4, atol=1e-4)
+    assert batch["input_values"].shape[1] == round(0.25 * RATE)
+
+
+@pytest.mark.parametrize("kind", ["a text", "nothing to hear"])
+def test_a_sound_without_use_ends_the_reading(kind: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "1.wav").write_bytes(
+            b"not a sound" if kind == "a text" else encoded(0 * tones(440.0))
+        )
+    made = wav2vec2("ForSequenceClassification", num_labels=2)
+    made[0].config.id2label = {0: "a", 1: "b"}
+    task = AudioClassificationConfig().on(*made, DataConfig(train=""))
+    with pytest.raises(DataError, match=r"data/a/1.wav"):
+        task.load(str(tmp_path / "data"))
