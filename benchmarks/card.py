@@ -36,7 +36,7 @@ from peftkit.execution.environment import as_current, free_now
 from peftkit.execution.plan import Activations, plan_for
 from peftkit.kernels.cross_entropy import chunked_cross_entropy, reference_cross_entropy
 from peftkit.kernels.device import gpu_of
-from peftkit.kernels.norm import RMSNorm
+from peftkit.kernels.fused import RMSNorm
 from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import pack
 from peftkit.quant.quantize import quantize_model

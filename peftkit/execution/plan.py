@@ -87,7 +87,7 @@ class ExecutionPlan:
 
     @property
     def fused_kernels(self) -> bool:
-        """Whether norms and gated layers are computed by one kernel each, which CUDA alone has."""
+        """Whether norms, gated layers and rotations are one kernel each, which CUDA alone has."""
         return self.device == "cuda" and self.lora_grouped
 
     @property

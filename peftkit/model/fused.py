@@ -1,11 +1,12 @@
-"""RMSNorms and gated feed-forward layers of a model, by one kernel each while it is used on a GPU.
+"""Norms, gated layers and rotations of a model, by one kernel each while it is used on a GPU.
 
 No list of models says which modules these are: the module is asked. What a norm gives for random
 numbers has to be what the kernel's formula gives, in float32; a module of three linear layers and
 an activation is asked, with small layers in the place of its own, whether it computes
-W_down (f(W_gate x) * W_up x). All others stay as they are, as do norms that are trained, and all of
-them where torch.compile is at work, which makes such kernels itself. Norms stay under autocast too,
-which has rules of its own for dtypes.
+W_down (f(W_gate x) * W_up x). Of an attention module, the function of that name in its own source
+is asked whether it is the rotation, and its forward pass is given ours instead. All others stay,
+as do norms that are trained, and all of them where torch.compile is at work, which makes such
+kernels itself. Norms stay under autocast too, which has rules of its own for dtypes.
 
 In 16 bits transformers rounds a norm before it multiplies with the weight and after it; a kernel
 rounds once.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,20 +24,21 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import _disable_current_modes
 
-from peftkit.kernels.gated import ACTIVATIONS, Gated
-from peftkit.kernels.norm import RMSNorm
+from peftkit.kernels.fused import ACTIVATIONS, Gated, RMSNorm, Rotary
 from peftkit.model.places import is_linear, unwrap_adapter
 from peftkit.model.roles import FFN_LEAVES
 
 EPS = ("variance_epsilon", "eps", "epsilon")
 """Where norms keep what they add to the mean square."""
+ROTATION = "apply_rotary_pos_emb"
+"""Name of the function in transformers' modules that rotates queries and keys."""
 _OTHERS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 """What a module says that is called in another way."""
 
 
 @contextmanager
 def fused_modules(model: nn.Module) -> Iterator[None]:
-    """Have norms and gated layers computed by one kernel each within the context.
+    """Have norms, gated layers and rotations computed by one kernel each within the context.
 
     They are of another class meanwhile, which is a subclass of their own: one for all that are
     alike, so that blocks stay alike.
@@ -44,7 +47,7 @@ def fused_modules(model: nn.Module) -> Iterator[None]:
     before: list[tuple[nn.Module, type[nn.Module]]] = []
     for module in model.modules():
         kind = type(module)
-        for candidate, forward_of in ((_norm, _fused_norm), (_gated_layers, _fused_gate)):
+        for candidate, forward_of in KINDS:
             found = None if hasattr(kind, "peftkit_fused") else candidate(module)
             if found is None:
                 continue
@@ -168,6 +171,54 @@ def _fused_gate(module: nn.Module, *found: Any) -> Callable[..., Tensor] | None:
         return cast(Tensor, getattr(self, down)(Gated.apply(*parts, activation)))
 
     return forward
+
+
+def _rotation(module: nn.Module) -> tuple[str] | None:
+    """Return the name of the function that rotates, where the forward pass calls one."""
+    forward = getattr(type(module), "forward", None)
+    known = isinstance(forward, FunctionType) and ROTATION in forward.__code__.co_names
+    return (ROTATION,) if known and "forward" not in module.__dict__ else None
+
+
+def _fused_rotation(module: nn.Module, name: str) -> Callable[..., Any] | None:
+    """Ask the function: on the CPU, with cosines and sines that are none."""
+    kind: Any = type(module)
+    plain = kind.forward.__globals__.get(name)
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, heads, 3, 8, generator=generator) for heads in (4, 2))
+    cos, sin = torch.randn(2, 2, 3, 8, generator=generator)
+    try:
+        found = plain(query, key, cos, sin)
+    except _OTHERS:
+        return None
+    expected = Rotary.apply(query, cos, sin), Rotary.apply(key, cos, sin)
+    if len(found) != 2 or not all(map(_is_same, found, expected)):
+        return None
+
+    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **how: Any) -> Any:
+        alike = query.dtype == key.dtype == cos.dtype and cos.dim() == 3
+        if args or how or not alike or not query.shape[-1] == key.shape[-1] == cos.shape[-1]:
+            return plain(query, key, cos, sin, *args, **how)
+        return Rotary.apply(query, cos, sin), Rotary.apply(key, cos, sin)
+
+    own: Any = kind.forward
+    known = {**own.__globals__, name: rotate}
+    rotating = FunctionType(own.__code__, known, name, own.__defaults__, own.__closure__)
+    rotating.__kwdefaults__ = own.__kwdefaults__
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = kind.forward if torch.compiler.is_compiling() else rotating
+        return run(self, *args, **kwargs)
+
+    return forward
+
+
+KINDS: tuple[tuple[Any, Any], ...] = (
+    (_norm, _fused_norm),
+    (_gated_layers, _fused_gate),
+    (_rotation, _fused_rotation),
+)
+"""What says of a module what it may be; and what makes its forward pass, if it is that."""
 
 
 def _is_same(found: Any, expected: Tensor) -> bool:

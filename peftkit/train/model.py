@@ -78,7 +78,7 @@ def paths(model: nn.Module, blocks: Blocks, of_task: Mapping[str, str]) -> str:
     if (layers := _layers(model)) != "":
         parts.append(f"LoRA: {layers}")
     if fused := num_fused(model):
-        parts.append(f"fused: {fused} norms and gated layers")
+        parts.append(f"fused: {fused} norms, gated layers and rotations")
     if blocks.blocks:
         how = "compiled" if blocks.compiled else "not compiled"
         ways = {

@@ -34,35 +34,45 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from peftkit.kernels import gated_triton
+from peftkit.kernels import triton_kernels
 
 kernels = {
-    gated_triton.forward_kernel: ("gate", "up", "out"),
-    gated_triton.backward_kernel: ("grad", "gate", "up", "grad_gate", "grad_up"),
+    triton_kernels.gated_kernel: ("gate", "up", "out"),
+    triton_kernels.gated_backward_kernel: ("grad", "gate", "up", "grad_gate", "grad_up"),
 }
 reader = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+asked = [
+    (kernel, pointers, {"number": "i32"}, {"KIND": kind, "SIZE": triton_kernels.BLOCK})
+    for kernel, pointers in kernels.items()
+    for kind in triton_kernels.NUMBERS.values()
+]
+sizes = [f"{array}_{part}" for array in ("x", "out") for part in ("row", "head", "token")]
+numbers = dict.fromkeys(("heads", "length", *sizes, "cos_row"), "i32")
+for half, padded in ((32, 32), (40, 64), (64, 64), (128, 128)):
+    for back in (False, True):
+        fixed = {"HALF": half, "PADDED": padded, "TOKENS": 512 // padded, "BACK": back}
+        pointers = ("x", "cos", "sin", "out")
+        asked.append((triton_kernels.rotary_kernel, pointers, numbers, fixed))
 found = []
-for kernel, pointers in kernels.items():
-    for kind in gated_triton.NUMBERS.values():
-        signature = {name: "*" + sys.argv[2] for name in pointers}
-        signature |= {"number": "i32", "KIND": "constexpr", "SIZE": "constexpr"}
-        constants = {"KIND": kind, "SIZE": gated_triton.BLOCK}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        made = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32))
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            Path(file.name).write_bytes(made.asm["cubin"])
-            read = [reader, "-res-usage", file.name]
-            told = subprocess.run(read, capture_output=True, text=True).stdout
-        used = re.findall(r"(REG|STACK|LOCAL):(\\d+)", told)
-        found.append({name: int(number) for name, number in used})
+for kernel, pointers, numbers, fixed in asked:
+    signature = {name: "*" + sys.argv[2] for name in pointers}
+    signature |= numbers | dict.fromkeys(fixed, "constexpr")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed)
+    made = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(made.asm["cubin"])
+        read = [reader, "-res-usage", file.name]
+        told = subprocess.run(read, capture_output=True, text=True).stdout
+    used = re.findall(r"(REG|STACK|LOCAL):(\\d+)", told)
+    found.append({name: int(number) for name, number in used})
 print(json.dumps(found))
 """
 
 INTERPRETED = """
 import json
 import torch
-from peftkit.kernels import gated_triton
-from peftkit.kernels.gated import ACTIVATIONS
+from peftkit.kernels import triton_kernels
+from peftkit.kernels.fused import ACTIVATIONS, Rotary
 
 worst = {}
 for name, function in ACTIVATIONS.items():
@@ -71,9 +81,23 @@ for name, function in ACTIVATIONS.items():
         pair = [x.clone().requires_grad_() for x in (gate, up)]
         expected = function(pair[0]) * pair[1]
         wanted = [expected, *torch.autograd.grad(expected, pair, grad)]
-        made = [gated_triton.forward(gate, up, name), *gated_triton.backward(grad, gate, up, name)]
+        made = [triton_kernels.gated(gate, up, name)]
+        made += triton_kernels.gated_backward(grad, gate, up, name)
         errors = [float((a - b.detach()).abs().max()) for a, b in zip(made, wanted)]
         worst[f"{name} {shape}"] = max(errors)
+for shape in ((1, 2, 3, 8), (2, 3, 37, 80), (2, 1, 16, 64)):
+    rows, heads, length, size = shape
+    x, grad = torch.randn(2, rows, length, heads, size).transpose(2, 3).unbind(0)
+    for of_each in (1, rows):
+        angles, made = torch.randn(2, of_each, length, size), []
+        own = x.clone(memory_format=torch.preserve_format).requires_grad_()
+        expected = Rotary.apply(own, *angles)
+        wanted = [expected, *torch.autograd.grad(expected, own, grad)]
+        for given, back in ((x, False), (grad, True)):
+            made.append(torch.empty_like(given))
+            triton_kernels.rotate(given, *angles, made[-1], back)
+        errors = [float((a - b.detach()).abs().max()) for a, b in zip(made, wanted)]
+        worst[f"rotation {shape} {of_each}"] = max(errors)
 print(json.dumps(worst))
 """
 
@@ -94,7 +118,7 @@ def test_machine_code_keeps_all_in_registers(card: int, dtype: str, tmp_path: Pa
     if card == 75 and dtype == "bf16":
         return  # a T4 has no bfloat16
     found = told_by(COMPILED, str(card), dtype, TRITON_CACHE_DIR=str(tmp_path))
-    assert len(found) == 6
+    assert len(found) == 6 + 8
     for used in found:
         assert used["STACK"] == used["LOCAL"] == 0
         assert 0 < used["REG"] <= MOST_REGISTERS
@@ -102,5 +126,5 @@ def test_machine_code_keeps_all_in_registers(card: int, dtype: str, tmp_path: Pa
 
 def test_numbers_are_those_of_torch() -> None:
     worst = told_by(INTERPRETED, TRITON_INTERPRET="1")
-    assert len(worst) == 9
+    assert len(worst) == 9 + 6
     assert max(worst.values()) < 1e-4  # float32: of values up to a hundred

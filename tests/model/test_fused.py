@@ -1,4 +1,4 @@
-"""Norms and gated layers by one kernel: the module is asked, and computes what it did before."""
+"""What one kernel computes: a module is asked, and computes what it computed before."""
 
 from __future__ import annotations
 
@@ -13,18 +13,11 @@ from peftkit.model.fused import fused_modules, num_fused
 from tests.families import ARCHITECTURES
 from tests.kinds import inputs, loss
 
-FUSED = {
-    "llama": 5 + 2,
-    "qwen3": 9 + 2,
-    "phi3": 5,
-    "mixtral": 5,
-    "gemma": 2,
-    "gemma2": 2,
-    "gpt2": 0,
-}
-FUSED |= {"t5_gated": 12, "gpt2": 0, "bert": 0, "deepseek_v3": 9 + 2, "qwen2_moe": 5 + 2}
-"""Norms that are no other norm; and blocks with gate, up and down as three layers of a module: of
-experts, what all tokens share."""
+FUSED = {"llama": 5 + 2 + 2, "qwen3": 9 + 2 + 2, "phi3": 5 + 2, "mixtral": 5 + 2, "gemma": 2 + 2}
+FUSED |= {"gemma2": 2 + 2, "cohere": 2, "t5_gated": 12, "gpt2": 0, "bert": 0, "gpt_neox": 2}
+FUSED |= {"deepseek_v3": 9 + 2 + 2, "qwen2_moe": 5 + 2 + 2}
+"""Norms that are no other norm; blocks with gate, up and down as three layers of a module (of
+experts, what all tokens share); rotations of whole heads, or what may be."""
 
 
 @pytest.mark.parametrize(("family", "count"), FUSED.items())

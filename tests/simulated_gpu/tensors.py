@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from peftkit.kernels.norm import gradient
+from peftkit.kernels.fused import norm_gradient
 
 COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
 WAITING = {
@@ -411,7 +411,7 @@ def _rms_norm_back(
     grad: Tensor, x: Tensor, shape: Any, scale: Tensor, weight: Tensor, mask: Any
 ) -> tuple[Tensor, Tensor | None]:
     assert list(mask) == [True, False], "of a frozen weight no gradient is wanted"
-    return gradient(grad, x, weight, scale), None
+    return norm_gradient(grad, x, weight, scale), None
 
 
 KERNELS_OF_CUDA = torch.library.Library("aten", "IMPL")

@@ -74,7 +74,7 @@ def test_every_way_of_keeping_activations_gives_the_same_numbers(
             peaks[keep] = card.peak
         assert_same(found, expected)
         assert ("recomputed" in found.paths) == (keep is True)
-        assert "fused: 7 norms and gated layers" in found.paths
+        assert "fused: 9 norms, gated layers and rotations" in found.paths
     assert peaks[True] < peaks["auto"]
 
 

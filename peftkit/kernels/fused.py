@@ -1,0 +1,152 @@
+"""What is no matrix product, by one kernel each way: norms, gated activations, rotations.
+
+- RMSNorm, torch's own kernel: y = x w / sqrt(mean(x^2) + eps), in float32. Written out in torch it
+  is eight kernels, which move seven times as much and save x in float32.
+- Gated activations y = f(g) u, of which g and u alone are saved. Written out, f(g) is saved as
+  well; the forward pass moves five arrays of the size of g and the backward pass nine, where here
+  it is three and five.
+- Rotary embeddings y = x cos + rotate_half(x) sin (Su et al., 2021, arXiv:2104.09864), of which no
+  x is saved. Written out, the forward pass moves eleven arrays of the size of x and the backward
+  pass more, where here it is two.
+
+In 16 bits torch rounds in between; a kernel rounds once. Without Triton the last two are computed
+by torch: as exact, with as little kept, not faster.
+
+Shapes: n values of a row; B rows, H heads, T tokens, D head size; `...` is any leading shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+"""f, by name."""
+
+try:
+    from peftkit.kernels import triton_kernels as _triton
+except ImportError:  # no Triton: Windows, Macs, torch for CPUs
+    _kernels: Any = None
+else:
+    _kernels = _triton if torch.version.cuda is not None else None
+
+
+class RMSNorm(torch.autograd.Function):
+    """y (..., n) of x (..., n) and a frozen weight (n,) of x's dtype, with the gradient of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return y; the weight is frozen."""
+        out, scale = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of x; the scales (..., 1) are in float32."""
+        x, weight, scale = ctx.saved_tensors
+        if x.device.type == "cuda":
+            found = torch.ops.aten._fused_rms_norm_backward(
+                grad, x, weight.shape, scale, weight, [True, False]
+            )
+            return found[0], None, None
+        return norm_gradient(grad, x, weight, scale), None, None
+
+
+def norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Return dx = scale (w dy - n mean(n w dy)), where n = x scale: what the kernel computes."""
+    normal, back = x.float() * scale, grad.float() * weight.float()
+    return (scale * (back - normal * (normal * back).mean(-1, keepdim=True))).to(x.dtype)
+
+
+class Gated(torch.autograd.Function):
+    """f(g) u of two tensors of one shape and dtype, with both gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, name: str) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.name = name
+        return gated(gate, up, name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad_gate, grad_up = gated_backward(grads[0], *ctx.saved_tensors, ctx.name)
+        return grad_gate, grad_up, None
+
+
+# a namespace of their own: a plan counts each of these as the one kernel that it is on a GPU
+
+
+@torch.library.custom_op("peftkit_kernels::gated", mutates_args=())
+def gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
+    """Return f(g) u."""
+    if _kernels is not None and gate.is_cuda:
+        return _kernels.gated(gate.contiguous(), up.contiguous(), name)
+    return ACTIVATIONS[name](gate) * up
+
+
+@torch.library.custom_op("peftkit_kernels::gated_backward", mutates_args=())
+def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Return the gradients of g and u."""
+    if _kernels is not None and gate.is_cuda:
+        made = _kernels.gated_backward(grad.contiguous(), gate.contiguous(), up.contiguous(), name)
+        return made
+    if name == "silu":
+        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+    else:
+        how = "tanh" if name == "gelu_tanh" else "none"
+        grad_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate=how)
+    return grad_gate, grad * ACTIVATIONS[name](gate)
+
+
+@gated.register_fake
+def _like_product(gate: Tensor, up: Tensor, name: str) -> Tensor:
+    return torch.empty_like(gate)
+
+
+@gated_backward.register_fake
+def _like_gradients(grad: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gate), torch.empty_like(up)
+
+
+class Rotary(torch.autograd.Function):
+    """Queries or keys (B, H, T, D), rotated by the cosines and sines (B or 1, T, D) of places."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return rotated(x, cos, sin, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return rotated(grads[0], *ctx.saved_tensors, back=True), None, None
+
+
+@torch.library.custom_op("peftkit_kernels::rotated", mutates_args=())
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    """Return x rotated, as a new array in the layout of x; `back`: the gradient of that."""
+    out = torch.empty_like(x)
+    if _kernels is not None and x.is_cuda and x.stride(-1) == out.stride(-1) == 1:
+        _kernels.rotate(x, cos.contiguous(), sin.contiguous(), out, back)
+        return out
+    wide = torch.promote_types(x.dtype, torch.float32)
+    (c1, c2), (s1, s2) = (part[:, None].to(wide).chunk(2, -1) for part in (cos, sin))
+    first, second = x.to(wide).chunk(2, -1)
+    if back:
+        made = first * c1 + second * s2, second * c2 - first * s1
+    else:
+        made = first * c1 - second * s1, second * c2 + first * s2
+    return out.copy_(torch.cat(made, -1))
+
+
+@rotated.register_fake
+def _like_rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    return torch.empty_like(x)

@@ -1,0 +1,57 @@
+"""Gated activations and rotations by one kernel: what torch's own functions give, both ways."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from peftkit.kernels.fused import ACTIVATIONS, Gated, Rotary, gated, gated_backward, rotated
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gradients_are_those_of_torch(name: str) -> None:
+    for dtype, shape in ((torch.float64, (3, 7)), (torch.float32, (9, 41)), (torch.bfloat16, (5,))):
+        pair = [torch.randn(shape).to(dtype).requires_grad_() for _ in range(2)]
+        expected = ACTIVATIONS[name](pair[0]) * pair[1]
+        found = Gated.apply(*pair, name)
+        direction = torch.randn(shape).to(dtype)
+        torch.testing.assert_close(found, expected)
+        wanted = torch.autograd.grad(expected, pair, direction)
+        torch.testing.assert_close(torch.autograd.grad(found, pair, direction), wanted)
+
+
+def test_only_the_two_inputs_are_saved() -> None:
+    saved: list[Tensor] = []
+    pair = [torch.randn(4, 6, requires_grad=True) for _ in range(2)]
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: None):
+        Gated.apply(*pair, "silu")
+    assert [tensor.data_ptr() for tensor in saved] == [tensor.data_ptr() for tensor in pair]
+
+
+def test_operators_keep_what_torch_asks_of_them() -> None:
+    parts = [torch.randn(4, 6) for _ in range(3)]
+    torch.library.opcheck(gated, (*parts[:2], "silu"))
+    torch.library.opcheck(gated_backward, (*parts, "gelu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3], ids=["places of all rows", "of each"])
+def test_a_rotation_is_that_of_transformers_and_keeps_no_input(
+    rows: int, dtype: torch.dtype
+) -> None:
+    saved: list[Tensor] = []
+    x = torch.randn(3, 5, 4, 8).to(dtype).transpose(1, 2).requires_grad_()  # as layers make it
+    cos, sin = torch.randn(2, rows, 5, 8).to(dtype)
+    expected = apply_rotary_pos_emb(x, x, cos, sin)[0]
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: None):
+        Rotary.apply(x, cos, sin)
+    assert [tensor.data_ptr() for tensor in saved] == [cos.data_ptr(), sin.data_ptr()]
+    found, direction = Rotary.apply(x, cos, sin), torch.randn_like(x)
+    assert found.stride() == x.stride()
+    rounding = {"rtol": 0.02, "atol": 0.05} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(found, expected, **rounding)
+    wanted = torch.autograd.grad(expected, x, direction)
+    torch.testing.assert_close(torch.autograd.grad(found, x, direction), wanted, **rounding)
+    torch.library.opcheck(rotated, (x.detach(), cos, sin, False))
