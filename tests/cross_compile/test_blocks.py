@@ -1,73 +1,70 @@
-"""Blocks as a GPU runs them, compiled: one graph, and none again for rows of another length.
+"""Blocks as a GPU runs them, compiled: one graph for rows of all lengths, and code for every card.
 
-The graphs are those of a GPU's layout (LoRA beside the base, norms and gates as their kernels take
-them), made by Dynamo and AOTAutograd; what machine code becomes of them is not seen here.
+The layout is that of a GPU (LoRA of one input together); see written.py for what is seen of it
+without one.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
-from torch._dynamo.utils import counters
 
-from peftkit.adapter import attach
-from peftkit.execution.plan import ExecutionPlan
-from peftkit.kernels.packing import keep_copies
-from peftkit.methods.lora import LoRA
-from peftkit.model.modes import prepared_for_training
-from peftkit.quant.quantize import quantize_model
-from peftkit.train.memory import blocks as blocks_module
-from peftkit.train.memory.blocks import Blocks
-from tests.families import ARCHITECTURES
+from tests.cross_compile.test_kernels import CARDS, MOST_REGISTERS, told_by
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # torch.compile's own
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated"),
+    pytest.mark.skipif(
+        find_spec("triton") is None, reason="triton: pip install peftkit[gpu-tests]"
+    ),
 ]
-LENGTHS = (12, 20, 37)
+PROGRAM = "import sys; from tests.cross_compile.written import main; main(*sys.argv[1:])"
+SINCE_AMPERE = [str(card) for card in CARDS if card >= 80]
+MOST_KERNELS = {
+    ("llama", "none"): (6, 13),
+    ("llama", "nf4"): (9, 13),
+    ("qwen3", "none"): (8, 16),
+    ("qwen3", "nf4"): (11, 16),
+    ("gemma", "none"): (6, 13),
+    ("gemma", "nf4"): (9, 13),
+    ("qwen3_moe", "none"): (20, 30),
+    ("qwen3_moe", "nf4"): (20, 30),
+}
+"""Triton kernels that are written of a block, forward and backward."""
 
 
-def gradients(model: Any, length: int) -> list[Tensor]:
-    ids = torch.arange(2 * length).remainder(53).view(2, length) + 5
-    model.zero_grad(set_to_none=True)
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    return [p.grad for p in model.parameters() if p.grad is not None]
+def one_graph(told: dict[str, list[bool]]) -> bool:
+    """Tell whether there is a forward and a backward pass, and no more for other lengths."""
+    return told["graphs"] == [False, True] and not told["breaks"]
+
+
+@pytest.mark.parametrize(("family", "kind"), MOST_KERNELS)
+def test_a_block_is_one_graph_of_few_kernels_for_every_card(
+    family: str, kind: str, tmp_path: Path
+) -> None:
+    asked = (family, kind, "bfloat16", *SINCE_AMPERE)
+    told = told_by(PROGRAM, *asked, TRITON_CACHE_DIR=str(tmp_path))
+    assert one_graph(told)
+    assert told["error"] <= 0.05  # a compiled graph rounds to 16 bits elsewhere
+    most = MOST_KERNELS[family, kind]
+    assert all(found <= limit for found, limit in zip(told["kernels"], most, strict=True))
+    assert len(told["used"]) == sum(told["kernels"]) * len(SINCE_AMPERE)
+    for used in told["used"]:
+        assert used["STACK"] == used["LOCAL"] == 0
+        assert 0 < used["REG"] <= MOST_REGISTERS
+
+
+def test_a_block_in_fp16_is_code_for_a_card_before_ampere(tmp_path: Path) -> None:
+    told = told_by(PROGRAM, "llama", "none", "float16", "75", TRITON_CACHE_DIR=str(tmp_path))
+    assert one_graph(told)
+    assert told["used"]
+    assert all(used["STACK"] == used["LOCAL"] == 0 for used in told["used"])
 
 
 @pytest.mark.parametrize("kind", ["none", "nf4"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
-def test_a_block_is_one_graph_for_every_length(
-    family: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blocks_module, "BACKEND", "aot_eager")
-    torch.manual_seed(0)
-    model: Any = ARCHITECTURES[family]().bfloat16().train()
-    del model.model.layers[1:]
-    if kind != "none":
-        quantize_model(model, kind)
-        keep_copies(model, 0)
-    adapter = attach(model, LoRA(rank=3))
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter.normal_(std=0.1)
-    with prepared_for_training(model, ExecutionPlan(device="cuda")):
-        expected = [gradients(model, length) for length in LENGTHS]
-        torch.compiler.reset()
-        counters.clear()
-        blocks = Blocks(model)
-        blocks.compile()
-        found = [gradients(model, length) for length in LENGTHS]
-        graphs = counters["stats"]["unique_graphs"]
-        breaks = dict(counters["graph_break"])
-        blocks.restore()
-    torch.compiler.reset()
-    assert graphs == 1
-    assert not breaks
-    for own, wanted in zip(found, expected, strict=True):
-        error = torch.stack([(a - b).norm() for a, b in zip(own, wanted, strict=True)]).norm()
-        # a compiled graph rounds to 16 bits elsewhere
-        assert error <= 0.05 * torch.stack([grad.norm() for grad in wanted]).norm()
+def test_the_code_computes_what_the_graph_does(kind: str) -> None:
+    told = told_by(PROGRAM, "llama", kind, "float32", TRITON_INTERPRET="1")
+    assert one_graph(told)
+    assert len(told["off"]) == 2
+    assert max(told["off"]) < 1e-4
