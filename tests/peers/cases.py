@@ -18,7 +18,6 @@ from typing import Any
 import gguf
 import torch
 import transformers
-from peftkit.methods.dora import DoRA
 
 from peftkit.adapter import attach
 from peftkit.base.load import Base, load_base
@@ -30,7 +29,7 @@ from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.predict import predict_file
 from peftkit.merging.into_gguf import merge_into_gguf
 from peftkit.merging.merge import merge
-from peftkit.methods.lora import LoRA
+from peftkit.methods.lora import DoRA, LoRA
 from peftkit.methods.protocol import Method
 from peftkit.recipe import run
 from peftkit.run.config import Recipe
