@@ -34,7 +34,8 @@ def drawn(chart: Chart) -> str:
     return f"""<figure>
 <figcaption><b>{text(chart.title)}</b>{_legend(chart)}<output></output></figcaption>
 <div class="frame"><div class="y">{"".join(y_axis)}</div>
-<div class="plot" data-low="{chart.low:.6g}" data-high="{chart.high:.6g}"
+<div class="plot" tabindex="0" role="group" aria-label="{text(chart.title)}: arrow keys read it"
+ data-low="{chart.low:.6g}" data-high="{chart.high:.6g}"
  data-last="{chart.last}" data-kind="{unit}">
 <svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img"
  aria-label="{text(chart.title)}, by step">{"".join(shapes)}</svg>

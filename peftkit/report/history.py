@@ -21,6 +21,8 @@ METRICS, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
 FACTS, DIAGNOSIS = "run.json", "diagnosis.json"
 TASKS = "tasks.json"
 """What `peftkit eval RUN --tasks` found."""
+FILES = (METRICS, SAMPLES, FACTS, DIAGNOSIS, TASKS)
+"""All that a report is made of."""
 MAX_LINE_BYTES, MAX_FACTS_BYTES = 1 << 20, 1 << 24
 MAX_NOTICES, MAX_SAMPLES = 200, 5_000
 STILL_SECONDS = 120.0

@@ -19,16 +19,10 @@ from peftkit.report.verdict import verdict, warnings
 
 REFRESH_SECONDS = 30
 """How often a browser reloads the report of a run that is going on."""
-STYLE, SCRIPT = (
+STYLE, SCRIPT, LIVE = (
     files("peftkit.report").joinpath(name).read_text(encoding="utf-8")
-    for name in ("report.css", "report.js")
+    for name in ("report.css", "report.js", "live.js")
 )
-_SCRIPT_HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-POLICY = (
-    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
-    f"script-src 'sha256-{_SCRIPT_HASH}'"
-)
-"""What a browser may do with a report: no request, and no script but ours."""
 
 
 def write_report(runs: Sequence[str | Path], out: str | Path) -> Path:
@@ -51,28 +45,42 @@ def write_report(runs: Sequence[str | Path], out: str | Path) -> Path:
     return Path(out)
 
 
-def page(runs: Sequence[History]) -> str:
-    """Return the report as HTML."""
+def page(runs: Sequence[History], *, live: bool = False) -> str:
+    """Return the report as HTML.
+
+    Args:
+        live: It asks its server for what is new; else a file that a browser loads again.
+    """
     one = len(runs) == 1
     title = runs[0].name if one else f"{len(runs)} runs"
     is_running = one and runs[0].state() == "running"
-    reload = f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">\n' if is_running else ""
+    again = f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">\n'
+    script = SCRIPT + LIVE if live else SCRIPT
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{text(POLICY)}">
+<meta http-equiv="Content-Security-Policy" content="{text(_policy(script, live))}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-{reload}<title>{text(title)} - peftkit</title>
+{again if is_running and not live else ""}<title>{text(title)} - peftkit</title>
 <link rel="icon" href="data:,">
 <style>{STYLE}</style>
 </head>
 <body>
 {_one(runs[0]) if one else _several(runs)}
-<script>{SCRIPT}</script>
+<script>{script}</script>
 </body>
 </html>
 """
+
+
+def _policy(script: str, live: bool) -> str:
+    """Return what a browser may do with it: no script but ours, no request but to its server."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{digest}'" + ("; connect-src 'self'" if live else "")
+    )
 
 
 def _one(run: History) -> str:

@@ -65,7 +65,7 @@ COMMANDS: dict[str, list[str]] = {
     "pull": ["ID[@REVISION]", "--out", "--force"],
     "inspect": ["ADAPTER|MODEL", "OTHER", "--json"],
     "data": ["FILE", "--model", "--max-length", "--chat-template", "--json"],
-    "report": ["RUN...", "--out"],
+    "report": ["RUN...", "--out", "--serve", "--port"],
     "runs": ["DIR", "--json"],
     "base ls": ["--json"],
     "base rm": ["NAME"],
