@@ -40,6 +40,23 @@ def test_every_file_that_code_reads_is_packed(pyproject: dict[str, Any]) -> None
                 assert any(path.match(pattern) for pattern in patterns), path
 
 
+def test_the_container_has_all_that_the_package_is_built_from(pyproject: dict[str, Any]) -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert [line.split()[0] for line in lines[:2]] == ["ARG", "FROM"]
+    known = {"ARG", "FROM", "ENV", "WORKDIR", "COPY", "RUN", "USER", "VOLUME", "ENTRYPOINT", "CMD"}
+    assert {line.split()[0] for line in lines} == known
+    copied = {name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]}
+    shown = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert {line.removeprefix("!") for line in shown if line.startswith("!")} == copied
+    tops = {
+        Path(place).parts[0] for place in pyproject["tool"]["setuptools"]["package-dir"].values()
+    }
+    assert copied == {"peftkit", *tops, "constraints.txt", "pyproject.toml", "README.md", "LICENSE"}
+    (extras,) = (line.partition("=")[2] for line in lines if line.startswith("ARG EXTRAS"))
+    assert set(extras.split(",")) <= set(pyproject["project"]["optional-dependencies"])
+
+
 def test_run_time_dependencies_are_the_agreed_ones(pyproject: dict[str, Any]) -> None:
     names = {re.split(r"[<>=]", text)[0] for text in pyproject["project"]["dependencies"]}
     assert names == {
