@@ -122,6 +122,8 @@ LARGE: dict[str, Shape] = {
     "smollm2-135m": _llama(576, 1536, 30, 9, 3, 49152, tie_word_embeddings=True),
     "llama-3.2-3b": _llama(3072, 8192, 28, 24, 8, 128256, head_dim=128, tie_word_embeddings=True),
     "llama-3.1-8b": _llama(4096, 14336, 32, 32, 8, 128256),
+    "qwen2.5-14b": _llama(5120, 13824, 48, 40, 8, 152064),
+    "qwen2.5-32b": _llama(5120, 27648, 64, 40, 8, 152064),
     "llama-3-70b": _llama(8192, 28672, 80, 64, 8, 128256),
 }
 """Of released models; what a GPU trains."""

@@ -89,6 +89,7 @@ def build(
             double_quant=form.double_quant,
             device=form.device,
             keep=head if form.quantize_towers else (*head, *tower_paths(model)),
+            embeddings=form.embeddings,
             on_event=ignore if stream else on_event,
         )
     return LoadedModel(model.to(form.device), identity, head)

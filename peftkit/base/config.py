@@ -21,6 +21,9 @@ class BaseConfig(Config):
     quantised already (AWQ, GPTQ, compressed-tensors, FP8 and others keep their bits)."""
     double_quant: bool = True
     """Quantise the scales of nf4 and fp4 as well: 4.1 bits for a weight instead of 4.5."""
+    quantize_embeddings: Literal["none", "nf4", "fp4", "int8"] = "none"
+    """Keep the embedding of tokens and the output layer in 4 or 8 bits too (with quantize): of 8B
+    in nf4 they are a third of what is left. Where both are one tensor it stays one."""
     quantize_towers: bool = False
     """Quantise the towers for images and sound and their projectors too; by default only the
     language side of such a model is, and these stay in 16 bits."""

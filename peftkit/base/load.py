@@ -79,6 +79,7 @@ def load_base(
     quantize: str = "none",
     double_quant: bool = True,
     quantize_towers: bool = False,
+    quantize_embeddings: str = "none",
     purpose: Purpose = CAUSAL_LM,
     device: torch.device | str | None = None,
     placement: str = "auto",
@@ -99,6 +100,7 @@ def load_base(
         double_quant: Quantise the scales of nf4 and fp4 as well.
         quantize_towers: Quantise towers for images and sound too, and what joins them to a
             language model.
+        quantize_embeddings: As `quantize`, of the embedding of tokens and the output layer.
         purpose: What the model is for, as a task says it: its class, and its head of classes.
         device: By default a GPU where there is one, and the CPU for a base that it does not hold
             and that cannot be streamed.
@@ -115,11 +117,12 @@ def load_base(
         ConfigError: dtype, quantize, placement or store is none of these.
     """
     asked = {"model": model, "dtype": dtype, "quantize": quantize, "double_quant": double_quant}
-    asked |= {"placement": placement, "store": store}
+    asked |= {"placement": placement, "store": store, "quantize_embeddings": quantize_embeddings}
     from_dict(BaseConfig, asked, "load_base(...)")
     place = default_device() if device is None else as_current(torch.device(device))
     fast = fast_dtype(place if sharing is None else default_device())
-    form = StorageFormat(quantize, double_quant, DTYPES.get(dtype, fast), place, quantize_towers)
+    dense = DTYPES.get(dtype, fast)
+    form = StorageFormat(quantize, double_quant, dense, place, quantize_towers, quantize_embeddings)
     location = reachable(convert(locate(model, revision), on_event))
     on_event(Stage(f"Loading the base {location.name}"))
     with parsed_once(location), oom_as_error(location.name):

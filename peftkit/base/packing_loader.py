@@ -30,6 +30,7 @@ from peftkit.model.places import is_conv1d
 from peftkit.quant.layers import pack
 from peftkit.quant.quantize import (
     Job,
+    embedding_jobs,
     has_plain_forward,
     install_packed,
     not_quantizable,
@@ -70,6 +71,7 @@ class PackingLoader:
         self._jobs: list[Job] = []
         self._by_name: dict[str, Job] = {}
         self._packings: dict[int, Packing] = {}
+        self._tables: set[nn.Module] = set()
         self._kept: list[Tensor] = []  # an id is only known while its tensor lives
         self._shapes: dict[str, torch.Size] = {}
         self._misshapen: set[str] = set()
@@ -91,7 +93,9 @@ class PackingLoader:
                 kept = (
                     () if self.form.quantize_towers or self.kind == "none" else tower_paths(model)
                 )
-                jobs = quantizable(model, keep=(*self._head, *kept))
+                too = self.form.embeddings != "none"
+                jobs = quantizable(model, keep=(*self._head, *kept), embeddings=too)
+                self._tables = {module for _, module, _ in embedding_jobs(model)} if too else set()
             # of a Conv1D with a forward of its own it is seen later whether it is turned
             self._jobs = [j for j in jobs if has_plain_forward(j[1]) or not is_conv1d(j[1])]
         self._by_name = {f"{job[0]}.{job[2]}": job for job in self._jobs}
@@ -100,7 +104,12 @@ class PackingLoader:
         """Return what a value of a parameter that is packed takes, scales included."""
         if self.kind == "none":
             return None
-        return None if name not in self._by_name else 1.01 if self.kind == "int8" else 0.57
+        if name not in self._by_name:
+            return None
+        return 1.01 if self._kind_of(name) == "int8" else 0.57
+
+    def _kind_of(self, name: str) -> str:
+        return self.form.kind_of(self._by_name[name][1], self._tables)
 
     def wants(self, name: str) -> bool:
         """Tell whether a parameter passes through here."""
@@ -161,7 +170,7 @@ class PackingLoader:
             value = value.t()
         try:
             packed, packing = pack(
-                value.to(self.device), self.kind, double_quant=self.form.double_quant
+                value.to(self.device), self._kind_of(name), double_quant=self.form.double_quant
             )
         except ValueError as error:
             self._problems[name] = f"{name} of {type(module).__name__}: {error}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from peftkit.base.locate import Location
 from peftkit.base.pretrained import check_config
@@ -26,6 +28,7 @@ class StorageFormat:
         dtype: Of all computing and of what is not packed.
         device: Where it is.
         quantize_towers: Pack what stands beside a language model too.
+        embeddings: As `quantize`, of the embedding of tokens and the output layer.
     """
 
     quantize: str
@@ -33,6 +36,11 @@ class StorageFormat:
     dtype: torch.dtype
     device: torch.device
     quantize_towers: bool = False
+    embeddings: str = "none"
+
+    def kind_of(self, module: nn.Module, tables: Collection[nn.Module]) -> str:
+        """Return the kind that a weight is packed in: that of embedding and head is their own."""
+        return self.embeddings if module in tables else self.quantize
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,13 @@ from peftkit.base.request import StorageFormat
 from peftkit.kernels.packing import Packing
 from peftkit.model.places import is_conv1d
 from peftkit.quant.layers import empty_packed
-from peftkit.quant.quantize import has_plain_forward, install_packed, quantizable, tower_paths
+from peftkit.quant.quantize import (
+    embedding_jobs,
+    has_plain_forward,
+    install_packed,
+    quantizable,
+    tower_paths,
+)
 
 DEPTHS = (
     *("num_hidden_layers", "num_layers", "num_decoder_layers"),
@@ -116,32 +122,37 @@ def packed_skeleton(
         return model
     head = head_of_classes(model) if purpose.head is not None else ()
     packs_towers = form.quantize_towers or settings is not None
-    jobs = quantizable(model, keep=head if packs_towers else (*head, *tower_paths(model)))
+    too = form.embeddings != "none"
+    left = head if packs_towers else (*head, *tower_paths(model))
+    jobs = quantizable(model, keep=left, embeddings=too)
+    tables = {module for _, module, _ in embedding_jobs(model)} if too else set()
     device = torch.device("cpu" if counted else "meta")
-    made: dict[tuple[int, str], nn.Parameter] = {}
+    made: dict[int, nn.Parameter] = {}  # of each weight, which may be tied
     packings = {}
     for path, module, name in jobs:
         weight = module._parameters[name]
         if settings is not None and not has_codes(settings, weight):
             continue
-        if name == "weight" and not counted and not has_plain_forward(module):
+        is_known = counted or isinstance(module, nn.Embedding) or has_plain_forward(module)
+        if name == "weight" and not is_known:
             continue
         assert weight is not None
         turned = name == "weight" and is_conv1d(module)
         shape = torch.Size(reversed(weight.shape)) if turned else weight.shape
-        if (key := (id(module), name)) not in made:
+        if id(weight) not in made:
             with torch.device(device):
                 if settings is not None:
                     packed, kept, scales = empty_codes(shape, scheme_of(settings, path))
                     packing = Packing(kept, form.dtype, scales)
                 else:
+                    kind = form.kind_of(module, tables)
                     packed, packing = empty_packed(
-                        shape, form.quantize, form.dtype, double_quant=form.double_quant
+                        shape, kind, form.dtype, double_quant=form.double_quant
                     )
-            made[key] = nn.Parameter(packed, requires_grad=False)
-            packings[id(made[key])] = packing
+            made[id(weight)] = nn.Parameter(packed, requires_grad=False)
+            packings[id(made[id(weight)])] = packing
     for _, module, name in jobs:
-        if (id(module), name) in made:
-            module._parameters[name] = made[id(module), name]
+        if (known := made.get(id(module._parameters[name]))) is not None:
+            module._parameters[name] = known
     install_packed(model, jobs, packings, device)
     return model

@@ -185,6 +185,7 @@ def _form(form: StorageFormat) -> dict[str, Any]:
         "quantize": form.quantize,
         "double_quant": form.double_quant,
         "quantize_towers": form.quantize_towers,
+        **({"embeddings": form.embeddings} if form.embeddings != "none" else {}),
         "dtype": str(form.dtype).removeprefix("torch."),
     }
 

@@ -125,6 +125,7 @@ def base_of(
         quantize=quantize or str(loading.get("quantize", "none")),
         double_quant=bool(loading.get("double_quant", True)),
         quantize_towers=bool(loading.get("quantize_towers", True)),  # before it, all were
+        quantize_embeddings="none" if quantize else str(loading.get("quantize_embeddings", "none")),
         purpose=replace((task or task_of(file)).purpose, rope_scaling=loading.get("rope_scaling")),
         device=device,
         on_event=on_event,

@@ -24,6 +24,8 @@ from peftkit.kernels.block_scaled import KINDS, unpack_blocks
 
 BLOCK = 64
 NESTED_BLOCK = 256
+PIECE = 1 << 26
+"""Values of a head that are unpacked at once."""
 _CHUNK = 1 << 24  # values quantised at a time: bitsandbytes takes 12 bytes of scratch for each
 
 
@@ -94,6 +96,57 @@ def unpack(
         packed, absmax, form.block, form.kind, rows, known
     ).to(dtype)
     return values.view(-1)[: math.prod(form.shape)].view(form.shape)
+
+
+def unpack_rows(
+    packed: Tensor,
+    scales: tuple[Tensor, ...],
+    form: PackedFormat,
+    dtype: torch.dtype,
+    rows: Tensor,
+) -> Tensor:
+    """Return some rows (..., in) of a packed matrix, (...) of them, each as `unpack` has it."""
+    width = form.shape[-1]
+    if form.kind == "int8":
+        return torch.mul(packed[rows], scales[0][rows]).to(dtype)
+    if width % form.block or form.kind in KINDS:
+        return unpack(packed, scales, form, dtype)[rows]
+    flat, blocks = rows.reshape(-1), width // form.block
+    index = (flat[:, None] * blocks + torch.arange(blocks, device=flat.device)).flatten()
+    absmax = scales[0][index]
+    if len(scales) > 1:
+        _, nested, code, offset = scales
+        absmax = code[absmax.long()] * nested[index // NESTED_BLOCK] + offset
+    some = packed.view(-1, width // 2)[flat].view(-1, 1)
+    found = unpack(some, (absmax,), PackedFormat(form.kind, torch.Size((len(flat), width))), dtype)
+    return found.view(*rows.shape, width)
+
+
+def pieces_of(
+    packed: Tensor, scales: tuple[Tensor, ...], form: PackedFormat
+) -> Iterator[tuple[Tensor, tuple[Tensor, ...], PackedFormat]]:
+    """Yield a packed matrix (out, in) in pieces of so many rows that scales are not cut."""
+    out, width = form.shape
+    size = BLOCK * NESTED_BLOCK
+    aligned = size // math.gcd(width, size)
+    step = max(PIECE // width // aligned, 1) * aligned
+    for start in range(0, out, step):
+        rows = min(step, out - start)
+        part = form._replace(shape=torch.Size((rows, width)))
+        if form.kind == "int8":
+            yield packed[start : start + rows], (scales[0][start : start + rows],), part
+            continue
+        first, stop = start * width, (start + rows) * width
+        own = [scales[0][first // BLOCK : -(-stop // BLOCK)]]
+        if len(scales) > 1:
+            own += [scales[1][first // size : -(-stop // size)], *scales[2:]]
+        yield packed[first // 2 : -(-stop // (2 * BLOCK)) * BLOCK], tuple(own), part
+
+
+def _is_tall(form: PackedFormat) -> bool:
+    """Tell whether a matrix is a head's: many times as many rows as columns, and large."""
+    out, width = form.shape[-2:]
+    return form.kind not in KINDS and out >= 8 * width and out * width > PIECE
 
 
 def absmax_of(scales: tuple[Tensor, ...]) -> Tensor:
@@ -173,6 +226,23 @@ def packed_linear(
     """Return x W^T + b, (..., out), of a packed W (out, in) that is unpacked to `dtype`."""
     if not (torch.is_grad_enabled() and x.requires_grad) and _has_gemm(x, form, dtype):
         return _gemm_4bit(x, packed, scales, form, bias)
+    if _is_tall(form):
+        pieces = list(pieces_of(packed, scales, form))
+        sizes = [part.shape[0] for _, _, part in pieces]
+        biases = [None] * len(pieces) if bias is None else bias.split(sizes)
+        both = zip(pieces, biases, strict=True)
+        return torch.cat([_product(x, own, *piece, dtype) for piece, own in both], -1)
+    return _product(x, bias, packed, scales, form, dtype)
+
+
+def _product(
+    x: Tensor,
+    bias: Tensor | None,
+    packed: Tensor,
+    scales: tuple[Tensor, ...],
+    form: PackedFormat,
+    dtype: torch.dtype,
+) -> Tensor:
     if _again:
         return functional.linear(x, unpack(packed, scales, form, dtype), bias)
     return PackedLinear.apply(x, bias, form, dtype, packed, *scales)

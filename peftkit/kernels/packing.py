@@ -83,10 +83,12 @@ def _moved(before: Tensor, after: Tensor) -> Tensor:
 
 def packed_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Packing]]:
     """Yield (path, packed data, packing) of every packed weight once."""
+    seen: set[int] = set()
     for path, module in model.named_modules():
         packing = next((m for m in module.children() if isinstance(m, Packing)), None)
-        if packing is None:
+        if packing is None or id(packing) in seen:  # of a head that is tied to the embedding
             continue
+        seen.add(id(packing))
         if isinstance(module, ParametrizationList):
             yield path.replace("parametrizations.", ""), module.original, packing
         else:

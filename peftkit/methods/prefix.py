@@ -139,7 +139,7 @@ class PrefixTuningFormat(VirtualFormat[PrefixTuning]):
 
 
 def _one_token(stack: Any) -> Tensor:
-    device = stack.get_input_embeddings().weight.device
+    device = next(stack.get_input_embeddings().parameters()).device
     return torch.zeros(1, 1, dtype=torch.long, device=device)
 
 

@@ -230,14 +230,14 @@ def find_places(model: nn.Module) -> list[ModelWeight]:
     places: list[ModelWeight] = []
     head, embedding = _output_layer(model), embedding_of(model)
     embedding = None if embedding is None else unwrap_adapter(embedding)
-    tables = [m.weight for _, m, _ in walk(model) if isinstance(m, nn.Embedding)]
-    tied = {id(weight) for weight in tables}
+    tables = (own_table(m) for _, m, _ in walk(model) if isinstance(m, nn.Embedding))
+    tied = {id(table) for table in tables if table is not None}
     for path, module, parent in walk(model):
         if is_linear(module):
             if isinstance(parent, nn.MultiheadAttention) or _is_read_by_mamba(path, parent):
                 continue  # torch, and Mamba, read its weight and never call it
             in_head = head is not None and (module is head or parent is head)
-            in_head = in_head or id(module._parameters.get("weight")) in tied
+            in_head = in_head or id(own_table(module)) in tied
             role = "head" if in_head else _by_siblings(module_names.linear_role(path), path, parent)
             places.append(_linear(ModelWeight(path, module, (role,)), parent, model))
         elif role := _embedding_role(path, module, parent, embedding):
@@ -282,6 +282,11 @@ def _by_siblings(role: str, path: str, parent: nn.Module) -> str:
     return role
 
 
+def own_table(module: nn.Module) -> Tensor | None:
+    """Return the tensor that a layer keeps its weight in; of two that are tied it is one."""
+    return module._parameters.get("weight", module._parameters.get("packed"))
+
+
 def _embedding_role(
     path: str, module: nn.Module, parent: nn.Module, embedding: nn.Module | None
 ) -> str:
@@ -289,7 +294,8 @@ def _embedding_role(
     if not (isinstance(module, nn.Embedding | nn.Conv2d) or hasattr(module, "num_embeddings")):
         return ""
     leaf = path.rpartition(".")[2]
-    tied = embedding is not None and getattr(embedding, "weight", 0) is getattr(module, "weight", 1)
+    shared = None if embedding is None else own_table(embedding)
+    tied = shared is not None and shared is own_table(module)
     if tied or embedding in (module, parent) or leaf in table.EMBED_LEAVES:
         return "embed"
     return "pos_embed" if re.search(table.POSITION, leaf) else ""

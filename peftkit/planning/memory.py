@@ -257,4 +257,5 @@ def setup_of(recipe: Recipe, config: Any, environment: Environment) -> Setup:
         DTYPES.get(base.dtype) or fast,
         ExecutionPlan(device=environment.kind, group_layers=recipe.train.group_layers),
         base.quantize_towers,
+        base.quantize_embeddings,
     )

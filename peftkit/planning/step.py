@@ -73,6 +73,7 @@ class Setup:
     dtype: torch.dtype
     plan: ExecutionPlan
     quantize_towers: bool = False
+    quantize_embeddings: str = "none"
     kept: bool = False
 
 
@@ -184,7 +185,12 @@ def packed_model(setup: Setup) -> Any:
     """
     task, device = setup.task, torch.device("cpu")
     form = StorageFormat(
-        setup.quantize, setup.double_quant, setup.dtype, device, setup.quantize_towers
+        setup.quantize,
+        setup.double_quant,
+        setup.dtype,
+        device,
+        setup.quantize_towers,
+        setup.quantize_embeddings,
     )
     purpose = plain_purpose(task)
     if is_of_classes(task):
@@ -194,14 +200,16 @@ def packed_model(setup: Setup) -> Any:
 
 
 def _materialised(model: Any) -> Any:
-    """Give a model on the meta device tensors without data."""
+    """Give a model on the meta device tensors without data; tied ones stay one."""
+    made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, tensor in module._parameters.items():
             if tensor is not None and tensor.device.type == "meta":
-                new = torch.empty_like(tensor, device="cpu")
-                module._parameters[name] = nn.Parameter(new, requires_grad=False)
+                if id(tensor) not in made:
+                    new = torch.empty_like(tensor, device="cpu")
+                    made[id(tensor)] = nn.Parameter(new, requires_grad=False)
+                module._parameters[name] = made[id(tensor)]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "meta":
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
-    model.tie_weights()
     return model

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from peftkit.errors import first_few
 from peftkit.events import Table
 from peftkit.kernels.packing import Packing, packed_tensors
-from peftkit.model.places import ModelWeight, find_places, is_linear
+from peftkit.model.places import ModelWeight, find_places, is_linear, own_table
 
 MAX_NAMES = 10
 _OUTPUT, _HEAD, _ROUTER, _TIED = "the output layer", "a head", "a router", "tied to an embedding"
@@ -122,6 +122,8 @@ def audit(model: nn.Module) -> Audit:
     copy_bytes = 0
     for path, packed, packing in packed_tensors(model):
         kind = "linear layers" if len(packing.form.shape) == 2 else "stacked experts"
+        if isinstance(model.get_submodule(path), nn.Embedding):
+            kind = "embeddings"
         fact = (path, packing.form.shape.numel(), packing.num_bytes(packed))
         groups.setdefault((kind, packing.form.kind, ""), []).append(fact)
         if packing.kept is not None:
@@ -160,9 +162,10 @@ def exempt(model: nn.Module) -> dict[int, str]:
             reasons.setdefault(id(place.module), _HEAD)
         elif place.roles[0] in ("router", "shared_router") and not place.parameter:
             reasons[id(place.module)] = _ROUTER
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    tables = (own_table(m) for m in model.modules() if isinstance(m, nn.Embedding))
+    tied = {id(table) for table in tables if table is not None}
     for module in model.modules():
-        if is_linear(module) and id(module._parameters.get("weight")) in tables:
+        if is_linear(module) and id(own_table(module)) in tied:
             reasons[id(module)] = _TIED
     return reasons
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from peftkit.kernels.packed import BLOCK, NESTED_BLOCK
 from peftkit.kernels.packing import Packing, packed_tensors
 from peftkit.model.places import is_conv1d
-from peftkit.quant.layers import QuantizedLinear, code_of
+from peftkit.quant.layers import QuantizedEmbedding, QuantizedLinear, code_of
 
 STATE = "weight.quant_state.bitsandbytes__"
 
@@ -104,8 +104,11 @@ def quantization_config(model: nn.Module, bare: nn.Module) -> dict[str, Any] | N
 def _sayable(model: nn.Module, bare: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
     """Yield (path, layer) of the packed layers that the format can say."""
     in_float32 = set(getattr(bare, "_keep_in_fp32_modules", None) or ())
+    tables = {id(m.packed) for m in model.modules() if isinstance(m, QuantizedEmbedding)}
     for path, layer in model.named_modules():
         if not isinstance(layer, QuantizedLinear) or layer.kind not in ("nf4", "fp4"):
+            continue
+        if id(layer.packed) in tables:
             continue
         form = layer.packing.form
         whole = form.block == BLOCK and form.shape.numel() % BLOCK == 0

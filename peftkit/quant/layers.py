@@ -31,6 +31,7 @@ from peftkit.kernels.packed import (
     pack_absmax,
     pack_int8,
     packed_linear,
+    unpack_rows,
 )
 from peftkit.kernels.packing import Packing
 from peftkit.model.places import is_conv1d
@@ -136,7 +137,7 @@ class QuantizedLinear(nn.Module):
     def __init__(self, packed: Tensor, packing: Packing, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = packing.form.shape
-        self.packed = nn.Parameter(packed, requires_grad=False)
+        self.packed = _as_parameter(packed)
         self.packing = packing
         frozen = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.register_parameter("bias", frozen)
@@ -161,6 +162,39 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class QuantizedEmbedding(nn.Embedding):
+    """A frozen embedding whose rows are kept in 4 or 8 bits; those asked for are unpacked.
+
+    Attributes:
+        packed: The rows' bits. packing: How they are read.
+    """
+
+    def __init__(self, packed: Tensor, packing: Packing, padding_idx: int | None = None) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = packing.form.shape
+        self.padding_idx, self.max_norm, self.sparse = padding_idx, None, False
+        self.packed = _as_parameter(packed)
+        self.packing = packing
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """All rows, unpacked at each reading."""
+        return self.packing(self.packed)
+
+    def forward(self, input: Tensor) -> Tensor:
+        packing = self.packing
+        if packing.kept is not None:
+            return functional.embedding(input, packing.kept)
+        return unpack_rows(self.packed, packing.scales, packing.form, packing.dtype, input)
+
+
+def _as_parameter(packed: Tensor) -> nn.Parameter:
+    """Return packed data as a parameter; one that is tied stays the same object."""
+    if isinstance(packed, nn.Parameter):
+        return packed
+    return nn.Parameter(packed, requires_grad=False)
 
 
 def weight_of(module: nn.Module) -> Tensor:

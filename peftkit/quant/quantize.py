@@ -13,10 +13,11 @@ from torch.nn.utils import parametrize
 from peftkit.errors import BaseError, first_few
 from peftkit.events import Listener, Progress, ignore
 from peftkit.kernels.packing import Packing
-from peftkit.model.places import find_places, is_conv1d, is_linear
+from peftkit.model.places import embedding_of, find_places, is_conv1d, is_linear
 from peftkit.quant.audit import Audit, audit, exempt
 from peftkit.quant.layers import (
     FLOATS,
+    QuantizedEmbedding,
     QuantizedLinear,
     adopted,
     is_foreign,
@@ -36,6 +37,7 @@ def quantize_model(
     compute_dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     keep: Collection[str] = (),
+    embeddings: str = "none",
     on_event: Listener = ignore,
 ) -> Audit:
     """Quantise every linear layer and stack of experts of a model, in place, one at a time.
@@ -51,6 +53,7 @@ def quantize_model(
         compute_dtype: By default each weight's own.
         device: Where weights are quantised and stay; the rest of the model is not moved.
         keep: Paths of modules that are left as they are too, with all that is in them.
+        embeddings: The kind of the embedding and the output layer; "none" leaves them.
 
     Returns:
         The audit of the model as it is then.
@@ -82,9 +85,35 @@ def quantize_model(
         except ValueError as error:
             problems.append(f"{path}.{name} of {type(module).__name__}: {error}")
         on_event(Progress("Quantising the base", done, len(work)))
+    if embeddings != "none":
+        _quantize_embeddings(model, embeddings, double_quant, compute_dtype, device, keep)
     if problems or not work:
         raise not_quantizable(model, kind, problems)
     return audit(model)
+
+
+def _quantize_embeddings(
+    model: nn.Module,
+    kind: str,
+    double_quant: bool,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    keep: Collection[str],
+) -> None:
+    """Pack the embedding and the output layer; where they are one tensor it stays one."""
+    kept = {id(m) for path in keep for m in model.get_submodule(path).modules()}
+    jobs, packings = embedding_jobs(model, kept), {}
+    made: dict[int, nn.Parameter] = {}
+    for _, module, name in jobs:
+        weight = module._parameters[name]
+        if weight is None or not weight.is_floating_point():
+            continue
+        if (key := id(weight)) not in made:
+            packed, packing = pack(weight.to(device), kind, double_quant=double_quant, dtype=dtype)
+            made[key] = nn.Parameter(packed, requires_grad=False)
+            packings[id(made[key])] = packing
+        module._parameters[name] = made[key]
+    install_packed(model, jobs, packings, device or torch.device("cpu"))
 
 
 def not_quantizable(model: nn.Module, kind: str, problems: Sequence[str]) -> BaseError:
@@ -100,16 +129,32 @@ Job = tuple[str, nn.Module, str]
 """Module path, module, name of the parameter."""
 
 
-def quantizable(model: nn.Module, keep: Collection[str] = ()) -> list[Job]:
+def quantizable(
+    model: nn.Module, keep: Collection[str] = (), *, embeddings: bool = False
+) -> list[Job]:
     """Return every weight that is to be quantised: linear layers under each path, stacks once.
 
     Args:
         keep: Paths of modules that are left as they are, with all that is in them.
+        embeddings: Also the embedding of tokens and the output layer.
     """
-    kept = set(exempt(model)) | {
-        id(m) for path in keep for m in model.get_submodule(path).modules()
-    }
-    return [job for job in _quantizable(model) if id(job[1]) not in kept]
+    kept = {id(m) for path in keep for m in model.get_submodule(path).modules()}
+    left = kept | set(exempt(model))
+    found = [job for job in _quantizable(model) if id(job[1]) not in left]
+    return found + (embedding_jobs(model, kept) if embeddings else [])
+
+
+def embedding_jobs(model: nn.Module, kept: Collection[int] = ()) -> list[Job]:
+    """Return the embedding of tokens and the output layer, where they compute nothing else."""
+    of_model: Any = model
+    head = of_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    found: list[Job] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        is_table = isinstance(module, nn.Embedding) and module is embedding_of(model)
+        plain = type(module).forward in (nn.Embedding.forward, nn.Linear.forward)
+        if (is_table or module is head) and plain and id(module) not in kept:
+            found.append((path, module, "weight"))
+    return found
 
 
 def install_packed(
@@ -122,7 +167,7 @@ def install_packed(
         packings: id(parameter) to how it is read; a parameter without one is left as it is.
         device: Where biases go, as the packed weights are there.
     """
-    made: dict[nn.Module, QuantizedLinear] = {}
+    made: dict[nn.Module, nn.Module] = {}
     for path, module, name in jobs:
         packed = module._parameters.get(name)
         if module in made:
@@ -130,13 +175,17 @@ def install_packed(
             continue
         if packed is None or (packing := packings.get(id(packed))) is None:
             continue
+        if isinstance(module, nn.Embedding):
+            made[module] = QuantizedEmbedding(packed, packing, module.padding_idx)
+            model.set_submodule(path, made[module].train(module.training))
+            continue
         plain = name == "weight" and _packed_is_plain(module, packed, packing)
         if not plain:
             parametrize.register_parametrization(module, name, packing, unsafe=True)
             continue
         bias = cast("Tensor | None", module.bias)
         moved = None if bias is None else bias.to(device)
-        made[module] = QuantizedLinear(packed.data, packing, moved).train(module.training)
+        made[module] = QuantizedLinear(packed, packing, moved).train(module.training)
         module._parameters.pop("weight", None)
         model.set_submodule(path, made[module])
 

@@ -156,6 +156,7 @@ def open_base(
         quantize=recipe.base.quantize,
         double_quant=recipe.base.double_quant,
         quantize_towers=recipe.base.quantize_towers,
+        quantize_embeddings=recipe.base.quantize_embeddings,
         placement=plan.placement,
         store=recipe.base.store,
         purpose=replace(purpose, rope_scaling=recipe.base.rope_scaling),

@@ -90,6 +90,15 @@ def _not_beside(recipe: Any, processes: int) -> str:
     return f"Methods that do: {', '.join(known)}."
 
 
+def _dense_embeddings(recipe: Any) -> str:
+    """Return why the embedding has to stay as it is."""
+    if recipe.base.quantize == "none":
+        return "base.quantize is none."
+    if recipe.base.new_tokens or recipe.method.token_rows:
+        return "base.new_tokens or method.token_rows trains rows of it."
+    return ""
+
+
 def _when(holds: bool, found: str) -> str:
     return found if holds else ""
 
@@ -131,6 +140,11 @@ RULES = (
             "task.answers is teacher, which gives them their answers afterwards.",
         ),
         lambda r: "Set another method.init, or task.answers: data.",
+    ),
+    Rule(
+        lambda r: f"base.quantize_embeddings: {r.base.quantize_embeddings} is not possible here.",
+        lambda r, _: _when(r.base.quantize_embeddings != "none", _dense_embeddings(r)),
+        lambda r: "Leave one of them out.",
     ),
     Rule(
         lambda r: "base.new_tokens does not go with method.start_from.",

@@ -197,7 +197,7 @@ def _probe_ids(model: Any, splits: Sequence[tuple[int, int]]) -> tuple[Tensor, T
     """Return ids (B, T), and the same with other tokens in the first document of each row."""
     vocab = model.config.get_text_config().vocab_size
     length = sum(splits[0])
-    device = model.get_input_embeddings().weight.device
+    device = next(model.get_input_embeddings().parameters()).device
     count = torch.arange(len(splits) * length, device=device).view(len(splits), length)
     ids = count.mul(7).add(3).remainder(vocab)  # no generator is touched
     changed = ids.clone()

@@ -226,7 +226,8 @@ def token_log_probs(
 def _is_the_models_own(model: Any, head: Head, beside: Mapping[str, Tensor]) -> bool:
     seen: list[Tensor] = []
     hook = head.module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    ids = torch.arange(3, 11, device=model.get_input_embeddings().weight.device)[None]
+    device = next(model.get_input_embeddings().parameters()).device
+    ids = torch.arange(3, 11, device=device)[None]
     try:
         inputs = {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False, **beside}
         logits = model(**accepted(model, inputs)).logits

@@ -32,6 +32,7 @@ READ: tuple[tuple[str, dict[str, Any]], ...] = (
     ("init: eva", {
         "task": {"type": "distill", "teacher": {"prompt": "rules.md"}}, "method": {"init": "eva"},
     }),
+    ("base.quantize is none", {"base": {"quantize_embeddings": "int8"}}),
     ("method.start_from", {"base": {"new_tokens": ["<a>"]}, "method": {"start_from": "run"}}),
     ("method.token_rows", {"base": {"new_tokens": ["<a>"]}, "method": {"token_rows": [3]}}),
     ("data.eval is not set", {"train": {"keep_best": True}}),

@@ -1,0 +1,81 @@
+"""Which models train on which cards, by the plan: the longest row, and what waits in main memory.
+
+    python -m benchmarks.fits
+    python -m benchmarks.fits --models llama-3.1-8b --cards 8,24 --quantize int8
+
+LoRA of rank 16 on all linears, fp32 Adam, one row at a time. Of each model and card the first way
+of the ladder that lets a row of `--tokens` through: its activations, and whether the blocks are
+streamed from main memory. Nothing is trained: a step of a few blocks is counted without data.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from benchmarks import shapes
+from benchmarks.report import table
+from peftkit.config.schema import from_dict
+from peftkit.execution.environment import gpu_of_size
+from peftkit.planning.memory import MemoryEstimator, Strategy
+from peftkit.run.config import Recipe
+
+MODELS = ("llama-3.1-8b", "qwen2.5-14b", "qwen2.5-32b", "llama-3-70b")
+CARDS = (6, 8, 12, 16, 24, 48, 80)
+GB = 10**9
+
+
+def recipe_of(model: str, quantize: str, tokens: int) -> Recipe:
+    """Return a recipe that trains a model on rows of so many tokens, one at a time."""
+    asked = {
+        "base": {"model": model, "quantize": quantize},
+        "method": {"type": "lora", "rank": 16},
+        "data": {"train": "", "max_length": tokens},
+        "train": {"batch_size": 1},
+    }
+    return from_dict(Recipe, asked, "benchmarks.fits")
+
+
+def way_on(recipe: Recipe, card: int) -> Strategy | None:
+    """Return the fastest way that lets a row through a card of so many GB; None: none does."""
+    config = shapes.SHAPES[recipe.base.model].make_config()
+    estimator = MemoryEstimator(recipe, config, gpu_of_size(card * GB))
+    return next((way for way in estimator.ways() if way.fits), None)
+
+
+def rows_of(
+    models: Sequence[str], cards: Sequence[int], quantize: str, tokens: int
+) -> list[list[str]]:
+    """Return a row of the table for each model: the longest row on each card, and how."""
+    found = []
+    for model in models:
+        recipe = recipe_of(model, quantize, tokens)
+        ways = [way_on(recipe, card) for card in cards]
+        waits = max((way.host_bytes for way in ways if way is not None), default=0)
+        found.append([model, *map(_cell, ways), f"{waits / GB:.1f}" if waits else ""])
+    return found
+
+
+def _cell(way: Strategy | None) -> str:
+    if way is None:
+        return "no"
+    streamed = ", streamed" * (way.placement == "stream")
+    return f"{way.longest_row:,} ({way.activations}{streamed})"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--cards", default=",".join(map(str, CARDS)), help="GB")
+    parser.add_argument("--quantize", default="nf4", choices=["none", "nf4", "fp4", "int8"])
+    parser.add_argument("--tokens", type=int, default=1024, help="that a row has at least")
+    asked = parser.parse_args()
+    cards = [int(card) for card in asked.cards.split(",")]
+    print(f"Longest row in tokens, {asked.quantize}, where one of {asked.tokens:,} fits:\n")
+    columns = ["model", *(f"{card} GB" for card in cards), "GB in main memory"]
+    print(table(columns, rows_of(asked.models.split(","), cards, asked.quantize, asked.tokens)))
+
+
+if __name__ == "__main__":
+    main()
