@@ -25,11 +25,12 @@ from peftkit.base.purpose import ClassHead, Purpose, head_of_classes
 from peftkit.base.request import StorageFormat
 from peftkit.base.skeleton import on_meta, packed_skeleton, read_config, untraced
 from peftkit.execution.plan import Activations, ExecutionPlan
+from peftkit.kernels.cross_entropy import ALIGNMENT
 from peftkit.kernels.packing import keep_copies
 from peftkit.methods.protocol import Method
 from peftkit.model.modes import prepared_for_training
 from peftkit.planning.counter import GPU_ROUNDING, Counter
-from peftkit.planning.step_loss import is_of_classes, loss_of
+from peftkit.planning.step_loss import FewChunks, counted_head, is_of_classes, loss_of
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.protocol import TaskConfig
 from peftkit.train.memory.blocks import Blocks
@@ -135,7 +136,17 @@ class DatalessStep:
             task, dtype = self.setup.task, self.setup.dtype
             # all further parts reuse the memory of the first
             chunks = replace(self.setup.plan.loss_chunks, first_part_only=True)
-            loss_of(self.model, task, dtype, rows, length, chunks).backward()
+            head = None if is_of_classes(task) else counted_head(self.model, chunks)
+            loss_of(self.model, task, dtype, rows, length, head).backward()
+        if head is not None and head.skipped:
+            self.counter.flops += round(head.skipped * self._flops_of_a_row(head))
+
+    def _flops_of_a_row(self, head: FewChunks) -> float:
+        """Return the FLOPs of a row's loss and gradient in the head."""
+        before = self.counter.flops
+        head.step_of(ALIGNMENT, self.setup.dtype)
+        made, self.counter.flops = self.counter.flops - before, before
+        return made / ALIGNMENT
 
     def _is_gradient(self, gradient: Tensor | None) -> None:
         if gradient is not None:

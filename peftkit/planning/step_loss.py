@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from peftkit.kernels.cross_entropy import LossChunks
+from peftkit.kernels.cross_entropy import LossChunks, rows_of_chunk
+from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.tasks.loss import Head, accepted, find_head, token_log_probs, token_loss
 from peftkit.tasks.pooling import Pooled, pooled
 from peftkit.tasks.protocol import TaskConfig
@@ -27,13 +29,45 @@ def is_of_classes(task: TaskConfig) -> bool:
     return task.auto_class not in (*TOKEN_CLASSES, "AutoModel")
 
 
+class FewChunks(Head):
+    """A head that computes two chunks of its rows: further ones reuse the memory of the first.
+
+    Attributes:
+        skipped: Rows that were not computed.
+    """
+
+    skipped = 0
+    _room: Tensor | None = None
+
+    def losses(self, rows: Tensor, targets: Tensor, *, alike: bool = False) -> Tensor:
+        some = 2 * rows_of_chunk(rows, None, self.vocab_size, self.chunks)
+        self.skipped = max(len(rows) - some, 0)
+        self._room = torch.empty_like(rows[some:])  # for the gradients that are not made
+        if rows.requires_grad:
+            rows.register_hook(self._leave)
+        found = super().losses(rows[:some], targets[:some], alike=alike)
+        return functional.pad(found, (0, self.skipped))
+
+    def _leave(self, gradient: Tensor) -> None:
+        self._room = None
+
+    def step_of(self, num_rows: int, dtype: torch.dtype) -> None:
+        """Compute loss and gradient of some rows, and nothing else."""
+        width = linear_shape(unwrap_adapter(self.module))[0]
+        rows = torch.zeros(num_rows, width, dtype=dtype, requires_grad=True)
+        super().losses(rows, torch.zeros(num_rows, dtype=torch.long), alike=True).sum().backward()
+
+
 def loss_of(
-    model: Any, task: TaskConfig, dtype: torch.dtype, rows: int, length: int, chunks: LossChunks
+    model: Any, task: TaskConfig, dtype: torch.dtype, rows: int, length: int, head: Head | None
 ) -> Tensor:
     """Return the loss of B rows, each of so many texts of T tokens as the task's rows have.
 
     All tokens are learnt; of images and text the text alone is there, whose tokens stand for the
     images too.
+
+    Args:
+        head: The model's, if its loss is one of tokens.
     """
     rows *= task.num_texts
     inputs = accepted(model, _inputs(model.config, task, dtype, rows, length))
@@ -49,7 +83,6 @@ def loss_of(
         return (vectors @ vectors.mT).logsumexp(-1).sum()
     tokens = inputs["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"].numel()
     index, targets = torch.arange(tokens), torch.zeros(tokens, dtype=torch.long)
-    head = _head(model, chunks)
     if task.type == "preference":
         return token_log_probs(model, head, inputs, index, targets).sum()
     return token_loss(model, head, inputs, index, targets)
@@ -80,9 +113,10 @@ def _heard(config: Any, dtype: torch.dtype, rows: int) -> dict[str, Any]:
     return {"input_values": torch.zeros(rows, 30 * 16_000, dtype=dtype)}
 
 
-def _head(model: Any, chunks: LossChunks) -> Head | None:
+def counted_head(model: Any, chunks: LossChunks) -> FewChunks | None:
+    """Return a model's head as a step without data computes it; None: it has none."""
     module = find_head(model)
     if module is None:
         return None
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    return Head(module, 1.0, None if cap is None else float(cap), chunks)
+    return FewChunks(module, 1.0, None if cap is None else float(cap), chunks)
