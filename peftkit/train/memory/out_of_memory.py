@@ -92,10 +92,11 @@ class AllocatorRetries:
 
 
 def is_compile_error(error: BaseException) -> bool:
-    """Tell whether an error is of the compiler rather than of the model."""
+    """Tell whether an error is of the compiler, or of a kernel of its, and not of the model."""
     from torch._dynamo.exc import TorchDynamoException
 
-    return isinstance(error, TorchDynamoException)
+    of_triton = type(error).__module__.partition(".")[0] == "triton" or "Triton Error" in str(error)
+    return isinstance(error, TorchDynamoException) or of_triton
 
 
 def told(error: BaseException) -> str:

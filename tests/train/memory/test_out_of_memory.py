@@ -18,7 +18,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.model.modes import prepared_for_training
 from peftkit.train import run as run_module
 from peftkit.train.memory.blocks import Blocks
-from peftkit.train.memory.out_of_memory import is_out_of_memory
+from peftkit.train.memory.out_of_memory import is_compile_error, is_out_of_memory
 from tests.families import FAMILIES
 from tests.train.toy import (
     COUNTED,
@@ -364,3 +364,10 @@ def test_a_failed_attempt_leaves_nothing_of_its_graph_in_groups_of_layers() -> N
         facts = learner.step(rows, 1e-3)
     assert full.left_behind is False
     assert "2 rows at a time instead of" in facts.notice
+
+
+def test_a_kernel_that_does_not_launch_is_an_error_of_the_compiler() -> None:
+    launch = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})
+    assert is_compile_error(launch("shared memory"))
+    assert is_compile_error(RuntimeError("Triton Error [CUDA]: invalid argument"))
+    assert not is_compile_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
