@@ -119,10 +119,11 @@ def audit(model: nn.Module) -> Audit:
     """Return what every parameter of a model is stored as, and why."""
     groups: dict[tuple[str, str, str], list[tuple[str, int, int]]] = {}
     stacks = {(p.module, p.parameter): p for p in find_places(model) if p.parameter}
+    tables = {id(own_table(m)) for m in model.modules() if isinstance(m, nn.Embedding)}
     copy_bytes = 0
     for path, packed, packing in packed_tensors(model):
         kind = "linear layers" if len(packing.form.shape) == 2 else "stacked experts"
-        if isinstance(model.get_submodule(path), nn.Embedding):
+        if id(packed) in tables:
             kind = "embeddings"
         fact = (path, packing.form.shape.numel(), packing.num_bytes(packed))
         groups.setdefault((kind, packing.form.kind, ""), []).append(fact)
