@@ -24,6 +24,7 @@ from peftkit.run.config import Recipe
 MODELS = ("llama-3.1-8b", "qwen2.5-14b", "qwen2.5-32b", "llama-3-70b")
 CARDS = (6, 8, 12, 16, 24, 48, 80)
 GB = 10**9
+LONG = 16_384
 
 
 def recipe_of(model: str, quantize: str, tokens: int, embeddings: str) -> Recipe:
@@ -38,11 +39,19 @@ def recipe_of(model: str, quantize: str, tokens: int, embeddings: str) -> Recipe
 
 
 def way_on(recipe: Recipe, card: int) -> Strategy | None:
-    """Return the way with the longest row on a card of so many GB; None: too short a one."""
-    config = shapes.SHAPES[recipe.base.model].make_config()
-    estimator = MemoryEstimator(recipe, config, gpu_of_size(card * GB))
+    """Return the way with the longest row on a card of so many GB; None: too short a one.
+
+    A long one is counted as a long one: its feed-forward layers go tile by tile.
+    """
+    config, on_card = shapes.SHAPES[recipe.base.model].make_config(), gpu_of_size(card * GB)
+    estimator = MemoryEstimator(recipe, config, on_card)
     best = max(estimator.ways(), key=lambda way: way.longest_row)
-    return best if best.longest_row >= estimator.length else None
+    if best.longest_row < estimator.length:
+        return None
+    data = recipe.data.model_copy(update={"max_length": LONG})
+    long = MemoryEstimator(recipe.model_copy(update={"data": data}), config, on_card)
+    more = long.way(best.placement, best.activations)
+    return more if more.longest_row >= LONG / 2 else best
 
 
 def rows_of(
