@@ -27,7 +27,6 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple
-from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import psutil
@@ -79,7 +78,7 @@ def server(command: str) -> Iterator[tuple[str, psutil.Process]]:
     with subprocess.Popen(shlex.split(command.format(port=port)), stdout=subprocess.DEVNULL) as run:
         url, end = f"http://127.0.0.1:{port}", perf_counter() + WAIT
         try:
-            while not _answers(f"{url}/v1/models"):
+            while not _answers(f"{url}/health"):
                 if run.poll() is not None or perf_counter() > end:
                     raise SystemExit(f"it does not start: {command}")
                 time.sleep(0.5)
@@ -92,7 +91,7 @@ def _answers(url: str) -> bool:
     try:
         with urlopen(url, timeout=5):
             return True
-    except URLError:
+    except OSError:  # not there yet, or it loads its model
         return False
 
 

@@ -16,6 +16,7 @@ from peftkit.inference.open_engine import why_plain
 from peftkit.inference.request import Request, Running
 from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
+from peftkit.quant.quantize import quantize_model
 from tests.families import EOS, FAMILIES
 from tests.inference.test_bank import a_base, write
 from tests.inference.test_engine import MODELS
@@ -132,6 +133,18 @@ def test_a_model_that_waits_for_the_host_is_not_recorded(
         assert (engine.recorder.is_able, engine.recorder.num_recorded) == (False, 0)
     (record,) = caplog.records
     assert "not recorded: CUDA error" in record.message
+
+
+def test_packed_weights_are_read_as_they_lie() -> None:
+    model: Any = FAMILIES["llama"]().eval()
+    quantize_model(model, "nf4")
+    with CachedEngine(model, TOKENIZER) as engine:
+        expected = answers(engine)
+    with simulated() as card, on_card(model) as engine:
+        assert answers(engine) == expected
+        assert engine.recorder is not None
+        assert engine.recorder.num_recorded > 0
+        assert card.operators["gemm_4bit"] > 0
 
 
 def test_a_beginning_that_all_read_is_computed_without_a_graph(
