@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 # the default in bf16 is "_grouped_mm", which torch.compile lets nobody override: its graph breaks
 GROUPED_MM = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
@@ -127,8 +126,8 @@ class AdaptedStack:
         # some GPUs' kernels give experts without tokens a gradient (pytorch issue 172439)
         used = torch.diff(kwargs["offs"], prepend=kwargs["offs"].new_zeros(1))[:, None, None] > 0
         a, b = (part.where(used, part.detach()) for part in (stack.a, stack.b))
-        a = functional.pad(a, (0, 0, 0, missing))
-        b = functional.pad(b, (0, missing))
+        a = torch.cat([a, a.new_zeros(len(a), missing, a.shape[2])], 1)
+        b = torch.cat([b, b.new_zeros(*b.shape[:2], missing)], 2)
         return out + func(func(x, a.mT, **kwargs), b.mT, **kwargs)
 
 

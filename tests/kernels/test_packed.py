@@ -117,13 +117,14 @@ def test_compiled_code_is_not_the_same_for_what_is_recomputed() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch.compile's own
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "copies", "way"),
     [
         ("nf4", False, "keep"),
-        pytest.param("nf4", True, "keep", marks=pytest.mark.slow),
-        pytest.param("int8", False, "keep", marks=pytest.mark.slow),
-        pytest.param("nf4", False, "recompute", marks=pytest.mark.slow),
+        ("nf4", True, "keep"),
+        ("int8", False, "keep"),
+        ("nf4", False, "recompute"),
     ],
 )
 def test_compiled_blocks_are_one_graph_and_save_no_unpacked_weight(
