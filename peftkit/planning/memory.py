@@ -96,7 +96,7 @@ class MemoryEstimator:
         limit = getattr(config.get_text_config(), "max_position_embeddings", None)
         self.limit: int = limit or LONGEST
         self.length = min(recipe.data.max_length or self.limit, self.limit)
-        rows, num_texts = recipe.train.batch_size, recipe.task.num_texts
+        rows, num_texts = recipe.train.batch_size, recipe.task.texts_per_row
         tokens = recipe.train.tokens_at_once(environment.kind)
         if tokens is not None:
             rows = max(1, min(rows, tokens // (num_texts * self.length)))

@@ -111,7 +111,7 @@ def plan_run(
     chosen = chosen or min(ways, key=lambda w: w.peak_bytes)
     num_rows, num_tokens = _data(recipe, length)
     run_tokens = None if num_tokens is None else round(num_tokens * recipe.train.epochs)
-    batches = (run_tokens or 1) / (rows * length * recipe.task.num_texts) if run_tokens else 1.0
+    batches = (run_tokens or 1) / (rows * length * recipe.task.texts_per_row) if run_tokens else 1.0
     work = batches * chosen.step_flops
     adapter = sum(p.nbytes for p in steps.trained)
     state = STATE_BYTES[recipe.train.optimizer] * steps.num_trained

@@ -69,7 +69,7 @@ def loss_of(
     Args:
         head: The model's, if its loss is one of tokens.
     """
-    rows *= task.num_texts
+    rows *= task.texts_per_row
     inputs = accepted(model, _inputs(model.config, task, dtype, rows, length))
     if is_of_classes(task):
         text = model.config.get_text_config()
@@ -83,7 +83,7 @@ def loss_of(
         return (vectors @ vectors.mT).logsumexp(-1).sum()
     tokens = inputs["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"].numel()
     index, targets = torch.arange(tokens), torch.zeros(tokens, dtype=torch.long)
-    if task.type == "preference":
+    if task.type in ("preference", "grpo"):
         return token_log_probs(model, head, inputs, index, targets).sum()
     return token_loss(model, head, inputs, index, targets)
 

@@ -323,6 +323,11 @@ class TaskConfig(Config, ABC):
         return self
 
     @property
+    def texts_per_row(self) -> int:
+        """Texts of one row that go through the model in a step, to plan its memory."""
+        return self.num_texts
+
+    @property
     def needs_reference(self) -> bool:
         """Whether it is learnt by comparing the model with what it was."""
         return False

@@ -52,6 +52,11 @@ class GRPOConfig(TaskConfig):
     """Seconds that one call of a reward function may take."""
 
     @property
+    def texts_per_row(self) -> int:
+        """A prompt with all of its answers."""
+        return self.answers
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the loss compares the model with what it was."""
         return self.kl > 0

@@ -18,6 +18,7 @@ from peftkit.data.load import DataConfig, Record
 from peftkit.errors import ConfigError, PeftkitError, RunError
 from peftkit.events import EvalDone, Event, Notice, RolledOut, StepDone
 from peftkit.formats.side_adapter import read_side_adapter
+from peftkit.planning.plan import plan_run
 from peftkit.run.config import Recipe
 from peftkit_cli.app import run
 from tests.tasks.preference.cases import moved_adapter
@@ -284,3 +285,11 @@ def test_a_reward_adapter_over_the_same_base_is_a_reward(asked: Asked, model_fol
     assert said == pytest.approx([row["score"] for row in expected], abs=1e-5)
     assert torch.equal(base.model(input_ids=ids).logits, policy)
     assert all(module.enabled for module in moved.modules.values())
+
+
+def test_a_plan_counts_all_answers_of_a_prompt(asked: Asked) -> None:
+    few, many = (
+        plan_run(asked("share_of_o", task={"answers": n}), memory="8GB", measure=False)
+        for n in (2, 8)
+    )
+    assert many.chosen.by_category["activations"] > 3 * few.chosen.by_category["activations"]
