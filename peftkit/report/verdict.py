@@ -77,6 +77,13 @@ def _nothing(run: History) -> Iterator[str]:
         yield "The adapter changes nothing: every gradient is zero."
     elif len(evals) > 1 and max(evals) - min(evals) <= 1e-6 * abs(evals[0]):
         yield "The adapter changes nothing: the eval loss is the same at every evaluation."
+    elif "reward" in run.figures:  # the loss of a policy says nothing: it is near 0 all the time
+        rewards = run.figures["reward"].smoothed().values
+        if run.step >= MIN_STEPS and run.done is not None and rewards[-1] <= rewards[0]:
+            yield (
+                f"The reward did not rise ({rewards[0]:.4g} → {rewards[-1]:.4g}): look at the "
+                "answers below, the learning rate, and how many steps taught."
+            )
     elif run.step >= MIN_STEPS and run.done is not None:
         loss = run.curves["loss"].smoothed().values
         if loss and loss[-1] > 0.98 * loss[0]:

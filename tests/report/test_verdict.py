@@ -37,6 +37,7 @@ def test_nothing_is_wrong_with_a_good_run(tmp_path: Path) -> None:
         ([*(step(n, grad_norm=0.0) for n in range(1, 41)), done()], "changes nothing"),
         ([*STEPS, evaluation(20, 0.5), evaluation(40, 0.5), done()], "changes nothing"),
         ([*(step(n, loss=2.0) for n in range(1, 41)), done()], "hardly fell"),
+        ([*(step(n, figures={"reward": 1 - n / 50}) for n in range(1, 41)), done()], "not rise"),
         ([*STEPS[:20]], "stopped after step 20 of 40"),
     ],
 )
@@ -44,6 +45,11 @@ def test_what_is_wrong_comes_first(tmp_path: Path, lines: list[dict[str, Any]], 
     run = run_of(tmp_path / "run", *lines)
     run.changed -= 1e9
     assert told in warnings(run)[0]
+
+
+def test_the_loss_of_a_policy_is_no_sign(tmp_path: Path) -> None:
+    rising = [step(n, loss=0.0, figures={"reward": n / 50}) for n in range(1, 41)]
+    assert warnings(run_of(tmp_path / "run", *rising, done())) == []
 
 
 @pytest.mark.parametrize("state", ["failed", "stopped"])
