@@ -6,6 +6,7 @@ python -m tests.peers vLLM      # some; their rows are replaced
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tempfile
 from pathlib import Path
@@ -26,8 +27,11 @@ def row(each: Agreement) -> str:
 
 def main(names: list[str]) -> None:
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(HEAD + "\n")
-    old, _, after = rest.partition("\n\n")
-    rows = [line for line in old.splitlines() if names and not line[2:].startswith(tuple(names))]
+    lines = rest.splitlines(keepends=True)
+    old = list(itertools.takewhile(lambda line: line.startswith("|"), lines))
+    after = "".join(lines[len(old) :])
+    kept = tuple(f"| {name} |" for name in names)
+    rows = [line.rstrip("\n") for line in old if names and not line.startswith(kept)]
     with tempfile.TemporaryDirectory() as folder:
         desk = Desk(Path(folder))
         for case in CASES:
@@ -40,7 +44,7 @@ def main(names: list[str]) -> None:
                 continue
             print("\n".join(found), flush=True)
             rows += found
-    PAGE.write_text(before + "\n".join([HEAD, *rows]) + "\n\n" + after, encoding="utf-8")
+            PAGE.write_text(before + "\n".join([HEAD, *rows, after]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -207,7 +207,9 @@ class Desk:
         if not out.exists():
             torch.manual_seed(0)
             transformers.BertModel(ARCHITECTURES["bert"]().config).save_pretrained(base)
-            framing_tokenizer().save_pretrained(base)
+            tokenizer = framing_tokenizer()
+            tokenizer.chat_template = None  # with one, a folder that says no more is given messages
+            tokenizer.save_pretrained(base)
             rows.write_text("".join(json.dumps({"anchor": t, "positive": t}) + "\n" for t in TEXTS))
             told = {
                 "task": {"type": "embedding", "pooling": "mean", "normalize": True},
