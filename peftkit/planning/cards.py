@@ -54,6 +54,10 @@ CARDS = (
 )
 
 
+MOMENT = 0.5
+"""Seconds that measuring may take, about."""
+
+
 def parse_size(text: str) -> int:
     """Return the bytes that a text like 8GB, 12 GiB or 16 means; a bare number is in GB.
 
@@ -79,11 +83,13 @@ def card_of(memory: int) -> Card:
 def measured_rate(dtype: torch.dtype) -> float:
     """Return the FLOP/s of a product of matrices on this machine, measured for a moment."""
     here = gpu_here()
-    device, size = (here[0], 4096) if here else (torch.device("cpu"), 1024)
+    device, size = (here[0], 4096) if here else (torch.device("cpu"), 512)
     wait = torch.get_device_module(device).synchronize if here else lambda: None
     a = torch.ones(size, size, dtype=dtype, device=device)
-    best = float("inf")
-    for _ in range(4):  # the first one makes its kernel
+    best, until = float("inf"), time.perf_counter() + MOMENT
+    for done in range(4):  # the first one makes its kernel
+        if done > 1 and time.perf_counter() > until:
+            break  # of a dtype that the machine is slow at
         wait()
         began = time.perf_counter()
         a @ a
