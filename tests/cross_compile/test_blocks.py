@@ -24,8 +24,8 @@ SINCE_AMPERE = [str(card) for card in CARDS if card >= 80]
 MOST_KERNELS = {
     ("llama", "none"): (6, 13),
     ("llama", "nf4"): (9, 13),
-    ("qwen3", "none"): (8, 16),
-    ("qwen3", "nf4"): (11, 16),
+    ("qwen3", "none"): (6, 13),
+    ("qwen3", "nf4"): (9, 13),
     ("gemma", "none"): (6, 13),
     ("gemma", "nf4"): (9, 13),
 }
