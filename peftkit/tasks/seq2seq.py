@@ -356,8 +356,8 @@ def decoder_start(model: Any, task: str) -> int:
         raise BaseError(
             f"{type(model).__name__} cannot learn {task}.",
             found="It has no encoder and decoder.",
-            fix="Give a base with both, such as T5, BART or Whisper; for others there are "
-            "task: causal_lm, and audio_text for sounds in chats.",
+            fix="Give a base with both, such as T5, BART or Whisper; a decoder alone learns with "
+            "task: causal_lm.",
         )
     start = getattr(config, "decoder_start_token_id", None)
     if start is None and model.generation_config is not None:

@@ -32,8 +32,8 @@ COMMANDS: dict[str, list[str]] = {
     ],
     "plan": ["RECIPE|MODEL", "--memory", "--ranks", "--link", "--set", "--json"],
     "generate": [
-        "ADAPTER", "--prompt", "--image", "--base", "--max-new-tokens", "--temperature", "--seed",
-        "--force",
+        "ADAPTER", "--prompt", "--image", "--audio", "--base", "--max-new-tokens", "--temperature",
+        "--seed", "--force",
     ],
     "chat": [
         "[ADAPTER]", "--adapter", "--base", "--max-new-tokens", "--temperature", "--seed",
@@ -64,7 +64,10 @@ COMMANDS: dict[str, list[str]] = {
     "push": ["ADAPTER", "USER/NAME", "--private"],
     "pull": ["ID[@REVISION]", "--out", "--force"],
     "inspect": ["ADAPTER|MODEL", "OTHER", "--json"],
-    "data": ["FILE", "--model", "--max-length", "--chat-template", "--json"],
+    "data": [
+        "FILE", "--model", "--max-length", "--chat-template", "--hard-negatives", "--out",
+        "--candidates", "--negatives", "--margin", "--for", "--json",
+    ],
     "report": ["RUN...", "--out", "--serve", "--port"],
     "runs": ["DIR", "--json"],
     "base ls": ["--json"],
