@@ -19,10 +19,10 @@ from peftkit.sweeps.members import Member
 from peftkit.sweeps.outcomes import Outcome, write_outcomes
 from peftkit.tasks.token_task import TokenTask
 from peftkit.train.checkpoints.checkpoint import Checkpoints
+from peftkit.train.diagnosis import NonFiniteError
 from peftkit.train.run import Run
 from peftkit.train.signals import Interrupted, StopRequest
-from peftkit.train.state import Result
-from peftkit.train.trainer import NonFiniteError, StepFacts
+from peftkit.train.state import Result, StepFacts
 
 THIRDS = 3
 """Successive halving looks at the members after each third of their steps."""

@@ -63,6 +63,14 @@ class Diagnosis:
         return "\n".join(lines)
 
 
+class NonFiniteError(Exception):
+    """A step's loss or gradient is not finite; the weights are as before it."""
+
+    def __init__(self, diagnosis: Diagnosis) -> None:
+        super().__init__(diagnosis.summary())
+        self.diagnosis = diagnosis
+
+
 def diagnose(
     model: nn.Module,
     run_batch: Callable[[Sequence[Any]], Tensor],

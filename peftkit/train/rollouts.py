@@ -18,8 +18,9 @@ from peftkit.errors import ConfigError, RunError
 from peftkit.events import Listener, Notice, RolledOut
 from peftkit.model.modes import evaluating
 from peftkit.train import rng
+from peftkit.train.state import StepFacts
 from peftkit.train.task import Rollout, RolloutTask, Sampler
-from peftkit.train.trainer import StepFacts, Trainer
+from peftkit.train.trainer import Trainer
 
 MAX_EMPTY = 20
 """Steps in a row that teach nothing before the run ends."""

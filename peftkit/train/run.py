@@ -30,7 +30,7 @@ from peftkit.train import rng
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.checkpoints.identity import identity_of
 from peftkit.train.config import TrainConfig
-from peftkit.train.diagnosis import written_error
+from peftkit.train.diagnosis import NonFiniteError, written_error
 from peftkit.train.lockstep import LockstepForward
 from peftkit.train.memory.out_of_memory import AllocatorRetries
 from peftkit.train.memory.prepare import plan_memory_and_compile
@@ -44,9 +44,9 @@ from peftkit.train.rollouts import Rollouts
 from peftkit.train.saving import Saver, TrainableWeights, Weights
 from peftkit.train.sharding import is_sharded
 from peftkit.train.signals import Interrupted, StopRequest
-from peftkit.train.state import Result
+from peftkit.train.state import Result, StepFacts
 from peftkit.train.task import GenerationEvaluator, Sampler, SetupContext, Task
-from peftkit.train.trainer import NonFiniteError, StepFacts, Trainer
+from peftkit.train.trainer import Trainer
 from peftkit.train.validation import Evaluator, Validation
 from peftkit.train.world import World
 

@@ -66,6 +66,26 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
+class StepFacts:
+    """A step that was done; all but `notice` the same on every process.
+
+    Attributes:
+        loss: Mean over the targets of all processes.
+        figures: What else the task tells, by name.
+        num_tokens: Put through the model, all processes together.
+        stop: A signal that some process got, or 0.
+        notice: What the user should know of memory or compiling, if anything.
+    """
+
+    loss: float
+    figures: Mapping[str, float]
+    grad_norm: float
+    num_tokens: int
+    stop: int
+    notice: str
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """A run that came to its end.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from peftkit.model.modes import refresh_layouts
 from peftkit.train import rng
 from peftkit.train.batches import split_micro_batches
 from peftkit.train.config import TrainConfig
-from peftkit.train.diagnosis import Diagnosis, diagnose, sources
+from peftkit.train.diagnosis import Diagnosis, NonFiniteError, diagnose, sources
 from peftkit.train.lockstep import GlobalBatchValues, LockstepForward, Part, step_values
 from peftkit.train.memory.blocks import STREAMED, Blocks
 from peftkit.train.memory.out_of_memory import (
@@ -33,7 +33,7 @@ from peftkit.train.optim import LossScale, build_optimizer, complete_gradients, 
 from peftkit.train.prefetch import BatchPrefetcher, on_device
 from peftkit.train.sharding import is_sharded
 from peftkit.train.signals import StopRequest
-from peftkit.train.state import State
+from peftkit.train.state import State, StepFacts
 from peftkit.train.task import Task
 from peftkit.train.world import World
 
@@ -41,34 +41,6 @@ OUT_OF_MEMORY = "memory ran out"
 
 Batch = tuple[Mapping[str, Tensor], bool]
 """And whether it is this process's own, or run for the others."""
-
-
-class NonFiniteError(Exception):
-    """A step's loss or gradient is not finite; the weights are as before it."""
-
-    def __init__(self, diagnosis: Diagnosis) -> None:
-        super().__init__(diagnosis.summary())
-        self.diagnosis = diagnosis
-
-
-@dataclass(frozen=True, slots=True)
-class StepFacts:
-    """A step that was done; all but `notice` the same on every process.
-
-    Attributes:
-        loss: Mean over the targets of all processes.
-        figures: What else the task tells, by name.
-        num_tokens: Put through the model, all processes together.
-        stop: A signal that some process got, or 0.
-        notice: What the user should know of memory or compiling, if anything.
-    """
-
-    loss: float
-    figures: Mapping[str, float]
-    grad_norm: float
-    num_tokens: int
-    stop: int
-    notice: str
 
 
 class Trainer:
