@@ -16,9 +16,8 @@ from peftkit.data.load import DataConfig
 from peftkit.errors import RunError
 from peftkit.events import RunStarted
 from peftkit.execution.plan import Activations
-from peftkit.kernels import grouped
 from peftkit.methods.lora import LoRA
-from peftkit.tasks import token_task
+from peftkit.tasks import token_task, unpadding
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.config import TrainConfig
@@ -136,7 +135,7 @@ def test_scales_of_layers_and_sizes_that_are_equal_by_chance_make_no_graph_more(
     method = LoRA(rank=4, alpha_pattern={f"layers.0.mlp.{n}_proj": 7 for n in ("up", "down")})
     attach(model, method).prepare_training()
     task = CausalLM(model, tokenizer, DataConfig(train="", max_length=64))
-    same = grouped.ALIGNMENT - 2  # tokens in common are padded by two, ranks up to ALIGNMENT
+    same = unpadding.ALIGNMENT - 2  # tokens in common are padded by two
     backend.setattr(token_task, "can_unpad", lambda model, attention, share: True)
     blocks = Blocks(model)
     blocks.compile()
