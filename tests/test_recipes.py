@@ -108,4 +108,4 @@ def test_orders_of_the_distilled_prompt_are_not_its_examples(tmp_path) -> None:
 def test_an_answer_counts_as_lean_if_it_is_json_without_empty_fields() -> None:
     is_lean = runpy.run_path(str(recipes_folder() / "preferences.py"))["is_lean"]
     said = ['{"a": 0}', '{"a": []}', '{"a": ""}', '{"a"', "[1]", "NaN"]
-    assert [is_lean(Answer("", "", "", text)) for text in said] == [True] + 5 * [False]
+    assert [is_lean(Answer("", text, "", "")) for text in said] == [True] + 5 * [False]
