@@ -40,7 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     found: Counter[str] = Counter()
     monkeypatch.setattr(varlen, "is_available", lambda device: True)
     monkeypatch.setattr(varlen, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(varlen, "varlen_attn", reference_varlen_attn)
+    monkeypatch.setattr(varlen, "kernel", lambda: reference_varlen_attn)
     for n, kernel in enumerate(attention_kernels.KERNELS):
 
         def counted(
