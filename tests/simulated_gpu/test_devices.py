@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import nn
@@ -13,7 +14,6 @@ from torch import nn
 from peftkit.base.load import load_base
 from peftkit.execution.environment import ALLOCATOR, as_current, default_device
 from peftkit.tasks.attention_kernels import KERNELS, Call
-from peftkit.train import world
 from peftkit.train.world import World
 from tests.simulated_gpu.same import train
 from tests.simulated_gpu.simulation import on_cpu, simulated
@@ -76,13 +76,13 @@ def test_grouped_heads_are_repeated_where_no_fast_kernel_takes_them(
 def test_processes_wait_for_each_other_for_hours(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's own ten minutes are less than an evaluation that generates."""
     seen: dict[str, Any] = {}
-    real = world.Accelerator
+    real = accelerate.Accelerator
 
     def noted(**how: Any) -> Any:
         seen.update(how)
         return real(**how)
 
-    monkeypatch.setattr(world, "Accelerator", noted)
+    monkeypatch.setattr(accelerate, "Accelerator", noted)
     World(torch.device("cpu"))
     (handler,) = seen["kwargs_handlers"]
     assert handler.timeout.total_seconds() >= 3600
