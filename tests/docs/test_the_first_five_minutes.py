@@ -22,7 +22,11 @@ def blocks(page: str, language: str) -> str:
 def commands(page: str, *names: str) -> list[list[str]]:
     """Return the calls of some of peftkit's commands, in the order of the page."""
     lines = [line for line in blocks(page, "bash").splitlines() if line.startswith("peftkit ")]
-    found = [call for call in (shlex.split(line)[1:] for line in lines) if call[0] in names]
+    found = [
+        call
+        for call in (shlex.split(line, comments=True)[1:] for line in lines)
+        if call[0] in names
+    ]
     assert {call[0] for call in found} == set(names)
     return found
 
@@ -59,6 +63,7 @@ def test_the_adapter_is_used_as_the_guide_says(
     ask = commands("use.md", "generate")[0]
     exports = [call for call in commands("use.md", "export") if "gguf" not in call]
     looks = commands("continue.md", "runs", "report", "inspect")
+    looks = [call for call in looks if "--serve" not in call]  # until it is stopped
     for call in [train, anew, ask, merge, *exports, *looks]:
         assert run(call) == 0, (call, capsys.readouterr().err)
     for made in ("merged/config.json", "served/adapter_config.json", "mlx/adapters.safetensors"):
