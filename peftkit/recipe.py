@@ -9,7 +9,7 @@ from typing import cast
 
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, Notice, Table, ignore
-from peftkit.execution.environment import default_device, world_size
+from peftkit.execution.environment import world_size
 from peftkit.files.disk import check_folder
 from peftkit.inference.engine import MAX_ROWS
 from peftkit.inference.model_sampler import ModelSampler
@@ -34,11 +34,11 @@ from peftkit.train.checkpoints.identity import flat
 from peftkit.train.checkpoints.manifest import versions
 from peftkit.train.loop import check_output, train_job
 from peftkit.train.metrics import require_trackers
-from peftkit.train.rank_monitor import monitored_ranks
 from peftkit.train.run import Job
 from peftkit.train.sharding import is_sharded
 from peftkit.train.signals import Interrupted, stop_requests, stopping_at_once
 from peftkit.train.state import Result
+from peftkit.train.world import joined_ranks
 
 
 def run(
@@ -66,20 +66,17 @@ def run(
     """
     start = StartPolicy(resume, overwrite, allow_changes)
     rules.check(recipe, world_size())
-    with monitored_ranks(default_device) as monitor, ExitStack() as stack:
-        folder = recipe.train.output_dir
+    folder = recipe.train.output_dir
+    with joined_ranks() as ranks, ExitStack() as stack:
         check_output(recipe.train, start)
-        if monitor is not None:
-            monitor.check_equal_across_ranks(
-                recipe=flat(recipe.model_dump(mode="json")),
-                version=versions(),
-                command=asdict(start),
-            )
-            monitor.check_shared(folder)
+        ranks.check_equal_across_ranks(
+            recipe=flat(recipe.model_dump(mode="json")), version=versions(), command=asdict(start)
+        )
+        ranks.check_shared(folder)
         stack.enter_context(locked(folder))
         with stopping_at_once("stopped before the first step; what was there is as it was."):
             before = BeforeRun(on_event)
-            ready = prepare(recipe, resume=resume, monitor=monitor, on_event=before.on_event)
+            ready = prepare(recipe, resume=resume, ranks=ranks, on_event=before.on_event)
             watch = watch_of(recipe, ready, metrics, on_event)
             known = {} if resume else measured_before(ready, before.on_event)
         recipe = ready.recipe

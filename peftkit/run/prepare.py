@@ -31,7 +31,6 @@ from peftkit.run.config import Recipe
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.train.checkpoints.checkpoint import Checkpoints
 from peftkit.train.checkpoints.identity import fingerprint
-from peftkit.train.rank_monitor import RankMonitor
 from peftkit.train.sharding import local_bytes, shard_base
 from peftkit.train.world import World
 
@@ -64,7 +63,7 @@ def prepare(
     base: Base | None = None,
     plan: ExecutionPlan | None = None,
     resume: bool = False,
-    monitor: RankMonitor | None = None,
+    ranks: World | None = None,
     on_event: Listener = ignore,
 ) -> Prepared:
     """Do everything that comes before the first step.
@@ -73,7 +72,7 @@ def prepare(
         base: As the recipe says, loaded already and bare.
         plan: How the recipe is carried out; by default as `resolve_plan` decides.
         resume: A checkpoint is loaded next: the adapter has no values of its own until then.
-        monitor: The processes that do this together.
+        ranks: The processes that do this together.
 
     Raises:
         PeftkitError: The base, a target or the data is not as the recipe says.
@@ -84,11 +83,11 @@ def prepare(
             known = recipe.base.model_dump(include={"model", "revision"})
             check_fits(skeleton(**known, purpose=settings.purpose), recipe.method)
         plan = plan or resolve_plan(recipe, on_event)
-        if monitor is not None:
-            monitor.check_equal_across_ranks(plan=plan.as_dict())
-        base = open_base(recipe, plan, settings.purpose, monitor=monitor, on_event=on_event)
-        if monitor is not None:
-            monitor.check_equal_across_ranks(base={"fingerprint": base.fingerprint})
+        if ranks is not None:
+            ranks.check_equal_across_ranks(plan=plan.as_dict())
+        base = open_base(recipe, plan, settings.purpose, ranks=ranks, on_event=on_event)
+        if ranks is not None:
+            ranks.check_equal_across_ranks(base={"fingerprint": base.fingerprint})
     plan = plan or plan_as_asked(recipe, free_now(base.device))
     continued = None
     if recipe.method.start_from:
@@ -119,8 +118,8 @@ def prepare(
         task.add_adapter(folder, read_side_adapter(folder, base))
     recipe = recipe.model_copy(update={"data": task.data})
     train, evaluation = task.load_splits(recipe.data)
-    if monitor is not None:
-        monitor.check_equal_across_ranks(
+    if ranks is not None:
+        ranks.check_equal_across_ranks(
             rows={"train": _known_by(train), "eval": _known_by(evaluation)}
         )
     return Prepared(recipe, plan, base, adapter, task, settings, train, evaluation, continued)
@@ -145,7 +144,7 @@ def open_base(
     plan: ExecutionPlan,
     purpose: Purpose,
     *,
-    monitor: RankMonitor | None = None,
+    ranks: World | None = None,
     on_event: Listener = ignore,
 ) -> Base:
     """Load the base that a recipe names, for what its task needs it for; tells how it is stored."""
@@ -161,7 +160,7 @@ def open_base(
         store=recipe.base.store,
         purpose=replace(purpose, rope_scaling=recipe.base.rope_scaling),
         device="cpu" if plan.is_sharded else None,
-        sharing=monitor if plan.is_sharded else None,
+        sharing=ranks if plan.is_sharded else None,
         on_event=on_event,
     )
     on_event(base.audit.table())

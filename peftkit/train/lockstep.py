@@ -22,6 +22,7 @@ from torch import Tensor
 from peftkit.data.pack import num_tokens
 from peftkit.errors import RunError
 from peftkit.train import rng
+from peftkit.train.memory.out_of_memory import is_out_of_memory
 from peftkit.train.world import World
 
 LOOKED_AT = 1000
@@ -78,13 +79,58 @@ class LockstepForward:
             found += own[kind] + [(self._idle[kind], False)] * (number - len(own[kind]))
         return found
 
-    def out_of_memory(self) -> RunError:
-        """Return the error of a process that cannot go on, nor be left out."""
-        return RunError(
-            "memory ran out on one process, and the others wait for it in every pass",
-            fix="Lower train.tokens_per_batch or train.batch_size, or set "
-            "train.gradient_checkpointing: true.",
-        )
+    def ran_out(self, error: Exception) -> bool:
+        """Tell whether an error means that memory ran out, and that this process can go on.
+
+        Raises:
+            RunError: It can neither go on nor be left out.
+        """
+        if is_out_of_memory(error) and self.needed:
+            raise RunError(
+                "memory ran out on one process, and the others wait for it in every pass",
+                fix="Lower train.tokens_per_batch or train.batch_size, or set "
+                "train.gradient_checkpointing: true.",
+            ) from None
+        return is_out_of_memory(error)
+
+    def step_values(
+        self, look: Callable[[Part], Tensor], rows: Sequence[Any], passes: Sequence[Pass]
+    ) -> GlobalBatchValues | None:
+        """Compute this process's row values, part by part, and gather those of all others.
+
+        All processes have to ask. None: memory ran out on one of them.
+
+        Args:
+            look: Returns (rows, K) of a part.
+        """
+        ranks, order = self._ranks, {id(row): n for n, row in enumerate(rows)}
+        parts = [part for part, is_real in passes if is_real]
+        states, seen, short = list[rng.State](), list[Tensor](), False
+        try:
+            for part, is_real in passes:
+                state, values = rng.capture(ranks.device), look(part).float()
+                if is_real:
+                    states.append(state)
+                    seen.append(values)
+        except Exception as error:
+            if not self.ran_out(error):
+                raise
+            short = True
+        if ranks.max(short):
+            return None
+        values, first = torch.zeros(0, device=ranks.device), 0
+        if parts:
+            found = torch.cat(seen)
+            index = torch.tensor([order[id(row)] for part in parts for row in part])
+            values = torch.empty_like(found).index_copy_(0, index.to(found.device), found)
+        if ranks.world_size > 1:
+            values, first = _of_all(values, ranks)
+        places = {row: first + n for row, n in order.items()}
+        by_rows = {
+            tuple(places[id(row)] for row in part): state
+            for part, state in zip(parts, states, strict=True)
+        }
+        return GlobalBatchValues(values, places, by_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,40 +165,6 @@ class GlobalBatchValues:
             "step_values": self.values,
             "step_index": torch.tensor(self.where(rows)),
         }
-
-
-def step_values(
-    look: Callable[[Sequence[Any]], Tensor],
-    rows: Sequence[Any],
-    passes: Sequence[Pass],
-    ranks: World,
-) -> GlobalBatchValues:
-    """Compute this process's row values, part by part, and gather those of all others.
-
-    Args:
-        look: Returns (rows, K) of a part.
-    """
-    order = {id(row): n for n, row in enumerate(rows)}
-    parts = [part for part, is_real in passes if is_real]
-    states, seen = [], []
-    for part, is_real in passes:
-        state, values = rng.capture(ranks.device), look(part).float()
-        if is_real:
-            states.append(state)
-            seen.append(values)
-    values, first = torch.zeros(0, device=ranks.device), 0
-    if parts:
-        found = torch.cat(seen)
-        index = torch.tensor([order[id(row)] for part in parts for row in part])
-        values = torch.empty_like(found).index_copy_(0, index.to(found.device), found)
-    if ranks.world_size > 1:
-        values, first = _of_all(values, ranks)
-    places = {row: first + n for row, n in order.items()}
-    by_rows = {
-        tuple(places[id(row)] for row in part): state
-        for part, state in zip(parts, states, strict=True)
-    }
-    return GlobalBatchValues(values, places, by_rows)
 
 
 def _of_all(values: Tensor, ranks: World) -> tuple[Tensor, int]:

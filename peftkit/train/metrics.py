@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 
 from peftkit.errors import ConfigError
 from peftkit.events import (
@@ -36,78 +36,55 @@ RECORDED = (RunStarted, StepDone, EvalDone, Saved, Notice, RunDone, RunStopped)
 Complain = Callable[[str], None]
 
 
-class MetricsFile:
-    """Appends one JSON line per event to metrics.jsonl: {"event": "StepDone", "step": 1, ...}.
+def lines_of(event: Event) -> tuple[str, list[dict[str, Any]]]:
+    """Return the file that an event goes into, and its lines; none for what is only shown.
 
-    A resumed run goes on in the same file, after a RunStarted line with its `start_step`: of two
+    metrics.jsonl: {"event": "StepDone", "step": 1, ...} for each event. samples.jsonl: step,
+    prompt, completion, reference. answers.jsonl, of what was learnt from: step, prompt, completion,
+    reward.
+    """
+    if isinstance(event, Sampled):
+        return SAMPLES, [{"step": event.step, **asdict(one)} for one in event.samples]
+    if isinstance(event, RolledOut):
+        return ANSWERS, [{"step": event.step, **_plain(asdict(one))} for one in event.answers]
+    if not isinstance(event, RECORDED):
+        return FILE, []
+    fields = {"event": type(event).__name__, "time": round(time.time(), 3)}
+    return FILE, [{**fields, **_plain(asdict(event))}]
+
+
+class MetricsFiles:
+    """Appends JSON lines for events to the files of a run.
+
+    A resumed run goes on in the same files, after a RunStarted line with its `start_step`: of two
     lines for one step the later counts. A disk that refuses costs the file, not the run.
     """
 
-    def __init__(self, output_dir: Path, complain: Complain, name: str = FILE) -> None:
-        self.path, self._complain = output_dir / name, complain
-        self._broken = False
-        self._needs_newline = _is_cut_short(self.path)
+    def __init__(self, output_dir: Path, complain: Complain) -> None:
+        self.folder, self._complain = output_dir, complain
+        self._broken: set[str] = set()
+        names = (FILE, SAMPLES, ANSWERS)
+        self._cut_short = {name for name in names if _is_cut_short(output_dir / name)}
 
     def on_event(self, event: Event) -> None:
         """Write the event, if it is one of a run's."""
-        if isinstance(event, RECORDED):
-            fields = {"event": type(event).__name__, "time": round(time.time(), 3)}
-            self._append({**fields, **_plain(asdict(event))})
-
-    def _append(self, *lines: dict[str, Any]) -> None:
-        if self._broken:
+        name, lines = lines_of(event)
+        if not lines or name in self._broken:
             return
         text = "".join(f"{json.dumps(line, default=str)}\n" for line in lines)
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write("\n" * self._needs_newline + text)
-            self._needs_newline = False
+            with open(self.folder / name, "a", encoding="utf-8") as file:
+                file.write("\n" * (name in self._cut_short) + text)
+            self._cut_short.discard(name)
         except OSError as error:
-            self._broken = True
-            self._complain(f"{self.path} is no longer written: {error}")
-
-
-class SamplesFile(MetricsFile):
-    """Appends one JSON line per sample to samples.jsonl: step, prompt, completion, reference."""
-
-    def __init__(self, output_dir: Path, complain: Complain) -> None:
-        super().__init__(output_dir, complain, SAMPLES)
-
-    def on_event(self, event: Event) -> None:
-        """Write samples."""
-        if isinstance(event, Sampled):
-            lines = [{"step": event.step, **asdict(s)} for s in event.samples]
-            self._append(*lines)
-
-
-class AnswersFile(MetricsFile):
-    """Appends one JSON line per answer that was learnt from: step, prompt, completion, reward."""
-
-    def __init__(self, output_dir: Path, complain: Complain) -> None:
-        super().__init__(output_dir, complain, ANSWERS)
-
-    def on_event(self, event: Event) -> None:
-        """Write answers."""
-        if isinstance(event, RolledOut):
-            self._append(*({"step": event.step, **_plain(asdict(one))} for one in event.answers))
-
-
-class Tracker(Protocol):
-    """The part of accelerate's GeneralTracker that is used here."""
-
-    name: str
-
-    def log(self, values: dict[str, float], step: int | None) -> Any:
-        """Record values of a step."""
-
-    def finish(self) -> Any:
-        """Write what is left."""
+            self._broken.add(name)
+            self._complain(f"{self.folder / name} is no longer written: {error}")
 
 
 class Trackers:
     """Passes figures on to trackers; one that raises is dropped with one Notice."""
 
-    def __init__(self, trackers: Iterable[Tracker], complain: Complain) -> None:
+    def __init__(self, trackers: Iterable[GeneralTracker], complain: Complain) -> None:
         self._trackers, self._complain = list(trackers), complain
 
     def on_event(self, event: Event) -> None:
@@ -126,7 +103,7 @@ class Trackers:
         """End all trackers."""
         self._each(lambda tracker: tracker.finish())
 
-    def _each(self, call: Callable[[Tracker], Any]) -> None:
+    def _each(self, call: Callable[[GeneralTracker], Any]) -> None:
         for tracker in list(self._trackers):
             try:
                 call(tracker)
@@ -149,10 +126,8 @@ def recording(config: TrainConfig, user: Listener) -> Iterator[list[Listener]]:
     settings = config.model_dump(mode="json", exclude={"log_to"})
     started = start_trackers(config.log_to, config.output_dir, settings, complain)
     trackers = Trackers(started, complain)
-    kinds = (MetricsFile, SamplesFile, AnswersFile)
-    files = [kind(config.output_dir, complain) for kind in kinds]
     try:
-        yield [*(file.on_event for file in files), trackers.on_event]
+        yield [MetricsFiles(config.output_dir, complain).on_event, trackers.on_event]
     finally:
         trackers.finish()
 
@@ -169,9 +144,9 @@ def require_trackers(names: Iterable[str]) -> None:
 
 def start_trackers(
     names: Iterable[str], output_dir: Path, settings: Mapping[str, Any], complain: Complain
-) -> list[Tracker]:
+) -> list[GeneralTracker]:
     """Start accelerate's trackers, each by itself: if one cannot start, the others do."""
-    started: list[Tracker] = []
+    started: list[GeneralTracker] = []
     for name in names:
         try:
             kind = LOGGER_TYPE_TO_CLASS[name]

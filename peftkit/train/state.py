@@ -10,14 +10,6 @@ from typing import Any
 from peftkit.errors import CheckpointError
 from peftkit.execution.plan import ExecutionPlan, plan_from
 
-OF_THE_PLAN = {
-    "rows": "micro_batch",
-    "tokens": "micro_tokens",
-    "activations": "activations",
-    "compile": "compiled",
-}
-"""Fields of a plan, as states of earlier versions have them."""
-
 
 @dataclass(slots=True)
 class State:
@@ -110,15 +102,11 @@ class Result:
 
 
 def state_from_json(values: Mapping[str, Any]) -> State:
-    """Return a saved state; what it lacks and has a default is of an earlier version's run.
+    """Return a saved state; what it lacks has its default.
 
     Raises:
         CheckpointError: It is of a version that this one cannot go on from.
     """
-    if "micro_batch" in values:  # before there was a plan
-        values = dict(values)
-        before = {name: values.pop(old, None) for name, old in OF_THE_PLAN.items()}
-        values |= {"plan": before, "measured": values.pop("planned", False)}
     known = {field.name: field.default is MISSING for field in fields(State)}
     if not set(values) <= set(known) or any(known[name] for name in known if name not in values):
         raise CheckpointError(

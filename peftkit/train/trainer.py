@@ -20,7 +20,7 @@ from peftkit.train import rng
 from peftkit.train.batches import split_micro_batches
 from peftkit.train.config import TrainConfig
 from peftkit.train.diagnosis import Diagnosis, NonFiniteError, diagnose, sources
-from peftkit.train.lockstep import GlobalBatchValues, LockstepForward, Part, step_values
+from peftkit.train.lockstep import GlobalBatchValues, LockstepForward, Part
 from peftkit.train.memory.blocks import STREAMED, Blocks
 from peftkit.train.memory.out_of_memory import (
     is_compile_error,
@@ -126,7 +126,7 @@ class Trainer:
             DataError: No process has anything to learn.
             RunError: Not even one row fits into memory.
         """
-        start, notice = rng.capture(self.ranks.device), ""
+        start, before, said = rng.capture(self.ranks.device), self.plan, ""
         while True:
             known = self._looked_at(rows, start)
             batches = self._collated(rows, known)
@@ -136,39 +136,58 @@ class Trainer:
             # counted over the whole group and all processes before the first backward pass, so that
             # the gradient is that of one mean over targets, not of a mean of means
             total = self.ranks.sum(torch.full((), targets, device=self.ranks.device))
-            sums, said = self._gradients(rows, batches, total.clamp(min=1), start, known)
-            notice = said or notice
-            facts = self.finish(sums, total, rows, rate, start=start, notice=notice)
+            sums = self._try(batches, total.clamp(min=1), known)
+            if isinstance(sums, str):
+                refresh_layouts(self.model)  # which may hold the graph of the attempt
+                release_memory()
+                rng.restore(start, self.ranks.device)
+            if isinstance(sums, str) and sums != OUT_OF_MEMORY:
+                self.stop_compiling()
+                said = f"Blocks run as they are written from here on, which takes longer. {sums} "
+                sums = self._try(batches, total.clamp(min=1), known)
+            done = None if isinstance(sums, str) else sums
+            facts = self.finish(done, total, rows, rate, start=start)
             if facts is not None:
-                return facts
+                break
+            release_memory()
             rng.restore(start, self.ranks.device)
+        if less := self.plan.less_than(before):
+            said += f"Memory ran out. From here on: {less}. Each step learns from the same rows."
+        return replace(facts, notice=said.strip())
 
     def finish(
         self,
-        sums: Tensor,
+        sums: Tensor | None,
         total: Tensor,
         rows: Sequence[Any],
         rate: float,
         *,
         start: rng.State | None = None,
-        notice: str = "",
     ) -> StepFacts | None:
         """Let the optimizer step with gradients that are in place.
 
         Args:
-            sums: As `Task.loss_and_metric_sums`, of all rows.
+            sums: As `Task.loss_and_metric_sums`, of all rows; None: memory ran out here.
             total: Their targets, on all processes.
             start: The generators before the step, to diagnose it; by default as they are now.
-            notice: What the user should know of the step.
 
         Returns:
-            None where the gradients overflowed the loss scale, which is lower then: to be tried
-            again.
+            None where the step is to be tried again: memory ran out on some process, and all have
+            taken the next step of the ladder; or the gradients overflowed the loss scale, which is
+            lower then.
 
         Raises:
             NonFinite: The loss or a gradient is not finite.
         """
-        facts, grad_norm = self._summed(sums, total, rows, notice)
+        ran_out = sums is None
+        if sums is None:
+            self.optimizer.zero_grad(set_to_none=True)
+            sums = torch.zeros(1 + self.task.num_metrics, device=self.ranks.device)
+        found = self._summed(sums, total, rows, ran_out)
+        if found is None:
+            self._use_less_memory(rows, ran_out)
+            return None
+        facts, grad_norm = found
         if not (math.isfinite(facts.loss) and math.isfinite(facts.grad_norm)):
             if math.isfinite(facts.loss) and self.scale.overflowed():
                 return None
@@ -176,30 +195,6 @@ class Trainer:
             raise NonFiniteError(self._diagnosis(rows, start, facts))
         self._update(grad_norm, rate)
         return facts
-
-    def _gradients(
-        self,
-        rows: Sequence[Any],
-        batches: Sequence[Batch],
-        total: Tensor,
-        start: rng.State,
-        known: GlobalBatchValues | None,
-    ) -> tuple[Tensor, str]:
-        """Return the sums, with gradients in place; retries with less memory until it fits."""
-        before, said = self.plan, ""
-        while isinstance(sums := self._try(batches, total, known), str):
-            refresh_layouts(self.model)  # which may hold the graph of the attempt
-            release_memory()
-            rng.restore(start, self.ranks.device)
-            if sums != OUT_OF_MEMORY:
-                self.stop_compiling()
-                said = f"Blocks run as they are written from here on, which takes longer. {sums}"
-                continue
-            self._use_less_memory(rows)
-            batches = self._collated(rows, known)
-        if less := self.plan.less_than(before):
-            less = f"Memory ran out. From here on: {less}. Each step learns from the same rows."
-        return sums, " ".join(filter(None, (said, less)))
 
     def _looked_at(self, rows: Sequence[Any], start: rng.State) -> GlobalBatchValues | None:
         """Look at the rows of a step first, where their losses depend on each other."""
@@ -209,18 +204,14 @@ class Trainer:
             parts = self.micro_batches(rows)
             if len(parts) <= 1 and self.ranks.world_size == 1:
                 return None  # the one batch is all there is
-            try:
-                with torch.no_grad(), self.blocks.eagerly():
-                    passes = self.in_step.padded_passes(parts)
-                    return step_values(self.row_values, rows, passes, self.ranks)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                if self.in_step.needed:
-                    raise self.in_step.out_of_memory() from None
+            with torch.no_grad(), self.blocks.eagerly():
+                passes = self.in_step.padded_passes(parts)
+                found = self.in_step.step_values(self.row_values, rows, passes)
+            if found is not None:
+                return found
             release_memory()
             rng.restore(start, self.ranks.device)
-            self._use_less_memory(rows)
+            self._use_less_memory(rows, True)
 
     def row_values(self, rows: Sequence[Any]) -> Tensor:
         """Return what other rows' losses need to know of rows that go through at once."""
@@ -248,9 +239,7 @@ class Trainer:
         except Exception as error:
             if self.blocks.compiled and is_compile_error(error):
                 return told(error)
-            if is_out_of_memory(error) and self.in_step.needed:
-                raise self.in_step.out_of_memory() from None
-            if is_out_of_memory(error):
+            if self.in_step.ran_out(error):
                 return OUT_OF_MEMORY  # not the error: its traceback holds the activations
             raise
         return summed
@@ -287,24 +276,35 @@ class Trainer:
         parts = split_micro_batches(rows, task.num_positions, most, tokens, task.bucket_key)
         return self.in_step.ordered(parts)
 
-    def _use_less_memory(self, rows: Sequence[Any]) -> None:
-        """Take the next step of what takes less memory.
+    def _use_less_memory(self, rows: Sequence[Any], ran_out: bool) -> None:
+        """Take the next step of what takes less memory; all processes come here and take the same.
+
+        Args:
+            ran_out: Whether memory ran out on this one.
 
         Raises:
             RunError: Not even one row fits.
         """
         parts = self.micro_batches(rows)
+        own = [
+            max(map(len, parts), default=0),
+            max(map(self.task.num_positions, parts), default=0),
+            int(any(map(num_tokens, rows))),
+        ]
+        most = self.ranks.gather(torch.tensor(own, device=self.ranks.device)).amax(0).tolist()
         found = smaller(
             self.plan,
             self.asked,
             self.modes,
-            rows=max(map(len, parts)),
-            tokens=max(map(self.task.num_positions, parts)),
-            counts_tokens=any(map(num_tokens, rows)),
+            rows=most[0],
+            tokens=most[1],
+            counts_tokens=bool(most[2]),
         )
         if found is not None:
             self.use(found)
             return
+        if not ran_out:
+            raise RunError("one row alone does not fit into the memory of another process")
         one = torch.ones((), device=self.ranks.device)
         longest = max(rows, key=lambda row: self.task.num_positions([row]))
 
@@ -315,9 +315,12 @@ class Trainer:
         raise too_large(longest, rows, fits)
 
     def _summed(
-        self, sums: Tensor, total: Tensor, rows: Sequence[Any], notice: str
-    ) -> tuple[StepFacts, Tensor]:
-        """Sum gradients and figures over all processes; the only wait for the device in a step."""
+        self, sums: Tensor, total: Tensor, rows: Sequence[Any], ran_out: bool
+    ) -> tuple[StepFacts, Tensor] | None:
+        """Sum gradients and figures over all processes; the only wait for the device in a step.
+
+        None: memory ran out on one of them.
+        """
         gradients = complete_gradients(self.parameters)
         self.ranks.sum_gradients(gradients)
         if self.scale.factor != 1.0:
@@ -328,24 +331,24 @@ class Trainer:
             sum(map(num_tokens, rows)) / self.ranks.cp_size,
             stop == signal.SIGINT,
             stop == signal.SIGTERM,
-            notice != "",
+            ran_out,
         ]
         counts = on_device(own, sums.device)
         counts = self.ranks.sum(torch.cat([counts, sums.float()]))
         both = torch.cat([total[None], grad_norm.float()[None], counts])
-        targets, norm, tokens, interrupts, terminations, notices, *summed = both.tolist()
+        targets, norm, tokens, interrupts, terminations, short, *summed = both.tolist()
+        if short:
+            return None
         if targets == 0:
             raise DataError(
                 "a step has nothing to learn: all its labels are masked",
                 found=f"Rows: {', '.join(sources(rows)[:8])}",
                 fix="Drop such rows; peftkit check RECIPE shows what the loss sees.",
             )
-        if notices and not notice:
-            notice = "Memory ran out in another process; it goes on with smaller micro-batches."
         asked = signal.SIGINT if interrupts else signal.SIGTERM if terminations else 0
         loss, *means = (figure / targets for figure in summed)
         told = self.task.metric_means(means)
-        return StepFacts(loss, told, norm, round(tokens), int(asked), notice), grad_norm
+        return StepFacts(loss, told, norm, round(tokens), int(asked), ""), grad_norm
 
     def _update(self, grad_norm: Tensor, rate: float) -> None:
         if self.config.max_grad_norm is not None:

@@ -13,8 +13,8 @@ from torch import Tensor
 from peftkit.errors import DataError
 from peftkit.events import EvalDone, Event, Notice, Sampled
 from peftkit.train import rng
-from peftkit.train.lockstep import GlobalBatchValues, Part, step_values
-from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
+from peftkit.train.lockstep import GlobalBatchValues, Pass
+from peftkit.train.memory.out_of_memory import release_memory, too_large
 from peftkit.train.prefetch import on_device
 from peftkit.train.rollouts import Rollouts
 from peftkit.train.sharding import gathered, is_sharded
@@ -62,72 +62,68 @@ class Evaluator:
             return {"loss": loss}
         return {"loss": loss, "perplexity": perplexity(loss)}
 
-    def _known(self) -> GlobalBatchValues | None:
-        """Look at all rows first, where their losses depend on each other."""
-        while self.task.needs_whole_step:
-            try:
-                passes = self.in_step.padded_passes(self._cut(self.rows))
-                return step_values(self.learner.row_values, self.rows, passes, self.ranks)
-            except Exception as error:
-                if not is_out_of_memory(error) or self.batch_size == 1:
-                    raise
-                if self.in_step.needed:
-                    raise self.in_step.out_of_memory() from None
-            release_memory()
-            self.batch_size //= 2
-        return None
-
     def _sums(self) -> tuple[Tensor, int]:
-        sums = torch.zeros(1 + self.task.num_metrics, device=self.ranks.device)
-        targets, known = 0, self._known()
-        pending = self.in_step.padded_passes(self._cut(self.rows))
-        while pending and (self.in_step.needed or not self.stop.signum):
-            rows, is_real = pending.pop(0)
-            coming = [part for part, _ in pending[:1]]
-            result = self._try(rows, coming, known)
-            if not is_real:
-                continue
-            if result is None:
-                release_memory()
-                if len(rows) == 1:
-                    raise too_large(rows[0], self.rows, lambda row: self._try([row]) is not None)
-                self.batch_size = len(rows) // 2
-                left = [row for part in (rows, *(part for part, _ in pending)) for row in part]
-                pending = self.in_step.padded_passes(self._cut(left))
-                continue
-            sums += result[0]
-            targets += result[1]
-        return sums, targets
+        """Return what is summed of all rows, and their targets; with fewer at a time until it fits.
 
-    def _cut(self, rows: Sequence[Any]) -> list[Part]:
-        return self.learner.cut(rows, self.batch_size, self._max_tokens)
+        Where losses depend on each other all rows are looked at first.
+        """
+        known = None
+        while self.task.needs_whole_step and known is None:
+            known = self.in_step.step_values(self.learner.row_values, self.rows, self._passes())
+            if known is None:
+                self._take_fewer(known)
+        while (found := self._try(self._passes(), known)) is None:
+            self._take_fewer(known)
+        return found
+
+    def _passes(self) -> list[Pass]:
+        parts = self.learner.cut(self.rows, self.batch_size, self._max_tokens)
+        return self.in_step.padded_passes(parts)
+
+    def _take_fewer(self, known: GlobalBatchValues | None) -> None:
+        """Halve the rows at a time.
+
+        Raises:
+            RunError: One does not fit.
+        """
+        release_memory()
+        most = max((len(part) for part, _ in self._passes()), default=1)
+        if most == 1:
+            longest = max(self.rows, key=lambda row: self.task.num_positions([row]), default=None)
+            passes = {id(row): [([row], True)] for row in self.rows}
+            raise too_large(
+                longest, self.rows, lambda row: self._try(passes[id(row)], known) is not None
+            )
+        self.batch_size = most // 2
 
     def _try(
-        self,
-        rows: Sequence[Any],
-        coming: Sequence[Sequence[Any]] = (),
-        known: GlobalBatchValues | None = None,
+        self, passes: Sequence[Pass], known: GlobalBatchValues | None
     ) -> tuple[Tensor, int] | None:
         """Return what is summed of rows, and their targets; None if memory ran out.
 
         Args:
-            coming: The rows after these: they may be collated meanwhile.
             known: What was seen of all rows, where losses depend on each other.
         """
-        feed = self.learner.feed
-        (batch,) = feed.batches([rows])
-        if coming:
-            feed.prefetch(coming)
-        if known is not None:
-            batch = known.given_to(batch, rows)
+        sums, targets = torch.zeros(1 + self.task.num_metrics, device=self.ranks.device), 0
+        feed, coming = self.learner.feed, [rows for rows, _ in passes[1:]]
         try:
-            return self.learner.sums(batch), self.task.num_targets(batch)
+            for rows, is_real in passes:
+                if self.stop.signum and not self.in_step.needed:
+                    break
+                (batch,) = feed.batches([rows])
+                if coming:
+                    feed.prefetch([coming.pop(0)])
+                if known is not None:
+                    batch = known.given_to(batch, rows)
+                found = self.learner.sums(batch)
+                if is_real:
+                    sums += found
+                    targets += self.task.num_targets(batch)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not self.in_step.ran_out(error):
                 raise
-            if self.in_step.needed:
-                raise self.in_step.out_of_memory() from None
             return None
+        return sums, targets
 
 
 class Validation:

@@ -1,5 +1,9 @@
 """The processes of a run, over accelerate: one alone, or several under `accelerate launch`.
 
+Before a run they compare what they were told. A process that is gone ends the others: the launcher
+stops those of its machine, and who waits in a collective hears of the lost connection, or of
+nothing more than PATIENCE.
+
 The model is not wrapped in DistributedDataParallel: adapters are small, so their gradients are
 summed once per step, in one buffer. A process may then take its own number of micro-batches (after
 running out of memory, or of rows in a small last group), and a task may call any part of the model.
@@ -7,21 +11,25 @@ running out of memory, or of rows in a small last group), and a task may call an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import new_subgroups
 
-from peftkit.errors import RunError
-from peftkit.execution.environment import world_size
+from peftkit.errors import ConfigError, OutputError, PeftkitError, RunError, silence
+from peftkit.execution.environment import default_device, local_rank, world_size
+from peftkit.files.disk import writable_folder
 from peftkit.kernels.context import Context
 
-PATIENCE = timedelta(hours=24)
-"""Of a process that waits for others: the main one may generate for longer than NCCL's ten minutes.
-Processes that are gone are found by their heartbeats (rank_monitor.py)."""
+PATIENCE = timedelta(hours=4)
+"""Of a process that waits for others: the main one may generate, or pack a base, for longer than
+NCCL's ten minutes."""
 
 
 class World:
@@ -63,7 +71,7 @@ class World:
         self.dp_rank, cp_rank = divmod(self.rank, cp_size)
         self.context: Context | None = None
         if cp_size > 1:
-            group, _ = new_subgroups(cp_size)
+            group, _ = dist.new_subgroups(cp_size)
             self.context = Context(group, cp_size, cp_rank)
 
     def _check(self, launched: int) -> None:
@@ -84,6 +92,11 @@ class World:
     def is_main(self) -> bool:
         """Whether this is the process that writes and speaks."""
         return self.rank == 0
+
+    @property
+    def is_first_here(self) -> bool:
+        """Whether it is the first of its machine."""
+        return local_rank() == 0
 
     @property
     def precision(self) -> str | None:
@@ -139,6 +152,70 @@ class World:
         """Return the largest value of all processes."""
         return int(self.gather(torch.tensor([value], device=self.device)).max())
 
+    def all_gather(self, own: Any) -> list[Any]:
+        """Return every process's value, in their order; waits for all."""
+        if self.world_size == 1:
+            return [own]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, own)
+        return found
+
+    def check_equal_across_ranks(self, **own: Mapping[str, Any]) -> None:
+        """Make sure that every rank has the same values under all names.
+
+        Raises:
+            ConfigError: They do not; lists what differs.
+        """
+        first, *others = self.all_gather(own)
+        differing = [
+            f"{kind}: {name} is {_short(first[kind].get(name))} in process 0 and "
+            f"{_short(other[kind].get(name))} in process {rank}"
+            for rank, other in enumerate(others, 1)
+            for kind in own
+            for name in sorted(first[kind].keys() | other[kind].keys())
+            if first[kind].get(name) != other[kind].get(name)
+        ]
+        if differing:
+            error = ConfigError(
+                "ranks have different settings",
+                found="\n".join(differing[:8]),
+                fix="Give all of them the same recipe, files and versions.",
+            )
+            raise self._of_all(error)
+
+    def check_shared(self, folder: Path) -> None:
+        """Make sure that all processes see one folder.
+
+        Raises:
+            OutputError: They do not, or it is not writable.
+        """
+        if self.world_size == 1:
+            return
+        mark = folder / f".{self.all_gather(secrets.token_hex(8))[0]}"
+        if self.is_main:
+            writable_folder(folder)
+            mark.touch()
+        try:
+            self.wait()
+            seen = self.all_gather(mark.exists())
+        finally:
+            if self.is_main:
+                mark.unlink()
+        if not all(seen):
+            blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
+            error = OutputError(
+                f"the output folder {folder} is not the same for all processes.",
+                found=f"What process 0 writes there is not seen by process {blind}.",
+                fix="Give --out a folder that all machines share, by its whole path.",
+            )
+            raise self._of_all(error)
+
+    def _of_all(self, error: PeftkitError) -> PeftkitError:
+        """Return an error that every process raises and the main one prints."""
+        if not self.is_main:
+            silence(error)
+        return error
+
     def wait(self) -> None:
         """Wait until every process has come here.
 
@@ -146,3 +223,31 @@ class World:
         which is not there where each process sees one GPU alone.
         """
         self.max(0)
+
+
+@contextmanager
+def joined_ranks() -> Iterator[World]:
+    """Join the processes that were launched together, each on its device.
+
+    Raises:
+        RunError: They do not find each other, or one is gone.
+    """
+    ranks = World(default_device())
+    try:
+        yield ranks
+        ranks.wait()  # who leaves first may cut off what others still read
+    except PeftkitError:
+        raise
+    except Exception as error:
+        if ranks.world_size == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        raise RunError(
+            "another process terminated unexpectedly.",
+            found=f"It was killed, or its machine or the network is gone. {_short(error)}",
+            fix="Its own output may say more. Go on from the newest checkpoint with --resume.",
+        ) from None
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 100 else f"{text[:97]}..."

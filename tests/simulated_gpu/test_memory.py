@@ -14,7 +14,7 @@ from benchmarks.plan import Measured, planned, reckoner_of
 from peftkit.execution.plan import Activations
 from peftkit.train.memory import offload
 from peftkit.train.memory.blocks import Blocks
-from peftkit.train.memory.offload import Offload, PinnedSpace
+from peftkit.train.memory.offload import Offload
 from tests.planning.test_step_estimator import llama
 from tests.simulated_gpu.same import make_model, train
 from tests.simulated_gpu.simulation import on_cpu, simulated
@@ -104,39 +104,6 @@ def test_two_inputs_at_most_are_on_the_card(card: Card) -> None:
     hidden.sum().backward()
     assert card.peak - base <= 9 * each  # gradients and what one block saves
     del hidden
-
-
-def test_pinned_memory_is_taken_once_and_not_rounded_up(card: Card) -> None:
-    offloaded = Offload()
-    for _ in range(3):
-        chain(offloaded, 4, 1500).sum().backward()
-    assert card.pinned_bytes == offload.FIRST_CHUNK
-    size = int(1.1 * offload.FIRST_CHUNK) // 8
-    chain(offloaded, 4, size).sum().backward()
-    most = card.pinned_bytes
-    assert most <= 2 * 4 * 8 * size
-    chain(offloaded, 4, size).sum().backward()
-    assert card.pinned_bytes == most
-
-
-def test_space_is_a_stack_over_chunks(card: Card) -> None:
-    space = PinnedSpace()
-    size = offload.FIRST_CHUNK
-    first = space.take(size - 5)
-    second = space.take(size)
-    source = torch.arange(size, dtype=torch.int32, device="cuda").to(torch.uint8)
-    second.store(source)
-    card.settle()
-    back = torch.empty_like(source)
-    second.fetch(back)
-    assert torch.equal(on_cpu(back), on_cpu(source))
-    assert [len(piece) for piece in space.pieces(second.start, second.stop)] == [5, size - 5]
-    start = second.start
-    del second
-    assert space.take(7).start == start
-    del first
-    gc.collect()
-    assert space.take(3).start == 0
 
 
 @pytest.mark.parametrize("forgotten", ["arriving", "leaving"])

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from peftkit.base.load import load_base
 from peftkit.kernels.device import trim_malloc
 from peftkit.quant.layers import QuantizedLinear
-from peftkit.train.rank_monitor import RankMonitor
 from peftkit.train.sharding import local_bytes, shard_base
 from peftkit.train.world import World
 from tests.families import VOCAB, tiny_tokenizer
@@ -52,14 +51,13 @@ def anonymous() -> int:
 def open_and_shard(folder: str, bases: list[str]) -> None:
     """Report, for each base, what this process's own memory grew by, and what it keeps."""
     ranks = World(torch.device("cpu"))
-    monitor = RankMonitor(ranks)
     # what is imported and set up at the first time
-    load_base(f"{folder}/warm", quantize="nf4", sharing=monitor)
+    load_base(f"{folder}/warm", quantize="nf4", sharing=ranks)
     told = {}
     for name in bases:
         _, _, quantize, dtype = BASES[name]
         before = anonymous()
-        base = load_base(f"{folder}/{name}", quantize=quantize, dtype=dtype, sharing=monitor)
+        base = load_base(f"{folder}/{name}", quantize=quantize, dtype=dtype, sharing=ranks)
         opened = anonymous() - before
         whole = local_bytes(base.model)["base"]
         shard_base(base.model, ranks.device)

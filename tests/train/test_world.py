@@ -17,29 +17,28 @@ from torch import Tensor, nn
 
 from peftkit.errors import RunError
 from peftkit.events import Event, Saved
-from peftkit.train.signals import Interrupted
 from peftkit.train.world import World
 from tests.train.children import exit_code, free_port, start
-from tests.train.toy import COUNTED, Played, Toy, ToyTask, crash_after, make_rows, play, same
+from tests.train.toy import COUNTED, Played, Toy, ToyTask, make_rows, play, same
 
 ROWS = make_rows(14)  # steps of 4: the last of an epoch has 2 rows, one for each process
 
 
 class Listing(ToyTask):
-    """Notes the first token of every row trained on, and does what it is told to meanwhile."""
+    """Notes the rows trained on, and does what it is told to meanwhile."""
 
     def __init__(self, what: str) -> None:
-        self.what, self.seen, self.calls = what, list[Any](), -COUNTED
+        self.what, self.seen, self.calls, self.last = what, list[Any](), -COUNTED, 0
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         if model.training:
-            self.calls += 1
+            self.calls, self.last = self.calls + 1, len(batch["labels"])
             own = os.environ["RANK"] == "1"
             if self.what == "terminate" and own and self.calls == 5:
                 os.kill(os.getpid(), signal.SIGTERM)
             if self.what == "die" and own and self.calls == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if self.what == "shrink" and own and len(batch["labels"]) > 1:
+            if self.what == "short" and own and len(batch["labels"]) > 1:
                 raise RuntimeError("CUDA out of memory.")
             if self.what == "nan" and own and self.calls == 5:
                 return super().loss_sum(model, batch) * float("nan")
@@ -50,36 +49,45 @@ class Listing(ToyTask):
         return loss
 
 
-def work(folder: str, what: str, changes: dict[str, Any]) -> None:
-    """What each process does; it reports in report-RANK.json."""
-    rank = os.environ["RANK"]
-    task = Listing(what)
-    settings = {"batch_size": 1, "gradient_accumulation": 2, "save_every": 2, **changes}
-    listen = crash_after(settings.pop("crash")) if "crash" in settings else None
-    if what == "late":
-        listen = terminate_after_the_last_save
-    rows = settings.pop("rows", ROWS)
-    model = Toy()
-    if what == "differ" and rank == "1":
-        torch.nn.init.zeros_(model.lora_A.weight)
-    run = play(Path(folder), model=model, task=task, rows=rows, on_event=listen, **settings)
-    report = {
-        "losses": run.losses,
-        "events": len(run.events),
-        "notices": run.notices,
-        "error": repr(run.error),
-        "seen": task.seen,
-        "sum": sum(float(p.double().sum()) for p in run.weights.values()),
-        "is_main": run.result.is_main if run.result else None,
-    }
-    Path(folder, f"report-{rank}.json").write_text(json.dumps(report))
-    if run.error is None or isinstance(run.error, Interrupted):
-        other = Path(folder, f"report-{1 - int(rank)}.json")
-        until = time.monotonic() + 20  # who leaves first may cut off what the other still reads
-        while not other.exists() and time.monotonic() < until:
-            time.sleep(0.01)
-    code = run.error.exit_code if isinstance(run.error, Interrupted) else int(bool(run.error))
-    os._exit(code)  # leaving gloo in order would wait for a process that may be dead
+RUNS: dict[str, dict[str, Any]] = {
+    "": {},
+    "differ": {},
+    "terminate": {},
+    "resume": {"folder": "terminate", "resume": True},
+    "late": {},
+    "short": {"batch_size": 2, "gradient_accumulation": 1},
+    "few": {"rows": ROWS[:5]},  # in steps of 4: the last has one row, and one process has none
+    "nan": {},
+}
+"""What happens to one process, or how the run is changed."""
+
+
+def work(folder: str, runs: Mapping[str, dict[str, Any]]) -> None:
+    """What each process does: one run after the other; reports of all in report-RANK.json."""
+    rank, reports = os.environ["RANK"], {}
+    for what, changes in runs.items():
+        task, model = Listing(what), Toy()
+        settings = {"batch_size": 1, "gradient_accumulation": 2, "save_every": 2, "rows": ROWS}
+        settings |= changes
+        if what == "differ" and rank == "1":
+            torch.nn.init.zeros_(model.lora_A.weight)
+        out = Path(folder, f"run-{settings.pop('folder', what)}")
+        listen = terminate_after_the_last_save if what == "late" else None
+        run = play(out, model=model, task=task, on_event=listen, **settings)
+        reports[what] = {
+            "losses": run.losses,
+            "events": len(run.events),
+            "notices": run.notices,
+            "error": repr(run.error),
+            "code": getattr(run.error, "exit_code", 0),
+            "seen": task.seen,
+            "last": task.last,
+            "sum": sum(float(p.double().sum()) for p in run.weights.values()),
+            "is_main": run.result.is_main if run.result else None,
+        }
+    Path(folder, f"report-{rank}.json").write_text(json.dumps(reports))
+    World(torch.device("cpu")).wait()  # who leaves first may cut off what the other still reads
+    os._exit(0)
 
 
 def terminate_after_the_last_save(event: Event) -> None:
@@ -88,18 +96,14 @@ def terminate_after_the_last_save(event: Event) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def launch(folder: Path, what: str = "", **changes: Any) -> list[int | None]:
+def launch(folder: Path, runs: Mapping[str, dict[str, Any]]) -> list[int | None]:
     """Run two processes as `accelerate launch --cpu --num_processes 2` would; return exit codes."""
     port = free_port()
-    folder.mkdir(exist_ok=True)
-    for report in folder.glob("report-*.json"):
-        report.unlink()
     children = [
         start(
             work,
             str(folder),
-            what,
-            changes,
+            runs,
             RANK=str(rank),
             LOCAL_RANK=str(rank),
             WORLD_SIZE="2",
@@ -111,20 +115,21 @@ def launch(folder: Path, what: str = "", **changes: Any) -> list[int | None]:
     return [exit_code(child) for child in children]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All runs on two processes, with accumulation 2 on each."""
+    found = tmp_path_factory.mktemp("two")
+    assert launch(found, RUNS) == [0, 0]
+    return found
+
+
+@pytest.fixture(scope="module")
 def reports(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"report-{rank}.json").read_text()) for rank in range(2)]
 
 
 def weights(folder: Path, step: int = 12) -> dict[str, Tensor]:
     return load_file(folder / "checkpoints" / f"step-{step}" / "weights.safetensors")
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on two processes, with accumulation 2 on each."""
-    folder = tmp_path_factory.mktemp("two")
-    assert launch(folder) == [0, 0]
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -136,93 +141,86 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Played, Path]:
 
 
 def test_two_processes_learn_what_one_does_with_twice_the_accumulation(
-    two: Path, one: tuple[Played, Path]
+    folder: Path, reports: list[dict[str, Any]], one: tuple[Played, Path]
 ) -> None:
     # sums in another order, magnified where AdamW divides by a small gradient
-    assert reports(two)[0]["losses"] == pytest.approx(one[0].losses, rel=1e-4)
+    assert reports[0][""]["losses"] == pytest.approx(one[0].losses, rel=1e-4)
     for name, weight in weights(one[1]).items():
-        torch.testing.assert_close(weights(two)[name], weight, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(weights(folder / "run-")[name], weight, rtol=1e-3, atol=1e-4)
 
 
-def test_both_processes_end_with_the_same_weights(two: Path) -> None:
-    assert reports(two)[0]["sum"] == reports(two)[1]["sum"]
-
-
-def test_processes_that_begin_with_different_weights_take_those_of_the_main_one(
-    two: Path, tmp_path: Path
+def test_both_end_with_the_same_weights_whatever_the_other_began_with(
+    reports: list[dict[str, Any]],
 ) -> None:
-    assert launch(tmp_path / "run", "differ") == [0, 0]
-    assert [report["sum"] for report in reports(tmp_path / "run")] == [reports(two)[0]["sum"]] * 2
+    assert len({report[run]["sum"] for report in reports for run in ("", "differ")}) == 1
 
 
-def test_every_row_is_learnt_once_an_epoch_by_one_of_them(two: Path) -> None:
+def test_every_row_is_learnt_once_an_epoch_by_one_of_them(reports: list[dict[str, Any]]) -> None:
     rows = sorted(list(row.input_ids) for row in ROWS)
-    seen = [row for report in reports(two) for row in report["seen"]]
+    seen = [row for report in reports for row in report[""]["seen"]]
     assert sorted(seen) == sorted(3 * rows)
 
 
-def test_only_the_main_process_speaks_and_writes(two: Path) -> None:
-    main, other = reports(two)
+def test_only_the_main_process_speaks_and_writes(
+    folder: Path, reports: list[dict[str, Any]]
+) -> None:
+    main, other = (report[""] for report in reports)
     assert (main["is_main"], other["is_main"]) == (True, False)
     assert main["events"] > 12
     assert other["events"] == 0
-    lines = (two / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == main["events"]
+    assert len((folder / "run-" / "metrics.jsonl").read_text().splitlines()) == main["events"]
 
 
-def test_two_processes_resume_to_the_same_end(two: Path, tmp_path: Path) -> None:
-    assert launch(tmp_path / "run", crash=6) == [1, 1]
-    assert launch(tmp_path / "run", resume=True) == [0, 0]
-    assert reports(tmp_path / "run")[0]["losses"] == reports(two)[0]["losses"][6:]
-    assert same(weights(tmp_path / "run"), weights(two))
-
-
-def test_another_number_of_processes_is_refused(two: Path, tmp_path: Path) -> None:
-    run = play(two, rows=ROWS, batch_size=1, gradient_accumulation=2, save_every=2, resume=True)
-    assert "num_processes: 2 -> 1" in str(run.error)
-
-
-def test_a_signal_to_one_process_stops_both_after_the_same_step(tmp_path: Path) -> None:
-    assert launch(tmp_path / "run", "terminate") == [143, 143]
-    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-3\n"
-    assert all("after step 3" in report["error"] for report in reports(tmp_path / "run"))
-
-
-def test_a_signal_in_the_last_save_still_counts_on_both(tmp_path: Path) -> None:
-    assert launch(tmp_path / "run", "late") == [143, 143]
-
-
-def test_a_process_short_of_memory_shrinks_its_own_batches(
-    tmp_path: Path, one: tuple[Played, Path]
+def test_a_signal_to_one_process_stops_both_after_the_same_step_and_they_resume(
+    folder: Path, reports: list[dict[str, Any]]
 ) -> None:
-    changes = {"batch_size": 2, "gradient_accumulation": 1}
-    assert launch(tmp_path / "run", "shrink", **changes) == [0, 0]
-    main = reports(tmp_path / "run")[0]
+    assert [report["terminate"]["code"] for report in reports] == [143, 143]
+    assert all("after step 3" in report["terminate"]["error"] for report in reports)
+    main = reports[0]
+    assert main["resume"]["losses"] == main[""]["losses"][3:]
+    assert same(weights(folder / "run-terminate"), weights(folder / "run-"))
+
+
+def test_a_signal_in_the_last_save_still_counts_on_both(reports: list[dict[str, Any]]) -> None:
+    assert [report["late"]["code"] for report in reports] == [143, 143]
+
+
+def test_when_memory_runs_out_on_one_process_all_take_the_same_step_of_the_ladder(
+    reports: list[dict[str, Any]], one: tuple[Played, Path]
+) -> None:
+    main, other = (report["short"] for report in reports)
     assert main["losses"] == pytest.approx(one[0].losses, rel=1e-4)
+    assert [main["last"], other["last"]] == [1, 1]
     (notice,) = main["notices"]
-    assert "another process" in notice
+    assert notice.startswith("Step 1: Memory ran out. From here on: 1 rows at a time instead of 2.")
 
 
-def test_a_number_that_is_not_finite_on_one_process_stops_both(tmp_path: Path) -> None:
-    assert launch(tmp_path / "run", "nan") == [1, 1]
-    assert all("RunError" in report["error"] for report in reports(tmp_path / "run"))
-    assert (tmp_path / "run" / "rank1-diagnosis.json").exists()
+def test_a_row_may_have_no_counterpart_on_the_other_process(
+    reports: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    alone = play(tmp_path, rows=ROWS[:5], batch_size=1, gradient_accumulation=4)
+    assert reports[0]["few"]["losses"] == pytest.approx(alone.losses, rel=1e-4)
+
+
+def test_a_number_that_is_not_finite_on_one_process_stops_both(
+    folder: Path, reports: list[dict[str, Any]]
+) -> None:
+    assert all("RunError" in report["nan"]["error"] for report in reports)
+    assert (folder / "run-nan" / "rank1-diagnosis.json").exists()
+
+
+def test_another_number_of_processes_is_refused(folder: Path) -> None:
+    settings: dict[str, Any] = {"batch_size": 1, "gradient_accumulation": 2, "save_every": 2}
+    run = play(folder / "run-", rows=ROWS, resume=True, **settings)
+    assert "num_processes: 2 -> 1" in str(run.error)
 
 
 def test_a_killed_process_ends_the_other_in_bounded_time(tmp_path: Path) -> None:
     began = time.monotonic()
-    codes = launch(tmp_path / "run", "die")
+    codes = launch(tmp_path, {"die": {}})
     assert codes[1] == -signal.SIGKILL
     assert codes[0] not in (0, None)
     assert time.monotonic() - began < 30
-
-
-def test_a_row_may_have_no_counterpart_on_the_other_process(tmp_path: Path) -> None:
-    """5 rows in steps of 4: the last step has one row, and one process has none."""
-    rows = ROWS[:5]
-    alone = play(tmp_path / "one", rows=rows, batch_size=1, gradient_accumulation=4)
-    assert launch(tmp_path / "two", rows=rows) == [0, 0]
-    assert reports(tmp_path / "two")[0]["losses"] == pytest.approx(alone.losses, rel=1e-4)
 
 
 class Precise(ToyTask):

@@ -24,10 +24,9 @@ from peftkit.events import Notice, Progress, Stage
 from peftkit.files.disk import read_tensors, write_tensors
 from peftkit.model.modes import evaluating
 from peftkit.tasks.token_task import Reference
-from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
+from peftkit.train.memory.out_of_memory import release_memory, too_large
 from peftkit.train.signals import Interrupted
 from peftkit.train.task import SetupContext
-from peftkit.train.world import World
 
 FILE = "reference_log_probs.safetensors"
 KEYS, VALUES = "keys", "values"
@@ -113,16 +112,14 @@ class ReferenceValues:
                 if context.stop.signum and ranks.world_size == 1:
                     break
                 part, is_real = pending.pop(0)
-                found = self._try(model, part, ranks)
-                if found is None and in_step.needed:
-                    raise in_step.out_of_memory()
+                found = self._try(model, part, context)
                 if found is None:
                     release_memory()
                     if len(part) == 1:
                         raise too_large(
                             part[0],
                             rows,
-                            lambda row: self._try(model, [row], ranks) is not None,
+                            lambda row: self._try(model, [row], context) is not None,
                             fix="Lower data.max_length, or quantise the base.",
                         )
                     pending = in_step.padded_passes(_parts(own[done:], len(part) // 2))
@@ -133,13 +130,14 @@ class ReferenceValues:
                     context.say(Progress("Asking the reference", done, len(own)))
         return ranks.sum(made).cpu()  # the only wait for the device
 
-    def _try(self, model: nn.Module, rows: Sequence[Any], ranks: World) -> Tensor | None:
-        batch = {name: tensor.to(ranks.device) for name, tensor in self._collate(rows).items()}
+    def _try(self, model: nn.Module, rows: Sequence[Any], context: SetupContext) -> Tensor | None:
+        device = context.ranks.device
+        batch = {name: tensor.to(device) for name, tensor in self._collate(rows).items()}
         try:
-            with ranks.autocast():
+            with context.ranks.autocast():
                 return self._values(model, batch)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not context.in_step.ran_out(error):
                 raise
             return None
 

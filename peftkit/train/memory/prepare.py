@@ -28,7 +28,7 @@ from peftkit.execution.strategies import choose
 from peftkit.kernels.device import free_bytes, gpu_of
 from peftkit.train import rng
 from peftkit.train.memory.compiled import compile_blocks
-from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory
+from peftkit.train.memory.out_of_memory import release_memory
 from peftkit.train.optim import STATE_BYTES
 from peftkit.train.trainer import Trainer
 
@@ -182,10 +182,8 @@ def _saved(learner: Trainer, row: Any) -> ActivationBytes | None:
         with rng.untouched(learner.model, learner.ranks.device), learner.blocks.keeping_all():
             return saved_by(lambda: learner.loss([row]), learner.blocks.blocks)
     except Exception as error:
-        if not is_out_of_memory(error):
+        if not learner.in_step.ran_out(error):
             raise
-        if learner.in_step.needed:
-            raise learner.in_step.out_of_memory() from None
     release_memory()
     return None
 
