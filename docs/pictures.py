@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from peftkit.report.chart import Chart, Line, charts
-from peftkit.report.drawing import NUM_COLORS
 from peftkit.report.history import History, read_history
-from peftkit.report.html import text
+from peftkit.report.html import NUM_COLORS, text
 from peftkit.report.page import STYLE
 from peftkit.report.verdict import verdict
 

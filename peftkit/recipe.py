@@ -15,8 +15,7 @@ from peftkit.inference.engine import MAX_ROWS
 from peftkit.inference.model_sampler import ModelSampler
 from peftkit.inference.watch import Metric, TextWatch
 from peftkit.planning.resolve import resolve_plan
-from peftkit.report.facts import BeforeRun
-from peftkit.report.live import LiveReport
+from peftkit.report.live import BeforeRun, LiveReport
 from peftkit.run import rules
 from peftkit.run.config import Recipe
 from peftkit.run.prepare import Prepared, prepare

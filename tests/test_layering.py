@@ -59,6 +59,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "tasks/",
         "base/",
         "run/",
+        "report/history",
         "serve/requests",
     ),
     "yaml": ("config/", "cli/import_recipe"),  # there: files of other programs

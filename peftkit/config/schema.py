@@ -8,7 +8,6 @@ This module loads no torch; the config classes live beside the code that reads t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -55,7 +54,7 @@ class Config(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             name = type(self).__name__
-            problems = problems_of(type(self), error, {(): SourceLocation("")})
+            problems = problems_of(type(self), error, values, {(): SourceLocation("")})
             raise _config_error(f"{name}(...)", problems) from None
 
     # Tells pydantic that validating a nested section need not come through __init__, so that the
@@ -85,10 +84,10 @@ def load(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
     """
     text = _read(path)
     parsed = parse(text, lambda line: SourceLocation(str(path), line))
-    if not parsed.readable:
-        raise _config_error(str(path), parsed.problems)
     if not isinstance(parsed.data, dict):
-        raise _config_error(str(path), [_not_sections(parsed, SourceLocation(str(path), 1))])
+        words = "expected keys with values, such as 'train: {...}'"
+        problem = Problem(SourceLocation(str(path), 1), (), words)
+        raise _config_error(str(path), parsed.problems or [problem])
     parsed.places[()] = SourceLocation(str(path))
     for number, override in enumerate(overrides, start=1):
         _apply(override, number, parsed)
@@ -134,40 +133,21 @@ def _read(path: Path) -> str:
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"Cannot read {path}: no such file.", found=neighbours(path, "*.y*ml")
-        ) from None
-    except IsADirectoryError:
-        raise ConfigError(
-            f"Cannot read {path}: it is a folder.", found=neighbours(path / "recipe.yaml", "*.y*ml")
-        ) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"Cannot read {path}: {reason}.") from None
-    if len(raw) > MAX_BYTES:
+        near = path / "recipe.yaml" if path.is_dir() else path
         raise ConfigError(
-            f"Cannot read {path}: a recipe has at most {MAX_BYTES:,} bytes.",
-            found="This file is larger.",
-            fix="Give the recipe itself, a short YAML file, not the data or the model.",
-        )
+            f"Cannot read {path}: {getattr(error, 'strerror', None) or error}.",
+            found=neighbours(near, "*.y*ml") if isinstance(error, OSError) else "",
+        ) from None
+    if len(raw) > MAX_BYTES:
+        raise ConfigError(f"Cannot read {path}: a recipe has at most {MAX_BYTES:,} bytes.")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            f"Cannot read {path}: it is not UTF-8 text.",
-            found=f"Line {line} holds the byte 0x{raw[error.start]:02x}.",
-            fix="Save the file as UTF-8.",
-        ) from None
+        raise ConfigError(f"Cannot read {path}: it is not UTF-8 text.", found=str(error)) from None
     if not text.strip():
         raise ConfigError(f"Cannot read {path}: the file is empty.")
     return text
-
-
-def _not_sections(parsed: ParsedYaml, place: SourceLocation) -> Problem:
-    found = {list: "a list", type(None): "nothing"}.get(type(parsed.data), "a single value")
-    return Problem(place, (), f"expected keys with values, such as 'train: {{...}}'; found {found}")
 
 
 def _apply(override: str, number: int, parsed: ParsedYaml) -> None:
@@ -179,12 +159,14 @@ def _apply(override: str, number: int, parsed: ParsedYaml) -> None:
     if not equals or not all(key):
         parsed.problems.append(Problem(place, (), "expected section.key=value"))
         return
-    if re.search(r"(^|\s)#", text) and text.lstrip()[:1] not in {"'", '"', "[", "{"}:
+    if " #" in text and text.lstrip()[:1] not in {"'", '"', "[", "{"}:
         words = "' #' begins a comment in YAML; put the value in quotes"
         parsed.problems.append(Problem(place, key, words))
         return
     value = parse(text, lambda line: place)
-    parsed.problems += [Problem(p.place, key + p.key, p.text) for p in value.problems]
+    if value.problems:
+        parsed.problems += [Problem(p.place, key + p.key, p.text) for p in value.problems]
+        return
     section: Any = parsed.data
     for depth, part in enumerate(key[:-1], start=1):
         if section.get(part) is None:
@@ -206,13 +188,7 @@ def _validated(cls: type[C], source: str, parsed: ParsedYaml) -> C:
     try:
         config = cls.model_validate(parsed.data)
     except ValidationError as error:
-        known = {problem.key for problem in problems if problem.key}
-        problems += [
-            problem
-            for problem in problems_of(cls, error, parsed.places)
-            # An alias has already been refused; that its value is missing is no second error.
-            if not any(problem.key[: len(key)] == key for key in known)
-        ]
+        problems += problems_of(cls, error, parsed.data, parsed.places)
     if problems or config is None:
         problems.sort(key=lambda problem: problem.place.order)
         raise _config_error(source, problems)

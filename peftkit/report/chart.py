@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -13,7 +14,6 @@ from peftkit.report.history import History, Series
 
 COLUMNS = 500
 """A line keeps the lowest and the highest of so many spans of steps."""
-NOISY = ("loss", "grad_norm", "tokens_per_second")
 Style = Literal["raw", "line", "points"]
 TITLES = {
     "learning_rate": "Learning rate",
@@ -21,6 +21,8 @@ TITLES = {
     "tokens_per_second": "Tokens per second",
     "peak_bytes": "Peak memory",
 }
+SMOOTH = ("learning_rate", "peak_bytes")
+"""Curves that are so by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +41,45 @@ class Line:
     style: Style = "line"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chart:
     """A picture: lines, seams where runs were resumed, and what the y axis counts."""
 
     title: str
     lines: Sequence[Line]
-    text: Callable[[float], str]
     seams: Sequence[int] = ()
-    low: float = field(init=False)
-    high: float = field(init=False)
-    last: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        low, high = _range(self.lines)
-        values = {"low": low, "high": high}
-        last = max((point[0] for line in self.lines for point in line.points), default=1)
-        for name, value in (*values.items(), ("last", max(last, 1))):
-            object.__setattr__(self, name, value)
+    def text(self, value: float) -> str:
+        """Return a value as the y axis tells it."""
+        return size(value) if self.title == TITLES["peak_bytes"] else _short(value)
+
+    @cached_property
+    def _range(self) -> tuple[float, float]:
+        """What the y axis spans: all but the lowest and highest hundredth of raw values."""
+        smooth = [value for line in self.lines if line.style != "raw" for _, value in line.points]
+        raw = sorted(v for line in self.lines if line.style == "raw" for _, v in line.points)
+        inner = raw[len(raw) // 100 : len(raw) - len(raw) // 100]
+        ends = [*smooth, *inner[:1], *inner[-1:]]
+        low, high = min(ends), max(ends)
+        if 0 < low < 0.5 * high:
+            low = 0.0
+        margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
+        return (0.0 if low == 0 else low - margin), high + margin
+
+    @property
+    def low(self) -> float:
+        """The lowest value that has room."""
+        return self._range[0]
+
+    @property
+    def high(self) -> float:
+        """The highest value that has room."""
+        return self._range[1]
+
+    @cached_property
+    def last(self) -> int:
+        """The last step."""
+        return max(1, *(line.points[-1][0] for line in self.lines if line.points))
 
     def x(self, step: float) -> float:
         """Return a step's place, from 0 to 1."""
@@ -77,53 +100,50 @@ class Chart:
 
 def charts(runs: Sequence[History]) -> list[Chart]:
     """Return the pictures of runs: one run in all detail, several laid over each other."""
-    made = [_losses(runs)]
-    names = dict.fromkeys(name for run in runs for name in run.evals)
-    for name in names:
-        if name != "loss":
-            lines = [
-                Line(run.name, points(run.evals[name]), color, "points")
-                for color, run in enumerate(runs)
-                if name in run.evals and len(run.evals[name])
-            ]
-            made.append(Chart(f"Eval: {name.replace('_', ' ')}", lines, _short, _seams(runs)))
-    for name in dict.fromkeys(name for run in runs for name in run.figures):
-        lines = []
-        for color, run in enumerate(runs):
-            if series := run.figures.get(name):
-                smooth = points(series.smoothed())
-                if len(runs) == 1:
-                    lines.append(Line(name, points(series), color, "raw"))
-                lines.append(Line("smoothed" if len(runs) == 1 else run.name, smooth, color))
-        made.append(Chart(f"Train: {name.replace('_', ' ')}", lines, _short, _seams(runs)))
-    for name, title in TITLES.items():
-        lines = []
-        for color, run in enumerate(runs):
-            if any(run.curves[name].values):
-                lines += _lines(run, name, color, alone=len(runs) == 1)
-        text = size if name == "peak_bytes" else _short
-        made.append(Chart(title, lines, text, _seams(runs)))
-    return [chart for chart in made if any(line.points for line in chart.lines)]
-
-
-def _losses(runs: Sequence[History]) -> Chart:
-    lines = []
+    alone = len(runs) == 1
+    losses = _smoothed(runs, [run.curves["loss"] for run in runs], "loss")
     for color, run in enumerate(runs):
-        one = len(runs) == 1
-        lines += _lines(run, "loss", color, alone=one)
-        if "loss" in run.evals:
-            label = "eval loss" if one else f"{run.name}, eval (dashed)"
-            lines.append(Line(label, points(run.evals["loss"]), 1 if one else color, "points"))
-    return Chart("Loss", lines, _short, _seams(runs))
+        label = "eval loss" if alone else f"{run.name}, eval (dashed)"
+        losses.append(Line(label, points(run.eval_loss), 1 if alone else color, "points"))
+    found = {"Loss": losses}
+    for name in _names(run.evals for run in runs):
+        if name != "loss":
+            found[f"Eval: {_words(name)}"] = [
+                Line(run.name, points(run.evals.get(name, Series())), color, "points")
+                for color, run in enumerate(runs)
+            ]
+    for name in _names(run.figures for run in runs):
+        series = [run.figures.get(name, Series()) for run in runs]
+        found[f"Train: {_words(name)}"] = _smoothed(runs, series, name)
+    for name, title in TITLES.items():
+        series = [run.curves[name] for run in runs]
+        if not any(any(one.values) for one in series):
+            continue
+        if name in SMOOTH:
+            pairs = enumerate(zip(runs, series, strict=True))
+            found[title] = [Line(run.name, points(one), color) for color, (run, one) in pairs]
+        else:
+            found[title] = _smoothed(runs, series, name)
+    seams = runs[0].seams if alone else []
+    shown = {title: [line for line in lines if line.points] for title, lines in found.items()}
+    return [Chart(title, lines, seams) for title, lines in shown.items() if lines]
 
 
-def _lines(run: History, name: str, color: int, *, alone: bool) -> list[Line]:
-    """Return a run's curve: smoothed over the raw one if it is alone and not smooth by itself."""
-    series = run.curves[name]
-    if name not in NOISY:
-        return [Line(run.name, points(series), color)]
-    smooth = Line("smoothed" if alone else run.name, points(series.smoothed()), color)
-    return [Line(name.split("_")[0], points(series), color, "raw"), smooth] if alone else [smooth]
+def _smoothed(runs: Sequence[History], series: Sequence[Series], name: str) -> list[Line]:
+    """Return each run's curve smoothed, over the raw one if it is alone."""
+    if len(runs) == 1:
+        raw = Line(name.split("_")[0], points(series[0]), 0, "raw")
+        return [raw, Line("smoothed", points(series[0].smoothed()), 0)]
+    pairs = enumerate(zip(runs, series, strict=True))
+    return [Line(run.name, points(one.smoothed()), color) for color, (run, one) in pairs]
+
+
+def _names(found: Iterable[Mapping[str, Series]]) -> list[str]:
+    return list(dict.fromkeys(name for known in found for name in known))
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def points(series: Series, columns: int = COLUMNS) -> list[tuple[int, float]]:
@@ -138,25 +158,6 @@ def points(series: Series, columns: int = COLUMNS) -> list[tuple[int, float]]:
         if span := values[start:stop]:
             chosen |= {start + span.index(min(span)), start + span.index(max(span))}
     return [(steps[n], values[n]) for n in sorted(chosen)]
-
-
-def _range(lines: Sequence[Line]) -> tuple[float, float]:
-    """Return what the y axis spans: all but the lowest and highest hundredth of raw values."""
-    smooth = [value for line in lines if line.style != "raw" for _, value in line.points]
-    raw = sorted(value for line in lines if line.style == "raw" for _, value in line.points)
-    if not smooth and not raw:
-        return 0.0, 1.0
-    inner = raw[len(raw) // 100 : len(raw) - len(raw) // 100]
-    ends = [*smooth, *inner[:1], *inner[-1:]]
-    low, high = min(ends), max(ends)
-    if 0 < low < 0.5 * high:
-        low = 0.0
-    margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
-    return (0.0 if low == 0 else low - margin), high + margin
-
-
-def _seams(runs: Sequence[History]) -> list[int]:
-    return runs[0].seams if len(runs) == 1 else []
 
 
 def _short(value: float) -> str:

@@ -10,25 +10,65 @@ import math
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from peftkit.errors import DataError, first_few
+from peftkit.events import Table
 
 METRICS, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
 FACTS, DIAGNOSIS = "run.json", "diagnosis.json"
 TASKS = "tasks.json"
 """What `peftkit eval RUN --tasks` found."""
-FILES = (METRICS, SAMPLES, FACTS, DIAGNOSIS, TASKS)
-"""All that a report is made of."""
-MAX_LINE_BYTES, MAX_FACTS_BYTES = 1 << 20, 1 << 24
-MAX_NOTICES, MAX_SAMPLES = 200, 5_000
 STILL_SECONDS = 120.0
 """A run that wrote nothing for so long, or for ten times its usual pause, goes on no more."""
 CURVES = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "peak_bytes")
+M = TypeVar("M", bound=BaseModel)
 State = Literal["finished", "running", "stopped", "failed", "not begun"]
+
+
+class RunFacts(BaseModel):
+    """run.json: what a run says of itself before its first step.
+
+    Attributes:
+        tables: Of files of rows (those with a source), of the base and of the adapter.
+        lengths: Of each split (tokens, documents): spans of lengths by their lower edge.
+        row: (kind, text) of the pieces of a row as the loss sees it; row_source: where it is from.
+        machine: Versions, and what the numbers of the run depend on.
+        command: What to do with the adapter, "{folder}" in the place of its folder.
+    """
+
+    recipe: dict[str, Any] = {}
+    recipe_yaml: str = ""
+    tables: tuple[Table, ...] = ()
+    notices: tuple[str, ...] = ()
+    lengths: dict[str, tuple[tuple[int, int], ...]] = {}
+    row_source: str = ""
+    row: tuple[tuple[str, str], ...] = ()
+    machine: dict[str, Any] = {}
+    command: str = ""
+    mergeable: bool = True
+
+
+class TaskScore(BaseModel):
+    """What base and adapter reach in a task of lm-evaluation-harness."""
+
+    task: str
+    metric: str
+    base: float | None = None
+    adapter: float | None = None
+    stderr: float | None = None
+    num_rows: int | None = None
+
+
+class TaskScores(BaseModel):
+    """tasks.json."""
+
+    scores: tuple[TaskScore, ...] = ()
 
 
 @dataclass(slots=True)
@@ -50,10 +90,9 @@ class Series:
 
     def cut(self, last: int) -> None:
         """Forget what came after a step."""
-        if self.steps and self.steps[-1] > last:
-            keep = bisect_right(self.steps, last)
-            del self.steps[keep:]
-            del self.values[keep:]
+        keep = bisect_right(self.steps, last)
+        del self.steps[keep:]
+        del self.values[keep:]
 
     def best(self) -> tuple[int, float] | None:
         """Return the step and the value of the lowest; None of no value."""
@@ -89,11 +128,8 @@ class History:
         notices: (after which step, what was said).
         started: The newest RunStarted line. done: The RunDone line, if the run came to its end.
         ended: "failed" or "stopped", if it ended before; and why.
-        facts: run.json: the recipe, the data, the machine. diagnosis: diagnosis.json.
-        samples: Lines of samples.jsonl. scores: What tasks.json says.
+        diagnosis: diagnosis.json. samples: Lines of samples.jsonl.
         answers: By step, of the model's answers in answers.jsonl the best and the worst.
-        num_torn: Lines that could not be read.
-        read_bytes: How much of metrics.jsonl was read.
         changed: When metrics.jsonl was last written, in seconds since 1970.
     """
 
@@ -108,14 +144,12 @@ class History:
     done: dict[str, Any] | None = None
     ended: Literal["failed", "stopped"] | None = None
     why: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: RunFacts = field(default_factory=RunFacts)
     diagnosis: dict[str, Any] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
-    scores: list[dict[str, Any]] = field(default_factory=list)
+    scores: tuple[TaskScore, ...] = ()
     answers: dict[int, tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
     num_tokens: int = 0
-    num_torn: int = 0
-    read_bytes: int = 0
     began: float = 0.0
     changed: float = 0.0
 
@@ -128,24 +162,17 @@ class History:
     @property
     def num_steps(self) -> int:
         """The steps that were planned."""
-        return int(_number(self.started.get("num_steps"))) or self.step
+        return self.started.get("num_steps") or self.step
 
     @property
     def seconds(self) -> float:
         """How long the run took so far, pauses between its parts included unless it is done."""
-        known = _number((self.done or {}).get("seconds"))
-        return known or max(0.0, self.changed - self.began)
+        return (self.done or {}).get("seconds") or max(0.0, self.changed - self.began)
 
     @property
     def eval_loss(self) -> Series:
         """The loss of the eval rows; without values if none was measured."""
         return self.evals.get("loss", Series())
-
-    @property
-    def recipe(self) -> Mapping[str, Any]:
-        """The recipe as plain values; empty if the run says none."""
-        found = self.facts.get("recipe")
-        return found if isinstance(found, dict) else {}
 
     def state(self, now: float | None = None) -> State:
         """Return how the run stands."""
@@ -161,72 +188,35 @@ class History:
         quiet = (time.time() if now is None else now) - self.changed
         return "running" if quiet < max(STILL_SECONDS, 10 * pause) else "stopped"
 
-    def refresh(self) -> None:
-        """Read what was written since the last time."""
-        path = self.folder / METRICS
-        try:
-            with open(path, "rb") as file:
-                file.seek(self.read_bytes)
-                for raw in file:
-                    if not raw.endswith(b"\n"):  # being written, or torn: looked at again later
-                        break
-                    self.read_bytes += len(raw)
-                    self._take(raw)
-            self.changed = path.stat().st_mtime
-        except OSError:
-            pass
-        self.facts = _object(self.folder / FACTS)
-        self.diagnosis = self._current(DIAGNOSIS)
-        self.samples = _samples(self.folder / SAMPLES)
-        scores = _object(self.folder / TASKS).get("scores")
-        known = scores if isinstance(scores, list) else []
-        self.scores = [score for score in known if isinstance(score, dict)]
-        self.answers = _answers(self.folder / ANSWERS)
-
-    def _current(self, name: str) -> dict[str, Any]:
-        """Return a JSON file unless an earlier run in this folder wrote it."""
-        path = self.folder / name
-        try:
-            return _object(path) if path.stat().st_mtime >= self.began else {}
-        except OSError:
-            return {}
-
-    def _take(self, raw: bytes) -> None:
-        line = _parsed(raw)
-        if line is None:
-            self.num_torn += bool(raw.strip())
-            return
+    def take(self, line: dict[str, Any]) -> None:
+        """Take a line of metrics.jsonl: an event of the run."""
         kind, step = line.get("event"), line.get("step")
         if kind == "RunStarted":
             self._start(line)
         elif kind == "Notice":
-            if len(self.notices) < MAX_NOTICES:
-                self.notices.append((self.step, str(line.get("text", ""))))
-        elif not isinstance(step, int):
-            return
-        elif kind == "StepDone":
+            self.notices.append((self.step, str(line.get("text"))))
+        elif kind == "StepDone" and isinstance(step, int):
             for name in CURVES:
                 self.curves[name].add(step, line.get(name))
-            figures = line.get("figures")
-            for name, value in figures.items() if isinstance(figures, dict) else ():
-                self.figures.setdefault(str(name), Series()).add(step, value)
-            self.num_tokens = int(_number(line.get("num_tokens")))
-        elif kind == "EvalDone" and isinstance(line.get("metrics"), dict):
-            for name, value in line["metrics"].items():
-                self.evals.setdefault(str(name), Series()).add(step, value)
+            for name, value in line.get("figures", {}).items():
+                self.figures.setdefault(name, Series()).add(step, value)
+            self.num_tokens = line.get("num_tokens", 0)
+        elif kind == "EvalDone" and isinstance(step, int):
+            for name, value in line.get("metrics", {}).items():
+                self.evals.setdefault(name, Series()).add(step, value)
         elif kind == "RunDone":
             self.done = line
         elif kind == "RunStopped":
             self.ended = "stopped" if line.get("state") == "stopped" else "failed"
-            self.why = str(line.get("text", ""))
+            self.why = str(line.get("text"))
 
     def _start(self, line: dict[str, Any]) -> None:
-        start = int(_number(line.get("start_step")))
+        start = line.get("start_step", 0)
         self.done, self.ended, self.why = None, None, ""
         if start == 0:
             self.notices.clear()
             self.seams.clear()
-            self.began = _number(line.get("time"))
+            self.began = line.get("time", 0.0)
         else:
             self.seams = [*(seam for seam in self.seams if seam < start), start]
         for series in (*self.curves.values(), *self.evals.values(), *self.figures.values()):
@@ -251,16 +241,33 @@ def read_history(folder: str | Path) -> History:
             found=f"It holds no {METRICS}, which every run writes.",
             fix=f"Runs in it: {first_few(inside, 8, ', ')}." if inside else "",
         )
-    found = History(place, str(place))
-    found.refresh()
-    return found
+    run = History(place, str(place))
+    for line in _lines(place / METRICS):
+        run.take(line)
+    run.changed = (place / METRICS).stat().st_mtime
+    run.facts = _model(RunFacts, place / FACTS)
+    diagnosis = place / DIAGNOSIS
+    if diagnosis.is_file() and diagnosis.stat().st_mtime >= run.began:  # else of an earlier run
+        run.diagnosis = next(iter(_lines(diagnosis, whole=True)), {})
+    samples = {(s["step"], s["prompt"]): s for s in _lines(place / SAMPLES) if "step" in s}
+    run.samples = list(samples.values())
+    run.scores = _model(TaskScores, place / TASKS).scores
+    run.answers = _answers(place / ANSWERS)
+    return run
+
+
+def read_histories(folders: Sequence[str | Path]) -> list[History]:
+    """Read several runs; each is called by the end of its path that no other has."""
+    runs = [read_history(folder) for folder in folders]
+    shorten_names(runs)
+    return runs
 
 
 def shorten_names(runs: Sequence[History]) -> None:
-    """Call each run by the end of its path that no other has."""
+    """Call each of several runs by the end of its path that no other has."""
     for length in range(1, 1 + max(len(run.folder.parts) for run in runs)):
         names = ["/".join(run.folder.parts[-length:]) for run in runs]
-        if len(set(names)) == len(names):
+        if len(runs) > 1 and len(set(names)) == len(names):
             for run, name in zip(runs, names, strict=True):
                 run.name = name
             return
@@ -271,18 +278,10 @@ def is_run(folder: Path) -> bool:
     return (folder / METRICS).is_file()
 
 
-def _samples(path: Path) -> list[dict[str, Any]]:
-    lines: dict[tuple[int, str], dict[str, Any]] = {}
-    for line in _lines_of(path):
-        if len(lines) < MAX_SAMPLES:
-            lines[line["step"], str(line.get("prompt"))] = line
-    return list(lines.values())
-
-
 def _answers(path: Path) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
     found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
     last = 0
-    for line in _lines_of(path):
+    for line in _lines(path):
         step, reward = line["step"], line.get("reward")
         if step < last:  # a resumed run makes these answers again
             found = {known: pair for known, pair in found.items() if known < step}
@@ -294,37 +293,23 @@ def _answers(path: Path) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
     return found
 
 
-def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file that have a step."""
-    try:
-        with open(path, "rb") as file:
-            for raw in file:
-                line = _parsed(raw)
-                if line and isinstance(line.get("step"), int):
-                    yield line
-    except OSError:
+def _lines(path: Path, *, whole: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a file's lines, or the one that the whole file is."""
+    if not path.is_file():
         return
+    raw = path.read_bytes()
+    for text in [raw] if whole else raw.splitlines():
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):  # torn, or being written
+            continue
+        if isinstance(found, dict):
+            yield found
 
 
-def _parsed(raw: bytes) -> dict[str, Any] | None:
-    if len(raw) > MAX_LINE_BYTES:
-        return None
+def _model(kind: type[M], path: Path) -> M:
+    """Return what a JSON file holds; nothing of one that is not there or not whole."""
     try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    return line if isinstance(line, dict) else None
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > MAX_FACTS_BYTES:
-            return {}
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+        return kind.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return kind()

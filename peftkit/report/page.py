@@ -11,17 +11,16 @@ from pathlib import Path
 
 from peftkit.report import sections
 from peftkit.report.chart import charts
-from peftkit.report.drawing import drawn
 from peftkit.report.figures import count, duration, size
-from peftkit.report.history import History, read_history, shorten_names
-from peftkit.report.html import paragraph, table, text
+from peftkit.report.history import History, read_histories
+from peftkit.report.html import drawn, paragraph, table, text
 from peftkit.report.verdict import verdict, warnings
 
 REFRESH_SECONDS = 30
 """How often a browser reloads the report of a run that is going on."""
-STYLE, SCRIPT, LIVE = (
+STYLE, SCRIPT = (
     files("peftkit.report").joinpath(name).read_text(encoding="utf-8")
-    for name in ("report.css", "report.js", "live.js")
+    for name in ("report.css", "report.js")
 )
 
 
@@ -38,49 +37,37 @@ def write_report(runs: Sequence[str | Path], out: str | Path) -> Path:
     """
     from peftkit.files.disk import write_text  # torch comes with it
 
-    histories = [read_history(run) for run in runs]
-    if len(histories) > 1:
-        shorten_names(histories)
-    write_text(page(histories), Path(out))
+    write_text(page(read_histories(runs)), Path(out))
     return Path(out)
 
 
-def page(runs: Sequence[History], *, live: bool = False) -> str:
-    """Return the report as HTML.
-
-    Args:
-        live: It asks its server for what is new; else a file that a browser loads again.
-    """
+def page(runs: Sequence[History]) -> str:
+    """Return the report as HTML, with no script but ours and no request to anywhere."""
     one = len(runs) == 1
     title = runs[0].name if one else f"{len(runs)} runs"
-    is_running = one and runs[0].state() == "running"
     again = f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">\n'
-    script = SCRIPT + LIVE if live else SCRIPT
+    is_running = one and runs[0].state() == "running"
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    policy = (
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{digest}'"
+    )
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{text(_policy(script, live))}">
+<meta http-equiv="Content-Security-Policy" content="{text(policy)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-{again if is_running and not live else ""}<title>{text(title)} - peftkit</title>
+{again if is_running else ""}<title>{text(title)} - peftkit</title>
 <link rel="icon" href="data:,">
 <style>{STYLE}</style>
 </head>
 <body>
 {_one(runs[0]) if one else _several(runs)}
-<script>{script}</script>
+<script>{SCRIPT}</script>
 </body>
 </html>
 """
-
-
-def _policy(script: str, live: bool) -> str:
-    """Return what a browser may do with it: no script but ours, no request but to its server."""
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return (
-        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
-        f"script-src 'sha256-{digest}'" + ("; connect-src 'self'" if live else "")
-    )
 
 
 def _one(run: History) -> str:
@@ -153,21 +140,16 @@ def _curves(runs: Sequence[History]) -> str:
 
 
 def _tiles(run: History) -> str:
-    started, loss = run.started, run.curves["loss"].smoothed().values
-    peak = run.curves["peak_bytes"].values
-    trainable, total = started.get("num_trainable"), started.get("num_parameters")
-    tiles = {"steps": f"{run.step:,} of {run.num_steps:,}", "time": duration(run.seconds)}
-    if loss:
-        tiles["loss, first to last"] = f"{loss[0]:.4g} → {loss[-1]:.4g}"
-    if best := run.eval_loss.best():
-        tiles["best eval loss"] = f"{best[1]:.4g} at step {best[0]:,}"
-    if isinstance(trainable, int) and isinstance(total, int) and total:
-        tiles["trained"] = f"{count(trainable)} ({100 * trainable / total:.2f}\u202f%)"
-    if run.num_tokens:
-        tiles["tokens"] = count(run.num_tokens)
-    if peak and max(peak) > 0:
-        tiles["peak memory"] = size(max(peak))
-    if started.get("device"):
-        tiles["device"] = str(started["device"])
-    shown = (f"<div><span>{a}</span><b>{text(b)}</b></div>" for a, b in tiles.items())
+    """Return the figures that the sentence above does not tell."""
+    trained, total = (run.started.get(f"num_{name}", 0) for name in ("trainable", "parameters"))
+    peak = max(run.curves["peak_bytes"].values, default=0.0)
+    best = run.eval_loss.best()
+    tiles = {
+        "best eval loss": f"{best[1]:.4g} at step {best[0]:,}" if best else "",
+        "trained": f"{count(trained)} ({100 * trained / total:.2f}\u202f%)" if total else "",
+        "tokens": count(run.num_tokens) if run.num_tokens else "",
+        "peak memory": size(peak) if peak else "",
+        "device": run.started.get("device", ""),
+    }
+    shown = (f"<div><span>{a}</span><b>{text(b)}</b></div>" for a, b in tiles.items() if b)
     return f'<div class="tiles">{"".join(shown)}</div>'

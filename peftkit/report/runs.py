@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from peftkit.errors import DataError
-from peftkit.report.history import METRICS, History
+from peftkit.report.history import METRICS, History, read_history
 from peftkit.report.sections import differing
 
 MAX_DEPTH = 4
 SKIPPED = {"checkpoints", "node_modules", "__pycache__"}
-ADAPTER = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +20,6 @@ class RunRow:
 
     Attributes:
         loss: Of the last steps, smoothed. best_eval_loss, best_step: The lowest, and where.
-        num_bytes: Of its adapter; None if there is none yet.
         changed: When it last wrote, in seconds since 1970.
         differs: Its settings in which not all runs of the table agree.
     """
@@ -34,7 +32,6 @@ class RunRow:
     eval_loss: float | None
     best_eval_loss: float | None
     best_step: int | None
-    num_bytes: int | None
     seconds: float
     changed: float
     differs: dict[str, str] = field(default_factory=dict)
@@ -49,39 +46,28 @@ def list_runs(folder: str | Path = "runs") -> list[RunRow]:
     top = Path(folder)
     if not top.is_dir():
         raise DataError(f"there is no folder '{top}'", fix="Name the folder that your runs are in.")
-    histories = []
-    for place in _folders(top):
-        found = History(place, str(place))
-        found.refresh()
-        histories.append(found)
-    if not histories:
+    runs = sorted(map(read_history, _folders(top)), key=lambda run: -run.changed)
+    if not runs:
         raise DataError(
             f"there are no runs in '{top}'", found=f"No folder in it holds a {METRICS}."
         )
-    histories.sort(key=lambda run: -run.changed)
-    differs = differing([run.recipe for run in histories])
-    return [_row(run, settings) for run, settings in zip(histories, differs, strict=True)]
+    differs = differing([run.facts.recipe for run in runs])
+    return [_row(run, settings) for run, settings in zip(runs, differs, strict=True)]
 
 
 def _folders(top: Path) -> list[Path]:
     found = []
     for place, names, files in os.walk(top):
-        depth = len(Path(place).relative_to(top).parts)
-        names[:] = sorted(
-            name
-            for name in names
-            if depth < MAX_DEPTH and name not in SKIPPED and not name.startswith(".")
-        )
+        deep = len(Path(place).relative_to(top).parts) >= MAX_DEPTH
+        names[:] = [n for n in names if not (deep or n in SKIPPED or n.startswith("."))]
         if METRICS in files:
             found.append(Path(place))
     return found
 
 
 def _row(run: History, differs: dict[str, str]) -> RunRow:
-    loss = run.curves["loss"].smoothed().values
-    evals = run.eval_loss
+    loss, evals = run.curves["loss"].smoothed().values, run.eval_loss
     best_step, best = evals.best() or (None, None)
-    adapter = run.folder / ADAPTER
     return RunRow(
         run=run.name,
         state=run.state(),
@@ -91,7 +77,6 @@ def _row(run: History, differs: dict[str, str]) -> RunRow:
         eval_loss=evals.values[-1] if evals else None,
         best_eval_loss=best,
         best_step=best_step,
-        num_bytes=adapter.stat().st_size if adapter.is_file() else None,
         seconds=run.seconds,
         changed=run.changed,
         differs=differs,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
+from shlex import quote
 from typing import Any
 
-from peftkit.report.drawing import histogram
 from peftkit.report.history import History
-from peftkit.report.html import code, paragraph, shell_word, table, text
+from peftkit.report.html import code, histogram, paragraph, table, text
 
 MAX_SAMPLE_STEPS = 12
 
@@ -29,8 +30,8 @@ def answers(run: History) -> str:
     for step in _some(sorted(run.answers)):
         best, worst = run.answers[step]
         for line in (best, worst) if worst is not best else (best,):
-            parts = line.get("parts")
-            told = parts.items() if isinstance(parts, dict) and len(parts) > 1 else ()
+            parts = line.get("parts") or {}
+            told = parts.items() if len(parts) > 1 else ()
             worth = [f"{line['reward']:.4g}", *(f"{name} {_figure(v)}" for name, v in told)]
             asked, said = str(line.get("prompt", ""))[-300:], str(line.get("completion", ""))
             rows.append((f"{step:,}", "\n".join(worth), asked, said))
@@ -40,7 +41,7 @@ def answers(run: History) -> str:
 
 
 def _figure(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else "-"
+    return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
 def samples(run: History) -> str:
@@ -52,7 +53,7 @@ def samples(run: History) -> str:
     prompts: dict[str, list[Mapping[str, Any]]] = {}
     for line in run.samples:
         if line["step"] in shown:
-            prompts.setdefault(str(line.get("prompt", "")), []).append(line)
+            prompts.setdefault(str(line["prompt"]), []).append(line)
     parts = ["<h2>Samples</h2>"]
     for prompt, lines in prompts.items():
         reference = lines[-1].get("reference")
@@ -66,41 +67,23 @@ def samples(run: History) -> str:
 
 def tasks(run: History) -> str:
     """Return what base and adapter reach in tasks of lm-evaluation-harness."""
-    names = ("task", "metric", "base", "adapter")
-    rows = []
-    for score in run.scores:
-        cells = [score.get(name) for name in (*names, "stderr", "num_rows")]
-        shown = (f"{cell:.4g}" if isinstance(cell, float) else cell for cell in cells)
-        rows.append(["-" if cell is None else cell for cell in shown])
-    columns = (*names, "standard error", "rows")
-    return f"<h2>Tasks</h2>{table(columns, rows)}" if rows else ""
+    columns = ("task", "metric", "base", "adapter", "standard error", "rows")
+    rows = [map(_figure, dict(score).values()) for score in run.scores]
+    return f"<h2>Tasks</h2>{table(columns, [list(row) for row in rows])}" if rows else ""
 
 
 def data(run: History) -> str:
     """Return what became of the rows, how long they are, and one as the loss sees it."""
-    facts = run.facts.get("data")
     parts = [_tables(run, of_files=True)]
-    for name, found in facts.items() if isinstance(facts, dict) else ():
-        if isinstance(found, dict) and (bars := _bars(found.get("lengths"))):
-            label = f"Lengths of the {name} rows, in tokens"
-            parts.append(f"<h3>{text(label)}</h3>{histogram(bars, label)}")
-    parts.append(_row(run.facts.get("row")))
+    for name, bars in run.facts.lengths.items():
+        label = f"Lengths of the {name} rows, in tokens"
+        parts.append(f"<h3>{text(label)}</h3>{histogram(bars, label)}" if bars else "")
+    parts.append(_row(run) if run.facts.row else "")
     return "\n".join(["<h2>Data</h2>", *parts]) if any(parts) else ""
 
 
-def _bars(found: Any) -> list[tuple[str, int]]:
-    edges = found.get("edges") if isinstance(found, dict) else None
-    counts = found.get("counts") if isinstance(found, dict) else None
-    if not isinstance(edges, list) or not isinstance(counts, list) or len(edges) != len(counts):
-        return []
-    whole = all(isinstance(value, int) for value in (*edges, *counts))
-    return [(f"{a:,}", n) for a, n in zip(edges, counts, strict=True)] if whole else []
-
-
-def _row(found: Any) -> str:
-    if not isinstance(found, dict) or not isinstance(found.get("pieces"), list):
-        return ""
-    pieces = [piece for piece in found["pieces"] if isinstance(piece, list) and len(piece) == 2]
+def _row(run: History) -> str:
+    pieces = run.facts.row
     if {kind for kind, _ in pieces if kind} <= {"learnt"}:
         marked = (f"<mark>{text(p)}</mark>" if kind else text(p) for kind, p in pieces)
         shown = f"<pre>{''.join(marked)}</pre>"
@@ -108,7 +91,7 @@ def _row(found: Any) -> str:
     else:
         shown = table(("", "text"), pieces)
         note = "Its parts, as the task names them."
-    title = text(f"A row as the loss sees it: {found.get('source', '')}")
+    title = text(f"A row as the loss sees it: {run.facts.row_source}")
     return f"<h3>{title}</h3>{shown}{paragraph(note)}"
 
 
@@ -120,21 +103,17 @@ def model(run: History) -> str:
 
 
 def _tables(run: History, *, of_files: bool) -> str:
-    found = run.facts.get("tables")
-    parts = []
-    for known in found if isinstance(found, list) else []:
-        rows = known.get("rows") if isinstance(known, dict) else None
-        if isinstance(rows, list) and bool(known.get("source")) is of_files:
-            cells = [row for row in rows if isinstance(row, list)]
-            title = text(known.get("title", ""))
-            parts.append(f"<h3>{title}</h3>{table(known.get('columns') or (), cells)}")
-    return "\n".join(parts)
+    return "\n".join(
+        f"<h3>{text(known.title)}</h3>{table(known.columns, known.rows)}"
+        for known in run.facts.tables
+        if bool(known.source) is of_files
+    )
 
 
 def recipe(run: History) -> str:
-    """Return the recipe, without the settings that are at their defaults."""
-    shown = run.facts.get("recipe_yaml")
-    return f"<h2>Recipe</h2>{code(shown)}" if isinstance(shown, str) else ""
+    """Return the recipe."""
+    shown = run.facts.recipe_yaml
+    return f"<h2>Recipe</h2>{code(shown)}" if shown else ""
 
 
 def differing(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
@@ -147,7 +126,7 @@ def differing(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 def differences(runs: Sequence[History]) -> str:
     """Return the settings in which runs differ, a column each."""
-    settings = differing([run.recipe for run in runs])
+    settings = differing([run.facts.recipe for run in runs])
     keys = dict.fromkeys(key for known in settings for key in known)
     if not keys:
         return paragraph("The recipes are the same.")
@@ -169,16 +148,13 @@ def flat(values: Any, prefix: str = "") -> dict[str, str]:
 
 def machine(run: History) -> str:
     """Return where it was trained, with which versions, and what identifies its parts."""
-    found = run.facts.get("machine")
-    rows = flat(found).items() if isinstance(found, dict) and found else ()
+    rows = flat(run.facts.machine).items()
     return f"<h2>Machine, versions, hashes</h2>{table(('', ''), rows)}" if rows else ""
 
 
 def notices(run: History) -> str:
     """Return the notices of the run, repeated ones once."""
-    found = run.facts.get("notices")
-    before = [(0, str(notice)) for notice in found] if isinstance(found, list) else []
-    told = [*before, *run.notices]
+    told = [*((0, notice) for notice in run.facts.notices), *run.notices]
     rows = []
     for notice, same in groupby(told, key=lambda pair: pair[1]):
         step, _ = next(same)
@@ -188,14 +164,14 @@ def notices(run: History) -> str:
 
 def commands(run: History, title: str = "h2") -> str:
     """Return what to type next."""
-    folder, next_ = shell_word(run.folder), run.facts.get("command")
-    lines = [next_.replace("{folder}", folder)] if isinstance(next_, str) else []
+    folder = quote(str(run.folder))
+    lines = [run.facts.command.replace("{folder}", folder)]
     if run.state() != "finished":
         lines = [f"peftkit train RECIPE.yaml --resume --out {folder}"]
     else:
-        if run.facts.get("mergeable", True):
-            lines.append(f"peftkit merge {folder} --out {shell_word(str(run.folder) + '-merged')}")
-        again = shell_word(str(run.folder) + "-again")
-        lines.append(f"peftkit train {shell_word(run.folder / 'recipe.yaml')} --out {again}")
-    joined = "\n".join(lines)
+        if run.facts.mergeable:
+            lines.append(f"peftkit merge {folder} --out {quote(f'{run.folder}-merged')}")
+        file, again = quote(str(Path(run.folder, "recipe.yaml"))), quote(f"{run.folder}-again")
+        lines.append(f"peftkit train {file} --out {again}")
+    joined = "\n".join(filter(None, lines))
     return f"<{title}>Next</{title}>{code(joined)}"

@@ -4,39 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from peftkit.report.figures import duration
 from peftkit.report.history import History
 
-RISEN, SPIKE, MANY_CUT = 1.02, 10.0, 0.1
-"""Eval loss this many times its best has risen; a gradient norm this many times the median is a
-spike; this share of rows that are cut is worth a word."""
-ROW_COUNTS = ("num_read", "num_cut", "num_dropped")
-AROUND = 5
-"""Steps before and after one that say what is usual there."""
+RISEN, MANY_CUT = 1.02, 0.1
+"""Eval loss this many times its best has risen; this share of rows that are cut is worth a word."""
 MIN_STEPS = 20
-"""Fewer say nothing of spikes, flat curves and slowing down."""
+"""Fewer say nothing of flat curves."""
 
 
 def verdict(run: History) -> str:
     """Return what was learnt from what, with the loss and the metrics before and after."""
-    base = _short_name(_at(run.recipe, "base", "model"))
-    task = _at(run.recipe, "task", "type").replace("_", " ")
+    who = _short_name(_at(run, "base", "model")) or "The model"
+    task = _at(run, "task", "type").replace("_", " ") or "its task"
+    does = "learns" if run.state() == "running" else "learnt"
     rows = run.started.get("num_rows")
-    files = run.recipe.get("data", {}).get("train") if run.recipe else ""
-    data = f"{len(files)} files" if isinstance(files, list) else _short_name(str(files or ""))
-    who = base or "The model"
-    subject = f"{who} learns {task or 'its task'}" if run.state() == "running" else ""
-    subject = subject or f"{who} learnt {task or 'its task'}"
-    source = f" from {rows:,} rows" if isinstance(rows, int) else ""
-    source += f" of {data}" if data else ""
+    source = f" from {rows:,} rows" if rows else ""
+    if data := _at(run, "data", "train"):
+        source += f" of {_short_name(data)}"
     if run.step == 0:
-        return f"{subject}{source}: no step is done yet."
-    took = f"{run.step:,} of {run.num_steps:,} steps" if run.step < run.num_steps else ""
-    took = took or f"{run.step:,} steps"
-    changes = "; ".join(_changes(run))
-    return f"{subject}{source} in {took} ({duration(run.seconds)}): {changes}."
+        return f"{who} {does} {task}{source}: no step is done yet."
+    of_all = f" of {run.num_steps:,}" if run.step < run.num_steps else ""
+    took = f"{run.step:,}{of_all} steps ({duration(run.seconds)})"
+    return f"{who} {does} {task}{source} in {took}: {'; '.join(_changes(run))}."
 
 
 def _changes(run: History) -> Iterator[str]:
@@ -51,8 +42,7 @@ def _changes(run: History) -> Iterator[str]:
 
 def warnings(run: History) -> list[str]:
     """Return what looks wrong, the worst first; nothing where all is well."""
-    checks = (_unfinished, _nothing, _rising, _spikes, _rows, _slowing, _torn)
-    return [text for check in checks for text in check(run)]
+    return [text for check in (_unfinished, _nothing, _rising, _rows) for text in check(run)]
 
 
 def _unfinished(run: History) -> Iterator[str]:
@@ -73,18 +63,19 @@ def _unfinished(run: History) -> Iterator[str]:
 
 def _nothing(run: History) -> Iterator[str]:
     norms, evals = run.curves["grad_norm"].values, run.eval_loss.values
+    is_over = run.step >= MIN_STEPS and run.done is not None
     if norms and not any(norms):
         yield "The adapter changes nothing: every gradient is zero."
     elif len(evals) > 1 and max(evals) - min(evals) <= 1e-6 * abs(evals[0]):
         yield "The adapter changes nothing: the eval loss is the same at every evaluation."
     elif "reward" in run.figures:  # the loss of a policy says nothing: it is near 0 all the time
         rewards = run.figures["reward"].smoothed().values
-        if run.step >= MIN_STEPS and run.done is not None and rewards[-1] <= rewards[0]:
+        if is_over and rewards[-1] <= rewards[0]:
             yield (
                 f"The reward did not rise ({rewards[0]:.4g} → {rewards[-1]:.4g}): look at the "
                 "answers below, the learning rate, and how many steps taught."
             )
-    elif run.step >= MIN_STEPS and run.done is not None:
+    elif is_over:
         loss = run.curves["loss"].smoothed().values
         if loss and loss[-1] > 0.98 * loss[0]:
             yield (
@@ -97,73 +88,34 @@ def _rising(run: History) -> Iterator[str]:
     series = run.eval_loss
     step, low = series.best() or (0, 0.0)
     if series and step < series.steps[-1] and series.values[-1] > RISEN * low:
-        kept = _at(run.recipe, "train", "keep_best") == "True"
+        fix = "Try train.keep_best, train.early_stopping or fewer epochs."
+        if _at(run, "train", "keep_best") == "True":
+            fix = "The adapter has the best step's weights."
         yield (
             f"The eval loss rises since step {step:,} ({low:.4g} → {series.values[-1]:.4g}): the "
-            "model is overfitting. "
-            + (
-                "The adapter has the best step's weights."
-                if kept
-                else "Try train.keep_best, train.early_stopping or fewer epochs."
-            )
-        )
-
-
-def _spikes(run: History) -> Iterator[str]:
-    series = run.curves["grad_norm"]
-    if len(series) < MIN_STEPS:
-        return
-    median = sorted(series.values)[len(series) // 2]
-    found = []
-    for at, value in enumerate(series.values):
-        if value > SPIKE * median > 0:  # and above its neighbours too: at first norms are large
-            around = sorted(series.values[max(0, at - AROUND) : at + AROUND + 1])
-            if value > SPIKE * around[len(around) // 2]:
-                found.append(series.steps[at])
-    if found:
-        many = "1 step" if len(found) == 1 else f"{len(found):,} steps"
-        yield (
-            f"The gradient norm spikes: {many} above {SPIKE:.0f} times the usual "
-            f"({median:.3g}), the first at step {found[0]:,}."
+            f"model is overfitting. {fix}"
         )
 
 
 def _rows(run: History) -> Iterator[str]:
-    for where, (read, cut, dropped) in files_read(run):
+    for table in run.facts.tables:
+        read, cut, dropped = (table.counts.get(f"num_{n}", 0) for n in ("read", "cut", "dropped"))
         if cut and cut >= MANY_CUT * read:
-            yield f"{cut:,} of {read:,} rows of {where} are cut: raise data.max_length."
+            yield f"{cut:,} of {read:,} rows of {table.source} are cut: raise data.max_length."
         if dropped:
-            yield f"{dropped:,} of {read:,} rows of {where} have nothing to learn and were dropped."
+            yield (
+                f"{dropped:,} of {read:,} rows of {table.source} have nothing to learn and were "
+                "dropped."
+            )
 
 
-def _slowing(run: History) -> Iterator[str]:
-    values = run.curves["tokens_per_second"].smoothed().values
-    if len(values) >= 5 * MIN_STEPS:
-        usual = sorted(values)[len(values) // 2]
-        if values[-1] < 0.5 * usual:
-            yield f"It became slow: {values[-1]:,.0f} tokens/s in the end, {usual:,.0f} usually."
-
-
-def _torn(run: History) -> Iterator[str]:
-    if run.num_torn:
-        yield f"{run.num_torn:,} lines of metrics.jsonl could not be read and are left out."
-
-
-def files_read(run: History) -> Iterator[tuple[str, list[int]]]:
-    """Yield each file of rows that a run read, with its ROW_COUNTS, as run.json has them."""
-    tables: Any = run.facts.get("tables")
-    for table in tables if isinstance(tables, list) else ():
-        counts = table.get("counts") if isinstance(table, dict) else None
-        known = counts if isinstance(counts, dict) else {}
-        numbers = [n for name in ROW_COUNTS if isinstance(n := known.get(name), int)]
-        if len(numbers) == len(ROW_COUNTS):
-            yield str(table.get("source")), numbers
-
-
-def _at(values: object, *names: str) -> str:
-    for name in names:
-        values = values.get(name) if isinstance(values, dict) else None
-    return "" if values is None else str(values)
+def _at(run: History, section: str, name: str) -> str:
+    """Return a setting of the recipe as text; of several files how many."""
+    values = run.facts.recipe.get(section)
+    found = values.get(name) if isinstance(values, dict) else None
+    if isinstance(found, list):
+        return f"{len(found)} files"
+    return "" if found is None else str(found)
 
 
 def _short_name(name: str) -> str:

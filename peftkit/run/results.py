@@ -24,7 +24,7 @@ from peftkit.formats.peft.folder import AdapterFolder
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.serving import served_rank
 from peftkit.model.modes import evaluating
-from peftkit.report.facts import BeforeRun
+from peftkit.report.live import BeforeRun
 from peftkit.run.config import Recipe
 from peftkit.run.prepare import Prepared
 from peftkit.train.state import Result

@@ -18,8 +18,7 @@ from peftkit.errors import ConfigError
 from peftkit.events import EvalDone, Event, Listener, Notice, Stage, ignore
 from peftkit.model.modes import modes_kept
 from peftkit.planning.resolve import resolve_plan, rounds
-from peftkit.report.facts import BeforeRun
-from peftkit.report.live import LiveReport
+from peftkit.report.live import BeforeRun, LiveReport
 from peftkit.run.prepare import Prepared, open_base, prepare
 from peftkit.run.results import adapter_folder, identity, write_facts
 from peftkit.sweeps.layers import Mounted

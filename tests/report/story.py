@@ -79,19 +79,9 @@ FACTS: dict[str, Any] = {
         },
     ],
     "notices": [],
-    "data": {
-        "train": {
-            "num_rows": 640,
-            "lengths": {
-                "edges": list(range(40, 136, 4)),
-                "counts": [n * n % 37 for n in range(24)],
-            },
-        }
-    },
-    "row": {
-        "source": "data/train.jsonl:1",
-        "pieces": [["", "<|im_start|>user\nSay yes.<|im_end|>\n"], ["learnt", "yes<|im_end|>"]],
-    },
+    "lengths": {"train": [[40 + 4 * n, n * n % 37] for n in range(24)]},
+    "row_source": "data/train.jsonl:1",
+    "row": [["", "<|im_start|>user\nSay yes.<|im_end|>\n"], ["learnt", "yes<|im_end|>"]],
     "machine": {
         "base": "smollm2-135m",
         "fingerprint": "sha256:12ab",

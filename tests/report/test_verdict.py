@@ -33,7 +33,6 @@ def test_nothing_is_wrong_with_a_good_run(tmp_path: Path) -> None:
     ("lines", "told"),
     [
         ([*STEPS, evaluation(10, 0.4), evaluation(40, 0.6), done()], "rises since step 10"),
-        ([*STEPS[:20], step(21, grad_norm=90.0), *STEPS[21:], done()], "spikes: 1 step"),
         ([*(step(n, grad_norm=0.0) for n in range(1, 41)), done()], "changes nothing"),
         ([*STEPS, evaluation(20, 0.5), evaluation(40, 0.5), done()], "changes nothing"),
         ([*(step(n, loss=2.0) for n in range(1, 41)), done()], "hardly fell"),
@@ -59,11 +58,6 @@ def test_a_run_that_ended_early_says_so_and_why(state: str, tmp_path: Path) -> N
     assert run.state() == state
     assert f"The run {state} after step 7 of 40: the disk is full." in warnings(run)[0]
     assert f'class="state {state}"' in page([run])
-
-
-def test_large_gradients_at_the_start_are_no_spike(tmp_path: Path) -> None:
-    steps = [step(n, grad_norm=max(9.0 * 0.7**n, 0.1)) for n in range(1, 41)]
-    assert warnings(run_of(tmp_path / "run", *steps, done())) == []
 
 
 def test_rows_that_are_cut_or_dropped_are_counted(tmp_path: Path) -> None:

@@ -223,8 +223,8 @@ def test_a_task_is_a_word_or_a_section(tmp_path) -> None:
     assert asked.task == SequenceClassificationConfig()
     assert Recipe(**{**asked.model_dump(), "task": section}).task.text == "body"
     for wrong, words in {
-        "classification": "expected one of causal_lm, ",
-        3: "expected a section",
+        "classification": "should be one of .causal_lm., ",
+        3: "should be a section",
     }.items():
         with pytest.raises(ConfigError, match=words):
             Recipe(**{**asked.model_dump(), "task": wrong})
