@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Annotated
 
 import typer
@@ -18,8 +17,7 @@ base = typer.Typer(
 @base.command("ls")
 def list_(as_json: Json = False) -> None:
     """List the packed bases: their sizes, and any problem with them."""
-    from peftkit.base.pack import stored_bases
-    from peftkit.base.store import store_folder
+    from peftkit.base.store import store_folder, stored_bases
     from peftkit.report.figures import size
     from peftkit_cli.render import print_table
 
@@ -48,7 +46,7 @@ def remove(
     ],
 ) -> None:
     """Remove packed bases. The original models stay."""
-    from peftkit.base.pack import remove_stored
+    from peftkit.base.store import remove_stored
     from peftkit.report.figures import size
 
     for each in remove_stored(name):
@@ -66,20 +64,13 @@ def pack(
     revision: Annotated[
         str | None, typer.Option(metavar="NAME", help="Branch, tag or commit.")
     ] = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Do not ask, even if the disk will be nearly full.")
-    ] = False,
 ) -> None:
     """Quantise a base into the cache, so that runs on it start in seconds."""
-    from peftkit.base.pack import pack_base
+    from peftkit.base.packed_bases import pack_base
     from peftkit_cli.render import Renderer
-
-    def agree(sizes: str) -> bool:
-        asked = f"{sizes} Little would be left. Pack it?"
-        return yes or (sys.stdin.isatty() and typer.confirm(asked, err=True))
 
     with Renderer() as listener:
         folder = pack_base(
-            model, quantize=quantize, dtype=dtype, revision=revision, agree=agree, on_event=listener
+            model, quantize=quantize, dtype=dtype, revision=revision, on_event=listener
         )
     typer.echo(str(folder))

@@ -1,4 +1,8 @@
-"""A base as asked for: opened from the cache that keeps it packed, or built and kept there."""
+"""A base as asked for: opened from the cache that keeps it packed, or built and kept there.
+
+`peftkit base pack` puts one there; `load_base` does so too where it is large, and where several
+processes open it together.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +17,29 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from peftkit.base.build import build
-from peftkit.base.pretrained import files_of
-from peftkit.base.purpose import head_of_classes
-from peftkit.base.request import BaseRequest, LoadedModel
-from peftkit.base.skeleton import packed_skeleton
-from peftkit.base.store import (
-    MANIFEST,
-    folder_of,
-    keep,
-    open_stored,
-    store_folder,
+from peftkit.base.build import build, convert
+from peftkit.base.config import BaseConfig
+from peftkit.base.locate import locate
+from peftkit.base.pretrained import files_of, oom_as_error, reachable
+from peftkit.base.purpose import CAUSAL_LM, head_of_classes
+from peftkit.base.request import (
+    DTYPES,
+    BaseRequest,
+    LoadedModel,
+    StorageFormat,
+    fast_dtype,
+    request_of,
 )
+from peftkit.base.skeleton import packed_skeleton
+from peftkit.base.store import MANIFEST, folder_of, keep, num_bytes, open_stored, store_folder
+from peftkit.config.schema import from_dict
 from peftkit.errors import BaseError, OutputError, PeftkitError
-from peftkit.events import Listener, Notice
-from peftkit.files import disk
+from peftkit.events import Listener, Notice, Stage, ignore
+from peftkit.execution.environment import default_device
+from peftkit.files import disk, safetensors_header
 from peftkit.files.folders import alone
-from peftkit.files.safetensors_header import DTYPES
-from peftkit.quant.checkpoint import tensors_of
 
 LEFT_FREE = 10_000_000_000
 """Bytes of a disk that no packed base is written into without being asked for."""
@@ -74,7 +81,7 @@ def opened_or_kept(folder: Path, wanted: BaseRequest, on_event: Listener) -> Loa
         on_event(Notice(f"The packed base is not kept. {error.asked} {error.found}"))
         return build(wanted, on_event=on_event)
     if is_tight:
-        fix = f"peftkit base pack {wanted.location.name} asks, and keeps it."
+        fix = f"peftkit base pack {wanted.location.name} keeps it all the same."
         on_event(Notice(f"The packed base is not kept. {sizes} {fix}"))
         return build(wanted, on_event=on_event)
     with being_packed(folder, on_event) as has_waited:
@@ -107,11 +114,6 @@ def being_packed(folder: Path, on_event: Listener) -> Iterator[bool]:
         yield bool(waited) and (folder / MANIFEST).is_file()
 
 
-def num_bytes(model: nn.Module) -> int:
-    """Return the bytes that a packed base takes on the disk."""
-    return sum(tensor.nbytes for _, tensor in tensors_of(model))
-
-
 def room_for(size: int) -> tuple[str, bool]:
     """Return a sentence on what is needed and free, and whether little would be left of it.
 
@@ -123,6 +125,45 @@ def room_for(size: int) -> tuple[str, bool]:
     free = disk.free_bytes(folder)
     sizes = f"It takes {size / 1e9:.1f} GB of {free / 1e9:.1f} GB that are free in {folder}."
     return sizes, free - size < LEFT_FREE
+
+
+def pack_base(
+    model: str,
+    *,
+    quantize: str = "nf4",
+    dtype: str = "auto",
+    revision: str | None = None,
+    on_event: Listener = ignore,
+) -> Path:
+    """Pack a base of any size into the cache, from where `load_base` opens it.
+
+    Raises:
+        BaseError: It cannot be packed, or does not fit into memory.
+        OutputError, RunError: The cache cannot be written, or the disk has too little room.
+    """
+    from_dict(
+        BaseConfig, {"model": model, "quantize": quantize, "dtype": dtype}, "peftkit base pack"
+    )
+    place = default_device()
+    form = StorageFormat(quantize, True, DTYPES.get(dtype) or fast_dtype(place), place)
+    location = reachable(convert(locate(model, revision), on_event))
+    wanted = request_of(location, CAUSAL_LM, form)
+    folder = folder_of(wanted)
+    if folder is None:
+        raise BaseError(
+            f"{location.name} cannot be kept packed.",
+            found="It is packed by bitsandbytes already, or quantize is none.",
+            fix="Give a model that is not, and --quantize nf4, fp4 or int8.",
+        )
+    sizes, _ = room_for(num_bytes(packed_skeleton(wanted.config, CAUSAL_LM, form)))
+    on_event(Notice(sizes))
+    on_event(Stage(f"Packing the base {location.name}"))
+    with being_packed(folder, on_event) as is_there:
+        if not is_there:
+            with oom_as_error(location.name):
+                built = build(wanted, on_event=on_event)
+            keep(folder, built, wanted)
+    return folder
 
 
 class Sharing(Protocol):
@@ -171,7 +212,8 @@ def _is_in_files(wanted: BaseRequest) -> bool:
     for path in source.glob("*.safetensors") if source else ():
         with disk.open_tensors(path, error=BaseError) as file:
             entries = file.header.tensors.values()
-            held.update((entry.shape, DTYPES[entry.dtype][1]) for entry in entries)
+            known = safetensors_header.DTYPES
+            held.update((entry.shape, known[entry.dtype][1]) for entry in entries)
     model = packed_skeleton(wanted.config, wanted.purpose, wanted.form)
     head = head_of_classes(model) if wanted.purpose.head is not None else ()
     kept = [p for name, p in model.named_parameters() if not (head and name.startswith(head))]

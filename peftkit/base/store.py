@@ -1,20 +1,20 @@
 """Bases that were packed once, kept in the cache and opened again by mapping their file.
 
-A folder for each base and form: `model.safetensors`, under the names of bitsandbytes' checkpoints
-where these can say it (quant/checkpoint.py); `buffers.safetensors`, what no checkpoint holds;
-`store.json`, what they were made of; and `config.json` where transformers can open the folder by
-itself. It is whole or not there. It is of use as long as the base's files are those that it was
-made of, and its own are as they were written. Two processes that open it share its pages.
+A folder for each base and form: `model.safetensors`, every parameter and buffer of the packed
+model, and `store.json`, what they were made of. It is whole or not there. It is of use as long as
+the base's files are those that it was made of, and its own are as they were written. Two processes
+that open it share its pages.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,13 @@ from peftkit.base.locate import cache_folder
 from peftkit.base.pretrained import files_of
 from peftkit.base.published import published, quantized_by
 from peftkit.base.request import BaseRequest, LoadedModel, StorageFormat
-from peftkit.base.skeleton import on_meta, packed_skeleton
-from peftkit.errors import BaseError, OutputError
+from peftkit.base.skeleton import packed_skeleton
+from peftkit.errors import BaseError, OutputError, PeftkitError
 from peftkit.files import disk
-from peftkit.files.folders import new_folder
-from peftkit.quant.checkpoint import (
-    from_checkpoint,
-    quantization_config,
-    tensors_of,
-    to_checkpoint,
-)
+from peftkit.files.folders import LOCKS, new_folder
 
-VERSION = 2
-WEIGHTS, BUFFERS = "model.safetensors", "buffers.safetensors"
-MANIFEST, FOLDER = "store.json", "packed"
+VERSION = 3
+WEIGHTS, MANIFEST, FOLDER = "model.safetensors", "store.json", "packed"
 
 
 def store_folder() -> Path:
@@ -70,27 +63,31 @@ def folder_of(wanted: BaseRequest, *, shared: bool = False) -> Path | None:
     return store_folder() / f"{name}-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
 
 
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and buffer of a model by its name, each once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def num_bytes(model: nn.Module) -> int:
+    """Return the bytes that a packed base takes on the disk."""
+    return sum(tensor.nbytes for _, tensor in tensors_of(model))
+
+
 def keep(folder: Path, built: LoadedModel, wanted: BaseRequest) -> None:
     """Write a packed base into the cache.
 
     Raises:
         OutputError, RunError: The cache cannot be written, or the disk is full; nothing is left.
     """
-    bare = on_meta(wanted.config, wanted.purpose, wanted.form.dtype)
-    files = _files(built.model, bare)
-    size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+    tensors = dict(tensors_of(built.model))
     disk.writable_folder(folder.parent)
-    disk.check_space(folder.parent, size)
+    disk.check_space(folder.parent, num_bytes(built.model))
     try:
         with new_folder(folder, last=MANIFEST) as made:
-            for name, tensors in files.items():
-                specs = disk.specs_of(tensors)
-                values = (tensors[spec.name] for spec in specs)
-                disk.write_tensor_stream(made / name, specs, values, {"format": "pt"})
-            if (settings := quantization_config(built.model, bare)) is not None:
-                config = copy.deepcopy(built.model.config)
-                config.quantization_config = settings
-                disk.write_text(config.to_json_string(), made / "config.json")
+            specs = disk.specs_of(tensors)
+            values = (tensors[spec.name] for spec in specs)
+            disk.write_tensor_stream(made / WEIGHTS, specs, values, {"format": "pt"})
             manifest = {
                 "version": VERSION,
                 "model": wanted.location.name,
@@ -98,7 +95,7 @@ def keep(folder: Path, built: LoadedModel, wanted: BaseRequest) -> None:
                 "head": list(built.head),
                 "form": _form(wanted.form),
                 "stamp": _stamp(wanted),
-                "sha256": {name: disk.sha256_of(made / name) for name in files},
+                "sha256": disk.sha256_of(made / WEIGHTS),
             }
             disk.write_json(manifest, made / MANIFEST)
     except OSError as error:
@@ -121,29 +118,26 @@ def open_stored(folder: Path, wanted: BaseRequest, *, is_known: bool = False) ->
         raise _useless(
             folder, f"The files of {wanted.location.name} have changed since it was made."
         )
-    tensors: dict[str, Tensor] = {}
-    for name, expected in manifest["sha256"].items():
-        path = folder / name
-        if not path.is_file() or not (is_known or disk.sha256_of(path) == expected):
-            raise _useless(folder, f"{name} is not as it was written.")
-        tensors |= load_file(path)  # pages of the file
+    path = folder / WEIGHTS
+    if not path.is_file() or not (is_known or disk.sha256_of(path) == manifest["sha256"]):
+        raise _useless(folder, f"{WEIGHTS} is not as it was written.")
+    tensors = load_file(path)  # pages of the file
     model = packed_skeleton(wanted.config, wanted.purpose, form)
     if problem := fill(model, tensors, form.device):
         raise _useless(folder, problem)
     model.config.dtype = form.dtype
     model.is_quantized = False
     return LoadedModel(
-        model.requires_grad_(False).eval(), manifest["fingerprint"], tuple(manifest.get("head", ()))
+        model.requires_grad_(False).eval(), manifest["fingerprint"], tuple(manifest["head"])
     )
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) -> str:
-    """Put a checkpoint's tensors in the places of those without data, tied ones in all of theirs.
+    """Put tensors in the places of those without data, tied ones in all of theirs.
 
     Returns:
         What differs between the two, or "".
     """
-    tensors = from_checkpoint(tensors)
     expected = dict(tensors_of(model))
     differing = expected.keys() ^ tensors.keys()
     differing |= {n for n in expected.keys() & tensors if expected[n].shape != tensors[n].shape}
@@ -170,14 +164,6 @@ def without_data(model: nn.Module) -> str:
             if isinstance(value, Tensor) and value.device.type == "meta":
                 return f"{path}.{name}"
     return ""
-
-
-def _files(model: nn.Module, bare: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of each file; those that no checkpoint of the model would hold apart."""
-    tensors = to_checkpoint(model, bare)
-    apart = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
-    buffers = {name: tensors.pop(name) for name in apart}
-    return {WEIGHTS: tensors} | ({BUFFERS: buffers} if buffers else {})
 
 
 def _form(form: StorageFormat) -> dict[str, Any]:
@@ -210,7 +196,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     if manifest.get("version") != VERSION:
         found = f"It is of version {manifest.get('version')} of this format, not {VERSION}."
         raise _useless(folder, found)
-    if {"model", "fingerprint", "form", "stamp", "sha256"} - manifest.keys():
+    if {"model", "fingerprint", "head", "form", "stamp", "sha256"} - manifest.keys():
         raise _useless(folder, f"{MANIFEST} is not whole.")
     return manifest
 
@@ -218,3 +204,62 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 def _useless(folder: Path, found: str) -> BaseError:
     fix = f"Remove it: peftkit base rm {folder.name}"
     return BaseError(f"cannot use the packed base {folder.name}.", found=found, fix=fix)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A packed base in the cache.
+
+    Attributes:
+        folder: Where it is. model: What it was made of, as it was asked for.
+        quantize, dtype: Its form. num_bytes: On disk. problem: Why it is of no use, or "".
+    """
+
+    folder: Path
+    model: str
+    quantize: str
+    dtype: str
+    num_bytes: int
+    problem: str = ""
+
+
+def stored_bases() -> list[Stored]:
+    """Return every packed base in the cache, and what is wrong with it, if anything."""
+    root = store_folder()
+    inside = sorted(root.iterdir()) if root.is_dir() else []
+    folders = [path for path in inside if path.is_dir() and path.name != LOCKS]
+    return [_stored(folder) for folder in folders]
+
+
+def remove_stored(name: str) -> list[Stored]:
+    """Remove packed bases by the name of their folder or of their model.
+
+    Raises:
+        BaseError: There is none of that name; lists those that there are.
+    """
+    known = stored_bases()
+    found = [each for each in known if name in (each.folder.name, each.model)]
+    if not found:
+        listed = "\n".join(f"{each.folder.name} ({each.model})" for each in known)
+        raise BaseError(
+            f"there is no packed base {name!r}.",
+            found=listed or "There is none.",
+            fix="Give a name or a model as peftkit base ls shows it.",
+        )
+    for each in found:
+        shutil.rmtree(each.folder)
+    return found
+
+
+def _stored(folder: Path) -> Stored:
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    if folder.name.startswith("."):
+        return Stored(folder, "?", "?", "?", size, "not finished: being packed, or left behind")
+    try:
+        manifest = manifest_of(folder)
+        with disk.open_tensors(folder / WEIGHTS, error=BaseError):
+            problem = ""
+    except PeftkitError as error:
+        return Stored(folder, "?", "?", "?", size, error.found.splitlines()[0])
+    form = manifest["form"]
+    return Stored(folder, manifest["model"], form["quantize"], form["dtype"], size, problem)

@@ -89,12 +89,6 @@ def pack(
     return packed, Packing(PackedFormat(kind, tensor.shape), dtype or tensor.dtype, scales)
 
 
-def code_of(kind: str) -> Tensor:
-    """Return the 16 values of a 4-bit kind, fp32, as bitsandbytes has them."""
-    code: Tensor = import_bitsandbytes().functional.get_4bit_type(kind, device="cpu")
-    return code
-
-
 def empty_packed(
     shape: torch.Size, kind: str, dtype: torch.dtype, *, double_quant: bool = True
 ) -> tuple[Tensor, Packing]:

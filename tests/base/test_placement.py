@@ -12,7 +12,7 @@ from torch import Tensor
 from peftkit import LoRA, Recipe, attach, fit, load_base
 from peftkit.base import placement as placement_module
 from peftkit.base.load import Base
-from peftkit.base.pack import pack_base
+from peftkit.base.packed_bases import pack_base
 from peftkit.config.schema import from_dict
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row

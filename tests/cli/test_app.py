@@ -72,7 +72,7 @@ COMMANDS: dict[str, list[str]] = {
     "runs": ["DIR", "--json"],
     "base ls": ["--json"],
     "base rm": ["NAME"],
-    "base pack": ["MODEL", "--quantize", "--dtype", "--revision", "--yes"],
+    "base pack": ["MODEL", "--quantize", "--dtype", "--revision"],
     "recipes ls": [],
     "recipes show": ["NAME"],
     "recipes cp": ["NAME", "DEST"],

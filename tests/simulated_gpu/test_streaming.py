@@ -13,7 +13,7 @@ import torch
 from peftkit.adapter import attach
 from peftkit.base import placement, transfer
 from peftkit.base.load import load_base
-from peftkit.base.pack import pack_base
+from peftkit.base.packed_bases import pack_base
 from peftkit.kernels import packing
 from peftkit.methods.lora import LoRA
 from peftkit.train.memory.blocks import Blocks
