@@ -12,8 +12,8 @@ from peftkit.events import Listener, Notice, Table, ignore
 from peftkit.execution.environment import world_size
 from peftkit.files.disk import check_folder
 from peftkit.inference.engine import MAX_ROWS
-from peftkit.inference.model_sampler import ModelSampler
-from peftkit.inference.watch import Metric, TextWatch
+from peftkit.inference.evaluate import Metric, TextWatch
+from peftkit.inference.generate import ModelSampler
 from peftkit.planning.resolve import resolve_plan
 from peftkit.report.live import BeforeRun, LiveReport
 from peftkit.run import rules

@@ -75,7 +75,7 @@ def generate(
 
 
 def _transcribe(opened: Opened, sounds: Sequence[Path]) -> None:
-    from peftkit.inference.hear import transcribe
+    from peftkit.inference.predict import transcribe
 
     for text in transcribe(opened, sounds):
         typer.echo(text)

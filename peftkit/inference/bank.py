@@ -33,9 +33,9 @@ from peftkit.formats.peft.folder import AdapterFile, check_weights, read_adapter
 from peftkit.formats.peft.low_rank import layers_of, read_low_rank
 from peftkit.inference.bank_layer import BankLinear, InUse, Routing, Switch, make_update
 from peftkit.inference.engine import Engine, Limits
+from peftkit.inference.generate import decoded
 from peftkit.inference.open_engine import open_engine
 from peftkit.inference.sampling import Sampling
-from peftkit.inference.text import decoded
 from peftkit.methods.protocol import ADAPTER_DTYPES
 from peftkit.model.places import unwrap_adapter
 

@@ -21,32 +21,21 @@ from peftkit.quant.layers import QuantizedLinear, weight_of
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One adapter's update of one layer, y = W x + b^T a x, as kept in memory.
-
-    In the layer's compute dtype, or the file's if that is narrower.
+    """One adapter's update of one layer, y = W x + b^T a x, in the layer's compute dtype.
 
     Attributes:
-        a: (r, in). b: (r, out), B transposed.
-        scaling: Factor that b still has to be multiplied with in float32; None if it is scaled.
+        a: (r, in). b: (r, out), B transposed and scaled.
         gain: (out,) of DoRA: m / ||W + s B A|| - 1, which scales W x too; float32, or None.
     """
 
     a: Tensor
     b: Tensor
-    scaling: float | None
     gain: Tensor | None
 
     @property
     def num_bytes(self) -> int:
         """Memory that it takes."""
-        tensors = (self.a, self.b) if self.gain is None else (self.a, self.b, self.gain)
-        return sum(t.numel() * t.element_size() for t in tensors)
-
-    def in_dtype(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return A (r, in) and the scaled B (r, out) in a dtype, without a copy if possible."""
-        if self.scaling is None:
-            return self.a.to(dtype), self.b.to(dtype)
-        return self.a.to(dtype), _scaled(self.b.float(), self.scaling, self.gain).to(dtype)
+        return sum(t.nbytes for t in (self.a, self.b, self.gain) if t is not None)
 
 
 def make_update(
@@ -64,20 +53,19 @@ def make_update(
         a: (r, in). b: (out, r). magnitude: (out,) of DoRA.
         scales_in: dtype in which a single adapter scales its B; DoRA uses float32.
     """
-    device, computes = _place(base)
-    kept = computes if computes.itemsize <= a.dtype.itemsize else a.dtype
+    device, dtype = _place(base)
     a, b = a.to(device), b.to(device)
-    gain = None
+    gain: Tensor | None = None
+    factor: Tensor | float = scaling
     if magnitude is not None:
-        w = weight_of(base)
-        norms = adapted_row_norms(w, a.float(), b.float(), scaling, w.float().square().sum(1))
-        gain = magnitude.to(norms) / norms - 1
-        scales_in = torch.float32
-    # scaled at once, unless what is kept could not hold the product
-    pending = kept != computes and kept.itemsize < scales_in.itemsize
-    own_b = b.t() if pending else _scaled(b.t().to(scales_in), scaling, gain)
-    own_b = own_b.to(kept).clone(memory_format=torch.contiguous_format)
-    return Update(a.to(kept, copy=True), own_b, scaling if pending else None, gain)
+        weight = weight_of(base)
+        squared = weight.float().square().sum(1)
+        norms = adapted_row_norms(weight, a, b, scaling, squared)
+        gain = magnitude.to(device).float() / norms - 1
+        factor, scales_in = scaling * (1 + gain), torch.float32
+    scaled = (b.t().to(scales_in) * factor).to(dtype)
+    own_b = scaled.clone(memory_format=torch.contiguous_format)
+    return Update(a.to(dtype, copy=True), own_b, gain)
 
 
 def _place(base: nn.Module) -> tuple[torch.device, torch.dtype]:
@@ -86,11 +74,6 @@ def _place(base: nn.Module) -> tuple[torch.device, torch.dtype]:
         return base.packed.device, base.packing.dtype
     weight = cast(Tensor, base.weight)
     return weight.device, weight.dtype
-
-
-def _scaled(b: Tensor, scaling: float, gain: Tensor | None) -> Tensor:
-    """Return b (r, out) scaled, in its precision."""
-    return b * (scaling if gain is None else scaling * (1 + gain))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -220,7 +203,7 @@ class BankLinear(FrozenWrapper):
             )
 
     def _for_all(self, out: Tensor, x: Tensor, update: Update) -> Tensor:
-        a, b = update.in_dtype(out.dtype)
+        a, b = update.a.to(out.dtype), update.b.to(out.dtype)
         hidden = nn.functional.linear(x.to(out.dtype), a)
         flat = torch.addmm(out.flatten(0, -2), hidden.flatten(0, -2), b)
         changed = flat.view(out.shape)
@@ -255,15 +238,14 @@ class BankLinear(FrozenWrapper):
         updates = [self.updates[name] for name in here]
         slots = [here.index(n) if n in self.updates else None for n in routing.rows]
         ranks = routing.rank_rows(slots, [len(update.a) for update in updates], like)
-        pairs = [update.in_dtype(like.dtype) for update in updates]
         gain = None
         if any(update.gain is not None for update in updates):
             none = torch.zeros(self.out_features, device=like.device)
             gains = [none if u.gain is None else u.gain for u in updates]
             gain = torch.stack([none if s is None else gains[s] for s in slots])[:, None]
-        return _Stack(
-            ranks.stack([a for a, _ in pairs]), ranks.stack([b for _, b in pairs]), ranks, gain
-        )
+        a = ranks.stack([update.a.to(like.dtype) for update in updates])
+        b = ranks.stack([update.b.to(like.dtype) for update in updates])
+        return _Stack(a, b, ranks, gain)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BankLinear:
         super()._apply(fn, recurse)

@@ -28,9 +28,8 @@ from peftkit.inference.cache import (
     worth_sharing,
 )
 from peftkit.inference.cached_attention import CachedAttention, Decode, Prefill, registered
-from peftkit.inference.engine import Engine
+from peftkit.inference.engine import Engine, Running, masked, table_of
 from peftkit.inference.recorded import Recorder
-from peftkit.inference.request import Running, masked, table_of
 from peftkit.train.memory.blocks import STREAMED
 from peftkit.train.sharding import is_sharded
 

@@ -1,4 +1,4 @@
-"""Answers of a model, many at once: what every engine has.
+"""Answers of a model, many at once: what is asked of an engine, and what every engine has.
 
     with open_engine(model, tokenizer) as engine:
         running = engine.submit(Request(ids, Sampling(max_new_tokens=64)))
@@ -12,24 +12,32 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from peftkit.errors import DataError
 from peftkit.execution.plan import plan_of
-from peftkit.inference.request import Answer, Request, Running
-from peftkit.inference.sampling import Sampling, end_tokens, seed_of
+from peftkit.inference.sampling import (
+    Chosen,
+    Constraint,
+    Sampling,
+    SamplingTable,
+    end_tokens,
+    seed_of,
+)
 from peftkit.kernels.packing import copies_kept
 from peftkit.model.modes import evaluating, prepared_for_serving
 from peftkit.tasks.length import num_virtual
 from peftkit.tasks.loss import find_head
 from peftkit.train.sharding import is_sharded
 
+Ended = Literal["stop", "length", "cancelled"]
 AnEngine = TypeVar("AnEngine", bound="Engine")
 
 COPY_SHARE = 0.5
@@ -41,6 +49,125 @@ OnAnswer = Callable[[int], None]
 """Is told the number of answers that are over, as it grows."""
 Use = Callable[[Sequence[str | None]], AbstractContextManager[None]]
 """Switches the model to the adapters of the rows of a batch (`AdapterBank.use`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer that is over.
+
+    Attributes:
+        ids: Its tokens, without the one that ended it.
+        log_probs: Of each token, and of the one that ended it, if asked for.
+        ended_by: stop: an end token, or a text that was to end it; length: its maximum, or the
+            model's context; cancelled: nobody wanted the rest.
+        end: The token that ended it.
+    """
+
+    ids: list[int]
+    log_probs: list[float]
+    ended_by: Ended
+    end: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One answer that is wanted.
+
+    Attributes:
+        ids: Tokens of the prompt.
+        seed: Of its sampling; `sampling.seed` is not read.
+        adapter: A name in the engine's bank; None is the model as it is.
+        log_probs: Whether log-probabilities are wanted.
+        constraint: What the answer may consist of.
+        on_token: Called after each token, and at the end, in the thread that steps the engine.
+        inputs: All that a model with images reads of the prompt, (1, T); for `PlainEngine` alone,
+            which answers it by itself.
+    """
+
+    ids: Sequence[int]
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    adapter: str | None = None
+    log_probs: bool = False
+    constraint: Constraint | None = None
+    on_token: Callable[[Running], None] | None = None
+    inputs: Mapping[str, Tensor] | None = None
+
+
+class Running:
+    """An answer from its request to its end.
+
+    Attributes:
+        ids: Its tokens so far. chosen: What was chosen for each, the one that ended it too.
+        max_new_tokens: As asked, or less by the model's context.
+        ended_by: None while it goes on.
+    """
+
+    def __init__(self, request: Request, max_new_tokens: int, ends: frozenset[int]) -> None:
+        self.request, self.max_new_tokens = request, max_new_tokens
+        self.ids: list[int] = []
+        self.chosen: list[Chosen] = []
+        self.ended_by: Ended | None = None
+        self.end: int | None = None
+        self._ends = ends
+
+    @property
+    def num_tokens(self) -> int:
+        """Most tokens that it has, with its prompt."""
+        return len(self.request.ids) + self.max_new_tokens
+
+    def take(self, chosen: Chosen) -> None:
+        """Take the next token."""
+        if self.ended_by is not None:
+            return
+        self.chosen.append(chosen)
+        if chosen.token in self._ends:
+            self.end, self.ended_by = chosen.token, "stop"
+        else:
+            self.ids.append(chosen.token)
+            if self.request.constraint is not None:
+                self.request.constraint.take(chosen.token)
+            if len(self.ids) >= self.max_new_tokens:
+                self.ended_by = "length"
+        self.tell()
+
+    def tell(self) -> None:
+        """Let it be known how far it is."""
+        if self.request.on_token is not None:
+            self.request.on_token(self)
+
+    def finish(self, why: Ended = "cancelled") -> None:
+        """End it: its place is free at the next token. It may be called by any thread."""
+        if self.ended_by is None:
+            self.ended_by = why
+
+    @property
+    def answer(self) -> Answer:
+        """What came of it."""
+        assert self.ended_by is not None, "it goes on"
+        told = [one.log_prob for one in self.chosen] if self.request.log_probs else []
+        return Answer(self.ids, told, self.ended_by, self.end)
+
+
+def masked(logits: Tensor, rows: Sequence[Running | None]) -> Tensor:
+    """Return logits (B, V) in which what a row's constraint does not allow is -inf."""
+    for index, row in enumerate(rows):
+        constraint = None if row is None else row.request.constraint
+        if constraint is not None and row is not None and row.ended_by is None:
+            allowed = constraint.allowed().to(logits.device)
+            logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
+    return logits
+
+
+def table_of(rows: Sequence[Running | None], device: torch.device) -> SamplingTable:
+    """Return how the next tokens of some answers are chosen; None: of no answer, greedily."""
+    return SamplingTable(
+        [Sampling() if row is None else row.request.sampling for row in rows],
+        [0 if row is None else row.request.seed for row in rows],
+        [0 if row is None else len(row.ids) for row in rows],
+        device,
+        wants_log_probs=any(row is not None and row.request.log_probs for row in rows),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,10 @@ from peftkit.data.images import Picture
 from peftkit.data.load import DataConfig
 from peftkit.errors import AdapterError
 from peftkit.formats.open_adapter import Opened
-from peftkit.inference.engine import OnAnswer
+from peftkit.inference.engine import OnAnswer, Request
+from peftkit.inference.generate import decoded
 from peftkit.inference.plain import PlainEngine
-from peftkit.inference.request import Request
 from peftkit.inference.sampling import Sampling, seed_of
-from peftkit.inference.text import decoded
 from peftkit.tasks.image_text import ImageText, ImageTextConfig
 
 

@@ -13,9 +13,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from peftkit.execution.environment import free_now
 from peftkit.inference.cached_engine import CachedEngine
-from peftkit.inference.engine import Engine, Limits, Use
+from peftkit.inference.engine import Engine, Limits, Request, Use
 from peftkit.inference.plain import PlainEngine
-from peftkit.inference.request import Request
 from peftkit.inference.sampling import Sampling
 from peftkit.model.modes import evaluating
 from peftkit.tasks.length import num_virtual

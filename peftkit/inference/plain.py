@@ -25,8 +25,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from peftkit.inference.engine import Engine
-from peftkit.inference.request import Running, masked, table_of
+from peftkit.inference.engine import Engine, Running, masked, table_of
 
 MAX_ROWS = 16
 """Rows of a batch: all of them run until the last has ended."""

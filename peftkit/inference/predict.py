@@ -1,4 +1,4 @@
-"""What an adapter predicts of texts, and of the rows of a file."""
+"""What an adapter predicts of texts, of the rows of a file, and what it hears in sounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from peftkit.errors import AdapterError, DataError
 from peftkit.events import Listener, Saved, Stage, ignore
 from peftkit.files.disk import write_text
 from peftkit.formats.open_adapter import Opened
+from peftkit.tasks.ctc import CTC
 from peftkit.tasks.protocol import Task
+from peftkit.tasks.transcription import Transcription
 
 PREDICTING = (
     *("sequence_classification", "reward", "embedding", "reranker"),
@@ -56,6 +58,24 @@ def predict_file(
                 fix="Rename it: it would be replaced by what is predicted.",
             )
     return [{**record.fields, **more} for record, more in zip(records, found, strict=True)]
+
+
+def transcribe(opened: Opened, sounds: Sequence[Path]) -> list[str]:
+    """Return what is said in each file, greedily.
+
+    Raises:
+        AdapterError: The adapter was not trained to write down what it hears.
+        DataError: A file cannot be heard.
+    """
+    base = opened.base
+    task = opened.task.on(base.model, base.processor, DataConfig(train=""))
+    if not isinstance(task, Transcription | CTC):
+        raise AdapterError(
+            f"{opened.file.folder} writes down no sounds",
+            found=f"it was trained for the task {opened.task.type}",
+            fix="Give --prompt; adapters of transcription and ctc take --audio alone.",
+        )
+    return task.transcribe(base.model, sounds)
 
 
 def write_rows(rows: Sequence[dict[str, Any]], path: Path, *, on_event: Listener = ignore) -> None:

@@ -10,8 +10,7 @@ from peftkit.data.encode import default_style, prompt_ids, stop_ids
 from peftkit.data.messages import Message
 from peftkit.errors import DataError
 from peftkit.events import Listener, Progress, Stage, ignore
-from peftkit.inference.generate import generate_ids
-from peftkit.inference.text import decoded
+from peftkit.inference.generate import decoded, generate_ids
 from peftkit.tasks.distill.prompt import TeacherPrompt
 
 ASK = "Write one message that a user sends."

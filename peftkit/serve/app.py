@@ -22,9 +22,9 @@ from peftkit.data.encode import Style, prompt_ids, stop_ids
 from peftkit.errors import PeftkitError, did_you_mean
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.engine import Limits as EngineLimits
+from peftkit.inference.engine import Request as Wanted
 from peftkit.inference.engine import room_left
 from peftkit.inference.open_engine import tokens_that_fit
-from peftkit.inference.request import Request as Wanted
 from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
 from peftkit.serve.answers import ReplyFormat, Told, refusal, status_of, streamed, whole_answers
 from peftkit.serve.gate import Gate

@@ -11,10 +11,9 @@ from typing import Literal
 
 from peftkit.errors import PeftkitError, RunError
 from peftkit.inference.bank import AdapterBank
-from peftkit.inference.engine import Engine, Limits
-from peftkit.inference.request import Request, Running
+from peftkit.inference.engine import Engine, Limits, Request, Running
+from peftkit.inference.generate import TextStream
 from peftkit.inference.sampling import Chosen
-from peftkit.inference.text import TextStream
 from peftkit.serve.requests import RequestError
 
 _LOG = logging.getLogger(__name__)

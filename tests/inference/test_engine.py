@@ -13,9 +13,8 @@ from peftkit.adapter import attach
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.cache import num_common, worth_sharing
 from peftkit.inference.cached_engine import CachedEngine
-from peftkit.inference.engine import Limits
+from peftkit.inference.engine import Answer, Limits, Request, Running
 from peftkit.inference.open_engine import open_engine, why_plain
-from peftkit.inference.request import Answer, Request, Running
 from peftkit.inference.sampling import Sampling, SamplingTable, uniform
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning

@@ -11,9 +11,8 @@ import torch
 
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.cached_engine import CachedEngine
-from peftkit.inference.engine import Limits
+from peftkit.inference.engine import Limits, Request, Running
 from peftkit.inference.open_engine import why_plain
-from peftkit.inference.request import Request, Running
 from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from peftkit.inference.bank import AdapterBank
-from peftkit.inference.engine import Limits
-from peftkit.inference.request import Request
+from peftkit.inference.engine import Limits, Request
 from peftkit.inference.sampling import Sampling
 from peftkit.serve.app import make_app
 from peftkit.serve.worker import Job, Piece, Worker

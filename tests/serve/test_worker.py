@@ -11,10 +11,9 @@ import pytest
 from peftkit.errors import RunError
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.cached_engine import CachedEngine
-from peftkit.inference.engine import Limits
-from peftkit.inference.request import Request, Running
+from peftkit.inference.engine import Limits, Request, Running
+from peftkit.inference.generate import TextStream
 from peftkit.inference.sampling import Chosen, Sampling
-from peftkit.inference.text import TextStream
 from peftkit.serve.requests import RequestError
 from peftkit.serve.worker import Job, Piece, Worker
 
