@@ -26,13 +26,12 @@ from peftkit.errors import BaseError, first_few
 from peftkit.events import Listener, Notice, Progress
 from peftkit.kernels.device import trim_malloc
 from peftkit.kernels.packing import Packing
-from peftkit.model.places import is_conv1d
 from peftkit.quant.layers import pack
 from peftkit.quant.quantize import (
     Job,
     embedding_jobs,
-    has_plain_forward,
     install_packed,
+    is_turned,
     not_quantizable,
     quantizable,
     tower_paths,
@@ -94,10 +93,8 @@ class PackingLoader:
                     () if self.form.quantize_towers or self.kind == "none" else tower_paths(model)
                 )
                 too = self.form.embeddings != "none"
-                jobs = quantizable(model, keep=(*self._head, *kept), embeddings=too)
+                self._jobs = quantizable(model, keep=(*self._head, *kept), embeddings=too)
                 self._tables = {module for _, module, _ in embedding_jobs(model)} if too else set()
-            # of a Conv1D with a forward of its own it is seen later whether it is turned
-            self._jobs = [j for j in jobs if has_plain_forward(j[1]) or not is_conv1d(j[1])]
         self._by_name = {f"{job[0]}.{job[2]}": job for job in self._jobs}
 
     def bytes_per_value(self, name: str) -> float | None:
@@ -134,16 +131,16 @@ class PackingLoader:
         with this parameter alone.
         """
         job = self._by_name.get(name)
-        is_turned = job is not None and job[2] == "weight" and is_conv1d(job[1])
+        turns = job is not None and is_turned(job[1], job[2])
         expected = self._shapes[name]
-        if job is None or self.kind != "none" or codes.form.shape != _turned(expected, is_turned):
+        if job is None or self.kind != "none" or codes.form.shape != _turned(expected, turns):
             if self.kind == "none":
                 self.unpacked.append(name)
             value = unpacked(codes, torch.float32)
             turned = value.dim() == 2 and value.shape != expected
             return self.take(name, value.t() if turned else value)
         positions = sample_positions(expected, codes.packed.device)
-        if is_turned:
+        if turns:
             positions = positions % expected[1] * expected[0] + positions // expected[1]
         known = shown(expected, some_values(codes, positions))
         self._advance(codes.packed)
@@ -166,7 +163,7 @@ class PackingLoader:
         if name not in self._by_name or self.kind == "none":
             return nn.Parameter(self._put(value), requires_grad=False)
         _, module, leaf = self._by_name[name]
-        if leaf == "weight" and is_conv1d(module):
+        if is_turned(module, leaf):
             value = value.t()
         try:
             packed, packing = pack(

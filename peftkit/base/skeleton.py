@@ -19,12 +19,12 @@ from peftkit.base.published import check_readable, has_codes, published, scheme_
 from peftkit.base.purpose import CAUSAL_LM, Purpose, head_of_classes
 from peftkit.base.request import StorageFormat
 from peftkit.kernels.packing import Packing
-from peftkit.model.places import is_conv1d
 from peftkit.quant.layers import empty_packed
 from peftkit.quant.quantize import (
     embedding_jobs,
     has_plain_forward,
     install_packed,
+    is_turned,
     quantizable,
     tower_paths,
 )
@@ -137,8 +137,7 @@ def packed_skeleton(
         if name == "weight" and not is_known:
             continue
         assert weight is not None
-        turned = name == "weight" and is_conv1d(module)
-        shape = torch.Size(reversed(weight.shape)) if turned else weight.shape
+        shape = torch.Size(reversed(weight.shape)) if is_turned(module, name) else weight.shape
         if id(weight) not in made:
             with torch.device(device):
                 if settings is not None:

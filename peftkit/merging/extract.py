@@ -37,9 +37,8 @@ from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.shards import find_shards
 from peftkit.formats.staged import check_free, new_adapter_folder
 from peftkit.kernels import svd
-from peftkit.model.module_names import linear_role
 from peftkit.model.places import is_conv1d, is_linear
-from peftkit.model.roles import ALL_LINEAR
+from peftkit.model.roles import ALL_LINEAR, linear_role
 from peftkit.model.targets import Site, resolve
 
 

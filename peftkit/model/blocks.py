@@ -16,7 +16,6 @@ from typing import Literal
 
 from torch import nn
 
-from peftkit.model import module_names
 from peftkit.model import roles as table
 from peftkit.model.places import (
     ModelWeight,
@@ -150,11 +149,11 @@ def _feed_forward(block: str, inside: list[ModelWeight]) -> list[Sublayer]:
     ends = [place for place in dense if place.roles[0].endswith("down")]
     for end in ends:
         # gate and up both read what the part reads; of two parts, the nearest of its own kind
-        context = module_names.split(end.roles[0])[0]
+        context = table.split(end.roles[0])[0]
         first = [
             place.path
             for place in dense
-            if place not in ends and module_names.split(place.roles[0])[0] == context
+            if place not in ends and table.split(place.roles[0])[0] == context
         ]
         reads = max(first, key=lambda path: len(_around((path, end.path))), default="")
         found.append(Sublayer(block, "ffn", end.path, reads))

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import TargetError
-from peftkit.model import module_names
 from peftkit.model import roles as table
 
 
@@ -92,7 +91,7 @@ class ModelWeight:
     def block(self) -> str:
         """The path up to the number of the innermost block, "" outside of all."""
         segments = self.path.split(".")
-        return ".".join(segments[: len(segments) - len(module_names.tail(segments))])
+        return ".".join(segments[: len(segments) - len(table.tail(segments))])
 
     def rows(self, roles: Sequence[str]) -> dict[str, Tensor] | None:
         """Return name -> indices of the output rows of some roles of a fused weight."""
@@ -238,7 +237,7 @@ def find_places(model: nn.Module) -> list[ModelWeight]:
                 continue  # torch, and Mamba, read its weight and never call it
             in_head = head is not None and (module is head or parent is head)
             in_head = in_head or id(own_table(module)) in tied
-            role = "head" if in_head else _by_siblings(module_names.linear_role(path), path, parent)
+            role = "head" if in_head else _by_siblings(table.linear_role(path), path, parent)
             places.append(_linear(ModelWeight(path, module, (role,)), parent, model))
         elif role := _embedding_role(path, module, parent, embedding):
             places.append(ModelWeight(path, module, (role,)))
@@ -273,7 +272,7 @@ def _by_siblings(role: str, path: str, parent: nn.Module) -> str:
         for name, child in parent.named_children()
         if is_linear(unwrap_adapter(child))
     }
-    context, kind = module_names.split(role)
+    context, kind = table.split(role)
     if kind == "gate" and "up" not in siblings:
         return "router" if path.endswith(".gate") else f"{context}up"
     if kind == "up" and "gate" not in siblings and {"up", "down"} <= siblings.keys():
@@ -321,10 +320,10 @@ def _stacks(path: str, module: nn.Module) -> dict[str, str]:
 
 def _linear(place: ModelWeight, owner: nn.Module, model: nn.Module) -> ModelWeight:
     """Split a fused linear layer into its roles where the order of its rows is known."""
-    context, kind = module_names.split(place.roles[0])
+    context, kind = table.split(place.roles[0])
     configs = (getattr(owner, "config", None), getattr(model, "config", None))
     shape = linear_shape(place.module)
-    if split := module_names.split_rows(kind, place.path, owner, configs, *shape):
+    if split := table.split_rows(kind, place.path, owner, configs, *shape):
         place.repeats, sizes = split
         place.roles, place.sizes = tuple(context + role for role in sizes), tuple(sizes.values())
     return place
@@ -332,7 +331,7 @@ def _linear(place: ModelWeight, owner: nn.Module, model: nn.Module) -> ModelWeig
 
 def _stack(place: ModelWeight) -> ModelWeight:
     """Give a stack of experts its roles: gate and up are halves, or alternate (gpt-oss)."""
-    context, kind = module_names.split(place.roles[0])
+    context, kind = table.split(place.roles[0])
     if kind == "gate_up":
         _, _, out = stacked_shape(place.module, cast(str, place.parameter))
         place.roles = (f"{context}gate", f"{context}up")
@@ -344,7 +343,7 @@ def _stack(place: ModelWeight) -> ModelWeight:
 def _set_sides_apart(model: nn.Module, places: list[ModelWeight]) -> None:
     """Set every place's side, and whether plain roles mean another side."""
     for place in places:
-        place.side = module_names.side(place.path)
+        place.side = table.side(place.path)
     equal = any(name.startswith(table.EQUAL_TOWERS) for name in model._parameters)
     if equal or not any(p.block and not p.side and not p.is_embedding for p in places):
         return

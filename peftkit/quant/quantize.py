@@ -22,7 +22,6 @@ from peftkit.quant.layers import (
     adopted,
     is_foreign,
     pack,
-    weight_of,
 )
 
 KINDS = ("nf4", "fp4", "int8")
@@ -64,56 +63,40 @@ def quantize_model(
     if kind not in KINDS:
         raise BaseError(f"cannot quantise to {kind!r}.", fix=f"Use one of {', '.join(KINDS)}.")
     adopt_bitsandbytes(model, compute_dtype)
-    work = quantizable(model, keep)
-    made: dict[nn.Module, QuantizedLinear] = {}
+    layers = quantizable(model, keep)
+    work = quantizable(model, keep, embeddings=True) if embeddings != "none" else layers
+    users: dict[int, list[Job]] = {}
+    for job in work:
+        users.setdefault(id(job[1]._parameters.get(job[2])), []).append(job)
+    packings: dict[int, Packing] = {}
     problems = []
     for done, (path, module, name) in enumerate(work, start=1):
+        weight = module._parameters.get(name)
         try:
             if isinstance(module, QuantizedLinear):
                 if module.kind != kind:
                     raise ValueError(f"it is in {module.kind} already")
-                continue
-            settings = {"double_quant": double_quant, "dtype": compute_dtype}
-            if module in made or (name == "weight" and _is_plain(module)):
-                if module not in made:
-                    made[module] = _quantized(module, kind, device, settings)
+            elif id(weight) not in packings:
+                if weight is None:
+                    raise ValueError("its weight is no parameter")
                 if not path:
                     raise ValueError("it is the whole model; give the model that it is a part of")
-                model.set_submodule(path, made[module])
-            else:
-                _pack_parameter(module, name, kind, device, settings)
+                own = kind if done <= len(layers) else embeddings
+                source = weight.t() if is_turned(module, name) else weight
+                packed, packing = pack(
+                    source.to(device), own, double_quant=double_quant, dtype=compute_dtype
+                )
+                new = nn.Parameter(packed, requires_grad=False)
+                packings[id(new)] = packing
+                for _, user, leaf in users[id(weight)]:
+                    user._parameters[leaf] = new  # frees it now, whoever still holds the layer
         except ValueError as error:
             problems.append(f"{path}.{name} of {type(module).__name__}: {error}")
         on_event(Progress("Quantising the base", done, len(work)))
-    if embeddings != "none":
-        _quantize_embeddings(model, embeddings, double_quant, compute_dtype, device, keep)
-    if problems or not work:
+    if problems or not layers:
         raise not_quantizable(model, kind, problems)
+    install_packed(model, work, packings, device)
     return audit(model)
-
-
-def _quantize_embeddings(
-    model: nn.Module,
-    kind: str,
-    double_quant: bool,
-    dtype: torch.dtype | None,
-    device: torch.device | None,
-    keep: Collection[str],
-) -> None:
-    """Pack the embedding and the output layer; where they are one tensor it stays one."""
-    kept = {id(m) for path in keep for m in model.get_submodule(path).modules()}
-    jobs, packings = embedding_jobs(model, kept), {}
-    made: dict[int, nn.Parameter] = {}
-    for _, module, name in jobs:
-        weight = module._parameters[name]
-        if weight is None or not weight.is_floating_point():
-            continue
-        if (key := id(weight)) not in made:
-            packed, packing = pack(weight.to(device), kind, double_quant=double_quant, dtype=dtype)
-            made[key] = nn.Parameter(packed, requires_grad=False)
-            packings[id(made[key])] = packing
-        module._parameters[name] = made[key]
-    install_packed(model, jobs, packings, device or torch.device("cpu"))
 
 
 def not_quantizable(model: nn.Module, kind: str, problems: Sequence[str]) -> BaseError:
@@ -158,7 +141,10 @@ def embedding_jobs(model: nn.Module, kept: Collection[int] = ()) -> list[Job]:
 
 
 def install_packed(
-    model: nn.Module, jobs: Iterable[Job], packings: Mapping[int, Packing], device: torch.device
+    model: nn.Module,
+    jobs: Iterable[Job],
+    packings: Mapping[int, Packing],
+    device: torch.device | None,
 ) -> None:
     """Let layers compute with weights that lie packed in the parameters' own places.
 
@@ -190,10 +176,18 @@ def install_packed(
         model.set_submodule(path, made[module])
 
 
+def is_turned(module: nn.Module, name: str) -> bool:
+    """Tell whether a weight is packed as (out, in) that the layer keeps as (in, out)."""
+    return name == "weight" and is_conv1d(module) and has_plain_forward(module)
+
+
 def _packed_is_plain(module: nn.Module, packed: Tensor, packing: Packing) -> bool:
-    if has_plain_forward(module):
-        return True
-    module._parameters["weight"] = nn.Parameter(packing(packed), requires_grad=False)
+    """Tell whether a layer computes x W^T + b: by its class, or for others by trying."""
+    if has_plain_forward(module) or is_conv1d(module):
+        return has_plain_forward(module)
+    whole, bias = packing(packed), module._parameters.get("bias")
+    whole = whole if bias is None else whole.to(bias.device)
+    module._parameters["weight"] = nn.Parameter(whole, requires_grad=False)
     try:
         return _is_plain(module)
     finally:
@@ -226,13 +220,7 @@ def _quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Tell whether a layer computes x W^T + b: by its class, or for others by trying."""
-    if has_plain_forward(module):
-        return True
-    weight: Tensor | None = module._parameters.get("weight")
-    bias = module._parameters.get("bias")
-    if weight is not None and is_conv1d(module):
-        weight = weight.t()
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if weight is None or weight.dtype not in FLOATS or weight.ndim != 2:
         return False
     x = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)[None]
@@ -245,29 +233,6 @@ def _is_plain(module: nn.Module) -> bool:
         return False
     # its sums may round in another order
     return bool((found - expected).abs().max() <= 0.02 * expected.abs().max())
-
-
-def _quantized(
-    module: nn.Module, kind: str, device: torch.device | None, settings: dict[str, Any]
-) -> QuantizedLinear:
-    weight, bias = weight_of(module).to(device), cast("Tensor | None", module.bias)
-    new = QuantizedLinear(
-        *pack(weight, kind, **settings), None if bias is None else bias.to(device)
-    )
-    module._parameters.pop("weight", None)  # frees it now, whoever still holds the layer
-    return new.train(module.training)
-
-
-def _pack_parameter(
-    module: nn.Module, name: str, kind: str, device: torch.device | None, settings: dict[str, Any]
-) -> None:
-    """Replace a parameter by its packed form, which is dequantised whenever it is read."""
-    weight = module._parameters.get(name)
-    if weight is None:
-        raise ValueError("its weight is no parameter")
-    packed, packing = pack(weight.to(device), kind, **settings)
-    setattr(module, name, nn.Parameter(packed, requires_grad=False))
-    parametrize.register_parametrization(module, name, packing, unsafe=True)
 
 
 def adopt_bitsandbytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -21,8 +22,13 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(ARCHITECTURES, name, build)
 
 
-@pytest.mark.parametrize("quantize", ["none", "nf4"])
-@pytest.mark.parametrize("name", FURTHER)
+CELLS = [
+    pytest.param(name, quantize, marks=() if number % 11 == 0 else (pytest.mark.slow,))
+    for number, (name, quantize) in enumerate(product(FURTHER, ("none", "nf4")))
+]
+
+
+@pytest.mark.parametrize(("name", "quantize"), CELLS)
 def test_every_linear_layer_is_adapted_and_the_laws_hold(name: str, quantize: str) -> None:
     asked = (*laws.CHEAP, laws.peft_agrees, laws.merged_is_the_same)
     outcome = laws.check("lora", name, quantize, asked)
