@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from peftkit.adapter import attach
 from peftkit.base.load import Base, load_base
 from peftkit.base.purpose import ClassHead, Purpose, head_of_classes
 from peftkit.errors import BaseError
-from peftkit.events import Event, Notice
 from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import QuantizedLinear
 from tests.families import ARCHITECTURES
@@ -90,11 +88,6 @@ def test_a_new_head_does_not_depend_on_what_was_drawn_before(tmp_path) -> None:
     assert not first.model.classifier.bias.any()
 
 
-def test_fingerprint_is_the_bases_whatever_its_new_head(tmp_path) -> None:
-    folder = save_base(tmp_path)
-    assert loaded(folder).fingerprint == loaded(folder, ("x", "y")).fingerprint
-
-
 def test_a_trained_head_keeps_its_weights_and_the_order_of_its_labels(tmp_path) -> None:
     own = ("question", "animal", "food")
     folder = save_base(tmp_path, model=classifier(own))
@@ -131,14 +124,6 @@ def test_a_head_of_another_size_is_refused_or_replaced(tmp_path) -> None:
     assert loaded(folder, fresh=True).model.classifier.weight.shape == (3, 32)
 
 
-def test_an_unnamed_head_of_the_right_size_is_kept(tmp_path) -> None:
-    folder = save_base(tmp_path, model=classifier(None))
-    trained = load_file(folder / "model.safetensors")["classifier.weight"]
-    base = loaded(folder)
-    assert torch.equal(base.model.classifier.weight, trained.to(base.model.dtype))
-    assert base.model.config.id2label == dict(enumerate(LABELS))
-
-
 def test_what_lacks_besides_the_head_is_still_an_error(tmp_path) -> None:
     folder = save_base(tmp_path)
     file = folder / "model.safetensors"
@@ -166,22 +151,6 @@ def test_a_task_that_does_not_fit_the_model_says_so(
     folder = save_base(tmp_path, family)
     with pytest.raises(BaseError, match=f"not a a test model.\n  Its model_type is {model_type}"):
         load_base(str(folder), purpose=Purpose("a test", auto_class))
-
-
-def test_a_decoder_knows_its_padding(tmp_path) -> None:
-    model = ARCHITECTURES["llama"]()
-    model.config.pad_token_id = None
-    folder = save_base(tmp_path, model=model)
-    assert json.loads((folder / "config.json").read_text()).get("pad_token_id") is None
-    base = loaded(folder)
-    assert base.model.config.pad_token_id == base.tokenizer.pad_token_id
-
-
-def test_a_head_that_was_not_asked_for_is_told(tmp_path) -> None:
-    seen: list[Event] = []
-    loaded(save_base(tmp_path, model=classifier(None)), auto_class=TOKEN, on_event=seen.append)
-    told = [event.text for event in seen if isinstance(event, Notice)]
-    assert any("does not use these weights of its files: bert.pooler" in text for text in told)
 
 
 def test_no_backbone_counts_as_a_head() -> None:

@@ -16,7 +16,7 @@ from peftkit.base.packed_bases import pack_base
 from peftkit.config.schema import from_dict
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
-from peftkit.errors import BaseError, ConfigError, RunError
+from peftkit.errors import BaseError, ConfigError
 from peftkit.events import Event, Saved
 from peftkit.kernels import packing
 from peftkit.tasks.causal_lm import CausalLM
@@ -33,7 +33,7 @@ def no_copies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PEFTKIT_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.fixture(scope="module", params=["llama", "mixtral"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
@@ -125,7 +125,9 @@ def test_streamed_run_is_the_resident_one_to_the_bit(folder, tmp_path) -> None:
     assert_two_at_most(base)
 
 
-@pytest.mark.parametrize("break_at", [4, 5])  # where a forward pass is repeated, and in one
+@pytest.mark.parametrize(  # where a forward pass is repeated, and in one
+    "break_at", [4, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_memory_that_runs_out_is_had_with_smaller_batches(folder, break_at, tmp_path) -> None:
     _, resident = trained(folder, "device", tmp_path / "a", break_at, max_steps=1)
     base, streamed = trained(folder, "stream", tmp_path / "b", break_at, max_steps=1)
@@ -133,23 +135,16 @@ def test_memory_that_runs_out_is_had_with_smaller_batches(folder, break_at, tmp_
     assert_two_at_most(base)
 
 
-def test_compiling_is_refused_by_name(folder, tmp_path) -> None:
-    with pytest.raises(RunError, match="streamed"):
-        trained(folder, "stream", tmp_path / "a", max_steps=1, compile=True)
-
-
 @pytest.mark.parametrize(
     ("family", "how", "way"),
     [
         ("mixtral", "grouped_mm", "offload"),
-        ("mixtral", "eager", "recompute"),
-        ("qwen3_moe", "batched_mm", "offload"),
-        ("gpt_oss", "grouped_mm", "recompute"),
-        ("granitemoe", "eager", "recompute"),
+        ("qwen3_moe", "batched_mm", "recompute"),
+        pytest.param("gpt_oss", "grouped_mm", "recompute", marks=pytest.mark.slow),
+        pytest.param("granitemoe", "eager", "recompute", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
-def test_experts_come_a_group_at_a_time(family, how, way, kind, monkeypatch, tmp_path) -> None:
+def test_experts_come_a_group_at_a_time(family, how, way, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(placement_module, "EXPERT_BYTES", 5000)  # of a few experts
     torch.manual_seed(0)
     model: Any = (FAMILIES | ARCHITECTURES)[family]()
@@ -157,7 +152,7 @@ def test_experts_come_a_group_at_a_time(family, how, way, kind, monkeypatch, tmp
     tiny_tokenizer().save_pretrained(tmp_path)
     results = []
     for placement in ("device", "stream"):
-        base = load_base(str(tmp_path), dtype="fp32", quantize=kind, placement=placement)
+        base = load_base(str(tmp_path), dtype="fp32", quantize="nf4", placement=placement)
         if family != "granitemoe":  # whose experts are a loop
             base.model.set_experts_implementation(how)
         targets = ("q", "expert_gate", "expert_up") if family == "mixtral" else ("q",)
@@ -198,24 +193,6 @@ def test_inference_is_the_same_with_two_blocks_on_the_device(folder) -> None:
         for base in (resident, streamed)
     ]
     assert torch.equal(*made)
-    assert stream.buffer.most_resident == 2
-
-
-def test_a_step_moves_what_is_not_there_yet(folder) -> None:
-    base = based(folder, "stream")
-    attach(base.model, LoRA(rank=2, targets=("q", "v")))
-    stream = stream_of(base)
-    size = sum(t.nbytes for t in stream._blocks[0].host)
-    with torch.no_grad():
-        base.model(input_ids=ids())
-    assert stream.buffer.bytes_moved == LAYERS * size
-    base.model.train()
-    Blocks(base.model).set_activations("recompute")
-    for _ in range(2):
-        before = stream.buffer.bytes_moved
-        base.model(input_ids=ids(), use_cache=False).logits.sum().backward()
-    # the last two blocks are there for the backward pass, and the first two for the forward pass
-    assert stream.buffer.bytes_moved - before == (2 * LAYERS - 4) * size
     assert stream.buffer.most_resident == 2
 
 

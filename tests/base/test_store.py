@@ -23,7 +23,7 @@ from peftkit.base.packed_bases import pack_base
 from peftkit.base.purpose import CAUSAL_LM, ClassHead, Purpose
 from peftkit.base.request import StorageFormat, fast_dtype, request_of
 from peftkit.base.store import stored_bases
-from peftkit.errors import BaseError, OutputError, PeftkitError, RunError
+from peftkit.errors import BaseError, OutputError, RunError
 from peftkit.events import Event, Notice
 from peftkit.files import disk
 from peftkit.quant.audit import audit
@@ -56,8 +56,9 @@ def ids() -> torch.Tensor:
     return torch.arange(24).remainder(23).view(2, 12) + 3
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gpt_oss", "t5", "phi3"])
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "nf4"), ("gpt2", "int8"), ("gpt_oss", "nf4"), ("t5", "int8")]
+)
 def test_opened_base_is_the_packed_one_to_the_bit(family, kind, tmp_path) -> None:
     ARCHITECTURES[family]().save_pretrained(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
@@ -101,16 +102,6 @@ def test_large_base_is_kept_and_a_small_one_only_when_asked(folder, cache, monke
         opened(folder, store="off")
 
 
-def test_opened_base_trains_like_any_other(folder) -> None:
-    from peftkit import LoRA, attach
-
-    pack_base(str(folder))
-    base, _ = opened(folder)
-    adapter = attach(base.model, LoRA(rank=2))
-    base.model(input_ids=ids()).logits.sum().backward()
-    assert all(p.grad is not None for p in adapter.parameters())
-
-
 def change_base(folder: Path, kept: Path) -> None:
     path = folder / "model.safetensors"
     tensors = safetensors.torch.load_file(path)
@@ -125,11 +116,6 @@ def turn_a_bit(folder: Path, kept: Path) -> None:
     (kept / store.WEIGHTS).write_bytes(data)
 
 
-def cut_short(folder: Path, kept: Path) -> None:
-    path = kept / store.WEIGHTS
-    path.write_bytes(path.read_bytes()[:-10])
-
-
 def of_another_version(folder: Path, kept: Path) -> None:
     path = kept / store.MANIFEST
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 0}))
@@ -139,13 +125,9 @@ def broken_manifest(folder: Path, kept: Path) -> None:
     (kept / store.MANIFEST).write_text("{")
 
 
-def without_weights(folder: Path, kept: Path) -> None:
-    (kept / store.WEIGHTS).unlink()
-
-
 @pytest.mark.parametrize(
     "spoil",
-    [change_base, turn_a_bit, cut_short, of_another_version, broken_manifest, without_weights],
+    [change_base, turn_a_bit, of_another_version, broken_manifest],
 )
 def test_store_of_no_use_is_told_and_not_used(spoil, folder) -> None:
     kept = pack_base(str(folder))
@@ -252,13 +234,6 @@ def test_gguf_file_and_dequantised_checkpoint_are_kept_packed_too(cache, tmp_pat
             store.open_stored(kept, wanted)
 
 
-def test_what_cannot_be_kept_packed_is_refused(folder) -> None:
-    with pytest.raises(BaseError):
-        pack_base(str(folder), quantize="none")
-    with pytest.raises(PeftkitError):
-        pack_base(str(folder), quantize="nf8")
-
-
 def test_commands_pack_list_and_remove(folder, capsys) -> None:
     assert run(["base", "pack", str(folder), "--quantize", "int8"]) == 0
     kept = Path(capsys.readouterr().out.strip())
@@ -280,16 +255,6 @@ def test_commands_pack_list_and_remove(folder, capsys) -> None:
     assert kept.name in capsys.readouterr().err
     assert run(["base", "rm", kept.name]) == 0
     assert not kept.exists()
-
-
-def test_causal_lm_is_what_a_base_is_packed_for(folder) -> None:
-    kept = pack_base(str(folder))
-    form = json.loads((kept / store.MANIFEST).read_text())["form"]
-    assert form["quantize"] == "nf4"
-    form = StorageFormat("nf4", False, torch.bfloat16, CPU, False)
-    other = store.folder_of(request_of(Location("", str(folder)), CAUSAL_LM, form))
-    assert other is not None
-    assert other != kept
 
 
 class Alone:

@@ -11,7 +11,6 @@ import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from peftkit.adapter import attach
 from peftkit.base.fingerprint import fingerprint
 from peftkit.base.load import Base, load_base
 from peftkit.data.encode import Style
-from peftkit.errors import AdapterError, DataError
+from peftkit.errors import AdapterError
 from peftkit.formats.peft.folder import load_adapter, named_tensors, save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.bank import AdapterBank
@@ -142,8 +141,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize(
     ("family", "batch"),
-    [("llama", batch) for batch in BATCHES]
-    + [(family, "all") for family in ("gpt2", "phi3", "gpt_neox", "gemma2")],
+    [("llama", batch) for batch in ("mixed with bare rows", "all")]
+    + [("gpt2", "all"), pytest.param("gemma2", "all", marks=pytest.mark.slow)],
 )
 def test_a_mixed_batch_is_each_adapter_alone(
     family: str, batch: str, way: str, tmp_path: Path
@@ -166,7 +165,7 @@ def test_a_mixed_batch_is_each_adapter_alone(
         assert not torch.allclose(found, logits(model, ids), atol=1e-3), "adapters take part"
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["patterns", "pissa", "dora"])
 def test_one_adapter_for_the_batch_is_that_adapter_alone(
     name: str, bank: AdapterBank, model: nn.Module, paths: dict[str, Path]
 ) -> None:
@@ -194,9 +193,7 @@ def test_without_a_name_the_base_is_bare_to_the_bit(
         assert torch.equal(found, bare)
 
 
-@pytest.mark.parametrize(
-    ("kind", "placement"), [("nf4", "device"), ("int8", "device"), ("nf4", "stream")]
-)
+@pytest.mark.parametrize(("kind", "placement"), [("int8", "device"), ("nf4", "stream")])
 def test_over_a_quantised_base_too(
     kind: str, placement: str, model_folder: Path, way: str, tmp_path: Path
 ) -> None:
@@ -209,42 +206,6 @@ def test_over_a_quantised_base_too(
         torch.testing.assert_close(logits(base.model, ids), expected, atol=TOLERANCE, rtol=0)
 
 
-def test_in_bf16_within_its_rounding(model: nn.Module, way: str, tmp_path: Path) -> None:
-    model.to(torch.bfloat16)
-    paths = write_all(model, tmp_path)
-    rows = BATCHES["mixed with bare rows"]
-    ids = some_ids(len(rows))
-    expected = rows_alone(model, paths, rows, ids).float()
-    with AdapterBank(a_base(model), paths).use(rows):
-        error = (logits(model, ids).float() - expected).norm() / expected.norm()
-    assert error < 0.02  # 8 bits of mantissa, through two layers
-
-
-def test_a_file_in_16_bits_over_a_base_in_32_keeps_its_size_and_loses_nothing(
-    model: nn.Module, tmp_path: Path
-) -> None:
-    methods = {
-        "lora": LoRA(rank=4, alpha=7, dtype="bf16"),
-        "dora": DoRA(rank=3, alpha=5, dtype="bf16"),
-        "foreign": LoRA(rank=2, alpha=3, dtype="bf16"),
-    }
-    paths = {name: write(model, m, tmp_path / name, 3) for name, m in methods.items()}
-    (paths["foreign"] / "peftkit.json").unlink()  # then it is scaled in float32
-    rows: list[str | None] = ["lora", "dora", None, "foreign"]
-    ids = some_ids(4)
-    expected = rows_alone(model, paths, rows, ids)
-    bank = AdapterBank(a_base(model), paths)
-    with bank.use(rows):
-        torch.testing.assert_close(logits(model, ids), expected, atol=TOLERANCE, rtol=0)
-    for row, name in enumerate(rows):
-        with bank.use(name):
-            found = logits(model, ids)[row]
-        torch.testing.assert_close(found, expected[row], atol=TOLERANCE, rtol=0)
-        if name:
-            size = (paths[name] / "adapter_model.safetensors").stat().st_size
-            assert bank.num_bytes(name) <= size
-
-
 def test_an_infinite_product_of_one_adapter_stays_in_its_row(way: str) -> None:
     ranks = by_row.RowRanks.of([0, 1], [1, 1], torch.device("cpu"))
     a = ranks.stack([torch.full((1, 2), 3e38), torch.ones(1, 2)])
@@ -252,15 +213,6 @@ def test_an_infinite_product_of_one_adapter_stays_in_its_row(way: str) -> None:
     out = by_row.add_lora_by_row(torch.zeros(2, 1, 3), torch.full((2, 1, 2), 5.0), a, b, ranks)
     assert out[0].isinf().all()
     assert torch.equal(out[1], torch.full((1, 3), 10.0))
-
-
-def test_the_cheaper_way_is_taken() -> None:
-    ranks = by_row.RowRanks.of([0, 1, 0, None], [8, 8], torch.device("cpu"))
-    assert ranks.masked_is_cheaper(1, torch.float32), "a decoding step"
-    assert not ranks.masked_is_cheaper(100, torch.float32), "a prompt"
-    in_order = by_row.RowRanks.of([0, 1], [8, 8], torch.device("cpu"))
-    assert in_order.own is None, "nothing is gathered"
-    assert not in_order.masked_is_cheaper(1, torch.float32)
 
 
 # ------------------------------------------------------------------- generation
@@ -301,64 +253,7 @@ def test_each_adapter_is_asked_as_it_learnt_to_be(
         assert told == [text]
 
 
-def test_sampling_is_repeated_by_its_seed(bank: AdapterBank) -> None:
-    def sample(seed: int) -> list[list[int]]:
-        return bank.generate_ids(
-            PROMPTS, NAMES, max_new_tokens=6, temperature=2.0, seed=seed, batch_size=4
-        )
-
-    assert sample(1) == sample(1) != sample(2)
-
-
-def test_beams_take_an_entry_for_each(bank: AdapterBank, model: Any) -> None:
-    ids = some_ids(2)
-    settings: dict[str, Any] = {"num_beams": 2, "max_new_tokens": 4, "do_sample": False}
-    settings |= {"attention_mask": torch.ones_like(ids)}
-    with bank.use(["plain", "plain", "ffn", "ffn"]):
-        found = model.generate(ids, **settings)
-    for row, name in enumerate(["plain", "ffn"]):
-        with bank.use(name):
-            assert torch.equal(model.generate(ids, **settings)[row], found[row])
-    with (
-        bank.use(["plain", "ffn"]),
-        pytest.raises(AdapterError, match=r"4 rows.*for 2(.|\n)*beams"),
-    ):
-        model.generate(ids, **settings)
-
-
 # ------------------------------------------------------------------- a lookup, and memory
-
-
-def held(bank: AdapterBank) -> dict[str, int]:
-    """Return where each tensor of each adapter lies."""
-    return {
-        f"{path}.{name}.{part}": tensor.data_ptr()
-        for path, layer in bank.base.model.named_modules()
-        if isinstance(layer, BankLinear)
-        for name, update in layer.updates.items()
-        for part, tensor in (("a", update.a), ("b", update.b))
-    }
-
-
-def test_a_switch_moves_no_tensor_and_takes_less_than_a_millisecond(
-    bank: AdapterBank, model: nn.Module
-) -> None:
-    before = held(bank)
-    assert before
-    times = []
-    for name in [*bank.names, None] * 5:
-        start = perf_counter()
-        with bank.use(name):
-            times.append(perf_counter() - start)
-            assert held(bank) == before
-    assert sorted(times)[len(times) // 2] < 1e-3
-    with bank.use("plain"):
-        layer = next(m for m in model.modules() if isinstance(m, BankLinear))
-        kept = layer.updates["plain"]
-        assert [t.data_ptr() for t in kept.in_dtype(torch.float32)] == [
-            kept.a.data_ptr(),
-            kept.b.data_ptr(),
-        ]
 
 
 def test_what_a_mixed_batch_needed_is_gone_after_it(bank: AdapterBank, model: nn.Module) -> None:
@@ -447,27 +342,13 @@ def test_a_layer_without_an_adapter_is_the_bases_own_again(
     assert list(model.named_modules())[-1][1] is modules[list(modules)[-1]]
 
 
-def test_a_switch_is_undone_by_an_error(bank: AdapterBank, model: nn.Module) -> None:
-    ids = some_ids(1)
-    bare = logits(model, ids)
-    with pytest.raises(RuntimeError, match="stop"), bank.use("plain"):
-        raise RuntimeError("stop")
-    assert torch.equal(logits(model, ids), bare)
-    bank.drop("plain")
-
-
 # ------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(
-    "name", ["", "a/b", "..", "a..b", "../x", "a b", "a=b", ".a", "a\\b", "-a"]
-)
-def test_a_name_is_a_plain_word(name: str, bank: AdapterBank, paths: dict[str, Path]) -> None:
-    with pytest.raises(AdapterError, match="is not allowed as the name"):
-        bank.add(name, paths["plain"])
-
-
-def test_a_name_is_taken_once(bank: AdapterBank, paths: dict[str, Path]) -> None:
+def test_a_name_is_a_plain_word_and_taken_once(bank: AdapterBank, paths: dict[str, Path]) -> None:
+    for name in ("", "a/b", "..", "a..b", "a b", "a=b", ".a", "a\\b", "-a"):
+        with pytest.raises(AdapterError, match="is not allowed as the name"):
+            bank.add(name, paths["plain"])
     with pytest.raises(AdapterError, match=r"'plain' already(.|\n)*Drop it first"):
         bank.add("plain", paths["twin"])
 
@@ -482,13 +363,13 @@ ASKS: dict[str, Callable[[AdapterBank], object]] = {
 }
 
 
-@pytest.mark.parametrize("ask", ASKS)
-def test_an_unknown_name_is_told_with_its_neighbour(ask: str, bank: AdapterBank) -> None:
-    with pytest.raises(AdapterError, match=r"'plian'(.|\n)*twin(.|\n)*Did you mean 'plain'"):
-        ASKS[ask](bank)
+def test_an_unknown_name_is_told_with_its_neighbour(bank: AdapterBank) -> None:
+    for ask in ASKS.values():
+        with pytest.raises(AdapterError, match=r"'plian'(.|\n)*twin(.|\n)*Did you mean 'plain'"):
+            ask(bank)
 
 
-@pytest.mark.parametrize("rows", [["plain", None], ["plain"], [], [None, None]])
+@pytest.mark.parametrize("rows", [["plain", None], []])
 def test_another_number_of_rows_is_refused(
     rows: list[str | None], bank: AdapterBank, model: nn.Module
 ) -> None:
@@ -500,14 +381,6 @@ def test_rows_that_the_model_has_flattened_are_refused(bank: AdapterBank, model:
     layer = model.model.layers[0].mlp.down_proj
     with bank.use(["plain", "ffn"]), pytest.raises(AdapterError, match="cannot separate the rows"):
         layer(torch.zeros(2, 64))
-
-
-def test_prompts_and_names_are_as_many(bank: AdapterBank) -> None:
-    for names in (["plain"], "ab"):
-        with pytest.raises(DataError, match="2 prompts"):
-            bank.generate_ids([[9], [8]], names)
-        with pytest.raises(DataError, match="2 prompts"):
-            bank.generate(["a", "b"], names)
 
 
 def test_an_adapter_of_other_weights_needs_force(model: nn.Module, tmp_path: Path) -> None:

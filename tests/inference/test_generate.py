@@ -126,14 +126,6 @@ def test_every_module_keeps_its_mode(
     assert False in modes
 
 
-def test_gradients_flow_after_an_answer(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    generate_ids(llama, tokenizer, PROMPTS, max_new_tokens=3)
-    llama(torch.tensor([PROMPTS[2]])).logits.sum().backward()
-    assert all(parameter.grad is not None for parameter in llama.parameters())
-
-
 def test_pieces_of_a_stream_are_the_whole_answer(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -161,13 +153,6 @@ def test_a_stream_that_is_left_stops_the_model(
     pieces.close()
     assert threading.active_count() == threads
     assert calls < 250
-
-
-def test_what_breaks_in_a_streams_thread_is_raised_where_it_is_read(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    with pytest.raises(IndexError):
-        list(stream(llama, tokenizer, [100_000]))
 
 
 def test_an_answer_ends_where_the_context_does(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 import sys
 from functools import cache
 from pathlib import Path
@@ -22,7 +21,7 @@ from peftkit.base.load import load_base
 from peftkit.data.images import Picture
 from peftkit.data.load import DataConfig
 from peftkit.errors import AdapterError, DataError, PeftkitError
-from peftkit.events import Event, RunStarted, Table
+from peftkit.events import Event, RunStarted
 from peftkit.formats.exchange import export_adapter
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.bank import open_bank
@@ -35,7 +34,6 @@ from peftkit.inference.generate_images import (
 )
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
-from peftkit.run.prepare import prepare
 from peftkit.tasks.image_text import ImageTextConfig
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
@@ -126,18 +124,6 @@ def test_the_adapters_folder_is_peft_and_merges(
         merged = load_base(str(tmp_path / "merged"), dtype="fp32", purpose=purpose)
         torch.testing.assert_close(merged.model(**inputs).logits, ours, rtol=1e-4, atol=1e-3)
     assert merged.processor.chat_template == processor_of("llava").chat_template
-
-
-def test_a_resumed_run_ends_as_one_never_stopped(
-    base_folder: Path, data: Path, run_folder: Path, tmp_path: Path
-) -> None:
-    half = tmp_path / "half"
-    shutil.copytree(run_folder, half)
-    shutil.rmtree(half / "checkpoints" / "step-24")
-    (half / "adapter_model.safetensors").unlink()
-    recipe.run(settings_of(base_folder, data, half), resume=True)
-    whole, again = ((p / "adapter_model.safetensors").read_bytes() for p in (run_folder, half))
-    assert whole == again
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -262,33 +248,6 @@ def test_mllama_learns_by_its_cross_attention_alone(tmp_path: Path) -> None:
     adapter.detach()
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
-
-
-def test_check_shows_rows_with_their_images(base_folder: Path, data: Path, tmp_path: Path) -> None:
-    events: list[Event] = []
-    recipe.check(settings_of(base_folder, data, tmp_path / "run"), on_event=events.append)
-    shown = [e for e in events if isinstance(e, Table) and "as the loss sees it" in e.title]
-    assert "[image 8x8: 4 tokens]" in shown[0].rows[0][1]
-    assert shown[0].rows[1] == ("learnt", "red<|im_end|>")
-
-
-def test_without_targets_the_language_side_alone_is_adapted(
-    base_folder: Path, data: Path, tmp_path: Path
-) -> None:
-    settings = settings_of(base_folder, data, tmp_path / "run")
-    ready = prepare(settings.model_copy(update={"method": LoRA(rank=2)}))
-    assert all(".language_model." in path for path in ready.adapter.modules)
-    assert len(ready.adapter.modules) == 2 * 7
-    everything = LoRA(rank=2, targets="all-linear")
-    ready = prepare(settings.model_copy(update={"method": everything}))
-    assert any(".vision_tower." in path for path in ready.adapter.modules)
-
-
-def test_a_model_that_sees_is_inspected(
-    base_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run("inspect", str(base_folder))
-    assert "vision_q" in capsys.readouterr().out
 
 
 def test_settings_that_the_task_cannot_use_are_named(base_folder: Path, data: Path) -> None:

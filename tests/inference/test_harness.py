@@ -133,10 +133,3 @@ def test_without_the_harness_it_says_how_to_get_it(
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     with pytest.raises(ConfigError, match=r"pip install 'peftkit\[lm-eval\]'"):
         run_tasks(opened, ["arc_easy"])
-
-
-def test_eval_takes_either_rows_or_tasks(peftkit: Run) -> None:  # noqa: F811
-    for options in ((), ("--data", "a.jsonl", "--tasks", "arc_easy")):
-        done = peftkit("eval", "adapter", *options)
-        assert (done.code, done.out) == (2, "")
-        assert "--data or --tasks" in done.err

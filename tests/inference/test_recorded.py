@@ -11,11 +11,10 @@ import torch
 
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.cached_engine import CachedEngine
-from peftkit.inference.engine import Limits, Request, Running
+from peftkit.inference.engine import Request, Running
 from peftkit.inference.open_engine import why_plain
 from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
-from peftkit.quant.quantize import quantize_model
 from tests.families import EOS, FAMILIES
 from tests.inference.test_bank import a_base, write
 from tests.inference.test_engine import MODELS
@@ -132,31 +131,6 @@ def test_a_model_that_waits_for_the_host_is_not_recorded(
         assert (engine.recorder.is_able, engine.recorder.num_recorded) == (False, 0)
     (record,) = caplog.records
     assert "not recorded: CUDA error" in record.message
-
-
-def test_packed_weights_are_read_as_they_lie() -> None:
-    model: Any = FAMILIES["llama"]().eval()
-    quantize_model(model, "nf4")
-    with CachedEngine(model, TOKENIZER) as engine:
-        expected = answers(engine)
-    with simulated() as card, on_card(model) as engine:
-        assert answers(engine) == expected
-        assert engine.recorder is not None
-        assert engine.recorder.num_recorded > 0
-        assert card.operators["gemm_4bit"] > 0
-
-
-def test_a_beginning_that_all_read_is_computed_without_a_graph(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("peftkit.inference.cached_engine.MIN_READ", 1)
-    prompts, sampling = [list(range(5, 60))] * 6, Sampling(16, 1.0, seed=3)
-    model: Any = FAMILIES["llama"]().eval()
-    with CachedEngine(model, TOKENIZER, Limits(rows=4)) as engine:
-        expected = engine.answers(prompts, sampling)
-    with simulated(), on_card(model) as engine:
-        found = engine.answers(prompts, sampling)
-    assert [one.ids for (one,) in found] == [one.ids for (one,) in expected]
 
 
 def test_memory_of_slots_that_are_empty_goes_where_others_grow() -> None:

@@ -13,11 +13,8 @@ from safetensors.torch import load_file
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, TargetError
 from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS, load_adapter
-from peftkit.formats.peft.low_rank import read_low_rank
-from peftkit.merging.fold import merge_into
 from peftkit.methods.lora import LoRA
 from peftkit.methods.own_parameters import BitFit
-from peftkit.quant.quantize import quantize_model
 from tests.kinds import outputs
 from tests.methods.cell import built, moved, saved, trained
 
@@ -27,23 +24,6 @@ pytestmark = pytest.mark.filterwarnings(
     # and notes that a layer with a bias cannot be switched off
     "ignore:Careful, disabling adapter layers with bias:UserWarning",
 )
-
-
-def test_all_means_every_bias_but_that_of_a_head_of_words() -> None:
-    model = built("bert")
-    adapter = attach(model, BitFit())
-    names = {name for name, _ in built("bert").named_parameters() if name.endswith(".bias")}
-    assert names - {f"{path}.bias" for path in adapter.modules} == {"cls.predictions.bias"}
-    assert {name.rpartition(".")[2] for name in adapter.state()} == {"bias"}
-
-
-def test_the_biases_of_a_4_bit_base_can_be_merged_in_place() -> None:
-    model = built("qwen2")
-    quantize_model(model, "nf4", compute_dtype=torch.float32)
-    adapter = trained(model, BitFit())
-    expected = outputs(model)
-    merge_into(adapter)
-    assert torch.equal(outputs(model), expected)
 
 
 def test_targets_without_a_bias_and_parts_of_a_fused_layer_are_refused() -> None:
@@ -104,9 +84,3 @@ def test_a_lora_does_not_become_one_that_trains_biases(tmp_path: Path) -> None:
     (tmp_path / NOTES).unlink()
     with pytest.raises(AdapterError, match="features that peftkit does not read"):
         load_adapter(built("qwen2"), tmp_path)
-
-
-def test_what_takes_a_lora_says_that_it_is_none(tmp_path: Path) -> None:
-    saved(trained(built("qwen2"), BitFit()), tmp_path)
-    with pytest.raises(AdapterError, match=r"is not a LoRA\n  its method is bitfit"):
-        read_low_rank(tmp_path)

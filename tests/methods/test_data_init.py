@@ -54,11 +54,8 @@ def parse(folder: Path, model: Path, method: dict[str, Any], **base: str) -> Rec
 @pytest.mark.parametrize(
     ("method", "base"),
     [
-        ({"init": "eva"}, {}),
-        ({"init": "eva"}, {"quantize": "nf4"}),
         ({"init": "eva", "type": "dora"}, {}),
         ({"init": "loftq"}, {"quantize": "nf4"}),
-        ({"init": "loftq"}, {"quantize": "int8"}),
     ],
     ids=str,
 )

