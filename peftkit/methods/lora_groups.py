@@ -74,6 +74,10 @@ class SharedInputGroup(ABC):
 class LoRAGroup(SharedInputGroup):
     """LoRA layers of one input.
 
+    Args:
+        serves: For generation: A and B are not cast for each token. Else for training, where a
+            rounding more is none.
+
     Attributes:
         members: The layers.
         ranks: Columns of each one's A.
@@ -81,8 +85,9 @@ class LoRAGroup(SharedInputGroup):
         scales: (R,): s of each row of A.
     """
 
-    def __init__(self, members: Sequence[LoRALinear]) -> None:
+    def __init__(self, members: Sequence[LoRALinear], *, serves: bool = False) -> None:
         super().__init__(members)
+        self.serves = serves
         self.members, self.dropout = list(members), members[0].dropout
         self.ranks = tuple(member.lora_A.shape[0] for member in members)
         device, autocast = members[0].lora_A.device, _autocast(members[0].lora_A)
@@ -113,13 +118,13 @@ class LoRAGroup(SharedInputGroup):
         return list(kinds.values())
 
     def takes(self, x: Tensor) -> bool:
-        """Tell whether to compute together: only in training, where a rounding more is none."""
-        return (
-            self.members[0].training
-            and torch.is_grad_enabled()
-            and (_autocast(x) or x.dtype) == self.dtype
-            and x.device == self.lora_a.device
-        )
+        """Tell whether to compute together, for such an input."""
+        trains, autocast = self.members[0].training, _autocast(x)
+        if trains == self.serves or torch.is_grad_enabled() == self.serves:
+            return False
+        if self.serves and autocast is not None:
+            return False
+        return (autocast or x.dtype) == self.dtype and x.device == self.lora_a.device
 
     def output(self, layer: LoRALinear, x: Tensor) -> Tensor:
         """Return what a layer gives for x."""
@@ -128,15 +133,17 @@ class LoRAGroup(SharedInputGroup):
         return self.part(layer, x)
 
     def compute(self, x: Tensor) -> Sequence[Tensor]:
-        flat = x.reshape(-1, x.shape[-1])
-        dropped = None if isinstance(self.dropout, nn.Identity) else self.dropout(flat)
-        outputs = self.products(flat, dropped)
+        flat, bases = x.reshape(-1, x.shape[-1]), [member.base for member in self.members]
+        outputs: Sequence[Tensor]
+        if self.serves:
+            parts = functional.linear(flat, self.lora_a).split(self.ranks, 1)
+            each = zip(bases, parts, self.lora_b, strict=True)
+            outputs = [torch.addmm(base(flat), part, b.t()) for base, part, b in each]
+        else:
+            dropped = None if isinstance(self.dropout, nn.Identity) else self.dropout(flat)
+            piece = Piece(None, tuple(range(len(self.ranks))), self.ranks)
+            outputs = products_beside(flat, dropped, bases, [(piece, self)])
         return [out.view(*x.shape[:-1], out.shape[-1]) for out in outputs]
-
-    def products(self, x: Tensor, dropped: Tensor | None) -> Sequence[Tensor]:
-        """Return what each layer gives for x (M, in), whose A reads `dropped`."""
-        piece = Piece(None, tuple(range(len(self.ranks))), self.ranks)
-        return products_beside(x, dropped, [m.base for m in self.members], [(piece, self)])
 
     def _versions(self) -> list[int]:
         return [tensor._version for m in self.members for tensor in (m.lora_A, m.lora_B)]
@@ -154,26 +161,6 @@ class LoRAGroup(SharedInputGroup):
         """Let every layer compute by itself again."""
         for member in self.members:
             member.group = None
-
-
-class ServingGroup(LoRAGroup):
-    """For generation: copies of A and B that are not cast for each token."""
-
-    def takes(self, x: Tensor) -> bool:
-        return (
-            not torch.is_grad_enabled()
-            and not self.members[0].training
-            and x.dtype == self.dtype
-            and x.device == self.lora_a.device
-            and _autocast(x) is None
-        )
-
-    def products(self, x: Tensor, dropped: Tensor | None) -> Sequence[Tensor]:
-        parts = functional.linear(x, self.lora_a).split(self.ranks, 1)
-        return [
-            torch.addmm(member.base(x), part, lora_b.t())
-            for member, part, lora_b in zip(self.members, parts, self.lora_b, strict=True)
-        ]
 
 
 @torch.no_grad()
@@ -204,7 +191,7 @@ def products_beside(
     """Return what each base gives for x (M, in), with the updates of each piece's group.
 
     Args:
-        dropped: As in `LoRAGroup.products`.
+        dropped: What A reads (M, in), where dropout makes it another than x.
         pieces: At least one has a group, whose layers it names by their places in `bases`.
     """
     groups = [group for _, group in pieces if group is not None]
@@ -275,7 +262,11 @@ class Grouping:
     def serving(self) -> Iterator[None]:
         """Have A and B ready for token after token; then layers are as they were."""
         before = [(layer, layer.group) for layer in self._layers()]
-        groups = [ServingGroup(m) for found in self._sets for m in ServingGroup.fitting(found)]
+        groups = [
+            LoRAGroup(members, serves=True)
+            for found in self._sets
+            for members in LoRAGroup.fitting(found)
+        ]
         copy_masters(groups)
         try:
             yield

@@ -15,7 +15,6 @@ from peftkit.inference import engine
 from peftkit.inference.generate import generate_ids
 from peftkit.inference.open_engine import why_plain
 from peftkit.methods.lora import LoRA
-from peftkit.methods.lora_groups import LoRAGroup, ServingGroup
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.quant.quantize import quantize_model
 from tests.families import ARCHITECTURES, FAMILIES, FURTHER
@@ -35,8 +34,10 @@ def adapted(model: nn.Module, rank: int = 3) -> Adapter:
     return adapter
 
 
-def groups_of(model: nn.Module) -> set[type]:
-    return {type(m.group) for m in model.modules() if isinstance(m, LoRALinear)}
+def groups_of(model: nn.Module) -> set[bool | None]:
+    """Return whether layers are grouped to serve, or to train, or not."""
+    layers = [m for m in model.modules() if isinstance(m, LoRALinear)]
+    return {getattr(layer.group, "serves", None) for layer in layers}
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama", "nf4"), ("qwen3_moe", "none")])
@@ -48,12 +49,12 @@ def test_layers_that_are_ready_say_what_they_say_alone(
         quantize_model(model, kind)
     adapter = adapted(model)
     assert why_plain(model, tokenizer) is None  # which it is asked as it is
-    seen: list[set[type]] = []
+    seen: list[set[bool | None]] = []
     watch = model.register_forward_pre_hook(lambda *_: seen.append(groups_of(model)))
     found = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
     watch.remove()
-    assert all(ServingGroup in kinds for kinds in seen)
-    assert groups_of(model) == {type(None)}
+    assert all(True in kinds for kinds in seen)
+    assert groups_of(model) == {None}
     with adapter.disabled():
         bare = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
     monkeypatch.setattr(engine, "prepared_for_serving", lambda *_: nullcontext())
@@ -69,7 +70,7 @@ def test_generating_within_training_leaves_its_groups(tokenizer: Tokenizer) -> N
     before = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
     adapter.prepare_training()
     assert generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7) == before
-    assert groups_of(model) == {LoRAGroup}
+    assert groups_of(model) == {False}
     with torch.no_grad():  # what is ready for tokens follows the adapter too
         for parameter in adapter.parameters():
             parameter.add_(0.3)
