@@ -18,9 +18,9 @@ from peftkit.report.verdict import verdict, warnings
 
 REFRESH_SECONDS = 30
 """How often a browser reloads the report of a run that is going on."""
-STYLE, SCRIPT = (
+STYLE, SCRIPT, LIVE = (
     files("peftkit.report").joinpath(name).read_text(encoding="utf-8")
-    for name in ("report.css", "report.js")
+    for name in ("report.css", "report.js", "live.js")
 )
 
 
@@ -41,16 +41,21 @@ def write_report(runs: Sequence[str | Path], out: str | Path) -> Path:
     return Path(out)
 
 
-def page(runs: Sequence[History]) -> str:
-    """Return the report as HTML, with no script but ours and no request to anywhere."""
+def page(runs: Sequence[History], *, live: bool = False) -> str:
+    """Return the report as HTML, with no script but ours and no request to anywhere.
+
+    Args:
+        live: It asks its server for what is new; else a file that a browser loads again.
+    """
     one = len(runs) == 1
     title = runs[0].name if one else f"{len(runs)} runs"
     again = f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">\n'
     is_running = one and runs[0].state() == "running"
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    script = SCRIPT + LIVE if live else SCRIPT
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
         "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
-        f"script-src 'sha256-{digest}'"
+        f"script-src 'sha256-{digest}'" + ("; connect-src 'self'" if live else "")
     )
     return f"""<!doctype html>
 <html lang="en">
@@ -58,13 +63,13 @@ def page(runs: Sequence[History]) -> str:
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{text(policy)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-{again if is_running else ""}<title>{text(title)} - peftkit</title>
+{again if is_running and not live else ""}<title>{text(title)} - peftkit</title>
 <link rel="icon" href="data:,">
 <style>{STYLE}</style>
 </head>
 <body>
 {_one(runs[0]) if one else _several(runs)}
-<script>{SCRIPT}</script>
+<script>{script}</script>
 </body>
 </html>
 """
