@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -28,9 +29,33 @@ def data(
     chat_template: Annotated[
         str | None, typer.Option(metavar="NAME|FILE", help="data.chat_template.")
     ] = None,
+    hard_negatives: Annotated[
+        str | None,
+        typer.Option(metavar="ADAPTER", help="Find negatives with this embedding adapter."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where rows with negatives are written.")
+    ] = None,
+    candidates: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="More texts to choose negatives from (field: text)."),
+    ] = None,
+    negatives: Annotated[int, typer.Option(min=1, metavar="N", help="Negatives of each row.")] = 5,
+    margin: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="How much farther than the positive a negative is."),
+    ] = 0.05,
+    kind: Annotated[
+        Literal["embedding", "reranker"], typer.Option("--for", help="The task of the rows.")
+    ] = "embedding",
     as_json: Json = False,
 ) -> None:
     """Show what is in a data file: format, fields, duplicates and lengths in tokens."""
+    if hard_negatives is not None:
+        if out is None:
+            raise typer.BadParameter("--hard-negatives needs --out FILE")
+        _write_hard_negatives(file, hard_negatives, out, candidates, negatives, margin, kind)
+        return
     from peftkit.data.chat import choose_template
     from peftkit.data.survey import survey
     from peftkit_cli.render import Renderer
@@ -55,6 +80,33 @@ def data(
     _show(found)
     if model is None:
         note("To count tokens, name a model: --model smollm2-135m")
+
+
+def _write_hard_negatives(
+    file: str,
+    adapter: str,
+    out: Path,
+    candidates: str | None,
+    number: int,
+    margin: float,
+    kind: Literal["embedding", "reranker"],
+) -> None:
+    from peftkit.formats.open_adapter import open_adapter
+    from peftkit.inference.hard_negatives import find_hard_negatives
+    from peftkit.inference.predict import write_rows
+    from peftkit_cli.render import Renderer
+
+    with Renderer() as on_event:
+        found = find_hard_negatives(
+            open_adapter(adapter, on_event=on_event),
+            file,
+            candidates=candidates,
+            number=number,
+            margin=margin,
+            task=kind,
+            on_event=on_event,
+        )
+        write_rows(found.rows, out, on_event=on_event)
 
 
 def _show(found: Survey) -> None:

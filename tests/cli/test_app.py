@@ -64,8 +64,11 @@ COMMANDS: dict[str, list[str]] = {
     "push": ["ADAPTER", "USER/NAME", "--private"],
     "pull": ["ID[@REVISION]", "--out", "--force"],
     "inspect": ["ADAPTER|MODEL", "OTHER", "--json"],
-    "data": ["FILE", "--model", "--max-length", "--chat-template", "--json"],
-    "report": ["RUN...", "--out"],
+    "data": [
+        "FILE", "--model", "--max-length", "--chat-template", "--hard-negatives", "--out",
+        "--candidates", "--negatives", "--margin", "--for", "--json",
+    ],
+    "report": ["RUN...", "--out", "--serve", "--port"],
     "runs": ["DIR", "--json"],
     "base ls": ["--json"],
     "base rm": ["NAME"],

@@ -1,0 +1,206 @@
+"""Hard negatives: texts that an embedding adapter takes for answers, and that are none.
+
+For each anchor these are the candidates that come closest to it and are farther than its positive
+by a margin (arXiv:2407.15831, "TopK-PercPos"): what is as close as the positive may well be another
+answer. What is nearly the positive itself, or answers the same anchor elsewhere, is no negative.
+
+Shapes: N anchors, M candidates, D width; at most CHUNK x CHUNK similarities exist at a time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from peftkit.data.format import read_each
+from peftkit.data.load import DataConfig, Record, read_records
+from peftkit.data.messages import full_text
+from peftkit.errors import AdapterError, DataError
+from peftkit.events import Listener, Progress, Stage, Table, ignore
+from peftkit.formats.open_adapter import Opened
+from peftkit.tasks.embedding import Embedding
+from peftkit.tasks.reranker import RerankerConfig
+
+CHUNK = 4_096
+SLACK = 8
+"""So many more candidates than are asked for are looked at for being nearly the positive."""
+
+
+@dataclass(frozen=True, slots=True)
+class HardNegatives:
+    """Rows with negatives.
+
+    Attributes:
+        rows: As the task asked for reads them; an anchor with fewer negatives than asked has none.
+        num_read: Rows of the file.
+        counts: Why candidates that were closer than those taken are none, and how many there were.
+        num_few: Rows left out, because too few candidates were left.
+    """
+
+    rows: list[dict[str, Any]]
+    num_read: int
+    counts: dict[str, int]
+    num_few: int
+
+    def table(self) -> Table:
+        """Return what was found, and what was left out."""
+        lines = [("rows read", self.num_read), ("rows with negatives", len(self.rows))]
+        lines += [("rows with too few", self.num_few), *self.counts.items()]
+        told = tuple((name, f"{number:,}") for name, number in lines)
+        return Table("Hard negatives", ("what", "how many"), told)
+
+
+def find_hard_negatives(
+    opened: Opened,
+    data: str,
+    *,
+    candidates: str | None = None,
+    number: int = 5,
+    margin: float = 0.05,
+    task: Literal["embedding", "reranker"] = "embedding",
+    on_event: Listener = ignore,
+) -> HardNegatives:
+    """Find negatives for the rows of a file.
+
+    Args:
+        opened: An embedding adapter.
+        data: Rows with an anchor and a positive, by the names that the adapter learnt with.
+        candidates: More texts to choose from, rows with a field text; all positives are.
+        number: Negatives of each row.
+        margin: Share of the positive's similarity by which a negative is farther from the anchor;
+            also how far from the positive it is at least, as 1 - similarity.
+        task: Whose rows are made.
+
+    Raises:
+        AdapterError: The adapter makes no embeddings.
+        DataError: The rows cannot be read, or no candidate is left for any of them.
+    """
+    if opened.task.type != "embedding":
+        raise AdapterError(
+            f"{opened.file.folder} makes no embeddings",
+            found=f"it was trained for the task {opened.task.type}",
+            fix="Give an adapter that was trained with task: embedding.",
+        )
+    maker: Any = opened.task.on(
+        opened.base.model, opened.base.processor, DataConfig(train="", max_length=None)
+    )
+    assert isinstance(maker, Embedding)
+    names = (maker.config.anchor, maker.config.positive)
+    on_event(Stage(f"Reading {data}"))
+    pairs = _texts(data, names)
+    texts = [positive for _, positive in pairs]
+    texts += [text for (text,) in _texts(candidates, ("text",))] if candidates else []
+    texts = list(dict.fromkeys(text.strip() for text in texts))
+    anchors = list(dict.fromkeys(anchor.strip() for anchor, _ in pairs))
+    model = opened.base.model
+    chosen, counts = _chosen(
+        [(anchor.strip(), positive.strip()) for anchor, positive in pairs],
+        (anchors, embedded(maker, model, anchors, on_event)),
+        (texts, embedded(maker, model, texts, on_event)),
+        number,
+        margin,
+        on_event,
+    )
+    first, second, third = names[0], names[1], maker.config.negatives
+    if task == "reranker":
+        known = RerankerConfig()
+        first, second, third = known.query, known.positive, known.negatives
+    rows = [
+        {first: anchor, second: positive, third: negatives}
+        for (anchor, positive), negatives in zip(pairs, chosen, strict=True)
+        if len(negatives) == number or (task == "reranker" and negatives)
+    ]
+    if not rows:
+        raise DataError(
+            f"No row of {data} has {number} negatives.",
+            found=", ".join(f"{name}: {count:,}" for name, count in counts.items()),
+            fix="Ask for fewer, lower the margin, or give more texts to choose from.",
+        )
+    found = HardNegatives(rows, len(pairs), dict(counts), len(pairs) - len(rows))
+    on_event(found.table())
+    return found
+
+
+def embedded(task: Embedding, model: Any, texts: Sequence[str], on_event: Listener) -> Tensor:
+    """Return the vectors of texts (n, D), of length 1, in fp32 on the CPU; a chunk at a time."""
+    parts = [
+        torch.tensor(task.vectors(model, texts[start : start + CHUNK], on_event))
+        for start in range(0, len(texts), CHUNK)
+    ]
+    return normalize(torch.cat(parts), dim=-1)
+
+
+def _texts(where: str, names: Sequence[str]) -> list[tuple[str, ...]]:
+    def read(record: Record) -> tuple[tuple[str, ...], Sequence[str]]:
+        return tuple(full_text(record.fields, name) for name in names), names
+
+    return read_each(read_records(where), read, " and ".join(names), where)[0]
+
+
+def _chosen(
+    pairs: Sequence[tuple[str, str]],
+    anchors: tuple[Sequence[str], Tensor],
+    texts: tuple[Sequence[str], Tensor],
+    number: int,
+    margin: float,
+    on_event: Listener,
+) -> tuple[list[list[str]], Counter[str]]:
+    """Return the negatives of each pair, the closest first, and why closer texts were left out."""
+    anchor_at = {text: n for n, text in enumerate(anchors[0])}
+    text_at = {text: n for n, text in enumerate(texts[0])}
+    answers: defaultdict[str, set[str]] = defaultdict(set)
+    for anchor, positive in pairs:
+        answers[anchor].add(positive)
+    counts: Counter[str] = Counter()
+    chosen: list[list[str]] = []
+    for start in range(0, len(pairs), CHUNK):
+        on_event(Progress("Searching", start, len(pairs)))
+        some = pairs[start : start + CHUNK]
+        queries = anchors[1][[anchor_at[anchor] for anchor, _ in some]]
+        positives = texts[1][[text_at[positive] for _, positive in some]]
+        own = (queries * positives).sum(-1)
+        limit = own - margin * own.abs()
+        known = [[text_at[text] for text in {*answers[a], a} if text in text_at] for a, _ in some]
+        scores, places, too_close = _nearest(queries, texts[1], limit, known, number + SLACK)
+        counts["closer than the margin"] += too_close
+        alike = (texts[1][places] @ positives[:, :, None]).squeeze(-1) > 1 - margin
+        for row in range(len(some)):
+            there = scores[row] > -torch.inf
+            counts["nearly the positive"] += int((there & alike[row]).sum())
+            kept = places[row][there & ~alike[row]][:number].tolist()
+            chosen.append([texts[0][place] for place in kept])
+    return chosen, counts
+
+
+def _nearest(
+    queries: Tensor, vectors: Tensor, limit: Tensor, known: Sequence[Sequence[int]], number: int
+) -> tuple[Tensor, Tensor, int]:
+    """Return similarities and places of the nearest texts below a limit, and how many are above.
+
+    Args:
+        queries: (n, D). vectors: (M, D). limit: (n,). known: Places of texts that do not count.
+    """
+    number = min(number, len(vectors))
+    best = queries.new_full((len(queries), number), -torch.inf)
+    places = torch.zeros(best.shape, dtype=torch.long)
+    too_close = 0
+    rows = torch.tensor([n for n, own in enumerate(known) for _ in own], dtype=torch.long)
+    columns = torch.tensor([place for own in known for place in own], dtype=torch.long)
+    for start in range(0, len(vectors), CHUNK):
+        scores = queries @ vectors[start : start + CHUNK].T
+        here = (columns >= start) & (columns < start + CHUNK)
+        scores[rows[here], columns[here] - start] = -torch.inf
+        above = scores > limit[:, None]
+        too_close += int(above.sum())
+        scores = scores.masked_fill(above, -torch.inf)
+        both = torch.cat([best, scores], dim=1)
+        numbers = torch.arange(start, start + scores.shape[1]).expand(len(scores), -1)
+        best, chosen = both.topk(number, dim=1)
+        places = torch.cat([places, numbers], dim=1).gather(1, chosen)
+    return best, places, too_close

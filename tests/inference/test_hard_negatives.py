@@ -1,0 +1,139 @@
+"""Hard negatives are the closest texts that are no answers, whatever is in memory at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertModel
+from typer.testing import CliRunner
+
+from peftkit import recipe
+from peftkit.base.load import load_base
+from peftkit.errors import AdapterError, DataError
+from peftkit.formats.open_adapter import Opened, open_adapter
+from peftkit.inference import hard_negatives
+from peftkit.inference.hard_negatives import HardNegatives, embedded, find_hard_negatives
+from peftkit.run.config import Recipe
+from peftkit_cli.app import app
+from tests.families import ARCHITECTURES
+from tests.tasks.classifiers import framing_tokenizer, write_rows
+
+ANIMALS = ["the quick brown fox", "the lazy dog", "a brown dog jumps", "the fox and the dog"]
+FOOD = ["pizza with cheese", "extra olives", "olives and cheese", "a pizza"]
+PAIRS = [
+    {"anchor": f"what {n} {text[::-1]}?", "positive": text}
+    for n, text in enumerate([*ANIMALS, *FOOD])
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained embedding adapter, run/, and its rows, rows.jsonl."""
+    made = tmp_path_factory.mktemp("embedding")
+    torch.manual_seed(0)
+    BertModel(ARCHITECTURES["bert"]().config).save_pretrained(made / "base")
+    framing_tokenizer().save_pretrained(made / "base")
+    told: dict[str, Any] = {
+        "task": "embedding",
+        "base": {"model": str(made / "base"), "dtype": "fp32"},
+        "method": {"type": "lora", "rank": 2},
+        "data": {"train": write_rows(made / "rows.jsonl", PAIRS), "max_length": 64},
+        "train": {"output_dir": str(made / "run"), "max_steps": 2},
+    }
+    recipe.run(Recipe(**told))
+    return made
+
+
+@pytest.fixture(scope="module")
+def opened(folder: Path) -> Opened:
+    return open_adapter(folder / "run")
+
+
+def found(opened: Opened, folder: Path, rows: list[dict[str, str]], **asked: Any) -> HardNegatives:
+    return find_hard_negatives(opened, write_rows(folder / "asked.jsonl", rows), **asked)
+
+
+def by_definition(
+    opened: Opened, rows: list[dict[str, str]], number: int, margin: float
+) -> list[list[str]]:
+    from peftkit.data.load import DataConfig
+
+    task: Any = opened.task.on(opened.base.model, opened.base.processor, DataConfig(train=""))
+    texts = list(dict.fromkeys(row["positive"] for row in rows))
+    ours = embedded(task, opened.base.model, texts, lambda event: None)
+    wanted = []
+    for row in rows:
+        (query,) = embedded(task, opened.base.model, [row["anchor"]], lambda event: None)
+        right = {other["positive"] for other in rows if other["anchor"] == row["anchor"]}
+        positive = ours[texts.index(row["positive"])]
+        limit = float(query @ positive) - margin * abs(float(query @ positive))
+        ranked = sorted(
+            (
+                (-float(query @ vector), text)
+                for text, vector in zip(texts, ours, strict=True)
+                if text not in right
+                and float(query @ vector) <= limit
+                and float(vector @ positive) <= 1 - margin
+            )
+        )
+        wanted.append([text for _, text in ranked][:number])
+    return wanted
+
+
+@pytest.mark.parametrize("chunk", [3, 4_096])
+@pytest.mark.parametrize("margin", [0.0, 0.02])
+def test_they_are_the_closest_that_are_no_answers(
+    chunk: int, margin: float, opened: Opened, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hard_negatives, "CHUNK", chunk)
+    rows = [*PAIRS, {"anchor": PAIRS[0]["anchor"], "positive": "the fox jumps"}]
+    wanted = by_definition(opened, rows, 2, margin)
+    asked = found(opened, folder, rows, number=2, margin=margin)
+    full = [(row, some) for row, some in zip(rows, wanted, strict=True) if len(some) == 2]
+    assert asked.rows == [{**row, "negatives": some} for row, some in full]
+    assert asked.num_few == len(rows) - len(full)
+    reranked = found(opened, folder, rows, number=2, margin=margin, task="reranker")
+    assert [row["negatives"] for row in reranked.rows] == [some for some in wanted if some]
+    assert {*reranked.rows[0]} == {"query", "positive", "negatives"}
+
+
+def test_what_is_too_close_is_told_and_left_out() -> None:
+    degrees = {"the positive": 20, "nearly it": 30, "closer": 5, "hard": 60, "easy": 120}
+    angles = torch.deg2rad(torch.tensor([*degrees.values()], dtype=torch.float32))
+    vectors = torch.stack([angles.cos(), angles.sin()], dim=1)
+    anchor = (["asked"], torch.tensor([[1.0, 0.0]]))
+    pairs = [("asked", "the positive")]
+    chosen, counts = hard_negatives._chosen(
+        pairs, anchor, ([*degrees], vectors), 2, 0.05, lambda event: None
+    )
+    assert chosen == [["hard", "easy"]]
+    assert counts == {"closer than the margin": 1, "nearly the positive": 1}
+
+
+def test_the_command_writes_rows_that_a_task_trains_on(folder: Path, tmp_path: Path) -> None:
+    more = write_rows(tmp_path / "more.jsonl", [{"text": "the answer"}, {"text": "the question"}])
+    out = tmp_path / "rows.jsonl"
+    asked = ["data", str(folder / "rows.jsonl"), "--hard-negatives", str(folder / "run")]
+    asked += ["--candidates", more, "--negatives", "1", "--margin", "0", "--out", str(out)]
+    done = CliRunner().invoke(app, [*asked, "--for", "reranker"])
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {*rows[0]} == {"query", "positive", "negatives"}
+    assert CliRunner().invoke(app, asked[:4]).exit_code == 2  # where to?
+
+
+def test_what_cannot_be_is_an_error(opened: Opened, folder: Path, model_folder: Path) -> None:
+    with pytest.raises(DataError, match=r"No row of .* has 9 negatives"):
+        found(opened, folder, PAIRS, number=9)
+    with pytest.raises(DataError, match=r"asked\.jsonl:1: positive: missing"):
+        found(opened, folder, [{"anchor": "a"}])
+    base = load_base(str(model_folder), dtype="fp32")
+    from peftkit.tasks.causal_lm import CausalLMConfig
+
+    other = Opened(base, opened.adapter, opened.file, CausalLMConfig())
+    with pytest.raises(AdapterError, match="makes no embeddings"):
+        find_hard_negatives(other, "rows.jsonl")
