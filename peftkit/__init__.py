@@ -96,10 +96,12 @@ if TYPE_CHECKING:
     from peftkit.tasks.image_classification import (
         ImageClassificationConfig as ImageClassificationConfig,
     )
-    from peftkit.tasks.image_text import ImageText as ImageText
-    from peftkit.tasks.image_text import ImageTextConfig as ImageTextConfig
     from peftkit.tasks.masked_lm import MaskedLM as MaskedLM
     from peftkit.tasks.masked_lm import MaskedLMConfig as MaskedLMConfig
+    from peftkit.tasks.media_text import AudioTextConfig as AudioTextConfig
+    from peftkit.tasks.media_text import ImageTextConfig as ImageTextConfig
+    from peftkit.tasks.media_text import MediaText as ImageText
+    from peftkit.tasks.media_text import MediaText as MediaText
     from peftkit.tasks.on_policy.config import GRPOConfig as GRPOConfig
     from peftkit.tasks.on_policy.rewards import RewardTerm as RewardTerm
     from peftkit.tasks.preference.config import PreferenceConfig as PreferenceConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,14 @@ from transformers import PreTrainedModel
 from transformers.processing_utils import ProcessorMixin
 
 from peftkit.base.processors import UnreadVideos, blind_to_videos
+from peftkit.tasks.media_text import ImageTextConfig, MediaTextConfig
 from tests.families import _GROUPED, tiny_tokenizer
 
 VOCAB = 448
-_WIDE = {"initializer_range": 0.2}
-_TEXT: dict[str, Any] = {**_GROUPED, "vocab_size": VOCAB, "max_position_embeddings": 512}
+WIDE = {"initializer_range": 0.2}
+TEXT: dict[str, Any] = {**_GROUPED, "vocab_size": VOCAB, "max_position_embeddings": 512}
 _TOWER: dict[str, Any] = {
-    **_WIDE,
+    **WIDE,
     "image_size": 8,
     "patch_size": 4,
     "hidden_size": 32,
@@ -36,443 +37,17 @@ _TOWER: dict[str, Any] = {
     "num_attention_heads": 4,
 }
 
-TEMPLATE = """\
+_TEMPLATE = """\
+{%- set marks = MARKS -%}
 {%- for message in messages -%}
 {{ '<|im_start|>' + message['role'] + '\n' }}
 {%- for part in message['content'] -%}
-{%- if part['type'] == 'image' -%}{{ 'MARK' }}{%- else -%}{{ part['text'] }}{%- endif -%}
+{{ marks[part['type']] if part['type'] in marks else part['text'] }}
 {%- endfor -%}
 {{ '<|im_end|>\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
 
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How to build a family, and what is particular to it.
-
-    Args:
-        extras: Inputs beside the tokens and the pixels whose absence must change the logits.
-    """
-
-    model: Callable[[], PreTrainedModel]
-    processor: Callable[[], ProcessorMixin]
-    extras: tuple[str, ...] = ()
-    has_template: bool = True
-
-    def build(self) -> tuple[Any, Any]:
-        """Return a model in eval mode, and its processor."""
-        torch.manual_seed(0)
-        return self.model().eval(), self.processor()
-
-
-def picture(colour: Any = (200, 30, 60), size: tuple[int, int] = (9, 12)) -> Image.Image:
-    """Return a picture that is not the same everywhere."""
-    image = Image.new("RGB", size, colour)
-    for x in range(size[0]):
-        image.putpixel((x, x % size[1]), (17 * x % 255, 40, 255 - 9 * x % 255))
-    return image
-
-
-def png(colour: Any = (200, 30, 60), size: tuple[int, int] = (9, 12)) -> bytes:
-    """Return `picture` as a file."""
-    file = io.BytesIO()
-    picture(colour, size).save(file, "PNG")
-    return file.getvalue()
-
-
-def _tokenizer(*tokens: str, **named: str) -> Any:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    tokenizer.model_max_length = 512
-    if named:
-        made = tokenizer.__class__(
-            tokenizer_object=tokenizer.backend_tokenizer,
-            pad_token="<pad>",
-            bos_token="<s>",
-            eos_token="<|im_end|>",
-            unk_token="<unk>",
-            additional_special_tokens=["<|im_start|>"],
-            extra_special_tokens=named,
-            model_max_length=512,
-        )
-        tokenizer = made
-    missing = [t for t in (*named.values(), *tokens) if t not in tokenizer.get_vocab()]
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *missing]})
-    return tokenizer
-
-
-def _template(mark: str) -> str:
-    return TEMPLATE.replace("MARK", mark)
-
-
-def _id(token: str, *tokens: str, **named: str) -> int:
-    return int(_tokenizer(*tokens, **named).convert_tokens_to_ids(token))
-
-
-def _made(stem: str, kind: str = "ForConditionalGeneration", **settings: Any) -> Any:
-    def build() -> PreTrainedModel:
-        made: Any = getattr(transformers, f"{stem}{kind}")
-        return made(getattr(transformers, f"{stem}Config")(**settings))
-
-    return build
-
-
-def _opened(stem: str, **settings: Any) -> Any:
-    """Build with every gate half open, as trained ones are: at zero nothing passes."""
-    closed = _made(stem, **settings)
-
-    def build() -> PreTrainedModel:
-        model: PreTrainedModel = closed()
-        for name, parameter in model.named_parameters():
-            if "gate" in name and parameter.numel() == 1:
-                parameter.data.fill_(0.5)
-        return model
-
-    return build
-
-
-def _size(side: int = 8) -> dict[str, Any]:
-    return {"size": {"height": side, "width": side}}
-
-
-# ------------------------------------------------------------------- LLaVA and its kin
-
-
-def _llava_processor(stem: str, images: Any) -> Any:
-    return getattr(transformers, f"{stem}Processor")(
-        image_processor=images,
-        tokenizer=_tokenizer("<image>"),
-        patch_size=4,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=_template("<image>\\n"),
-    )
-
-
-_LLAVA: dict[str, Any] = {
-    "text_config": {**_TEXT, "model_type": "llama"},
-    "vision_config": {**_TOWER, "model_type": "clip_vision_model"},
-    "image_token_index": _id("<image>", "<image>"),
-    "vision_feature_layer": -1,
-}
-
-LLAVA = Family(
-    _made("Llava", **_LLAVA),
-    lambda: _llava_processor(
-        "Llava",
-        transformers.CLIPImageProcessorPil(
-            size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}
-        ),
-    ),
-)
-_PINPOINTS = [[8, 16], [16, 8], [16, 16]]
-LLAVA_NEXT = Family(
-    _made("LlavaNext", **_LLAVA, image_grid_pinpoints=_PINPOINTS),
-    lambda: _llava_processor(
-        "LlavaNext",
-        transformers.LlavaNextImageProcessorPil(
-            size={"shortest_edge": 8},
-            crop_size={"height": 8, "width": 8},
-            image_grid_pinpoints=_PINPOINTS,
-        ),
-    ),
-)
-
-# ------------------------------------------------------------------- Qwen
-
-_QWEN = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
-_QWEN_IDS = dict(
-    zip(
-        ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id"),
-        [_id(token, *_QWEN) for token in _QWEN],
-        strict=True,
-    )
-)
-_MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
-
-
-def _qwen_processor(stem: str) -> Callable[[], Any]:
-    return lambda: blind_to_videos(getattr(transformers, f"{stem}Processor"))(
-        image_processor=transformers.Qwen2VLImageProcessorPil(
-            patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
-        ),
-        tokenizer=_tokenizer(*_QWEN),
-        video_processor=UnreadVideos({}),
-        chat_template=_template("<|vision_start|><|image_pad|><|vision_end|>"),
-    )
-
-
-_QWEN2_VL = Family(
-    _made(
-        "Qwen2VL",
-        **_QWEN_IDS,
-        text_config={**_TEXT, **_MROPE},
-        vision_config={
-            "depth": 2,
-            "embed_dim": 32,
-            "hidden_size": 32,
-            "num_heads": 4,
-            "mlp_ratio": 2,
-            "patch_size": 4,
-            **_WIDE,
-        },
-    ),
-    _qwen_processor("Qwen2VL"),
-    ("mm_token_type_ids",),
-)
-_QWEN25_VL = Family(
-    _made(
-        "Qwen2_5_VL",
-        **_QWEN_IDS,
-        text_config={**_TEXT, **_MROPE},
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "out_hidden_size": 32,
-            "num_heads": 4,
-            "intermediate_size": 64,
-            "patch_size": 4,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-            **_WIDE,
-        },
-    ),
-    _qwen_processor("Qwen2_5_VL"),
-    ("mm_token_type_ids",),
-)
-_QWEN3_VL = Family(
-    _made(
-        "Qwen3VL",
-        **_QWEN_IDS,
-        text_config={**_TEXT, **_MROPE, "head_dim": 8},
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "out_hidden_size": 32,
-            "num_heads": 4,
-            "intermediate_size": 64,
-            "patch_size": 4,
-            "deepstack_visual_indexes": [0],
-            "num_position_embeddings": 16,
-            **_WIDE,
-        },
-    ),
-    _qwen_processor("Qwen3VL"),
-    ("mm_token_type_ids",),
-)
-
-# ------------------------------------------------------------------- Gemma
-
-_GEMMA3 = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"} | {
-    "image_token": "<image_soft_token>"
-}
-_SIGLIP = {**_TOWER, "model_type": "siglip_vision_model"}
-_GEMMA3_FAMILY = Family(
-    _made(
-        "Gemma3",
-        text_config={**_TEXT, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
-        vision_config=_SIGLIP,
-        mm_tokens_per_image=4,
-        boi_token_index=_id(_GEMMA3["boi_token"], **_GEMMA3),
-        eoi_token_index=_id(_GEMMA3["eoi_token"], **_GEMMA3),
-        image_token_index=_id(_GEMMA3["image_token"], **_GEMMA3),
-    ),
-    lambda: transformers.Gemma3Processor(
-        image_processor=transformers.Gemma3ImageProcessorPil(**_size()),
-        tokenizer=_tokenizer(**_GEMMA3),
-        chat_template=_template("<start_of_image>"),
-        image_seq_length=4,
-    ),
-    ("token_type_ids",),
-)
-_PALIGEMMA = Family(
-    _made(
-        "PaliGemma",
-        text_config={**_TEXT, "vocab_size": 1664, "head_dim": 8, "model_type": "gemma"},
-        vision_config={**_SIGLIP, "projection_dim": 32},
-        projection_dim=32,
-        image_token_index=_id("<image>", "<image>"),
-    ),
-    lambda: transformers.PaliGemmaProcessor(
-        image_processor=_with_length(transformers.SiglipImageProcessorPil(**_size()), 4),
-        tokenizer=_tokenizer(),
-    ),
-    ("token_type_ids",),
-    has_template=False,
-)
-
-
-def _with_length(images: Any, length: int) -> Any:
-    images.image_seq_length = length
-    return images
-
-
-# ------------------------------------------------------------------- Idefics3, SmolVLM, InternVL
-
-_IDEFICS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
-_IDEFICS += tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))
-
-
-def _idefics_processor() -> Any:
-    return transformers.Idefics3Processor(
-        image_processor=transformers.Idefics3ImageProcessorPil(
-            size={"longest_edge": 16}, max_image_size={"longest_edge": 8}
-        ),
-        tokenizer=_tokenizer(*_IDEFICS),
-        image_seq_len=1,
-        chat_template=_template("<image>"),
-    )
-
-
-_IDEFICS_CONFIG: dict[str, Any] = {
-    "text_config": {**_TEXT, "model_type": "llama"},
-    "vision_config": _TOWER,
-    "scale_factor": 2,
-    "image_token_id": _id("<image>", *_IDEFICS),
-}
-_INTERN = {
-    "start_image_token": "<img>",
-    "end_image_token": "</img>",
-    "context_image_token": "<IMG_CONTEXT>",
-    "video_token": "<video>",
-}
-_INTERNVL = Family(
-    _made(
-        "InternVL",
-        text_config={**_TEXT, "model_type": "qwen2"},
-        vision_config={**_TOWER, "image_size": [8, 8], "patch_size": [4, 4]},
-        image_token_id=_id("<IMG_CONTEXT>", **_INTERN),
-        downsample_ratio=0.5,
-    ),
-    lambda: blind_to_videos(transformers.InternVLProcessor)(
-        image_processor=transformers.GotOcr2ImageProcessorPil(
-            **_size(), crop_to_patches=True, min_patches=1, max_patches=4
-        ),
-        tokenizer=_tokenizer(**_INTERN),
-        video_processor=UnreadVideos({}),
-        image_seq_length=1,
-        chat_template=_template("<IMG_CONTEXT>\\n"),
-    ),
-)
-
-# ------------------------------------------------------------------- mllama
-
-_MLLAMA = Family(
-    _opened(
-        "Mllama",
-        text_config={
-            **_TEXT,
-            "cross_attention_layers": [1],
-            "num_hidden_layers": 3,
-            "vocab_size": _id("<|image|>", "<|image|>"),  # of which the head has no row
-        },
-        vision_config={
-            **_TOWER,
-            "attention_heads": 4,
-            "num_global_layers": 1,
-            "vision_output_dim": 64,
-            "intermediate_layers_indices": [0],
-            "max_num_tiles": 2,
-            "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
-        },
-        image_token_index=_id("<|image|>", "<|image|>"),
-    ),
-    lambda: transformers.MllamaProcessor(
-        image_processor=transformers.MllamaImageProcessorPil(**_size(), max_image_tiles=2),
-        tokenizer=_tokenizer("<|image|>"),
-        chat_template="{{ bos_token }}" + _template("<|image|>"),
-    ),
-    ("cross_attention_mask", "aspect_ratio_ids"),
-)
-
-# ------------------------------------------------------------------- Gemma 4
-
-_GEMMA4 = {
-    "boi_token": "<|image>",
-    "eoi_token": "<image|>",
-    "image_token": "<|image|>",
-    "audio_token": "<|audio|>",
-    "boa_token": "<|audio>",
-    "eoa_token": "<audio|>",
-}
-
-_GEMMA4_FAMILY = Family(
-    _made(
-        "Gemma4",
-        text_config={
-            **_TEXT,
-            "vocab_size": 512,
-            "head_dim": 8,
-            "global_head_dim": 8,
-            "sliding_window": 8,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 512,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "use_bidirectional_attention": "vision",
-        },
-        vision_config={
-            **_TOWER,
-            "num_key_value_heads": 4,
-            "head_dim": 8,
-            "pooling_kernel_size": 2,
-            "position_embedding_size": 64,
-        },
-        audio_config=None,
-        image_token_id=_id(_GEMMA4["image_token"], **_GEMMA4),
-        boi_token_id=_id(_GEMMA4["boi_token"], **_GEMMA4),
-        eoi_token_id=_id(_GEMMA4["eoi_token"], **_GEMMA4),
-        audio_token_id=_id(_GEMMA4["audio_token"], **_GEMMA4),
-        video_token_id=500,
-    ),
-    lambda: blind_to_videos(transformers.Gemma4Processor)(
-        feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
-        image_processor=transformers.Gemma4ImageProcessorPil(
-            patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
-        ),
-        tokenizer=_tokenizer(**_GEMMA4),
-        video_processor=UnreadVideos({}),
-        chat_template=_template("<|image|>"),
-    ),
-    ("mm_token_type_ids",),
-)
-
-# ------------------------------------------------------------------- Pixtral in Mistral 3
-
-_PIXTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
-
-
-class PixtralProcessor(ProcessorMixin):
-    """What transformers' own does, which needs torchvision: rows of marks with breaks between."""
-
-    def __init__(self, image_processor: Any, tokenizer: Any, chat_template: Any = None) -> None:
-        super().__init__(image_processor, tokenizer, chat_template=chat_template)
-        self.image_token, self._break, self._end = _PIXTRAL
-        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
-
-    def replace_image_token(self, image_inputs: Any, image_idx: int, **kwargs: Any) -> str:
-        height, width = (int(side) // 8 for side in image_inputs["image_sizes"][image_idx])
-        return (self._break.join([self.image_token * width] * height)) + self._end
-
-
-_MISTRAL3 = Family(
-    _made(
-        "Mistral3",
-        text_config={**_TEXT, "model_type": "mistral", "head_dim": 8},
-        vision_config={**_TOWER, "model_type": "pixtral", "image_size": 32, "head_dim": 8},
-        image_token_index=_id("[IMG]", *_PIXTRAL),
-        spatial_merge_size=2,
-        vision_feature_layer=-1,
-    ),
-    lambda: PixtralProcessor(
-        transformers.PixtralImageProcessorPil(
-            size={"longest_edge": 32}, patch_size={"height": 8, "width": 8}
-        ),
-        _tokenizer(*_PIXTRAL),
-        _template("[IMG]"),
-    ),
-    ("image_sizes",),
-)
 
 Q, A = "user", "assistant"
 
@@ -510,6 +85,451 @@ QUESTIONS: list[dict[str, Any]] = [
 """For a processor that takes a prompt and an answer."""
 
 
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How to build a family, and what is particular to it.
+
+    Args:
+        extras: Inputs beside the tokens and the pixels whose absence must change the logits.
+        config: Of the task. rows: What is learnt of it is `ANSWERS`, or the completions.
+    """
+
+    model: Callable[[], PreTrainedModel]
+    processor: Callable[[], ProcessorMixin]
+    extras: tuple[str, ...] = ()
+    has_template: bool = True
+    config: type[MediaTextConfig] = ImageTextConfig
+    rows: Sequence[dict[str, Any]] = ()
+
+    def examples(self) -> Sequence[dict[str, Any]]:
+        """Return rows that it can be taught."""
+        return self.rows or (CONVERSATIONS if self.has_template else QUESTIONS)
+
+    def build(self) -> tuple[Any, Any]:
+        """Return a model in eval mode, and its processor."""
+        torch.manual_seed(0)
+        return self.model().eval(), self.processor()
+
+
+def picture(colour: Any = (200, 30, 60), size: tuple[int, int] = (9, 12)) -> Image.Image:
+    """Return a picture that is not the same everywhere."""
+    image = Image.new("RGB", size, colour)
+    for x in range(size[0]):
+        image.putpixel((x, x % size[1]), (17 * x % 255, 40, 255 - 9 * x % 255))
+    return image
+
+
+def png(colour: Any = (200, 30, 60), size: tuple[int, int] = (9, 12)) -> bytes:
+    """Return `picture` as a file."""
+    file = io.BytesIO()
+    picture(colour, size).save(file, "PNG")
+    return file.getvalue()
+
+
+def tokenizer(*tokens: str, **named: str) -> Any:
+    """Return the tiny tokenizer with further special tokens."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.model_max_length = 512
+    if named:
+        made = tokenizer.__class__(
+            tokenizer_object=tokenizer.backend_tokenizer,
+            pad_token="<pad>",
+            bos_token="<s>",
+            eos_token="<|im_end|>",
+            unk_token="<unk>",
+            additional_special_tokens=["<|im_start|>"],
+            extra_special_tokens=named,
+            model_max_length=512,
+        )
+        tokenizer = made
+    missing = [t for t in (*named.values(), *tokens) if t not in tokenizer.get_vocab()]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *missing]})
+    return tokenizer
+
+
+def template(image: str | None = None, **marks: str) -> str:
+    """Return a chat template that writes a mark for each part of a type."""
+    marks |= {} if image is None else {"image": image}
+    told = ", ".join(f"'{kind}': '{mark}'" for kind, mark in marks.items())
+    return _TEMPLATE.replace("MARKS", f"{{{told}}}")
+
+
+def token_id(token: str, *tokens: str, **named: str) -> int:
+    """Return a token's number in the tokenizer with these."""
+    return int(tokenizer(*tokens, **named).convert_tokens_to_ids(token))
+
+
+def made(stem: str, kind: str = "ForConditionalGeneration", **settings: Any) -> Any:
+    """Return what builds a model of transformers from its config's settings."""
+
+    def build() -> PreTrainedModel:
+        made: Any = getattr(transformers, f"{stem}{kind}")
+        return made(getattr(transformers, f"{stem}Config")(**settings))
+
+    return build
+
+
+def _opened(stem: str, **settings: Any) -> Any:
+    """Build with every gate half open, as trained ones are: at zero nothing passes."""
+    closed = made(stem, **settings)
+
+    def build() -> PreTrainedModel:
+        model: PreTrainedModel = closed()
+        for name, parameter in model.named_parameters():
+            if "gate" in name and parameter.numel() == 1:
+                parameter.data.fill_(0.5)
+        return model
+
+    return build
+
+
+def _size(side: int = 8) -> dict[str, Any]:
+    return {"size": {"height": side, "width": side}}
+
+
+# ------------------------------------------------------------------- LLaVA and its kin
+
+
+def _llava_processor(stem: str, images: Any) -> Any:
+    return getattr(transformers, f"{stem}Processor")(
+        image_processor=images,
+        tokenizer=tokenizer("<image>"),
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=template("<image>\\n"),
+    )
+
+
+_LLAVA: dict[str, Any] = {
+    "text_config": {**TEXT, "model_type": "llama"},
+    "vision_config": {**_TOWER, "model_type": "clip_vision_model"},
+    "image_token_index": token_id("<image>", "<image>"),
+    "vision_feature_layer": -1,
+}
+
+LLAVA = Family(
+    made("Llava", **_LLAVA),
+    lambda: _llava_processor(
+        "Llava",
+        transformers.CLIPImageProcessorPil(
+            size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}
+        ),
+    ),
+)
+_PINPOINTS = [[8, 16], [16, 8], [16, 16]]
+LLAVA_NEXT = Family(
+    made("LlavaNext", **_LLAVA, image_grid_pinpoints=_PINPOINTS),
+    lambda: _llava_processor(
+        "LlavaNext",
+        transformers.LlavaNextImageProcessorPil(
+            size={"shortest_edge": 8},
+            crop_size={"height": 8, "width": 8},
+            image_grid_pinpoints=_PINPOINTS,
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------- Qwen
+
+_QWEN = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+_QWEN_IDS = dict(
+    zip(
+        ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id"),
+        [token_id(token, *_QWEN) for token in _QWEN],
+        strict=True,
+    )
+)
+_MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+
+
+def _qwen_processor(stem: str) -> Callable[[], Any]:
+    return lambda: blind_to_videos(getattr(transformers, f"{stem}Processor"))(
+        image_processor=transformers.Qwen2VLImageProcessorPil(
+            patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
+        ),
+        tokenizer=tokenizer(*_QWEN),
+        video_processor=UnreadVideos({}),
+        chat_template=template("<|vision_start|><|image_pad|><|vision_end|>"),
+    )
+
+
+_QWEN2_VL = Family(
+    made(
+        "Qwen2VL",
+        **_QWEN_IDS,
+        text_config={**TEXT, **_MROPE},
+        vision_config={
+            "depth": 2,
+            "embed_dim": 32,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "mlp_ratio": 2,
+            "patch_size": 4,
+            **WIDE,
+        },
+    ),
+    _qwen_processor("Qwen2VL"),
+    ("mm_token_type_ids",),
+)
+_QWEN25_VL = Family(
+    made(
+        "Qwen2_5_VL",
+        **_QWEN_IDS,
+        text_config={**TEXT, **_MROPE},
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "out_hidden_size": 32,
+            "num_heads": 4,
+            "intermediate_size": 64,
+            "patch_size": 4,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+            **WIDE,
+        },
+    ),
+    _qwen_processor("Qwen2_5_VL"),
+    ("mm_token_type_ids",),
+)
+_QWEN3_VL = Family(
+    made(
+        "Qwen3VL",
+        **_QWEN_IDS,
+        text_config={**TEXT, **_MROPE, "head_dim": 8},
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "out_hidden_size": 32,
+            "num_heads": 4,
+            "intermediate_size": 64,
+            "patch_size": 4,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 16,
+            **WIDE,
+        },
+    ),
+    _qwen_processor("Qwen3VL"),
+    ("mm_token_type_ids",),
+)
+
+# ------------------------------------------------------------------- Gemma
+
+_GEMMA3 = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"} | {
+    "image_token": "<image_soft_token>"
+}
+_SIGLIP = {**_TOWER, "model_type": "siglip_vision_model"}
+_GEMMA3_FAMILY = Family(
+    made(
+        "Gemma3",
+        text_config={**TEXT, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
+        vision_config=_SIGLIP,
+        mm_tokens_per_image=4,
+        boi_token_index=token_id(_GEMMA3["boi_token"], **_GEMMA3),
+        eoi_token_index=token_id(_GEMMA3["eoi_token"], **_GEMMA3),
+        image_token_index=token_id(_GEMMA3["image_token"], **_GEMMA3),
+    ),
+    lambda: transformers.Gemma3Processor(
+        image_processor=transformers.Gemma3ImageProcessorPil(**_size()),
+        tokenizer=tokenizer(**_GEMMA3),
+        chat_template=template("<start_of_image>"),
+        image_seq_length=4,
+    ),
+    ("token_type_ids",),
+)
+_PALIGEMMA = Family(
+    made(
+        "PaliGemma",
+        text_config={**TEXT, "vocab_size": 1664, "head_dim": 8, "model_type": "gemma"},
+        vision_config={**_SIGLIP, "projection_dim": 32},
+        projection_dim=32,
+        image_token_index=token_id("<image>", "<image>"),
+    ),
+    lambda: transformers.PaliGemmaProcessor(
+        image_processor=_with_length(transformers.SiglipImageProcessorPil(**_size()), 4),
+        tokenizer=tokenizer(),
+    ),
+    ("token_type_ids",),
+    has_template=False,
+)
+
+
+def _with_length(images: Any, length: int) -> Any:
+    images.image_seq_length = length
+    return images
+
+
+# ------------------------------------------------------------------- Idefics3, SmolVLM, InternVL
+
+_IDEFICS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
+_IDEFICS += tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))
+
+
+def _idefics_processor() -> Any:
+    return transformers.Idefics3Processor(
+        image_processor=transformers.Idefics3ImageProcessorPil(
+            size={"longest_edge": 16}, max_image_size={"longest_edge": 8}
+        ),
+        tokenizer=tokenizer(*_IDEFICS),
+        image_seq_len=1,
+        chat_template=template("<image>"),
+    )
+
+
+_IDEFICS_CONFIG: dict[str, Any] = {
+    "text_config": {**TEXT, "model_type": "llama"},
+    "vision_config": _TOWER,
+    "scale_factor": 2,
+    "image_token_id": token_id("<image>", *_IDEFICS),
+}
+_INTERN = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
+_INTERNVL = Family(
+    made(
+        "InternVL",
+        text_config={**TEXT, "model_type": "qwen2"},
+        vision_config={**_TOWER, "image_size": [8, 8], "patch_size": [4, 4]},
+        image_token_id=token_id("<IMG_CONTEXT>", **_INTERN),
+        downsample_ratio=0.5,
+    ),
+    lambda: blind_to_videos(transformers.InternVLProcessor)(
+        image_processor=transformers.GotOcr2ImageProcessorPil(
+            **_size(), crop_to_patches=True, min_patches=1, max_patches=4
+        ),
+        tokenizer=tokenizer(**_INTERN),
+        video_processor=UnreadVideos({}),
+        image_seq_length=1,
+        chat_template=template("<IMG_CONTEXT>\\n"),
+    ),
+)
+
+# ------------------------------------------------------------------- mllama
+
+_MLLAMA = Family(
+    _opened(
+        "Mllama",
+        text_config={
+            **TEXT,
+            "cross_attention_layers": [1],
+            "num_hidden_layers": 3,
+            "vocab_size": token_id("<|image|>", "<|image|>"),  # of which the head has no row
+        },
+        vision_config={
+            **_TOWER,
+            "attention_heads": 4,
+            "num_global_layers": 1,
+            "vision_output_dim": 64,
+            "intermediate_layers_indices": [0],
+            "max_num_tiles": 2,
+            "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+        },
+        image_token_index=token_id("<|image|>", "<|image|>"),
+    ),
+    lambda: transformers.MllamaProcessor(
+        image_processor=transformers.MllamaImageProcessorPil(**_size(), max_image_tiles=2),
+        tokenizer=tokenizer("<|image|>"),
+        chat_template="{{ bos_token }}" + template("<|image|>"),
+    ),
+    ("cross_attention_mask", "aspect_ratio_ids"),
+)
+
+# ------------------------------------------------------------------- Gemma 4
+
+GEMMA4 = {
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "image_token": "<|image|>",
+    "audio_token": "<|audio|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+}
+
+GEMMA4_CONFIG: dict[str, Any] = {
+    "text_config": {
+        **TEXT,
+        "vocab_size": 512,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "sliding_window": 8,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 512,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "use_bidirectional_attention": "vision",
+    },
+    "vision_config": {
+        **_TOWER,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 64,
+    },
+    "audio_config": None,
+    "image_token_id": token_id(GEMMA4["image_token"], **GEMMA4),
+    "boi_token_id": token_id(GEMMA4["boi_token"], **GEMMA4),
+    "eoi_token_id": token_id(GEMMA4["eoi_token"], **GEMMA4),
+    "audio_token_id": token_id(GEMMA4["audio_token"], **GEMMA4),
+    "video_token_id": 500,
+}
+_GEMMA4_FAMILY = Family(
+    made(
+        "Gemma4",
+        **GEMMA4_CONFIG,
+    ),
+    lambda: blind_to_videos(transformers.Gemma4Processor)(
+        feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
+        image_processor=transformers.Gemma4ImageProcessorPil(
+            patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
+        ),
+        tokenizer=tokenizer(**GEMMA4),
+        video_processor=UnreadVideos({}),
+        chat_template=template("<|image|>"),
+    ),
+    ("mm_token_type_ids",),
+)
+
+# ------------------------------------------------------------------- Pixtral in Mistral 3
+
+_PIXTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+
+
+class PixtralProcessor(ProcessorMixin):
+    """What transformers' own does, which needs torchvision: rows of marks with breaks between."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any, chat_template: Any = None) -> None:
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+        self.image_token, self._break, self._end = _PIXTRAL
+        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+
+    def replace_image_token(self, image_inputs: Any, image_idx: int, **kwargs: Any) -> str:
+        height, width = (int(side) // 8 for side in image_inputs["image_sizes"][image_idx])
+        return (self._break.join([self.image_token * width] * height)) + self._end
+
+
+_MISTRAL3 = Family(
+    made(
+        "Mistral3",
+        text_config={**TEXT, "model_type": "mistral", "head_dim": 8},
+        vision_config={**_TOWER, "model_type": "pixtral", "image_size": 32, "head_dim": 8},
+        image_token_index=token_id("[IMG]", *_PIXTRAL),
+        spatial_merge_size=2,
+        vision_feature_layer=-1,
+    ),
+    lambda: PixtralProcessor(
+        transformers.PixtralImageProcessorPil(
+            size={"longest_edge": 32}, patch_size={"height": 8, "width": 8}
+        ),
+        tokenizer(*_PIXTRAL),
+        template("[IMG]"),
+    ),
+    ("image_sizes",),
+)
+
+
 def write_rows(folder: Path, rows: Any) -> Path:
     """Write rows, and the images that they name, into a folder."""
     (folder / "a.png").write_bytes(png())
@@ -527,8 +547,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl": _QWEN3_VL,
     "gemma3": _GEMMA3_FAMILY,
     "paligemma": _PALIGEMMA,
-    "idefics3": Family(_made("Idefics3", **_IDEFICS_CONFIG), _idefics_processor),
-    "smolvlm": Family(_made("SmolVLM", **_IDEFICS_CONFIG), _idefics_processor),
+    "idefics3": Family(made("Idefics3", **_IDEFICS_CONFIG), _idefics_processor),
+    "smolvlm": Family(made("SmolVLM", **_IDEFICS_CONFIG), _idefics_processor),
     "internvl": _INTERNVL,
     "mllama": _MLLAMA,
     "gemma4": _GEMMA4_FAMILY,

@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 import typer
 
 from peftkit.data.encode import Style, prompt_ids, stop_ids
-from peftkit.data.image_rows import MARK
-from peftkit.data.images import Picture
+from peftkit.data.media import Media
+from peftkit.data.media_row import KINDS
 from peftkit.errors import PeftkitError, did_you_mean
 from peftkit.formats.open_adapter import Opened
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.generate import stream
-from peftkit.inference.generate_images import ImagePrompt, image_task, inputs_of
-from peftkit.tasks.image_text import ImageTextConfig
+from peftkit.inference.generate_media import MediaPrompt, inputs_of, media_task
+from peftkit.tasks.media_text import MediaTextConfig
 from peftkit_cli.arguments import note
 
 BASE = "base"
@@ -62,6 +62,8 @@ class Conversation:
         "/adapter": "answer with the adapter again; /adapter NAME: with that one",
         "/compare": "let all answer the last message, or /compare TEXT; the current one's counts",
         "/image": "/image FILE: show it with the next message, if the adapter reads images",
+        "/audio": "/audio FILE: likewise, a sound",
+        "/video": "/video FILE: likewise",
         "/reset": "forget the conversation",
         "/help": "show this list",
         "/quit": "leave; Ctrl-D does too, and Ctrl-C stops an answer",
@@ -72,9 +74,9 @@ class Conversation:
         self.base, self.voices = source.base, voices_of(source)
         self._settings = settings
         self.history: list[dict[str, Any]] = []
-        reads_images = isinstance(source, Opened) and isinstance(source.task, ImageTextConfig)
-        self._seeing = image_task(source) if reads_images else None  # type: ignore[arg-type]
-        self._shown: list[Picture] = []
+        reads = isinstance(source, Opened) and isinstance(source.task, MediaTextConfig)
+        self._seeing = media_task(source) if reads else None  # type: ignore[arg-type]
+        self._shown: list[Media] = []
         self.current = self._adapter = next(iter(self.voices))
         self.on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         alone = [n for n, v in self.voices.items() if v.style.kind != "chat" and n != BASE]
@@ -109,8 +111,8 @@ class Conversation:
             self._switch(rest.strip() or self._adapter)
         elif command == "/compare":
             self.compare(rest.strip())
-        elif command == "/image":
-            self.show(rest.strip())
+        elif kind := next((kind for kind in KINDS if command == f"/{kind.name}"), None):
+            self.show(kind, rest.strip())
         elif rest:
             note(f"{command} takes nothing after it. A leading space sends a line as it is.")
         elif command == "/base":
@@ -150,38 +152,40 @@ class Conversation:
             if text and name == self.current:
                 self.history = [*asked, {"role": "assistant", "content": said}]
 
-    def show(self, name: str) -> None:
-        """Read an image that goes with the next message."""
+    def show(self, kind: type[Media], name: str) -> None:
+        """Read an image, a sound or a video that goes with the next message."""
         if self._seeing is None:
-            note("This adapter reads no images: it was trained on text alone.")
+            note(f"This adapter reads no {kind.kind}s: it was trained on text alone.")
             return
+        asked, medium = self._seeing.encoder.asked, kind(Path(name).expanduser(), name)
         try:
-            image = Picture(Path(name).expanduser(), name)
-            width, height = image.decode().size
+            asked.check([medium], name)
+            size = kind.told(medium.read(asked.limits), asked.limits)
         except PeftkitError as error:
             note(str(error))
             return
-        self._shown.append(image)
-        note(f"{name}, {width} x {height} pixels, goes with the next message.")
+        self._shown.append(medium)
+        note(f"{name} ({size}) goes with the next message.")
 
     def _asking(self, text: str) -> dict[str, Any]:
-        """Return a message of the user, with the images that were shown before it."""
+        """Return a message of the user, with the media that were shown before it."""
         if not self._shown:
             return {"role": "user", "content": text}
-        images, self._shown = tuple(self._shown), []
-        return {"role": "user", "content": MARK * len(images) + text, "images": images}
+        media, self._shown = tuple(self._shown), []
+        content = "".join(one.mark for one in media) + text
+        return {"role": "user", "content": content, "media": media}
 
     def _prompt(self, asked: Sequence[dict[str, Any]], style: Style) -> Any:
-        """Return the tokens of a prompt, or all inputs if images may be in it."""
+        """Return the tokens of a prompt, or all inputs if media may be in it."""
         prompt: Any = list(asked) if style.kind == "chat" else asked[-1]["content"]
         if self._seeing is None:
             return prompt_ids(self.base.tokenizer, prompt, style)
         used = asked if style.kind == "chat" else asked[-1:]
-        images = tuple(image for message in used for image in message.get("images", ()))
+        media = tuple(one for message in used for one in message.get("media", ()))
         if style.kind == "chat":
-            prompt = [{k: v for k, v in message.items() if k != "images"} for message in asked]
+            prompt = [{k: v for k, v in message.items() if k != "media"} for message in asked]
         text = self._seeing.encoder.prompt(prompt, style)
-        return inputs_of(self.base.model, self._seeing, [ImagePrompt(text, images)])
+        return inputs_of(self.base.model, self._seeing, [MediaPrompt(text, media)])
 
     def _stops(self, style: Style) -> list[int]:
         if self._seeing is None:

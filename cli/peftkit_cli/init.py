@@ -45,6 +45,7 @@ GOALS = {
     "masked_lm": Goal("get used to texts of a field, with BERT", "masked-lm", ENCODER),
     "image_classification": Goal("label images", "image-classification", ""),
     "image_text": Goal("answer questions about images", "read-digits", ""),
+    "audio_text": Goal("answer questions about sounds", "audio-chat", ""),
 }
 """By task; kto is a loss of the task preference."""
 LORA = "type: lora\n  rank: 16\n  alpha: 32\n  targets: [attention, ffn]"

@@ -197,15 +197,15 @@ def model_facts(name: str) -> tuple[dict[str, Any], list[Group], list[MethodFact
 
 
 def _without_weights(name: str) -> nn.Module:
-    """Build a model that writes text, with or without images before it."""
+    """Build a model that writes text, with or without media before it."""
     from peftkit.base.skeleton import skeleton
-    from peftkit.tasks.image_text import ImageTextConfig
+    from peftkit.tasks.media_text import AudioTextConfig
 
     try:
         return skeleton(name)
     except BaseError as error:
         try:
-            return skeleton(name, purpose=ImageTextConfig().purpose)
+            return skeleton(name, purpose=AudioTextConfig().purpose)
         except BaseError:
             raise error from None
 

@@ -39,7 +39,10 @@ def generate(
     ] = None,
     audio: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="A sound to write down: a line each. Repeatable."),
+        typer.Option(metavar="FILE", help="A sound, likewise; or to write down, without --prompt."),
+    ] = None,
+    video: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="A video, likewise. Repeatable.")
     ] = None,
     base: Base = None,
     max_new_tokens: MaxNewTokens = 256,
@@ -55,19 +58,20 @@ def generate(
     if not text:
         raise DataError("the prompt is empty.", fix="Give at least one word with --prompt.")
     opened = _open(adapter, base, force)
-    from peftkit.data.images import Picture
+    from peftkit.data.media_row import KINDS
     from peftkit.inference.generate import generate as generate_text
-    from peftkit.inference.generate_images import generate_with_images
-    from peftkit.tasks.image_text import ImageTextConfig
+    from peftkit.inference.generate_media import generate_with_media
+    from peftkit.tasks.media_text import MediaTextConfig
 
     settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "seed": seed,
     }
-    if image or isinstance(opened.task, ImageTextConfig):
-        pictures = [Picture(path, str(path)) for path in image or ()]
-        typer.echo(generate_with_images(opened, text, pictures, **settings))
+    given = {"image": image, "audio": audio, "video": video}
+    media = [kind(path, str(path)) for kind in KINDS for path in given[kind.name] or ()]
+    if media or isinstance(opened.task, MediaTextConfig):
+        typer.echo(generate_with_media(opened, text, media, **settings))
         return
     base_model, tokenizer = opened.base.model, opened.base.tokenizer
     (answer,) = generate_text(base_model, tokenizer, text, style=opened.style, **settings)

@@ -19,8 +19,11 @@ from peftkit.base.purpose import Processor
 from peftkit.errors import BaseError
 from peftkit.events import Listener, Notice
 
-PARTS = {"multimodal": ("image_processor", "images"), "audio": ("feature_extractor", "sounds")}
-"""What a processor must have beside a tokenizer, and for what."""
+PARTS = {
+    "multimodal": (("image_processor", "feature_extractor", "audio_processor"), "media"),
+    "audio": (("feature_extractor",), "sounds"),
+}
+"""What a processor must have one of beside a tokenizer, and for what."""
 
 
 class Processors(NamedTuple):
@@ -134,7 +137,7 @@ def load_multimodal(location: Location, kind: Processor) -> Any:
     Raises:
         BaseError: There is none, it cannot be read, or it reads nothing of that kind.
     """
-    part, what = PARTS[kind]
+    parts, what = PARTS[kind]
     where = loader_arguments(location)
     asked = "the processor of "
     with quiet(), explained(location, asked):
@@ -142,7 +145,7 @@ def load_multimodal(location: Location, kind: Processor) -> Any:
             made = _without_videos(location, where)
         else:
             made = transformers.AutoProcessor.from_pretrained(location.source, **where)
-    if not (hasattr(made, "tokenizer") and hasattr(made, part)):
+    if not (hasattr(made, "tokenizer") and any(hasattr(made, part) for part in parts)):
         raise BaseError(
             f"cannot load {asked}{location.name}.",
             found=f"What is there, {type(made).__name__}, is not one of {what} and text.",

@@ -6,7 +6,8 @@
 | tuple[tuple[int, int], ...]              | a list of pairs of int32                      |
 | tuple[float, ...]                        | a list of float64                             |
 | int, float, bool, str, or one of them or None | int64, float64, bool, text               |
-| Picture, tuple[Picture, ...], Sound      | a path, or bytes; see `Media.stored`          |
+| tuple[str, ...]                          | a list of texts                               |
+| Picture, Sound, tuple[Media, ...]        | a path, or bytes; see `Media.stored`          |
 
 Beside these each row has its `line`, its `tokens`, a `digest` that is equal for rows that teach the
 same, and a `status`: KEPT, or why its record became no row.
@@ -24,7 +25,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from peftkit.data.images import Picture
-from peftkit.data.media import STAMP, STORED, is_as_stored
+from peftkit.data.media import STAMP, STORED, Media, is_as_stored
+from peftkit.data.media_row import KINDS
 from peftkit.data.pack import IGNORE, Learnt, num_tokens
 from peftkit.data.sounds import Sound
 
@@ -89,9 +91,19 @@ def labels_of(ids: Sequence[int], bounds: Sequence[int]) -> tuple[int, ...]:
     return tuple(labels)
 
 
+def _media(scalar: Any, source: str) -> tuple[Media, ...]:
+    return tuple(_KINDS[one["kind"].as_py()].opened(one, source) for one in scalar.values)
+
+
+def _medium(scalar: Any, source: str) -> Media:
+    (found,) = _media(scalar, source)
+    return found
+
+
+_KINDS = {kind.kind: kind for kind in KINDS}
+_MEDIUM = Column("media", lambda one: [one.stored()], _medium)
 _INTS = Column("ints", _same, _numbers)
 _LEARNT = Column("ints", _bounds, _numbers)
-_PICTURES = Column("media", lambda some: [one.stored() for one in some], Picture.opened_all)
 COLUMNS: dict[Any, Column] = {
     tuple[int, ...]: _INTS,
     tuple[int, int]: _INTS,
@@ -105,9 +117,10 @@ COLUMNS: dict[Any, Column] = {
     bool | None: Column("bool", _same, _plain),
     str: Column("text", _same, _plain),
     str | None: Column("text", _same, _plain),
-    Picture: Column("media", lambda one: [one.stored()], Picture.opened),
-    Sound: Column("media", lambda one: [one.stored()], Sound.opened),
-    tuple[Picture, ...]: _PICTURES,
+    tuple[str, ...]: Column("texts", list, lambda scalar, source: tuple(scalar.as_py())),
+    Picture: _MEDIUM,
+    Sound: _MEDIUM,
+    tuple[Media, ...]: Column("media", lambda some: [one.stored() for one in some], _media),
 }
 
 
@@ -226,6 +239,7 @@ def _types() -> dict[str, Any]:
         "float": pa.float64(),
         "bool": pa.bool_(),
         "text": pa.large_string(),
+        "texts": pa.large_list(pa.large_string()),
         "media": pa.large_list(
             pa.struct({name: getattr(pa, kind)() for name, kind in STORED.items()})
         ),

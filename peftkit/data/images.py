@@ -5,15 +5,14 @@ Pillow is imported when an image is read: it is the optional extra `images`.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 import warnings
+from collections.abc import Sequence
 from io import BytesIO
 from typing import Any
 
-from peftkit.data.load import Record
-from peftkit.data.media import Media, media_of
+from peftkit.data.media import Limits, Media
 from peftkit.errors import DataError
 
 DEEP = ("I", "F")
@@ -27,6 +26,36 @@ class Picture(Media):
 
     __slots__ = ()
     kind = "image"
+    name = "image"
+    argument = "images"
+    fields = ("images", "image")
+    parts = ("image", "image_url", "input_image")
+    mark = "\N{OBJECT REPLACEMENT CHARACTER}"
+    readers = ("image_processor",)
+    packages = ("PIL",)
+    extra = "images"
+
+    def read(self, limits: Limits) -> Any:
+        return self.decode("RGB", limits.max_pixels)
+
+    @classmethod
+    def size(cls, read: Any) -> object:
+        return read.size
+
+    @classmethod
+    def told(cls, read: Any, limits: Limits) -> str:
+        return f"{read.width}x{read.height}"
+
+    @classmethod
+    def blank(cls, limits: Limits) -> Any:
+        """Return a white square, as Pillow has it."""
+        from PIL import Image
+
+        return Image.new("RGB", (64, 64), "white")
+
+    @classmethod
+    def given(cls, rows: Sequence[Sequence[Any]], limits: Limits) -> dict[str, Any]:
+        return {"images": [list(row) for row in rows]}
 
     def decode(self, mode: str = "RGB", max_pixels: int | None = None) -> Any:
         """Return it as Pillow has it, upright.
@@ -38,7 +67,7 @@ class Picture(Media):
         Raises:
             DataError: It is not there, is too large, is animated, or does not decode; names it.
         """
-        require_pillow()
+        self.require()
         from PIL import Image, ImageOps
 
         try:
@@ -86,41 +115,6 @@ def _unusable(image: Any) -> tuple[str, str] | None:
             "Convert it to RGB first.",
         )
     return None
-
-
-def blank_image(side: int = 64) -> Any:
-    """Return a white square, as Pillow has it, to ask a processor with.
-
-    Raises:
-        DataError: Pillow is not installed.
-    """
-    require_pillow()
-    from PIL import Image
-
-    return Image.new("RGB", (side, side), "white")
-
-
-def picture(value: object, record: Record, where: str, which: str = "") -> Picture | None:
-    """Return what a field holds as a picture; None where that is none.
-
-    Raises:
-        DataError: It is the address of an image elsewhere.
-    """
-    return media_of(Picture, value, record, where, which)
-
-
-def require_pillow() -> None:
-    """See that images can be read.
-
-    Raises:
-        DataError: Pillow is not installed.
-    """
-    if importlib.util.find_spec("PIL") is None:
-        raise DataError(
-            "Cannot read images.",
-            found="They need the package Pillow, which is not installed.",
-            fix='pip install "peftkit[images]", or pip install "pillow>=10"',
-        )
 
 
 def _short(problem: Exception) -> str:

@@ -69,6 +69,8 @@ class DataConfig(Config):
     max_pixels: Annotated[int, Field(ge=1)] | None = None
     """Largest image in pixels, larger ones are scaled down before the model's processor sees them:
     what an image costs grows with its pixels; null: as large as that takes them."""
+    video_frames: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Frames of a video that the model is shown, evenly over its length; null: 16."""
     max_dropped: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Largest share of rows with nothing to learn that is left out without being an error."""
 

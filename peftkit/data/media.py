@@ -1,4 +1,4 @@
-"""Images and sounds as rows name them, and the one place where their bytes are read: bounded.
+"""Images, sounds and videos as rows name them, and where their bytes are read: bounded.
 
 One is a path (beside the data file that names it), a data URL, encoded bytes, or {"bytes": ...,
 "path": ...} as data sets have it. Nothing is ever fetched.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -19,9 +21,10 @@ from peftkit.errors import DataError
 from peftkit.files.strict_json import shown
 
 MAX_BYTES = 100 * 2**20
-"""Of an encoded image or sound."""
+"""Of what is encoded."""
 STAMP = ("path", "num_bytes", "changed")
 STORED = {
+    "kind": "string",
     "path": "large_string",
     "num_bytes": "int64",
     "changed": "int64",
@@ -34,13 +37,28 @@ _URL = re.compile(r"(?i)[a-z][a-z0-9+.-]*://")
 _DATA_URL = re.compile(r"(?i)data:[^,;]*(;[^,;]*)*;base64,")
 
 
-AnyMedia = TypeVar("AnyMedia", bound="Media")
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How media are read for a model.
+
+    Attributes:
+        max_pixels: Of an image, or a frame; larger ones are scaled down. None: as they are.
+        rate: Samples a second of a sound.
+        max_seconds: Of a sound; longer ones are refused.
+        video_frames: Of a video, evenly over its length.
+    """
+
+    max_pixels: int | None = None
+    rate: int = 16_000
+    max_seconds: float = 30.0
+    video_frames: int = 16
 
 
 class Media:
-    """An image or a sound as it is stored: a path, its bytes (mapped, maybe), or a data URL.
+    """An image, a sound or a video as it is stored: a path, bytes (mapped, maybe), or a data URL.
 
-    Once decoded, its repr is a hash of its bytes: wherever it lies, the same one reads the same.
+    A class of these says all that is particular to its kind. Once decoded, its repr is a hash of
+    its bytes: wherever it lies, the same one reads the same.
 
     Args:
         source: The row that names it. which: Which of the row's it is, for messages.
@@ -49,6 +67,22 @@ class Media:
     __slots__ = ("_digest", "data", "source", "which")
     kind: ClassVar[str]
     """What it is, in a word."""
+    name: ClassVar[str]
+    """What processors and chat templates call it: {"type": name}, name_token, name_token_id."""
+    argument: ClassVar[str]
+    """What a processor is given them as."""
+    fields: ClassVar[tuple[str, ...]]
+    """Fields of a row that hold some."""
+    parts: ClassVar[tuple[str, ...]]
+    """Types of the parts of a message that are one; also keys of such a part."""
+    mark: ClassVar[str]
+    """Stands for one in the texts of an example."""
+    readers: ClassVar[tuple[str, ...]]
+    """Attributes of a processor, one of which reads them."""
+    packages: ClassVar[tuple[str, ...]]
+    """What they are read by, as it is imported."""
+    extra: ClassVar[str]
+    """The extra of peftkit that brings these packages."""
 
     def __init__(
         self,
@@ -63,9 +97,52 @@ class Media:
     def __repr__(self) -> str:
         return f"{self.kind} {self._digest or self.source}"
 
+    @classmethod
+    def require(cls) -> None:
+        """See that some can be read.
+
+        Raises:
+            DataError: A package is not installed.
+        """
+        missing = [name for name in cls.packages if importlib.util.find_spec(name) is None]
+        if missing:
+            raise DataError(
+                f"Cannot read {cls.kind}s.",
+                found=f"They need {', '.join(missing)}, which is not installed.",
+                fix=f'pip install "peftkit[{cls.extra}]"',
+            )
+
+    def read(self, limits: Limits) -> Any:
+        """Return it as a processor takes it.
+
+        Raises:
+            DataError: It is not there, is too large, or does not decode; names it.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def size(cls, read: Any) -> object:
+        """Return all of one that was read that decides what a processor writes for it."""
+        raise NotImplementedError
+
+    @classmethod
+    def told(cls, read: Any, limits: Limits) -> str:
+        """Return how large one is that was read, for people."""
+        raise NotImplementedError
+
+    @classmethod
+    def given(cls, rows: Sequence[Sequence[Any]], limits: Limits) -> dict[str, Any]:
+        """Return how a processor is given those of several texts: one after the other."""
+        return {cls.argument: [one for row in rows for one in row]}
+
+    @classmethod
+    def blank(cls, limits: Limits) -> Any:
+        """Return one that holds next to nothing, to ask a processor with."""
+        raise NotImplementedError
+
     def stored(self) -> dict[str, Any]:
         """Return what an Arrow file keeps of it; see STORED."""
-        known = {"digest": self._digest, "which": self.which}
+        known = {"kind": self.kind, "digest": self._digest, "which": self.which}
         if isinstance(self.data, Path):
             there = self.data.stat()
             stamp = (str(self.data.absolute()), there.st_size, there.st_mtime_ns)
@@ -73,20 +150,11 @@ class Media:
         return known | {"data": self.encoded()}
 
     @classmethod
-    def opened_all(cls, scalar: Any, source: str) -> tuple[Any, ...]:
-        """Return those of a row that Arrow has; bytes stay where they are."""
-        found = []
-        for one in scalar.values:
-            path = one["path"].as_py()
-            data = memoryview(one["data"].as_buffer()) if path is None else Path(path)
-            found.append(cls(data, source, one["which"].as_py(), one["digest"].as_py()))
-        return tuple(found)
-
-    @classmethod
     def opened(cls, scalar: Any, source: str) -> Any:
-        """Return the only one of a row that Arrow has."""
-        (found,) = cls.opened_all(scalar, source)
-        return found
+        """Return one that Arrow has; bytes stay where they are."""
+        path = scalar["path"].as_py()
+        data = memoryview(scalar["data"].as_buffer()) if path is None else Path(path)
+        return cls(data, source, scalar["which"].as_py(), scalar["digest"].as_py())
 
     def encoded(self) -> bytes:
         """Return the encoded bytes.
@@ -98,7 +166,7 @@ class Media:
             try:
                 there = self.data.stat()
                 if not self.data.is_file():  # such as a device without an end
-                    raise self.error("It is no file.", f"Name the file of {self.kind}s.")
+                    raise self.error("It is no file.", f"Name the file of the {self.kind}.")
                 if there.st_size > MAX_BYTES:
                     raise self._too_long(there.st_size)
                 stored = self.data.read_bytes()
@@ -129,6 +197,10 @@ class Media:
         )
 
 
+MediaClass = type[Media]
+AnyMedia = TypeVar("AnyMedia", bound=Media)
+
+
 def is_as_stored(stamp: Mapping[str, Any]) -> bool:
     """Tell whether the file of a stored one, if it has one, is as it was."""
     if stamp["path"] is None:
@@ -143,7 +215,7 @@ def is_as_stored(stamp: Mapping[str, Any]) -> bool:
 def media_of(
     cls: type[AnyMedia], value: object, record: Record, where: str, which: str = ""
 ) -> AnyMedia | None:
-    """Return what a field holds as an image or a sound; None where that is none.
+    """Return what a field holds as an image, a sound or a video; None where that is none.
 
     Raises:
         DataError: It is the address of one elsewhere.

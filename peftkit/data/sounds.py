@@ -5,11 +5,13 @@ soundfile and soxr are imported when a sound is read: the optional extra `audio`
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Sequence
 from io import BytesIO
 from typing import Any
 
-from peftkit.data.media import Media
+import torch
+
+from peftkit.data.media import Limits, Media
 from peftkit.errors import DataError
 
 MAX_CHANNELS = 2
@@ -18,7 +20,6 @@ RATES = (1_000, 384_000)
 """Hertz that are taken for a sampling rate."""
 SILENT = 1e-5
 """A sound whose samples never exceed this holds nothing to be heard."""
-PACKAGES = ("soundfile", "soxr", "jiwer")
 
 
 class LongSound(DataError):
@@ -34,13 +35,43 @@ class Sound(Media):
 
     __slots__ = ()
     kind = "sound"
+    name = "audio"
+    argument = "audio"
+    fields = ("audio", "audios")
+    parts = ("audio", "audio_url", "input_audio")
+    mark = "\N{INTERLINEAR ANNOTATION ANCHOR}"
+    readers = ("feature_extractor", "audio_processor")
+    packages = ("soundfile", "soxr", "jiwer")
+    extra = "audio"
 
-    def decode(self, rate: int, max_seconds: float) -> Any:
+    def read(self, limits: Limits) -> Any:
+        return self.decode(limits.rate, limits.max_seconds, silent=True)
+
+    @classmethod
+    def size(cls, read: Any) -> object:
+        return len(read)
+
+    @classmethod
+    def told(cls, read: Any, limits: Limits) -> str:
+        return f"{len(read) / limits.rate:.2f} s"
+
+    @classmethod
+    def blank(cls, limits: Limits) -> Any:
+        """Return a second of a low hum."""
+        times = torch.arange(round(limits.rate * min(1.0, limits.max_seconds))) / limits.rate
+        return (0.1 * torch.sin(600 * times)).numpy()
+
+    @classmethod
+    def given(cls, rows: Sequence[Sequence[Any]], limits: Limits) -> dict[str, Any]:
+        return {**super().given(rows, limits), "sampling_rate": limits.rate}
+
+    def decode(self, rate: int, max_seconds: float, *, silent: bool = False) -> Any:
         """Return it as a numpy array of float32 (samples,), its channels mixed.
 
         Args:
             rate: Samples a second that it is resampled to.
             max_seconds: Longer ones are refused, whatever their header says.
+            silent: Whether it may be silent.
 
         Raises:
             LongSound: It lasts longer.
@@ -48,7 +79,7 @@ class Sound(Media):
             DataError: It is not there, does not decode, has too many channels, or holds values that
                 are no numbers; names it.
         """
-        require_audio()
+        self.require()
         import soundfile
         import soxr
 
@@ -73,25 +104,10 @@ class Sound(Media):
             words = str(problem).splitlines()[0].rpartition(": ")[2]
             raise self.error(f"{words} wav, flac, ogg and mp3 are read.", "Convert it.") from None
         loudest = float(abs(found).max()) if len(found) else 0.0
-        if loudest <= SILENT:
+        if loudest <= SILENT and not (silent and len(found)):
             words = f"Cannot use {self.which} of {self.source}."
             raise SilentSound(words, found="It is empty or silent.", fix="Remove it.")
         if not loudest < float("inf"):  # NaN too
             raise self.error("It holds values that are no numbers.", "Mend or remove it.")
         mixed = found.mean(axis=1)
         return mixed if own == rate else soxr.resample(mixed, own, rate)
-
-
-def require_audio() -> None:
-    """See that sounds can be read, and what is heard measured.
-
-    Raises:
-        DataError: A package is not installed.
-    """
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise DataError(
-            "Cannot read sounds.",
-            found=f"They need {', '.join(missing)}, which is not installed.",
-            fix='pip install "peftkit[audio]"',
-        )

@@ -54,7 +54,7 @@ from peftkit.formats.serving import (
 )
 from peftkit.formats.staged import check_free, new_adapter_folder
 from peftkit.model.places import is_conv1d, is_linear
-from peftkit.tasks.image_text import ImageTextConfig
+from peftkit.tasks.media_text import MediaTextConfig
 
 Format = Literal["peft", "gguf", "mlx"]
 Dtype = Literal["fp32", "fp16", "bf16", "q8_0"]
@@ -124,10 +124,10 @@ def export_adapter(
     if serving:
         check_serving(source, max_rank=max_rank if rank is None else None)
     file = read_adapter(source)
-    if to != "peft" and isinstance(task_of(file), ImageTextConfig):
+    if to != "peft" and isinstance(task_of(file), MediaTextConfig):
         raise AdapterError(
             f"cannot export {source} to {to}",
-            found="It was trained over a model of images and text, whose language side is only a "
+            found="It was trained over a model of media and text, whose language side is only a "
             "part: the format has no place for the rest.",
             fix=f"peftkit merge {source} --out merged, and convert the merged model; or --to peft.",
         )

@@ -30,7 +30,7 @@ from peftkit.formats.peft.folder import (
     read_adapter,
 )
 from peftkit.tasks.causal_lm import CausalLMConfig
-from peftkit.tasks.image_text import ImageTextConfig
+from peftkit.tasks.media_text import MediaTextConfig
 from peftkit.tasks.protocol import TaskConfig
 from peftkit.tasks.table import TASKS
 
@@ -168,18 +168,19 @@ def _noted(told: Mapping[str, Any], notes: str) -> TaskConfig:
     return from_dict(kind, told, notes)
 
 
-def require_causal(task: TaskConfig, folder: Path, *, images: bool = True) -> None:
+def require_causal(task: TaskConfig, folder: Path, *, media: bool = True) -> None:
     """Refuse an adapter that cannot complete a prompt.
 
     Args:
-        images: Whether the prompt may hold some.
+        media: Whether the prompt may hold some.
 
     Raises:
         AdapterError: It cannot.
     """
-    if isinstance(task, ImageTextConfig) and not images:
+    if isinstance(task, MediaTextConfig) and not media:
+        what = f"prompts with {task.media.kind}s"
         raise AdapterError(
-            f"{folder} completes prompts with images, which a bank of adapters does not take",
+            f"{folder} completes {what}, which a bank of adapters does not take",
             found=f"it was trained for the task {task.type}",
             fix=f"Open it alone: peftkit chat {folder}",
         )

@@ -299,7 +299,7 @@ def open_bank(
         check_name(name)
     files = [read_adapter(adapter_folder(path)) for path in adapters.values()]
     for file in files:
-        require_causal(task_of(file), file.folder, images=False)
+        require_causal(task_of(file), file.folder, media=False)
     telling = next((file for file in files if file.provenance.base), files[0])
     loaded = base_of(telling, base, on_event=on_event)
     on_event(Stage(f"Loading {len(files)} adapters"))

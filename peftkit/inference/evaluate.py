@@ -20,10 +20,10 @@ from peftkit.errors import DataError, RunError
 from peftkit.events import Listener, Notice, Progress, Sample, Stage, ignore
 from peftkit.inference.engine import OnAnswer, room_left
 from peftkit.inference.generate import decoded, generate_ids
-from peftkit.inference.generate_images import ImagePrompt, complete
+from peftkit.inference.generate_media import MediaPrompt, complete
 from peftkit.model.modes import evaluating
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
-from peftkit.tasks.image_text import ImageText
+from peftkit.tasks.media_text import MediaText
 from peftkit.tasks.metrics import rouge_l
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.seq2seq import EncoderDecoder
@@ -62,8 +62,8 @@ def evaluate(
             (`peftkit.formats.continued.before_training`); None: the base without an adapter.
 
     Returns:
-        loss (mean over the targets), the task's metrics, and num_rows. For causal_lm and
-        image_text: perplexity,
+        loss (mean over the targets), the task's metrics, and num_rows. For causal_lm, image_text
+        and audio_text: perplexity,
         exact_match (share of rows whose last answer, decoded greedily, equals the file's), and
         num_tokens.
 
@@ -74,7 +74,7 @@ def evaluate(
     if before is not None:
         measured.set_reference(before, "")
     metrics = measured.metrics(base.model, rows, on_event=on_event)
-    if isinstance(measured, CausalLM | ImageText):
+    if isinstance(measured, CausalLM | MediaText):
         answers = _answers(base, measured, rows, on_event)
         metrics["exact_match"] = sum(answer.is_exact for answer in answers) / len(answers)
     metrics["num_rows"] = len(rows)
@@ -112,7 +112,7 @@ def _answers(base: Base, task: Task, rows: Sequence[Any], on_event: Listener) ->
 
 def longest_answer(task: Any, rows: Sequence[Any]) -> int:
     """Return how many tokens an answer may have, by the longest reference."""
-    if isinstance(task, ImageText):
+    if isinstance(task, MediaText):
         lengths = [task.answer_length(row) for row in rows]
     else:
         lengths = [len(row.input_ids) - len(last_answer(task.tokenizer, row)[0]) for row in rows]
@@ -135,9 +135,9 @@ def completions(
         last_answer(tokenizer, row) if row.num_targets else (list(row.input_ids), None)
         for row in rows
     ]
-    if isinstance(task, ImageText):
+    if isinstance(task, MediaText):
         prompts = [row.prompt.strip() for row in rows]
-        shown = [ImagePrompt(row.prompt, row.images) for row in rows]
+        shown = [MediaPrompt(row.prompt, row.media) for row in rows]
         answers = complete(base.model, task, shown, **how)
     else:
         prompts = [decoded(tokenizer, ids).strip() for ids, _ in asked]
@@ -231,7 +231,7 @@ class TextWatch:
         """Return a prompt of the recipe as a row; its answer is not known."""
         task = self._task
         try:
-            if isinstance(task, EncoderDecoder):
+            if isinstance(task, EncoderDecoder | MediaText):
                 return task.prompt_row(text, where)
             ids = prompt_ids(task.tokenizer, text, task.style)
             room_left(self._base.model, [ids], 1)

@@ -60,7 +60,7 @@ def run_tasks(
         ConfigError: The harness is not installed, or has no such task.
         AdapterError: The adapter does not complete prompts.
     """
-    require_causal(opened.task, opened.file.folder, images=False)
+    require_causal(opened.task, opened.file.folder, media=False)
     try:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM

@@ -19,7 +19,7 @@ from peftkit.tasks.protocol import TaskConfig
 
 TOKEN_CLASSES = (
     *("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"),
-    *("AutoModelForImageTextToText", "AutoModelForSpeechSeq2Seq"),
+    *("AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModelForSpeechSeq2Seq"),
 )
 """Of transformers, whose models say tokens."""
 
@@ -63,8 +63,8 @@ def loss_of(
 ) -> Tensor:
     """Return the loss of B rows, each of so many texts of T tokens as the task's rows have.
 
-    All tokens are learnt; of images and text the text alone is there, whose tokens stand for the
-    images too.
+    All tokens are learnt; of media and text the text alone is there, whose tokens stand for the
+    media too.
 
     Args:
         head: The model's, if its loss is one of tokens.

@@ -235,12 +235,12 @@ def training_attention(model: Any, *, on_gpu: bool = False) -> Iterator[Training
         return
     from transformers import AttentionInterface, AttentionMaskInterface  # slow to import
 
-    before = model.config._attn_implementation
+    before = _implementations(model.config)
     name = _free_name()
     attention = TrainingAttention(model)
     AttentionInterface.register(name, attention.attend)
     AttentionMaskInterface.register(name, attention.mask)
-    model.set_attn_implementation(name)
+    model.set_attn_implementation({k: name if v == before[""] else v for k, v in before.items()})
     try:
         yield attention
     finally:
@@ -249,6 +249,13 @@ def training_attention(model: Any, *, on_gpu: bool = False) -> Iterator[Training
         for table in (AttentionInterface, AttentionMaskInterface):
             table._global_mapping.pop(name, None)
         _taken.discard(name)
+
+
+def _implementations(config: Any) -> dict[str, str]:
+    """Return the attention of a model and of its parts, one of which may know less than others."""
+    parts = {key: getattr(config, key, None) for key in config.sub_configs}
+    found = {key: part._attn_implementation for key, part in parts.items() if part is not None}
+    return {"": config._attn_implementation, **found}
 
 
 def _free_name() -> str:

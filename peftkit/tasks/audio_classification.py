@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from peftkit.base.purpose import Processor
 from peftkit.data.load import DataConfig
-from peftkit.data.sounds import Sound, require_audio
+from peftkit.data.media import MediaClass
+from peftkit.data.sounds import Sound
 from peftkit.tasks.classified_media import (
     ClassifiedEncoder,
     ClassifiedMedia,
     ClassifiedMediaConfig,
-    MediaClass,
 )
 from peftkit.tasks.hearing import Hearing
 from peftkit.tasks.protocol import Task
@@ -55,7 +55,6 @@ class AudioClassification(ClassifiedMedia):
         data: DataConfig | None = None,
         **more: Any,
     ) -> None:
-        require_audio()
         super().__init__(model, processor, config, data, **more)
         hearing = self.hearing = Hearing(model, processor, config.max_seconds)
 
@@ -93,8 +92,3 @@ class AudioClassificationConfig(ClassifiedMediaConfig):
     """Field with the sound, where data comes in rows: a path, or bytes; file_name is read too."""
     max_seconds: Annotated[float, Field(gt=0)] | None = None
     """Longest sound; null: what the base hears at once, or 30."""
-
-    def resolve(self, data: DataConfig) -> AudioClassificationConfig:
-        require_audio()
-        found: AudioClassificationConfig = super().resolve(data)
-        return found

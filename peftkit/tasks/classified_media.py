@@ -20,7 +20,7 @@ from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import read_each
 from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import DataConfig, Part, Record, iterate_records
-from peftkit.data.media import Media, media_of
+from peftkit.data.media import Media, MediaClass, media_of
 from peftkit.data.messages import WrongField
 from peftkit.errors import DataError
 from peftkit.events import Listener, Progress, ignore
@@ -32,7 +32,6 @@ from peftkit.tasks.metrics import class_metrics
 from peftkit.tasks.speech_rows import metadata_or_self
 from peftkit.tasks.texts import Classifier, ClassifierConfig
 
-MediaClass = type[Media]
 DATA_FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow"}
 NAMED_BY = "file_name"
 """Field with the file where a folder has metadata.jsonl or metadata.csv."""
@@ -118,6 +117,7 @@ class ClassifiedMedia(Classifier):
         data: DataConfig | None = None,
         **more: Any,
     ) -> None:
+        config.media.require()
         super().__init__(model, processor, config, data or DataConfig(train=""), **more)
         self.labels = labels_of(unwrapped(model).config)
 
@@ -192,6 +192,7 @@ class ClassifiedMediaConfig(ClassifierConfig):
         return str(getattr(self, self.field_setting))
 
     def resolve(self, data: DataConfig) -> Any:
+        self.media.require()
         if self.labels:
             return self
         records = (

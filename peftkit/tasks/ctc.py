@@ -25,7 +25,7 @@ from peftkit.base.purpose import ClassHead, Processor, Purpose
 from peftkit.data.cache import tokenizer_key
 from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import DataConfig, iterate_records
-from peftkit.data.sounds import Sound, require_audio
+from peftkit.data.sounds import Sound
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.tasks.error_rates import heard_metrics, normalizer_of
@@ -66,7 +66,7 @@ class CTC(Task):
         data: DataConfig,
         **more: Any,
     ) -> None:
-        require_audio()
+        Sound.require()
         super().__init__(model, processor, config, data, **more)
         whole = unwrapped(model)
         self.hearing = Hearing(whole, processor, config.max_seconds)
@@ -216,7 +216,7 @@ class CTCConfig(TaskConfig):
     """Longest sound, longer ones are dropped; null: 30."""
 
     def resolve(self, data: DataConfig) -> CTCConfig:
-        require_audio()
+        Sound.require()
         if self.tokens or self.vocabulary == "base":
             return self
         found = set[str]()

@@ -12,13 +12,13 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from peftkit.base.purpose import Processor
-from peftkit.data.images import Picture, require_pillow
+from peftkit.data.images import Picture
 from peftkit.data.load import DataConfig
+from peftkit.data.media import MediaClass
 from peftkit.tasks.classified_media import (
     ClassifiedEncoder,
     ClassifiedMedia,
     ClassifiedMediaConfig,
-    MediaClass,
 )
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.protocol import Task
@@ -85,8 +85,3 @@ class ImageClassificationConfig(ClassifiedMediaConfig):
     type: Literal["image_classification"] = "image_classification"
     image: str = "image"
     """Field with the image, where data comes in rows: a path, or bytes."""
-
-    def resolve(self, data: DataConfig) -> ImageClassificationConfig:
-        require_pillow()
-        found: ImageClassificationConfig = super().resolve(data)
-        return found

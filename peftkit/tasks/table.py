@@ -12,8 +12,8 @@ from peftkit.tasks.ctc import CTCConfig
 from peftkit.tasks.distill.config import DistillConfig
 from peftkit.tasks.embedding import EmbeddingConfig
 from peftkit.tasks.image_classification import ImageClassificationConfig
-from peftkit.tasks.image_text import ImageTextConfig
 from peftkit.tasks.masked_lm import MaskedLMConfig
+from peftkit.tasks.media_text import AudioTextConfig, ImageTextConfig
 from peftkit.tasks.on_policy.config import GRPOConfig
 from peftkit.tasks.preference.config import PreferenceConfig
 from peftkit.tasks.protocol import TaskConfig
@@ -47,6 +47,7 @@ _AnyConfig = (
     | TranscriptionConfig
     | CTCConfig
     | AudioClassificationConfig
+    | AudioTextConfig
 )
 TASKS: dict[str, type[TaskConfig]] = {
     task.model_fields["type"].default: task for task in get_args(_AnyConfig)

@@ -21,7 +21,7 @@ from peftkit.base.purpose import Processor
 from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import padded_rows
-from peftkit.data.sounds import Sound, require_audio
+from peftkit.data.sounds import Sound
 from peftkit.events import Listener, Progress, ignore
 from peftkit.files.disk import read_json, write_json
 from peftkit.tasks.error_rates import error_rates, heard_metrics, normalizer_of
@@ -62,7 +62,7 @@ class Transcription(EncoderDecoder):
         data: DataConfig,
         **more: Any,
     ) -> None:
-        require_audio()
+        Sound.require()
         whole = unwrapped(model)
         self._start = decoder_start(whole, "transcription")
         self.hearing = Hearing(whole, processor, config.max_seconds)
@@ -251,7 +251,7 @@ class TranscriptionConfig(TaskConfig):
     """Longest sound, longer ones are dropped; null: what the base hears at once, 30 of Whisper."""
 
     def resolve(self, data: DataConfig) -> TranscriptionConfig:
-        require_audio()
+        Sound.require()
         return self
 
     def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import transformers
 
 from peftkit.base.processors import UnreadVideos, blind_to_videos
-from tests.vision import _tokenizer
+from tests.vision import tokenizer
 
 MARKS = [f"{kind}{end}_token" for kind in ("image", "video") for end in ("", "_start", "_end")]
 
@@ -16,7 +16,7 @@ MARKS = [f"{kind}{end}_token" for kind in ("image", "video") for end in ("", "_s
 def test_a_processor_that_would_save_a_font_for_videos_is_saved_without(tmp_path: Path) -> None:
     processor = blind_to_videos(transformers.Ernie4_5_VLMoeProcessor)(
         image_processor=transformers.Qwen2VLImageProcessorPil(),
-        tokenizer=_tokenizer(**{name: f"<{name}>" for name in MARKS}),
+        tokenizer=tokenizer(**{name: f"<{name}>" for name in MARKS}),
         video_processor=UnreadVideos({"font": "a.ttf"}),
     )
     processor.save_pretrained(tmp_path)

@@ -1,10 +1,13 @@
-"""From rows with images to an adapter that answers about them: trained, resumed, asked, merged."""
+"""From rows with media to an adapter that answers about them: trained, resumed, asked, merged."""
 
 from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,29 +23,73 @@ from peftkit.base.config import BaseConfig
 from peftkit.base.load import load_base
 from peftkit.data.images import Picture
 from peftkit.data.load import DataConfig
+from peftkit.data.media import Media
+from peftkit.data.sounds import Sound
 from peftkit.errors import AdapterError, DataError, PeftkitError
-from peftkit.events import Event, RunStarted
+from peftkit.events import Event, RunStarted, Sampled
 from peftkit.formats.exchange import export_adapter
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.bank import open_bank
 from peftkit.inference.evaluate import evaluate
-from peftkit.inference.generate_images import (
-    ImagePrompt,
+from peftkit.inference.generate_media import (
+    MediaPrompt,
     complete,
-    generate_with_images,
+    generate_with_media,
     inputs_of,
 )
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
-from peftkit.tasks.image_text import ImageTextConfig
+from peftkit.tasks.media_text import ImageTextConfig
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 from peftkit_cli import app
-from tests.tasks.test_image_text import images_of, model_of, processor_of, task_of
-from tests.vision import FAMILIES, QUESTIONS, said, write_rows
+from tests.listening import FAMILIES, HEARING, write_rows
+from tests.speech import encoded, tones
+from tests.tasks.test_media_text import model_of, processor_of, task_of
+from tests.vision import QUESTIONS, said
 
 ANY_LENGTH = DataConfig(train="", max_length=None)
-COLOURS = {"red": (250, 10, 10), "blue": (10, 10, 250)}
+
+
+def colour(*rgb: int, side: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (side, 8), rgb).save(file, "PNG")
+    return file.getvalue()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a model is to tell apart.
+
+    Args:
+        kind: Of media. files: By the word that each is to be called. sizes: As they are shown.
+    """
+
+    family: str
+    kind: type[Media]
+    files: Mapping[str, bytes]
+    sizes: Mapping[str, str]
+
+    def path(self, word: str) -> Path:
+        return Path(f"{word}.{self.kind.name}")
+
+
+CASES = {
+    "llava": Case(
+        "llava",
+        Picture,
+        {"red": colour(250, 10, 10, side=8), "blue": colour(10, 10, 250, side=9)},
+        {"red": "8x8", "blue": "9x8"},
+    ),
+    "qwen2_audio": Case(
+        "qwen2_audio",
+        Sound,
+        {"low": encoded(tones(300)), "high": encoded(tones(3000, seconds=0.2))},
+        {"low": "0.10 s", "high": "0.20 s"},
+    ),
+}
+SOUNDS = pytest.mark.parametrize("case", ["qwen2_audio"], indirect=True)
+IMAGES = pytest.mark.parametrize("case", ["llava"], indirect=True)
 
 
 @cache
@@ -53,30 +100,41 @@ def _folder_of(name: str, place: str) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _folder_of("llava", str(tmp_path_factory.mktemp("bases")))
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two colours to tell apart, and a row without images."""
+def base_folder(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _folder_of(case.family, str(tmp_path_factory.mktemp("bases")))
+
+
+@pytest.fixture(scope="module")
+def data(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two colours, or tones, to tell apart, and a row without any."""
     folder = tmp_path_factory.mktemp("colours")
     rows: list[dict[str, Any]] = []
-    for number, (name, colour) in enumerate(COLOURS.items()):
-        Image.new("RGB", (8 + number, 8), colour).save(folder / f"{name}.png")
-        asked = [{"type": "image", "image": f"{name}.png"}, {"type": "text", "text": "what is it?"}]
-        rows.append({"messages": said(("user", asked), ("assistant", name))})
+    for word, stored in case.files.items():
+        (folder / case.path(word)).write_bytes(stored)
+        asked = [
+            {"type": case.kind.name, case.kind.name: str(case.path(word))},
+            {"type": "text", "text": "what is it?"},
+        ]
+        rows.append({"messages": said(("user", asked), ("assistant", word))})
     rows.append({"messages": said(("user", "and then?"), ("assistant", "the fox"))})
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def settings_of(base: Path, data: Path, out: Path, **train: Any) -> recipe.Recipe:
+SAMPLED: dict[str, Any] = {"sample_every": 24, "eval_every": 24, "eval_generate": 3}
+
+
+def settings_of(case: Case, base: Path, data: Path, out: Path, **train: Any) -> recipe.Recipe:
     given = {"max_steps": 24, "batch_size": 3, "learning_rate": 0.02, "save_every": 16}
     return recipe.Recipe(
-        task="image_text",
+        task=FAMILIES[case.family].config(),
         base=BaseConfig(model=str(base), dtype="fp32"),
         method=LoRA(rank=4, targets=("attention", "ffn", "projector")),
         data=DataConfig(train=str(data), eval=str(data), max_length=256),
@@ -85,45 +143,63 @@ def settings_of(base: Path, data: Path, out: Path, **train: Any) -> recipe.Recip
 
 
 @pytest.fixture(scope="module")
-def run_folder(base_folder: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter of LLaVA that tells two colours apart."""
+def run_folder(
+    case: Case, base_folder: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """An adapter that tells two colours, or tones, apart."""
     out = tmp_path_factory.mktemp("runs") / "colours"
     events: list[Event] = []
-    recipe.run(settings_of(base_folder, data, out), on_event=events.append)
+    settings = settings_of(case, base_folder, data, out, **SAMPLED)
+    recipe.run(settings, on_event=events.append)
     (started,) = [event for event in events if isinstance(event, RunStarted)]
     assert "no packing or sharing" in started.paths
+    samples = [event.samples for event in events if isinstance(event, Sampled)]
+    assert [one.completion for one in samples[-1]] == [*case.files, "the fox"]
     return out
 
 
-def test_colours_are_told_apart(run_folder: Path, data: Path) -> None:
+def test_two_are_told_apart(case: Case, run_folder: Path, data: Path) -> None:
     opened = open_adapter(run_folder)
     metrics = evaluate(opened.base, data, task=opened.task, style=opened.style)
     assert metrics["exact_match"] == 1.0
     with opened.adapter.disabled():
         assert evaluate(opened.base, data, task=opened.task)["exact_match"] == 0.0
-    for name in COLOURS:
-        image = Picture(data.parent / f"{name}.png", name)
-        assert generate_with_images(opened, "what is it?", [image]) == name
-    assert generate_with_images(opened, "and then?") == "the fox"
+    for word in case.files:
+        medium = case.kind(data.parent / case.path(word), word)
+        assert generate_with_media(opened, "what is it?", [medium]) == word
+    assert generate_with_media(opened, "and then?") == "the fox"
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
 def test_the_adapters_folder_is_peft_and_merges(
-    run_folder: Path, data: Path, tmp_path: Path
+    case: Case, run_folder: Path, data: Path, tmp_path: Path
 ) -> None:
     opened = open_adapter(run_folder)
-    task = ImageTextConfig().on(opened.base.model, opened.base.processor, ANY_LENGTH)
+    task = FAMILIES[case.family].config().on(opened.base.model, opened.base.processor, ANY_LENGTH)
     row = task.load(str(data))[0]
     inputs = task.inputs(opened.base.model, task.collate([row]))
     with torch.no_grad():
         ours = opened.base.model(**inputs).logits
-        theirs = peft.PeftModel.from_pretrained(model_of("llava"), run_folder)(**inputs).logits
+        theirs = peft.PeftModel.from_pretrained(model_of(case.family), run_folder)(**inputs).logits
         torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-4)
         merge(run_folder, tmp_path / "merged", dtype="fp32")
-        purpose = ImageTextConfig().purpose
+        purpose = FAMILIES[case.family].config().purpose
         merged = load_base(str(tmp_path / "merged"), dtype="fp32", purpose=purpose)
         torch.testing.assert_close(merged.model(**inputs).logits, ours, rtol=1e-4, atol=1e-3)
-    assert merged.processor.chat_template == processor_of("llava").chat_template
+    assert merged.processor.chat_template == processor_of(case.family).chat_template
+
+
+@SOUNDS
+def test_a_resumed_run_ends_as_one_never_stopped(
+    case: Case, base_folder: Path, data: Path, run_folder: Path, tmp_path: Path
+) -> None:
+    half = tmp_path / "half"
+    shutil.copytree(run_folder, half)
+    shutil.rmtree(half / "checkpoints" / "step-24")
+    (half / "adapter_model.safetensors").unlink()
+    recipe.run(settings_of(case, base_folder, data, half, **SAMPLED), resume=True)
+    whole, again = ((p / "adapter_model.safetensors").read_bytes() for p in (run_folder, half))
+    assert whole == again
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -134,14 +210,16 @@ def test_generation_is_the_likeliest_token_again_and_again(name: str, tmp_path: 
     rows = [*QUESTIONS, {"prompt": "what is it?", "completion": "the fox", "image": "b.png"}]
     if FAMILIES[name].has_template:
         rows = [
-            {
-                "messages": said(("user", f"<image>{row['prompt']}"), ("assistant", "the fox")),
-                "image": row["image"],
-            }
+            {"messages": said(("user", row["prompt"]), ("assistant", "the fox"))}
+            | (
+                {"audio": row["image"].replace("png", "wav")}
+                if name in HEARING
+                else {"image": row["image"]}
+            )
             for row in rows
         ]
     loaded = task.load(str(write_rows(tmp_path, rows)))
-    prompts = [ImagePrompt(row.prompt, row.images) for row in loaded]
+    prompts = [MediaPrompt(row.prompt, row.media) for row in loaded]
     found = complete(model, task, prompts, max_new_tokens=4)
     for row, prompt, answer in zip(loaded, prompts, found, strict=True):
         inputs = inputs_of(model, task, [prompt])
@@ -158,13 +236,14 @@ def test_generation_is_the_likeliest_token_again_and_again(name: str, tmp_path: 
             ids = torch.cat([ids, torch.tensor([new[-1:]])], 1)
         assert answer == new[: len(answer)]
         assert len(answer) == 4 or new[len(answer)] in task.encoder.stop_ids(task.style)
-        assert images_of(row)
+        assert row.media
 
 
+@IMAGES
 def test_what_cannot_be_asked_is_refused(run_folder: Path, tmp_path: Path) -> None:
     opened = open_adapter(run_folder)
     with pytest.raises(DataError, match=r"Cannot decode the image of gone(.|\n)*gone.png"):
-        generate_with_images(opened, "what?", [Picture(tmp_path / "gone.png", "gone")])
+        generate_with_media(opened, "what?", [Picture(tmp_path / "gone.png", "gone")])
     with pytest.raises(AdapterError, match=r"runs\d*/colours(.|\n)*image_text"):
         open_bank({"a": run_folder})
     for to in ("gguf", "mlx"):
@@ -183,30 +262,33 @@ def run(*argv: str) -> None:
     assert done.value.code == 0
 
 
-def test_the_command_line_shows_images(
+def test_the_command_line_shows_media(
+    case: Case,
     run_folder: Path,
     data: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    red, blue = (str(data.parent / f"{name}.png") for name in COLOURS)
-    for name, image in zip(COLOURS, (red, blue), strict=True):
-        run("generate", str(run_folder), "--image", image, "--prompt", "what is it?")
-        assert capsys.readouterr().out == f"{name}\n"
+    kind, one, two = case.kind.name, *(str(data.parent / case.path(word)) for word in case.files)
+    for word, path in zip(case.files, (one, two), strict=True):
+        run("generate", str(run_folder), f"--{kind}", path, "--prompt", "what is it?")
+        assert capsys.readouterr().out == f"{word}\n"
     say(
-        f"/image {red}",
+        f"/{kind} {one}",
         "what is it?",
         "/reset",
-        f"/image {blue}",
+        f"/{kind} {two}",
         "what is it?",
-        "/image gone.png",
+        f"/{kind} gone.file",
+        "/video gone.mp4",
         argv=["chat", str(run_folder)],
         monkeypatch=monkeypatch,
     )
     told = capsys.readouterr()
-    assert told.out.split() == ["red", "blue"]
-    assert "8 x 8 pixels, goes with the next message" in told.err
-    assert "gone.png" in told.err
+    assert told.out.split() == [*case.files]
+    assert all(f"({size}) goes with the next message" in told.err for size in case.sizes.values())
+    assert "gone.file" in told.err
+    assert "The base takes no videos" in told.err
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3", "mllama", "gemma3"])
@@ -250,6 +332,15 @@ def test_mllama_learns_by_its_cross_attention_alone(tmp_path: Path) -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+@SOUNDS
+def test_a_model_that_hears_is_inspected(
+    base_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("inspect", str(base_folder))
+    assert "audio_q" in capsys.readouterr().out
+
+
+@IMAGES
 def test_settings_that_the_task_cannot_use_are_named(base_folder: Path, data: Path) -> None:
     with pytest.raises(PeftkitError, match=r"data.max_pixels is not used by the task causal_lm"):
         recipe.Recipe(

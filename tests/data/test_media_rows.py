@@ -13,9 +13,9 @@ from PIL import Image
 
 from peftkit.data import media
 from peftkit.data.format import Conversation
-from peftkit.data.image_rows import MARK, parse_with_images
 from peftkit.data.images import Picture
 from peftkit.data.load import Record, read_records
+from peftkit.data.media_rows import parse_with_media
 from peftkit.errors import DataError
 from tests.vision import png, said
 
@@ -26,7 +26,7 @@ def parsed(tmp_path: Path, row: dict[str, Any]) -> tuple[list[str], list[Any]]:
     """Return the contents of a row's messages, and what its pictures are."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    found, pictures = parse_with_images(read_records(str(path)), "auto", where=str(path))
+    found, pictures = parse_with_media(read_records(str(path)), "auto", where=str(path))
     (example,) = found.examples
     if isinstance(example, Conversation):
         return [message["content"] for message in example.messages], [p.data for p in pictures[0]]
@@ -60,7 +60,7 @@ def test_images_stand_where_their_parts_do(part: dict[str, Any], tmp_path: Path)
     row: dict[str, Any] = {"messages": said(("user", content), SEEN)}
     if part == {"type": "image"}:
         row["images"] = ["a.png"]
-    assert parsed(tmp_path, row) == ([f"see {MARK} this", "a fox"], [tmp_path / "a.png"])
+    assert parsed(tmp_path, row) == ([f"see {Picture.mark} this", "a fox"], [tmp_path / "a.png"])
 
 
 def test_images_of_several_turns_keep_their_order(tmp_path: Path) -> None:
@@ -71,14 +71,17 @@ def test_images_of_several_turns_keep_their_order(tmp_path: Path) -> None:
         SEEN,
     )
     texts, found = parsed(tmp_path, {"messages": turns, "images": ["1.png", "2.png", "3.png"]})
-    assert texts == [f"{MARK} and {MARK}", "a fox", MARK * 2, "a fox"]
+    assert texts == [f"{Picture.mark} and {Picture.mark}", "a fox", Picture.mark * 2, "a fox"]
     assert found == [*(tmp_path / f"{n}.png" for n in (1, 2, 3)), URL]
 
 
 def test_llavas_own_rows_are_read(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "a fox"}]
     row = {"id": "7", "image": "coco/7.jpg", "conversations": turns}
-    assert parsed(tmp_path, row) == ([f"{MARK}\nwhat?", "a fox"], [tmp_path / "coco" / "7.jpg"])
+    assert parsed(tmp_path, row) == (
+        [f"{Picture.mark}\nwhat?", "a fox"],
+        [tmp_path / "coco" / "7.jpg"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,7 +96,7 @@ def test_llavas_own_rows_are_read(tmp_path: Path) -> None:
 )
 def test_images_without_marks_begin_the_question(row: dict[str, Any], tmp_path: Path) -> None:
     texts, found = parsed(tmp_path, {**row, "images": ["a.png", {"path": "/b.png"}]})
-    assert texts[-2:] == [f"{MARK * 2}what?", "a fox"]
+    assert texts[-2:] == [f"{Picture.mark * 2}what?", "a fox"]
     assert found == [tmp_path / "a.png", Path("/b.png")]
 
 
@@ -101,11 +104,11 @@ def test_bytes_of_a_data_set_are_images() -> None:
     record = Record(
         {"image": {"bytes": png(), "path": None}, "question": "a", "answer": "b"}, "x:1"
     )
-    _, ((found,),) = parse_with_images([record], "auto", where="x")
+    _, ((found,),) = parse_with_media([record], "auto", where="x")
     assert found.decode().size == (9, 12)
     coded = {"type": "image", "base64": base64.b64encode(png()).decode()}
     record = Record({"messages": said(("user", [coded]), SEEN)}, "x:1")
-    _, ((found,),) = parse_with_images([record], "auto", where="x")
+    _, ((found,),) = parse_with_media([record], "auto", where="x")
     assert found.decode().size == (9, 12)
 
 
@@ -123,10 +126,10 @@ def test_bytes_of_a_data_set_are_images() -> None:
         ({"prompt": "a", "completion": "<image>", "image": "a"}, "in the answer"),
         ({"text": "a", "image": "a"}, "no question or prompt"),
         ({"text": "a"}, "a text alone"),
-        ({"messages": said(("user", [{"type": "video"}]), SEEN)}, "found 'video'"),
+        ({"messages": said(("user", [{"type": "smell"}]), SEEN)}, "found 'smell'"),
         ({"messages": said(("user", "a"), SEEN), "image": 3}, "images?.0.*a value"),
         ({"messages": said(("user", "a"), SEEN), "image": "a", "images": ["b"]}, "leave one"),
-        ({"messages": said(("user", f"a {MARK}"), SEEN)}, "stands for an image"),
+        ({"messages": said(("user", f"a {Picture.mark}"), SEEN)}, "stands for a medium"),
         (
             {"messages": said(("user", [{"type": "image", "image": "https://x.org/a.png"}]), SEEN)},
             "Cannot use image 1 of .*(.|\n)*nothing is fetched",

@@ -1,4 +1,4 @@
-"""Completions of prompts that hold images."""
+"""Completions of prompts that hold media."""
 
 from __future__ import annotations
 
@@ -8,70 +8,69 @@ from typing import Any
 
 from torch import Tensor
 
-from peftkit.data.image_rows import MARK
-from peftkit.data.images import Picture
 from peftkit.data.load import DataConfig
+from peftkit.data.media import Media
 from peftkit.errors import AdapterError
 from peftkit.formats.open_adapter import Opened
 from peftkit.inference.engine import OnAnswer, Request
 from peftkit.inference.generate import decoded
 from peftkit.inference.plain import PlainEngine
 from peftkit.inference.sampling import Sampling, seed_of
-from peftkit.tasks.image_text import ImageText, ImageTextConfig
+from peftkit.tasks.media_text import MediaText, MediaTextConfig
 
 
 @dataclass(frozen=True, slots=True)
-class ImagePrompt:
+class MediaPrompt:
     """A text that generation starts from.
 
     Args:
-        text: With the processor's mark for each image, written by `ImageEncoder.prompt`.
+        text: With the processor's mark for each medium, written by `MediaEncoder.prompt`.
     """
 
     text: str
-    images: tuple[Picture, ...] = ()
+    media: tuple[Media, ...] = ()
 
 
-def generate_with_images(
-    opened: Opened, prompt: str, images: Sequence[Picture] = (), **settings: Any
+def generate_with_media(
+    opened: Opened, prompt: str, media: Sequence[Media] = (), **settings: Any
 ) -> str:
-    """Return the completion of one prompt, before which images stand.
+    """Return the completion of one prompt, before which media stand.
 
     Args:
         settings: max_new_tokens, temperature, top_p, top_k, seed, as in `Sampling`.
 
     Raises:
-        AdapterError: The adapter was not trained on images.
-        DataError: An image does not decode; the prompt is empty or fills the context.
+        AdapterError: The adapter was not trained on such media.
+        DataError: One does not decode; the prompt is empty or fills the context.
     """
-    task = image_task(opened)
-    text = task.encoder.prompt(MARK * len(images) + prompt, opened.style)
-    (ids,) = complete(opened.base.model, task, [ImagePrompt(text, tuple(images))], **settings)
+    task = media_task(opened)
+    text = task.encoder.prompt("".join(one.mark for one in media) + prompt, opened.style)
+    (ids,) = complete(opened.base.model, task, [MediaPrompt(text, tuple(media))], **settings)
     return decoded(task.tokenizer, ids)
 
 
-def image_task(opened: Opened) -> ImageText:
-    """Return the task of an opened adapter, if it reads images.
+def media_task(opened: Opened) -> MediaText:
+    """Return the task of an opened adapter, if it takes media in its prompts.
 
     Raises:
         AdapterError: It does not.
     """
-    if not isinstance(opened.task, ImageTextConfig):
+    if not isinstance(opened.task, MediaTextConfig):
         raise AdapterError(
-            f"{opened.file.folder} reads no images",
+            f"{opened.file.folder} reads no images, sounds or videos in a prompt",
             found=f"it was trained for the task {opened.task.type}",
-            fix="Ask it without images; adapters of the task image_text read them.",
+            fix="Ask it without; adapters of the tasks image_text and audio_text read them.",
         )
     config = DataConfig(train="", max_length=None)
     task = opened.task.on(opened.base.model, opened.base.processor, config, style=opened.style)
-    assert isinstance(task, ImageText)
+    assert isinstance(task, MediaText)
     return task
 
 
 def complete(
     model: Any,
-    task: ImageText,
-    prompts: Sequence[ImagePrompt],
+    task: MediaText,
+    prompts: Sequence[MediaPrompt],
     *,
     batch_size: int = 8,
     on_answer: OnAnswer | None = None,
@@ -80,9 +79,9 @@ def complete(
     """Return the token ids that follow each prompt, as `generate_ids` does."""
     sampling = Sampling(**settings, stops=task.encoder.stop_ids(task.style))
     answers: dict[int, list[int]] = {}
-    groups: dict[int, list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
-        groups.setdefault(task.kind_of(len(prompt.images)), []).append(index)
+        groups.setdefault(task.kind_of(prompt.media), []).append(index)
     with PlainEngine(model, task.tokenizer) as engine:
         for group in groups.values():
             for start in range(0, len(group), batch_size):
@@ -99,7 +98,7 @@ def complete(
     return [answers[index] for index in range(len(prompts))]
 
 
-def inputs_of(model: Any, task: ImageText, prompts: Sequence[ImagePrompt]) -> dict[str, Tensor]:
+def inputs_of(model: Any, task: MediaText, prompts: Sequence[MediaPrompt]) -> dict[str, Tensor]:
     """Return what a model is given to go on from prompts, padded on the left."""
-    made = task.encoder.generated([p.text for p in prompts], [p.images for p in prompts])
+    made = task.encoder.generated([p.text for p in prompts], [p.media for p in prompts])
     return task.inputs(model, made)

@@ -1,4 +1,4 @@
-"""Conversations with images: what is learnt of them, on every family, against the plain way."""
+"""Conversations with media: what is learnt of them, on every family, against the plain way."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import soundfile
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from peftkit.adapter import attach
-from peftkit.data.image_row import ImageRow
 from peftkit.data.load import DataConfig
+from peftkit.data.media_row import MediaRow
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Table
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model, tower_paths
-from peftkit.tasks.image_text import ImageText, ImageTextConfig
 from peftkit.tasks.isolation import check_causal_answer
+from peftkit.tasks.media_text import AudioTextConfig, ImageTextConfig, MediaText
 from peftkit.train.batches import split_micro_batches
 from peftkit.train.checkpoints.identity import fingerprint
 from tests import vision
-from tests.vision import ANSWERS, CONVERSATIONS, FAMILIES, QUESTIONS, picture, said, write_rows
+from tests.listening import FAMILIES, HEARING, write_rows
+from tests.speech import encoded, tones
+from tests.vision import ANSWERS, picture, said
 
+ANY_LENGTH = DataConfig(train="", max_length=None)
 CHATTING = [name for name, family in FAMILIES.items() if family.has_template]
 
 
@@ -41,10 +45,11 @@ def model_of(name: str) -> Any:
     return FAMILIES[name].model().eval()
 
 
-def task_of(name: str, model: Any = None, *, on_event: Any = None, **data: Any) -> ImageText:
+def task_of(name: str, model: Any = None, *, on_event: Any = None, **data: Any) -> MediaText:
     config = DataConfig(**{"train": "", "max_length": None, **data})
     events = {} if on_event is None else {"on_event": on_event}
-    return ImageTextConfig().on(model or model_of(name), processor_of(name), config, **events)
+    task = FAMILIES[name].config()
+    return task.on(model or model_of(name), processor_of(name), config, **events)
 
 
 @pytest.fixture(scope="module")
@@ -52,37 +57,46 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("rows")
 
 
-def rows_of(task: ImageText, name: str, folder: Path) -> list[ImageRow]:
-    rows = CONVERSATIONS if FAMILIES[name].has_template else QUESTIONS
-    return task.load(str(write_rows(folder, rows)))
+def rows_of(task: MediaText, name: str, folder: Path) -> list[MediaRow]:
+    return task.load(str(write_rows(folder, FAMILIES[name].examples())))
 
 
-def images_of(row: ImageRow) -> list[Any]:
-    sizes = {(9, 12): picture(), (20, 9): picture(size=(20, 9))}
-    return [sizes[size] for size in row.sizes]
+def _image_id(task: MediaText) -> int:
+    (found,) = task.encoder.asked.media_ids
+    return found
 
 
-def plain(name: str, rows: Sequence[ImageRow]) -> tuple[dict[str, Tensor], Tensor]:
+def images_of(row: MediaRow) -> list[Any]:
+    sizes = {"9x12": picture(), "20x9": picture(size=(20, 9))}
+    return [sizes[size] for size in row.sizes if size in sizes]
+
+
+def sounds_of(row: MediaRow) -> list[Any]:
+    paths = [one.data for one in row.media if one.kind == "sound"]
+    return [soundfile.read(path, dtype="float32")[0] for path in paths]
+
+
+def plain(name: str, rows: Sequence[MediaRow]) -> tuple[dict[str, Tensor], Tensor]:
     """Return what the processor makes of rows by itself, and our labels beside its tokens."""
-    images = [images_of(row) for row in rows]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PaliGemma's use of numpy
-        made = _processed(name, rows, images)
+        made = _processed(name, rows)
     labels = torch.full(made["input_ids"].shape, -100)
     for number, row in enumerate(rows):
         labels[number, : len(row.labels)] = torch.tensor(row.labels)
     return {key: value for key, value in made.items() if key != "labels"}, labels
 
 
-def _processed(name: str, rows: Sequence[ImageRow], images: list[Any]) -> Any:
+def _processed(name: str, rows: Sequence[MediaRow]) -> Any:
+    images = [images_of(row) for row in rows]
+    sounds = [sound for row in rows for sound in sounds_of(row)]
     suffix = {} if FAMILIES[name].has_template else {"suffix": [row.suffix for row in rows]}
     return processor_of(name)(
         text=[row.text for row in rows],
-        images=images if any(images) else None,
-        padding=True,
-        padding_side="right",
-        add_special_tokens=False,
+        text_kwargs={"padding": True, "padding_side": "right", "add_special_tokens": False},
         return_tensors="pt",
+        **({"images": images} if any(images) else {}),
+        **({"audio": sounds, "sampling_rate": 16_000} if sounds else {}),
         **suffix,
     )
 
@@ -108,12 +122,13 @@ def test_answers_alone_are_learnt_token_by_token(name: str, folder: Path) -> Non
                 if start <= begin < at:
                     expected[number] = row.input_ids[number]
         assert list(row.labels) == expected
-        assert not set(row.labels) & set(task.processor.image_token_ids)
+        assert not set(row.labels) & task.encoder.asked.media_ids
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_loss_and_gradients_are_those_of_a_plain_loop(name: str, folder: Path) -> None:
-    _compare(name, model_of(name), model_of(name), folder)
+    steps = 10 if name == "qwen2_audio" else 3
+    _compare(name, model_of(name), model_of(name), folder, num_steps=steps)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "mllama"])
@@ -195,7 +210,8 @@ def test_rows_of_a_batch_lose_what_they_lose_alone(name: str, folder: Path) -> N
     assert together == pytest.approx(alone, rel=1e-5)
     assert sum(map(len, parts)) == len(rows)
     if name in CHATTING:
-        assert len(parts) == (3 if task.encoder.is_nested else 2)
+        alone = task.encoder.asked.is_nested or name == "gemma4_hearing"
+        assert len(parts) == (3 if alone else 2)
 
 
 def test_images_cost_positions(folder: Path) -> None:
@@ -231,14 +247,14 @@ def test_rows_are_never_cut_through_an_image(tmp_path: Path) -> None:
     ]
     path = str(write_rows(tmp_path, rows))
     whole = task_of("llava").load(path)[0]
-    second = len(whole.input_ids) - 1 - whole.input_ids[::-1].index(task_of("llava")._image_id)
+    second = len(whole.input_ids) - 1 - whole.input_ids[::-1].index(_image_id(task_of("llava")))
     short = task_of("llava", max_length=second, max_dropped=0.5, on_event=events.append)
     kept = short.load(path)
     assert [len(row.input_ids) for row in kept] == [second] * 2
     (table,) = [event for event in events if isinstance(event, Table)]
-    assert dict(table.rows)["dropped: an image or the answer beyond the cut"].startswith("1 (")
+    assert dict(table.rows)["dropped: media or the answer beyond the cut"].startswith("1 (")
     with pytest.raises(
-        DataError, match=r"An image or the answer beyond(.|\n)*rows.jsonl:1(.|\n)*max_pixels"
+        DataError, match=r"Media or the answer beyond(.|\n)*rows.jsonl:1(.|\n)*max_pixels"
     ):
         task_of("llava", max_length=second, max_dropped=0.1).load(path)
 
@@ -250,8 +266,8 @@ def test_max_pixels_bounds_what_an_image_costs(tmp_path: Path) -> None:
     (large,) = task_of("qwen2_vl").load(str(path))
     task = task_of("qwen2_vl", max_pixels=130)
     (small,) = task.load(str(path))
-    assert (large.sizes, large.image_tokens) == (((32, 16),), (8,))
-    assert (small.sizes, small.image_tokens) == (((16, 8),), (2,))
+    assert (large.sizes, large.media_tokens) == (("32x16",), (8,))
+    assert (small.sizes, small.media_tokens) == (("16x8",), (2,))
     assert task.collate([small])["image_grid_thw"].tolist() == [[1, 2, 4]]
 
 
@@ -271,7 +287,7 @@ def test_a_template_of_plain_texts_gets_the_processors_own_mark(folder: Path) ->
     task = task_of("llava", chat_template="chatml")
     rows = rows_of(task, "llava", folder)
     assert rows[1].text.startswith("<|im_start|>user\nsee <image> the <image> dog<|im_end|>")
-    assert [row.image_tokens for row in rows] == [(4,), (4, 4), (), (4,)]
+    assert [row.media_tokens for row in rows] == [(4,), (4, 4), (), (4,)]
 
 
 def test_an_answer_melted_into_its_prompt_is_carried_on(tmp_path: Path, folder: Path) -> None:
@@ -293,7 +309,7 @@ def test_an_answer_melted_into_its_prompt_is_carried_on(tmp_path: Path, folder: 
     learnt = [label for label in found.labels if label != -100]
     assert task.tokenizer.decode(learnt) == "nswer is it<|im_end|>"
     mask = task.collate([found])["cross_attention_mask"][0, :, 0, 0]
-    start = found.input_ids.index(task._image_id)
+    start = found.input_ids.index(_image_id(task))
     length = len(found.input_ids)
     assert mask[start:length].all()
     assert not mask[length:].any()
@@ -336,7 +352,7 @@ def test_a_template_that_writes_no_images_is_named(tmp_path: Path) -> None:
 def test_the_processors_own_mark_in_a_text_is_named(tmp_path: Path) -> None:
     row = {"messages": said(("user", "a <|image_pad|> b"), ("assistant", "dog")), "image": "a.png"}
     path = write_rows(tmp_path, [row])
-    with pytest.raises(DataError, match=r"rows.jsonl:1(.|\n)*1 images(.|\n)*2 of the"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1(.|\n)*1 of them(.|\n)*2 of the"):
         task_of("qwen2_vl").load(str(path))
 
 
@@ -370,7 +386,89 @@ def test_what_cannot_chat_about_images_is_refused_by_name() -> None:
 
     processor.__class__ = FuyuProcessor
     with pytest.raises(BaseError, match=r"(?s)Cannot use FuyuProcessor.*patches of another kind"):
-        ImageText(model, processor, DataConfig(train="", max_length=None))
+        ImageTextConfig().on(model, processor, DataConfig(train="", max_length=None))
     model.__class__ = Blip
-    with pytest.raises(BaseError, match=r"(?s)Cannot train Blip.*read text without an image"):
-        ImageText(model, processor_of("llava"), DataConfig(train="", max_length=None))
+    with pytest.raises(BaseError, match=r"(?s)Cannot train Blip.*read text without images"):
+        ImageTextConfig().on(model, processor_of("llava"), DataConfig(train="", max_length=None))
+
+
+# ------------------------------------------------------------------- sounds
+
+
+def test_rows_with_any_number_of_sounds_share_a_batch(folder: Path) -> None:
+    task = task_of("qwen2_audio")
+    rows = rows_of(task, "qwen2_audio", folder)
+    assert [len(row.media) for row in rows] == [1, 2, 0, 1]
+    assert [row.media_tokens for row in rows] == [(5,), (9, 5), (), (9,)]
+    batch = task.collate([rows[0], rows[1], rows[3]])
+    assert batch["input_features"].shape == (4, 16, 100)
+    assert batch["feature_attention_mask"].sum(-1).tolist() == [20, 35, 20, 35]
+    assert [row.num_patches for row in rows] == [50, 100, 0, 50]
+    assert task.num_positions([rows[0]]) == 32 + 50
+    pieces = [text for _, text in task.spans(rows[1])]
+    assert "see <|audio_bos|>[sound 0.35 s: 9 tokens]<|audio_eos|>" in pieces[0]
+
+
+def test_images_and_sounds_of_one_row_are_both_given(folder: Path) -> None:
+    task = task_of("gemma4_hearing")
+    row = rows_of(task, "gemma4_hearing", folder)[3]
+    assert [one.kind for one in row.media] == ["image", "sound"]
+    batch = task.collate([row])
+    assert {"pixel_values", "input_features"} <= batch.keys()
+    assert set(batch["mm_token_type_ids"].unique().tolist()) == {0, 1, 3}
+
+
+def spoken(folder: Path, sound: bytes | None, **more: Any) -> str:
+    """Return a file of one row about a sound."""
+    if sound is not None:
+        (folder / "it.wav").write_bytes(sound)
+    row = {"messages": said(("user", "what?"), ("assistant", "dog")), "audio": "it.wav"}
+    return str(write_rows(folder, [{**row, **more}]))
+
+
+def test_silence_is_heard(tmp_path: Path) -> None:
+    (row,) = task_of("qwen2_audio").load(spoken(tmp_path, encoded(0 * tones(300))))
+    assert row.sizes == ("0.10 s",)
+
+
+@pytest.mark.parametrize(
+    ("sound", "words"),
+    [
+        (b"no sound at all", "sound 1 of .*rows.jsonl:1(.|\n)*wav, flac"),
+        (encoded(tones(300, seconds=1.5)), r"rows.jsonl:1(.|\n)*1.5 s, more than 1 s"),
+        (None, r"rows.jsonl:1(.|\n)*it.wav"),
+        (encoded(tones(300)[:0]), "empty"),
+    ],
+)
+def test_bad_sounds_are_named(sound: bytes | None, words: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=words):
+        task_of("qwen2_audio").load(spoken(tmp_path, sound))
+
+
+def test_sounds_are_refused_where_none_are_heard(tmp_path: Path) -> None:
+    path = spoken(tmp_path, encoded(tones(300)))
+    with pytest.raises(DataError, match=r"sound 1 of .*rows.jsonl:1(.|\n)*takes no sounds"):
+        task_of("llava").load(path)
+    with pytest.raises(BaseError, match="no token for sounds"):
+        AudioTextConfig().on(model_of("llava"), processor_of("llava"), ANY_LENGTH)
+
+
+def test_sounds_that_the_processor_would_cut_are_refused() -> None:
+    task = AudioTextConfig(max_seconds=1.5)
+    with pytest.raises(DataError, match=r"1.5 s are too long(.|\n)*max_seconds"):
+        task.on(model_of("qwen2_audio"), processor_of("qwen2_audio"), ANY_LENGTH)
+
+
+def test_a_processor_refuses_what_it_cannot_put_together(tmp_path: Path) -> None:
+    path = spoken(tmp_path, encoded(tones(300)), audio=["it.wav"] * 2)
+    with pytest.raises(DataError, match=r"rows.jsonl:1(.|\n)*1 text but 2 audios"):
+        task_of("glmasr").load(path)
+
+
+def test_the_towers_of_hearing_models_stay_in_16_bits_and_are_not_adapted() -> None:
+    for name in HEARING:
+        model = model_of(name)
+        assert any("audio_tower" in path for path in tower_paths(model))
+        found = attach(model, LoRA(rank=2)).modules
+        assert found
+        assert not any("audio_tower" in path or "projector" in path for path in found)

@@ -1,0 +1,240 @@
+"""Language modelling of conversations with media: learn what the assistant says of what it is
+shown.
+
+One implementation under two names: `image_text` and `audio_text` differ in the class of the model,
+and in what conversations are about. A model that takes more kinds of media takes them in a row.
+
+Shapes: B rows, T tokens, n learnt tokens of the batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from peftkit.base.purpose import Processor
+from peftkit.data.images import Picture
+from peftkit.data.lazy_rows import StoredRows
+from peftkit.data.load import CHAT, DataConfig
+from peftkit.data.media import Limits, Media, MediaClass
+from peftkit.data.media_processor import Asked, media_id
+from peftkit.data.media_row import KINDS, MediaRow
+from peftkit.data.media_text import MediaEncoder
+from peftkit.data.pack import IGNORE
+from peftkit.data.sounds import Sound
+from peftkit.errors import BaseError
+from peftkit.tasks.isolation import check_causal_answer
+from peftkit.tasks.loss import unwrapped
+from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.token_task import AnswerTask
+
+MAX_SECONDS = 30.0
+"""Of a sound, where neither the recipe nor the processor says."""
+VIDEO_FRAMES = 16
+"""Of a video, where the recipe does not say."""
+
+
+class MediaText(AnswerTask):
+    """The task: rows from files, batches from rows and their media, a loss from batches.
+
+    Args:
+        processor: The base's, of media and text.
+        style: How the adapter in hand was trained to be prompted; None: the rows decide.
+
+    Raises:
+        BaseError: The model takes no such media, or is an encoder-decoder.
+        DataError: A chat template or a length that cannot be.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processor: Any,
+        config: MediaTextConfig,
+        data: DataConfig,
+        **more: Any,
+    ) -> None:
+        needed = config.media
+        needed.require()
+        config = config.resolve(data)
+        settings = unwrapped(model).config
+        _check_model(model, needed)
+        super().__init__(model, processor, config, data, **more)
+        self._model, self._is_checked = model, False
+        patch = getattr(getattr(settings, "vision_config", None), "patch_size", 14)
+        patch = patch if isinstance(patch, int) else int(patch[0])
+        asked = Asked(processor, settings, needed, _limits(processor, config), patch_size=patch)
+        self.encoder = self.row_encoder = MediaEncoder(
+            asked, needed, self.template, data.format, max_length=self.max_length
+        )
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """How logits are made, and that rows with media share neither rows nor beginnings."""
+        rows = f"padded, each with its {self.config.media.kind}s (no packing or sharing)"
+        return {**super().paths, "rows": rows}
+
+    @contextmanager
+    def training(self, model: nn.Module) -> Iterator[None]:
+        """Train with the fastest attention; rows stay padded, for their media lie in them."""
+        with Task.training(self, model):
+            yield
+
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        shown = {f"rows without {self.config.media.kind}s": "without"}
+        for kind in KINDS:
+            if rows.counts[f"{kind.kind}s"]:
+                names = (f"{kind.kind}s", f"tokens of {kind.kind}s")
+                shown |= dict(zip(names, names, strict=True))
+        return [(name, f"{rows.counts[count]:,}") for name, count in shown.items()]
+
+    def check(self, rows: StoredRows) -> None:
+        super().check(rows)
+        self._check_causal(rows[0])
+
+    def bucket_key(self, row: MediaRow) -> str:
+        return self.kind_of(row.media)
+
+    def kind_of(self, media: Sequence[Media]) -> str:
+        """Return what rows with such media have in common, as far as others share no batch.
+
+        A processor takes media of a kind for all of its texts or for none; where images lie in
+        rows, rows have as many each.
+        """
+        found = []
+        for kind in KINDS:
+            count = sum(isinstance(one, kind) for one in media)
+            nested = kind is Picture and self.encoder.asked.is_nested
+            found.append(str(count if nested else min(count, 1)))
+        return " ".join(found)
+
+    def num_positions(self, rows: Sequence[MediaRow]) -> int:
+        """Return the tokens of rows, padding included, and those of the towers."""
+        return super().num_positions(rows) + sum(row.num_patches for row in rows)
+
+    def padded(self, rows: Sequence[MediaRow]) -> dict[str, Tensor]:
+        """Return a batch, padded on the right, with all that the processor makes of media."""
+        batch = super().padded(rows)
+        kept = ("input_ids", "attention_mask", "target_index", "targets")
+        made = self.encoder.inputs(rows, batch["input_ids"].shape[1])
+        return {name: batch[name] for name in kept} | made
+
+    def inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the tokens, their mask, and what goes with them; pixels as the weights are."""
+        dtype = unwrapped(model).dtype
+        return {
+            # one number for each, such as seconds, is no feature
+            name: value.to(dtype) if value.is_floating_point() and value.ndim > 1 else value
+            for name, value in batch.items()
+            if name not in ("target_index", "targets")
+        }
+
+    def spans(self, row: MediaRow) -> list[tuple[str, str]]:
+        """Return a row's text in pieces, "learnt" or "" before each, media as their sizes."""
+        return row.pieces(self.encoder.asked.media_ids, self._text)
+
+    def prompt_row(self, text: str, where: str) -> MediaRow:
+        """Return a prompt as a row; its answer is not known."""
+        return self.encoder.prompt_row(text, self.style, where)
+
+    def answer_length(self, row: MediaRow) -> int:
+        """Return how many tokens a row's last learnt answer has."""
+        stop = max(n for n, label in enumerate(row.labels) if label != IGNORE) + 1
+        return stop - len(self.last_answer(row)[0])
+
+    def _check_causal(self, row: MediaRow) -> None:
+        """Ask the model, once, whether it learns to say what it is shown."""
+        if self._is_checked:
+            return
+        device = unwrapped(self._model).device
+        batch = {name: value.to(device) for name, value in self.collate([row]).items()}
+        last = max(place for place, label in enumerate(row.labels) if label != IGNORE)
+        usual = (self.tokenizer.eos_token_id, *self.tokenizer("a b c")["input_ids"])
+        other = next(token for token in usual if token not in (None, row.labels[last]))
+        check_causal_answer(self._model, self.inputs(self._model, batch), last, other)
+        self._is_checked = True
+
+
+def _check_model(model: nn.Module, needed: type[Media]) -> None:
+    """Refuse a model that cannot write text after media, and without them."""
+    bare = unwrapped(model)
+    takes = inspect.signature(type(bare).forward).parameters.values()
+    asks = [p for p in takes if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    why = ""
+    if bare.config.is_encoder_decoder:
+        why = "an encoder and a decoder"
+    elif media_id(bare.config, needed) is None:
+        why = f"no token for {needed.kind}s"
+    elif {p.name for p in asks} - {"self", "input_ids"}:
+        why = f"no way to read text without {needed.kind}s"
+    if why:
+        raise BaseError(
+            f"Cannot train {type(bare).__name__} on conversations with {needed.kind}s.",
+            found=f"It has {why}.",
+            fix="Give a model that writes text after what it is shown.",
+        )
+
+
+def _limits(processor: Any, config: MediaTextConfig) -> Limits:
+    """Return how media are read, as the recipe says and the processor takes them."""
+    reader = next((getattr(processor, n) for n in Sound.readers if hasattr(processor, n)), None)
+    at_once = getattr(reader, "chunk_length", None) or MAX_SECONDS
+    return Limits(
+        max_pixels=config.max_pixels,
+        rate=int(getattr(reader, "sampling_rate", 16_000)),
+        max_seconds=float(config.max_seconds or at_once),
+        video_frames=config.video_frames or VIDEO_FRAMES,
+    )
+
+
+class MediaTextConfig(TaskConfig):
+    """Conversations with media: what the assistant says of what it is shown."""
+
+    media: ClassVar[MediaClass]
+    """What conversations are about."""
+    task_type: ClassVar[None] = None
+    processor: ClassVar[Processor] = "multimodal"
+    generates: ClassVar[bool] = True
+    writes_text: ClassVar[bool] = True
+    data_fields: ClassVar[frozenset[str]] = frozenset(
+        {"format", "max_length", "max_pixels", "video_frames", *CHAT, "max_dropped"}
+    )
+    task = MediaText
+
+    max_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Longest sound; null: what the base's processor takes at once, or 30."""
+    max_pixels: Annotated[int, Field(ge=1)] | None = None
+    """What data.max_pixels was: kept with the adapter, so that it is shown images as it learnt."""
+    video_frames: Annotated[int, Field(ge=1)] | None = None
+    """What data.video_frames was: likewise."""
+
+    def resolve(self, data: DataConfig) -> MediaTextConfig:
+        self.media.require()
+        names = ("max_pixels", "video_frames")
+        given = {name: getattr(data, name) for name in names}
+        return self.model_copy(update={n: v for n, v in given.items() if v is not None})
+
+
+class ImageTextConfig(MediaTextConfig):
+    """Conversations with images: what the assistant says of what it sees."""
+
+    media: ClassVar[MediaClass] = Picture
+    auto_class: ClassVar[str] = "AutoModelForImageTextToText"
+    command: ClassVar[str] = "peftkit generate {folder} --image FILE --prompt TEXT"
+
+    type: Literal["image_text"] = "image_text"
+
+
+class AudioTextConfig(MediaTextConfig):
+    """Conversations with sounds: what the assistant says of what it hears."""
+
+    media: ClassVar[MediaClass] = Sound
+    auto_class: ClassVar[str] = "AutoModelForMultimodalLM"
+    command: ClassVar[str] = "peftkit generate {folder} --audio FILE --prompt TEXT"
+
+    type: Literal["audio_text"] = "audio_text"

@@ -1,0 +1,152 @@
+"""Tiny models that chat about sounds, with random weights, each with a processor, without a hub."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from peftkit.base.processors import UnreadVideos, blind_to_videos
+from peftkit.tasks.media_text import AudioTextConfig
+from tests.speech import encoded, tones
+from tests.vision import FAMILIES as SEEING
+from tests.vision import (
+    GEMMA4,
+    GEMMA4_CONFIG,
+    TEXT,
+    WIDE,
+    A,
+    Family,
+    Q,
+    made,
+    said,
+    template,
+    token_id,
+    tokenizer,
+)
+from tests.vision import write_rows as write_seen
+
+SPOKEN: list[dict[str, Any]] = [
+    {
+        "messages": said(
+            (Q, [{"type": "audio", "audio": "a.wav"}, {"type": "text", "text": "what is it?"}]),
+            (A, [{"type": "text", "text": "the fox"}]),
+        )
+    },
+    {
+        "messages": said(
+            (Q, "see <audio> the <audio> dog"),
+            (A, "the lazy dog over"),
+            (Q, "and then?"),
+            (A, "the answer"),
+        ),
+        "audios": ["b.wav", "a.wav"],
+    },
+    {"messages": said((Q, "no sound"), (A, "in the question"))},
+    {"audio": "b.wav", "messages": said((Q, "the other"), (A, "quick fox"))},
+]
+_TURNS = [(turn["role"], turn["content"]) for turn in SPOKEN[1]["messages"][1:]]
+_ONE_EACH = [*SPOKEN]
+_ONE_EACH[1] = {"messages": said((Q, "see <audio> dog"), *_TURNS), "audios": ["b.wav"]}
+_SEEN_TOO = [*SPOKEN[:3], {**SPOKEN[3], "image": "a.png"}]
+
+
+def write_rows(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Write rows, and the sounds and images that they name, into a folder."""
+    (folder / "a.wav").write_bytes(encoded(tones(300, 500)))
+    (folder / "b.wav").write_bytes(encoded(tones(700, seconds=0.35)))
+    return write_seen(folder, rows)
+
+
+_QWEN = ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")
+_ENCODER: dict[str, Any] = {
+    "num_mel_bins": 16,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "d_model": 32,
+    "max_source_positions": 50,
+    **WIDE,
+}
+
+
+def _extractor(seconds: int = 1) -> Any:
+    return transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=seconds)
+
+
+QWEN2_AUDIO = Family(
+    made(
+        "Qwen2Audio",
+        text_config={**TEXT, "model_type": "qwen2"},
+        audio_config=_ENCODER,
+        audio_token_index=token_id("<|AUDIO|>", *_QWEN),
+    ),
+    lambda: transformers.Qwen2AudioProcessor(
+        _extractor(),
+        tokenizer(*_QWEN),
+        chat_template=template(audio="<|audio_bos|><|AUDIO|><|audio_eos|>\\n"),
+    ),
+    ("feature_attention_mask",),
+    config=AudioTextConfig,
+    rows=SPOKEN,
+)
+GLMASR = Family(
+    made(
+        "GlmAsr",
+        text_config={**TEXT, "model_type": "llama"},
+        audio_config={
+            "hidden_size": 32,
+            "intermediate_size": 128,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_mel_bins": 16,
+            "max_position_embeddings": 100,
+            **WIDE,
+        },
+        audio_token_id=token_id("<|sound|>", "<|sound|>"),
+    ),
+    lambda: transformers.GlmAsrProcessor(
+        _extractor(2),
+        tokenizer("<|sound|>"),
+        chat_template=template(audio="<|sound|>"),
+        audio_token="<|sound|>",
+    ),
+    ("input_features_mask",),
+    config=AudioTextConfig,
+    rows=_ONE_EACH,
+)
+GEMMA4_HEARING = Family(
+    made(
+        "Gemma4",
+        **{
+            **GEMMA4_CONFIG,
+            "audio_config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 4,
+                "subsampling_conv_channels": [128, 8],
+                "output_proj_dims": 32,
+                "conv_kernel_size": 3,
+            },
+        },
+    ),
+    lambda: blind_to_videos(transformers.Gemma4Processor)(
+        feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
+        image_processor=transformers.Gemma4ImageProcessorPil(
+            patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
+        ),
+        tokenizer=tokenizer(**GEMMA4),
+        video_processor=UnreadVideos({}),
+        chat_template=template("<|image|>", audio="<|audio|>"),
+    ),
+    config=AudioTextConfig,
+    rows=_SEEN_TOO,
+)
+HEARING: dict[str, Family] = {
+    "qwen2_audio": QWEN2_AUDIO,
+    "glmasr": GLMASR,
+    "gemma4_hearing": GEMMA4_HEARING,
+}
+FAMILIES = {**SEEING, **HEARING}
