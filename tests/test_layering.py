@@ -64,6 +64,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     ),
     "yaml": ("config/", "cli/import_recipe"),  # there: files of other programs
     "PIL": ("data/images",),  # the optional extra `images`; imported when called
+    "av": ("data/videos",),  # the optional extra `video`; imported when called
     "soundfile": ("data/sounds",),  # the optional extra `audio`; imported when called
     "soxr": ("data/sounds",),
     "jiwer": ("tasks/error_rates",),

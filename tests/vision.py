@@ -233,11 +233,11 @@ LLAVA_NEXT = Family(
 
 # ------------------------------------------------------------------- Qwen
 
-_QWEN = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+QWEN = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 _QWEN_IDS = dict(
     zip(
         ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id"),
-        [token_id(token, *_QWEN) for token in _QWEN],
+        [token_id(token, *QWEN) for token in QWEN],
         strict=True,
     )
 )
@@ -249,7 +249,7 @@ def _qwen_processor(stem: str) -> Callable[[], Any]:
         image_processor=transformers.Qwen2VLImageProcessorPil(
             patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
         ),
-        tokenizer=tokenizer(*_QWEN),
+        tokenizer=tokenizer(*QWEN),
         video_processor=UnreadVideos({}),
         chat_template=template("<|vision_start|><|image_pad|><|vision_end|>"),
     )

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import pytest
 import typer.main
 import yaml
-from peftkit.data.image_rows import parse_with_media
 
 import peftkit
 from peftkit import PeftkitError, load_recipe
 from peftkit.data.format import parse as parse_rows
 from peftkit.data.load import DataConfig, read_records
+from peftkit.data.media_rows import parse_with_media
 from peftkit.data.preferences import read_pairs_of, read_verdicts
 from peftkit.data.prompts import read_prompts
 from peftkit.run.config import Recipe
@@ -219,7 +219,7 @@ def read(block: Block, folder: Path, model: Any = None, tokenizer: Any = None) -
         read_pairs_of(records, where, margin=task.margin)
     elif task.type == "seq2seq":
         parse_rows(records, "auto", where=where, fields=task.fields)
-    elif task.type == "image_text":
+    elif task.type in ("image_text", "audio_text"):
         parse_with_media(records, "auto", where=where)
     elif task.type in ("transcription", "ctc"):
         return len(read_utterances(records, (task.audio, task.text), where)[0])

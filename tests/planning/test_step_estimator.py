@@ -20,6 +20,7 @@ from peftkit.tasks.reward import RewardConfig
 from peftkit.tasks.seq2seq import Seq2SeqConfig
 from peftkit.tasks.table import TASKS
 from tests.families import ARCHITECTURES, FAMILIES
+from tests.listening import HEARING
 
 GB = 10**9
 
@@ -73,6 +74,7 @@ def test_rows_of_two_texts_take_twice_as_much(task) -> None:
     [
         ("vit", "image_classification"),
         ("llava", "image_text"),
+        ("qwen2_audio", "audio_text"),
         ("bert", "token_classification"),
         ("llama", "sequence_classification"),
         ("bert", "embedding"),
@@ -80,8 +82,8 @@ def test_rows_of_two_texts_take_twice_as_much(task) -> None:
     ],
 )
 def test_steps_of_every_kind_of_task_are_counted(family, task) -> None:
-    config = (FAMILIES | ARCHITECTURES)[family]().config
-    steps = reckoner_of(config, "none", TASKS[task]())
+    made = HEARING[family].model if family in HEARING else (FAMILIES | ARCHITECTURES)[family]
+    steps = reckoner_of(made().config, "none", TASKS[task]())
     small, large = (steps.count(rows, 32, steps.activation_modes()[-1]) for rows in (1, 3))
     assert large.flops == pytest.approx(3 * small.flops, rel=0.1)
     assert large.peak["activations"] > small.peak["activations"] > 0

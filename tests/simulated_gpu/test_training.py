@@ -20,6 +20,7 @@ from peftkit.methods.protocol import Method
 from peftkit.methods.vera import VeRA
 from peftkit.run.config import Recipe
 from tests.families import ARCHITECTURES
+from tests.listening import QWEN2_AUDIO, SPOKEN, write_rows
 from tests.simulated_gpu.same import CLOSE, Heard, train
 from tests.simulated_gpu.simulation import simulated
 from tests.tasks.classifiers import save_base, write_rows, write_texts, write_words
@@ -139,8 +140,31 @@ def image_recipe(folder: Path) -> Recipe:
     )
 
 
+def audio_recipe(folder: Path) -> Recipe:
+    """Return a recipe over conversations about sounds."""
+    model, processor = QWEN2_AUDIO.build()
+    model.save_pretrained(folder / "base")
+    processor.save_pretrained(folder / "base")
+    data = str(write_rows(folder, SPOKEN))
+    return Recipe(
+        task="audio_text",
+        base={"model": str(folder / "base"), "dtype": "fp32"},
+        method={"type": "lora", "rank": 3, "targets": ["q", "v"]},
+        data={"train": data, "eval": data, "max_length": 128},
+        train={
+            "output_dir": folder / "out",
+            "max_steps": 3,
+            "batch_size": 4,
+            "learning_rate": 0.02,
+            "eval_every": None,
+            "compile": False,
+        },
+    )
+
+
 TASKS = (
     "image_classification",
+    "audio_text",
     "causal_lm",
     "seq2seq",
     "masked_lm",
@@ -152,7 +176,8 @@ TASKS = (
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_runs_from_recipe_to_adapter(task: str, tmp_path: Path) -> None:
-    make = image_recipe if task == "image_classification" else partial(recipe_for, task)
+    made = {"image_classification": image_recipe, "audio_text": audio_recipe}
+    make = made.get(task) or partial(recipe_for, task)
     asked, expected, found = make(tmp_path), Heard(), Heard()
     on_cpu = recipe.run(asked, on_event=expected)
     with simulated():
