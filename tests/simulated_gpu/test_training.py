@@ -20,7 +20,8 @@ from peftkit.methods.protocol import Method
 from peftkit.methods.vera import VeRA
 from peftkit.run.config import Recipe
 from tests.families import ARCHITECTURES
-from tests.listening import QWEN2_AUDIO, SPOKEN, write_rows
+from tests.listening import QWEN2_AUDIO, SPOKEN
+from tests.listening import write_rows as write_sounds
 from tests.simulated_gpu.same import CLOSE, Heard, train
 from tests.simulated_gpu.simulation import simulated
 from tests.tasks.classifiers import save_base, write_rows, write_texts, write_words
@@ -145,7 +146,7 @@ def audio_recipe(folder: Path) -> Recipe:
     model, processor = QWEN2_AUDIO.build()
     model.save_pretrained(folder / "base")
     processor.save_pretrained(folder / "base")
-    data = str(write_rows(folder, SPOKEN))
+    data = str(write_sounds(folder, SPOKEN))
     return Recipe(
         task="audio_text",
         base={"model": str(folder / "base"), "dtype": "fp32"},
