@@ -32,8 +32,8 @@ COMMANDS: dict[str, list[str]] = {
     ],
     "plan": ["RECIPE|MODEL", "--memory", "--ranks", "--link", "--set", "--json"],
     "generate": [
-        "ADAPTER", "--prompt", "--image", "--audio", "--base", "--max-new-tokens", "--temperature",
-        "--seed", "--force",
+        "ADAPTER", "--prompt", "--image", "--audio", "--video", "--base", "--max-new-tokens",
+        "--temperature", "--seed", "--force",
     ],
     "chat": [
         "[ADAPTER]", "--adapter", "--base", "--max-new-tokens", "--temperature", "--seed",
