@@ -55,11 +55,7 @@ if TYPE_CHECKING:
     from peftkit.inference.predict import predict as predict
     from peftkit.inference.predict import predict_file as predict_file
     from peftkit.merging.combine import combine as combine
-    from peftkit.merging.compare import compare as compare
-    from peftkit.merging.extract import extract as extract
     from peftkit.merging.fold import merge_into as merge_into
-    from peftkit.merging.into_gguf import MergedGGUF as MergedGGUF
-    from peftkit.merging.into_gguf import merge_into_gguf as merge_into_gguf
     from peftkit.merging.merge import merge as merge
     from peftkit.methods.bottleneck import Bottleneck as Bottleneck
     from peftkit.methods.data_init import loftq_starts as loftq_starts

@@ -1,4 +1,4 @@
-"""`peftkit combine`, `peftkit extract`: adapters made of adapters, and of full fine-tunes."""
+"""`peftkit combine`: an adapter made of adapters."""
 
 from __future__ import annotations
 
@@ -79,36 +79,3 @@ def _weighted(adapters: list[str]) -> list[tuple[Path, float]]:
             ) from None
         found.append((adapter_folder(name), weight))
     return found
-
-
-def extract(
-    base: Annotated[
-        str, typer.Option(metavar="MODEL", help="The model before fine-tuning: folder or hub id.")
-    ],
-    tuned: Annotated[
-        str, typer.Option(metavar="MODEL", help="The fine-tuned model: folder or hub id.")
-    ],
-    rank: Annotated[int, typer.Option(min=1, metavar="R", help="Rank of the adapter.")],
-    out: OutFolder,
-    targets: Annotated[
-        str,
-        typer.Option(
-            metavar="ROLES", help="Roles, groups or module names, separated by commas: q,v or ffn."
-        ),
-    ] = "all-linear",
-    seed: Annotated[
-        int, typer.Option(metavar="N", help="Seed of the decomposition of large matrices.")
-    ] = 0,
-    force: Replace = False,
-) -> None:
-    """Extract the best adapter of a given rank from a full fine-tune. Prints its folder."""
-    from peftkit.merging.extract import extract as extract_adapter
-    from peftkit_cli.render import Renderer
-
-    names = [target.strip() for target in targets.split(",")]
-    with Renderer() as on_event:
-        extract_adapter(
-            base, tuned, rank, out, targets=names, seed=seed, force=force, on_event=on_event
-        )
-    typer.echo(out)
-    note(f"Next: peftkit eval '{out}' --data FILE.jsonl, or peftkit chat '{out}'")

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peftkit.errors import BaseError, PeftkitError, neighbours
-from peftkit.formats.find_adapter import adapter_folder
+from peftkit.errors import AdapterError, BaseError, PeftkitError, neighbours
 from peftkit_cli.arguments import Json, note
-from peftkit_cli.comparing import measure, show_comparison, show_updates
 
 if TYPE_CHECKING:
     from torch import nn
 
     from peftkit.files.safetensors_header import Entry
     from peftkit.formats.peft.folder import AdapterFile
+    from peftkit.merging.updates import RoleUpdate
     from peftkit.model.targets import Site
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -76,19 +75,13 @@ def inspect(
             help="An adapter folder; or a model: hub id, folder, .gguf file or short name.",
         ),
     ],
-    other: Annotated[
-        str | None, typer.Argument(metavar="OTHER", help="A second adapter, to compare.")
-    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a model or an adapter consists of, or compare two adapters.
+    """Show what a model or an adapter consists of.
 
     Of a model: its roles, and what each method would train. Of an adapter: its settings, tensors
     and the size of its updates. No weights are loaded.
     """
-    if other is not None:
-        show_comparison(adapter_folder(what), adapter_folder(other), as_json=as_json)
-        return
     path = Path(what).expanduser()
     if path.name in ADAPTER_FILES:
         path = path.parent
@@ -99,7 +92,7 @@ def inspect(
         raise BaseError(f"there is no adapter or model '{what}'.", found=neighbours(path))
     else:
         facts, groups, methods = model_facts(what)
-    updates, reason = measure(path) if facts["kind"] == "adapter" else ([], "")
+    updates, reason = _updates(path) if facts["kind"] == "adapter" else ([], "")
     if as_json:
         lists = {"modules": [asdict(group) for group in groups]}
         if facts["kind"] == "adapter":
@@ -139,6 +132,16 @@ def adapter_facts(folder: Path) -> tuple[dict[str, Any], list[Group]]:
         "num_bytes": (folder / TENSORS).stat().st_size,
     }
     return facts, _tensor_groups(tensors)
+
+
+def _updates(folder: Path) -> tuple[list[RoleUpdate], str]:
+    """Return an adapter's updates by role, or none and the reason why they cannot be measured."""
+    from peftkit.merging.updates import role_updates
+
+    try:
+        return role_updates(folder), ""
+    except AdapterError as error:
+        return [], f"No norms of its updates: {error}"
 
 
 def _targets(file: AdapterFile) -> Any:
@@ -301,6 +304,19 @@ def _text(value: Any) -> str:
         counts = Counter(starred(name) for name in value)
         return ", ".join(f"{name} ({n} x)" if n > 1 else name for name, n in counts.items())
     return str(value)
+
+
+def show_updates(updates: Sequence[RoleUpdate]) -> None:
+    """Print a table of an adapter's updates, on stdout."""
+    from peftkit_cli.render import print_table
+
+    if updates:
+        columns = ("role", "layers", "norm of the update", "rank", "effective rank")
+        rows = [
+            (u.role, str(u.num_layers), f"{u.norm:.4g}", str(u.rank), f"{u.effective_rank:.1f}")
+            for u in updates
+        ]
+        print_table("", columns, rows)
 
 
 def show_methods(methods: Sequence[MethodFacts], num_parameters: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,11 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import Adapter
-from peftkit.errors import AdapterError, MergeError
+from peftkit.errors import MergeError
 from peftkit.methods.protocol import AdapterModule, Method
-from peftkit.methods.table import format_of
 from peftkit.model.places import is_conv1d, is_linear
-from peftkit.model.targets import Site
 from peftkit.quant.layers import weight_of
 
 
@@ -35,8 +32,6 @@ class Tally:
     """Sum of squares of the update."""
     rounding: float = 0.0
     """Sum of squares of what was lost when the new weights were stored."""
-    along: float = 0.0
-    """Sum of the products of the update and what became of it when the weights were stored."""
     num_changed: int = 0
     """Number of values that differ after storing."""
 
@@ -51,7 +46,6 @@ class Tally:
         update = exact - before
         self.update += _squares(update)
         kept = stored.float()
-        self.along += float(torch.sum((kept - before).mul_(update)))
         self.rounding += _squares(kept - exact)
         self.num_changed += int(torch.count_nonzero(kept != before))
         if not math.isfinite(self.update):
@@ -71,11 +65,6 @@ class Tally:
     def relative_rounding(self) -> float:
         """Size of the rounding error, relative to the update."""
         return math.sqrt(self.rounding / self.update) if self.update else 0.0
-
-    @property
-    def kept(self) -> float:
-        """Share of the update that is left after storing, 1 where none of it is lost."""
-        return self.along / self.update if self.update else 0.0
 
     def check(self) -> None:
         """Refuse a merge that leaves the model equal to its base.
@@ -152,6 +141,31 @@ def _fold(module: AdapterModule, layer: nn.Module, dtype: torch.dtype | None, ta
         exact = module.merged_weight(before, name)
         tally.add(before, exact, exact.to(dtype or stored[name].dtype))
         stored[name].copy_(exact)
+
+
+@torch.no_grad()
+def merged_tensor(
+    module: AdapterModule, name: str, tensor: Tensor, *, dtype: torch.dtype, tally: Tally
+) -> Tensor:
+    """Return a tensor of the base's files, laid out as there, with the adapter merged in.
+
+    Args:
+        module: On a base without weights of its own, whose parameter of this name is replaced.
+        dtype: Of the result.
+    """
+
+    def laid_out(values: Tensor) -> Tensor:
+        module.base._parameters[name] = nn.Parameter(values, requires_grad=False)
+        return module.weights(module.base)[name]
+
+    empty = module.base.get_parameter(name)
+    merged = torch.empty_like(tensor, dtype=dtype)
+    before = laid_out(tensor).float()
+    exact = module.merged_weight(before, name)
+    stored = laid_out(merged).copy_(exact)
+    tally.add(before, exact, stored)
+    module.base._parameters[name] = empty
+    return merged
 
 
 @torch.no_grad()
@@ -233,44 +247,15 @@ def check_mergeable(method: Method) -> None:
         )
 
 
-class TensorFold:
-    """Merges one layer from tensors only: its weight on disk and the adapter's file.
+def check_original(method: Method, from_quantized: bool) -> None:
+    """Refuse to merge into the original weights what makes up for their loss in quantising.
 
     Raises:
-        AdapterError: The adapter's tensors do not fit a weight of this shape.
+        MergeError: The method compensates for a quantisation error that is not there.
     """
-
-    def __init__(
-        self, method: Method, path: str, state: Mapping[str, Tensor], shape: tuple[int, int]
-    ) -> None:
-        self._method, self._path, self._state = method, path, dict(state)
-        module = self._module(torch.empty(shape, device="meta"))
-        self._check(module)
-
-    def _module(self, weight: Tensor) -> AdapterModule:
-        out_features, in_features = weight.shape
-        linear = nn.Linear(in_features, out_features, bias=False, device="meta")
-        linear.weight = nn.Parameter(weight, requires_grad=False)
-        return self._method.wrap(linear, Site(path=self._path, roles=()))
-
-    def _check(self, module: AdapterModule) -> None:
-        try:
-            state = format_of(self._method).with_missing(module, self._state)
-        except KeyError as problem:
-            raise AdapterError(f"{self._path} has no tensor {problem}") from problem
-        expected = module.state_shapes()
-        actual = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        if actual != expected:
-            raise AdapterError(
-                f"the adapter does not fit {self._path}",
-                found=f"its tensors are {actual}\nneeded are {expected}",
-                fix="Use the base it was trained on: peftkit inspect ADAPTER",
-            )
-
-    @torch.no_grad()
-    def __call__(self, weight: Tensor) -> Tensor:
-        """Return the merged weight, float32, for a weight (out, in) in float32."""
-        module = self._module(weight)
-        module.reset(torch.Generator().manual_seed(0))  # some files leave out what it starts from
-        module.load(format_of(self._method).with_missing(module, self._state))
-        return module.merged_weight(weight)
+    if method.fresh_changes and not method.unmergeable and not from_quantized:
+        raise MergeError(
+            "this adapter cannot be merged into the original weights of its base",
+            found=f"Before any training {method.fresh_changes}, and they were not quantised.",
+            fix="Merge with --from-quantized, into the weights that it was trained over.",
+        )

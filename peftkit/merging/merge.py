@@ -1,21 +1,19 @@
 """Merging an adapter into its base, which gives an ordinary model.
 
 By default into the original 16- or 32-bit weights: W' = method.merged_weight(W) in float32, one
-tensor at a time over the base's files, without building the model. Where there are no such files
-(GGUF), or their names are not those of the modules, the model is loaded and saved whole. Either way
-the result is loaded again and compared with base and adapter on a few prompts.
+tensor at a time over the base's files (over_files.py). Where these cannot be merged into, the model
+is loaded and saved whole (in_memory.py). Either way the result is loaded again and compared with
+base and adapter on a few prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
-
-import torch
-from torch import nn
 
 from peftkit.base.load import local_folder
 from peftkit.base.locate import locate
@@ -23,33 +21,23 @@ from peftkit.base.published import published
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.request import DTYPES
 from peftkit.base.skeleton import read_config, skeleton
+from peftkit.errors import MergeError, OutputError, first_few
 from peftkit.events import Listener, Saved, Stage, Table, ignore
-from peftkit.execution.environment import free_now
+from peftkit.files.folders import new_folder
 from peftkit.formats.card import Card, write_card
 from peftkit.formats.find_adapter import adapter_folder
-from peftkit.formats.open_adapter import Opened, open_adapter, task_of
+from peftkit.formats.open_adapter import open_adapter, task_of
 from peftkit.formats.peft.folder import AdapterFile, read_adapter
-from peftkit.formats.shards import Shards
-from peftkit.merging.fold import Tally, check_mergeable
+from peftkit.merging.fold import Tally, check_mergeable, check_original
+from peftkit.merging.in_memory import cost_of, open_whole, write_in_memory
+from peftkit.merging.over_files import changes_of, files_of, write_over_files
 from peftkit.merging.verify import (
     PROMPTS,
     Agreement,
-    Reference,
     agreement,
     precision,
     reference_of,
     verified,
-)
-from peftkit.merging.write import (
-    check_kind,
-    check_original,
-    cost_of,
-    files_of,
-    new_model_folder,
-    plan_stream,
-    usual_dtype,
-    write_streamed,
-    write_whole,
 )
 from peftkit.train.memory.out_of_memory import release_memory
 
@@ -116,22 +104,30 @@ def merge(
     check_mergeable(file.method)
     check_original(file.method, from_quantized)
     name, revision = file.base_or(base)
+    _check_no_gguf(file, name, revision)
     out, tally, purpose = Path(out).expanduser(), Tally(), task_of(file).purpose
-    keeps_bits = published(read_config(name, revision, purpose)) is not None
-    job = _Job(
-        file,
-        files_of(name, revision),
-        DTYPES[dtype] if dtype else None,
-        prompts if verify else None,
-        as_trained=from_quantized,
-        into_codes=from_quantized or keeps_bits,
-        bones=partial(skeleton, name, revision=revision, purpose=purpose),
-        load=partial(open_adapter, file.folder, base, force=force, on_event=on_event),
-    )
+    stored = DTYPES[dtype] if dtype else None
+    files = files_of(name, revision)
+    into_codes = from_quantized or published(read_config(name, revision, purpose)) is not None
+    same_config = not into_codes and not file.provenance.loading.get("rope_scaling")
+    load = partial(open_adapter, file.folder, base, force=force, on_event=on_event)
     with new_model_folder(out, overwrite, (file.folder, Path(name))) as folder:
-        reference = _write(job, folder, tally, on_event)
+        changes = reference = effect = agreed = None
+        if files is not None and same_config:
+            bones = skeleton(name, revision=revision, purpose=purpose)
+            changes = changes_of(file, files, bones, stored, tally)
+        if files is not None and changes is not None:
+            if verify:
+                opened = load(quantize="none", dtype=precision(bones))
+                reference = reference_of(opened, prompts)
+                del opened
+            write_over_files(files, folder, changes, dtype=stored, on_event=on_event)
+        else:
+            opened, usual = open_whole(load, files, from_quantized, into_codes)
+            reference = reference_of(opened, prompts) if verify else None
+            write_in_memory(opened, folder, stored or usual, tally, on_event)
+            del opened
         tally.check()
-        effect = agreed = None
         if reference is not None:
             on_event(Stage("Comparing the merged model with base and adapter"))
             effect = agreement(reference.adapted, reference.bare)
@@ -141,60 +137,46 @@ def merge(
         task_of(file).write_beside(folder, config, local_folder(name, revision))
         merged = Merged(out, name, tally, effect, agreed)
         hub_id = locate(name, revision).hub_id
-        write_card(_card(merged, file, purpose, job.into_codes, hub_id), folder)
+        write_card(_card(merged, file, purpose, into_codes, hub_id), folder)
     on_event(Table("The merged model", ("", ""), tuple(_facts(merged).items())))
     on_event(Saved("merged model", out))
     return merged
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What is merged into what.
+def _check_no_gguf(file: AdapterFile, base: str, revision: str | None) -> None:
+    """Refuse a base that is a GGUF file; one of a short name is converted when it is loaded."""
+    location = locate(base, revision)
+    if location.gguf and location.convert_to is None:
+        raise MergeError(
+            f"cannot merge {file.folder} into {location.gguf}",
+            found="The base is a GGUF file, and a merged model is written as safetensors.",
+            fix=f"Use both: peftkit export {file.folder} --to gguf --out LORA.gguf, then "
+            "llama-server --lora, or llama-export-lora, which merges them. Or name the base's "
+            "original with --base MODEL.",
+        )
 
-    Attributes:
-        files: The base's, if they are on this machine.
-        dtype: Of all weights written; None: each in its own.
-        prompts: On which the result is to be compared; None: it is not.
-        as_trained: Into the base as it was loaded for training.
-        into_codes: Into the dequantised weights of a quantised base: so, or because its files are.
-        bones: Makes the base without weights. load: Makes base and adapter.
+
+@contextmanager
+def new_model_folder(out: Path, overwrite: bool, sources: Sequence[Path]) -> Iterator[Path]:
+    """Yield an empty folder whose files become those of `out` when the block ends well.
+
+    Raises:
+        OutputError: `out` is not empty, is what is read from, or cannot be written.
     """
+    asked = f"cannot write the merged model to {out}"
+    if any(out.resolve() == source.resolve() for source in sources if str(source) not in ("", ".")):
+        raise OutputError(
+            asked, found="it is one of the source folders", fix="Choose another folder."
+        )
+    if out.is_dir() and any(out.iterdir()) and not overwrite:
+        names = first_few(sorted(path.name for path in out.iterdir()), 5, ", ")
+        raise OutputError(asked, found=f"it holds {names}", fix="Choose a new or an empty folder.")
+    with new_folder(out, last="config.json", replaced=_is_weight) as folder:
+        yield folder
 
-    file: AdapterFile
-    files: Shards | None
-    dtype: torch.dtype | None
-    prompts: Sequence[str] | None
-    as_trained: bool
-    into_codes: bool
-    bones: Callable[[], nn.Module]
-    load: Callable[..., Opened]
 
-
-def _write(job: _Job, folder: Path, tally: Tally, on_event: Listener) -> Reference | None:
-    """Write the merged model; return what base and adapter compute on the prompts, if any."""
-    reference = plan = None
-    copies_config = not job.file.provenance.loading.get("rope_scaling")
-    if job.files is not None and not job.into_codes and copies_config:
-        bones = job.bones()
-        plan = plan_stream(job.file, job.files, bones, job.dtype, tally)
-    if plan is not None:
-        if job.prompts is not None:
-            opened = job.load(quantize="none", dtype=precision(bones))
-            reference = reference_of(opened, job.prompts)
-            del opened
-        write_streamed(*plan, folder, job.dtype, on_event)
-        return reference
-    # quantised weights as they were trained over; others in float32, to round only once
-    how = {} if job.as_trained else {"quantize": "none", "dtype": "fp32", "device": "cpu"}
-    opened = job.load(**how)
-    check_kind(opened, job.into_codes)
-    own = opened.base.model.dtype if job.as_trained else usual_dtype(job.files)
-    if not free_now(opened.base.device).on_gpu:
-        opened.base.model.float()  # also what comes out of quantised weights
-    if job.prompts is not None:
-        reference = reference_of(opened, job.prompts)
-    write_whole(opened, folder, job.dtype or own, tally, on_event)
-    return reference
+def _is_weight(name: str) -> bool:
+    return name.endswith((".safetensors", ".safetensors.index.json", ".bin"))
 
 
 def _facts(merged: Merged) -> dict[str, str]:

@@ -49,13 +49,11 @@ COMMANDS: dict[str, list[str]] = {
         "--max-new-tokens", "--temperature", "--force",
     ],
     "merge": [
-        "ADAPTER", "--out", "--into", "--base", "--dtype", "--force", "--from-quantized",
-        "--overwrite",
+        "ADAPTER", "--out", "--base", "--dtype", "--force", "--from-quantized", "--overwrite",
     ],
     "combine": [
         "ADAPTER[=WEIGHT]...", "--out", "--method", "--rank", "--density", "--seed", "--force",
     ],
-    "extract": ["--base", "--tuned", "--rank", "--out", "--targets", "--seed", "--force"],
     "export": [
         "ADAPTER", "--to", "--out", "--profile", "--base", "--dtype", "--rank", "--max-rank",
         "--force",
@@ -63,7 +61,7 @@ COMMANDS: dict[str, list[str]] = {
     "import": ["PATH", "--out", "--base", "--force"],
     "push": ["ADAPTER", "USER/NAME", "--private"],
     "pull": ["ID[@REVISION]", "--out", "--force"],
-    "inspect": ["ADAPTER|MODEL", "OTHER", "--json"],
+    "inspect": ["ADAPTER|MODEL", "--json"],
     "data": [
         "FILE", "--model", "--max-length", "--chat-template", "--hard-negatives", "--out",
         "--candidates", "--negatives", "--margin", "--for", "--json",

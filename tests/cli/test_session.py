@@ -210,26 +210,6 @@ def test_merge_writes_a_model_that_transformers_loads(
     assert "OutputError: " in taken.err
 
 
-def test_merge_into_a_gguf_file_writes_another(
-    inside: Run, trained: Path, model_folder: Path, tmp_path: Path
-) -> None:
-    pytest.importorskip("gguf")
-    from tests.formats.gguf.written import converted, values, write_gguf
-
-    tensors = converted(AutoModelForCausalLM.from_pretrained(model_folder), "llama")
-    base = write_gguf(tmp_path / "base.gguf", tensors, "llama", lambda name: "F16")
-    out = tmp_path / "merged.gguf"
-    done = inside("merge", "runs/demo", "--into", base, "--out", out, "--dtype", "fp32")
-    assert done[:2] == (0, f"{out}\n"), done.err
-    found = values(out)
-    assert not torch.equal(found["blk.0.attn_q.weight"], tensors["blk.0.attn_q.weight"])
-    assert torch.equal(found["token_embd.weight"].half(), tensors["token_embd.weight"].half())
-    whole = inside("merge", "runs/demo", "--out", tmp_path / "x", "--dtype", "q8_0")
-    assert "ConfigError: a transformers folder has no q8_0 weights" in whole.err
-    both = inside("merge", "runs/demo", "--into", base, "--out", out, "--from-quantized")
-    assert "ConfigError: --from-quantized cannot be used with --into" in both.err
-
-
 def test_inspect_tells_what_an_adapter_is(inside: Run, model_folder: Path) -> None:
     found = json.loads(inside("inspect", "runs/demo", "--json").out)
     assert (found["kind"], found["type"], found["rank"], found["alpha"]) == (

@@ -26,11 +26,10 @@ from peftkit.errors import AdapterError, MergeError, OutputError, RunError
 from peftkit.events import Event, Saved, Table
 from peftkit.formats.peft.folder import read_adapter, save_adapter
 from peftkit.formats.peft.notes import Provenance
-from peftkit.formats.shards import find_shards
 from peftkit.merging.fold import Tally, merge_into
 from peftkit.merging.merge import Dtype, merge
+from peftkit.merging.over_files import changes_of, find_shards
 from peftkit.merging.verify import agreement
-from peftkit.merging.write import plan_stream
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import DoRA, LoRA
 from peftkit.methods.lora_linear import LoRALinear
@@ -203,7 +202,7 @@ def test_both_ways_write_the_same_weights_bit_for_bit(
 ) -> None:
     saved(family, LoRA(rank=4, alpha=8, targets="attention"), dtype=torch.bfloat16)
     merge(saved.adapter, saved.out, dtype=dtype)
-    monkeypatch.setattr("peftkit.merging.merge.plan_stream", lambda *args: None)
+    monkeypatch.setattr("peftkit.merging.merge.changes_of", lambda *args: None)
     merge(saved.adapter, saved.root / "whole", dtype=dtype)
     over_files, whole = weights(saved.out), weights(saved.root / "whole")
     assert over_files.keys() == whole.keys() == weights(saved.base).keys()
@@ -229,7 +228,7 @@ def test_files_that_are_not_one_to_one_are_left_to_the_other_way(
     shards = find_shards(saved.base)
     assert shards is not None
     file, model = read_adapter(saved.adapter), skeleton(str(saved.base))
-    assert plan_stream(file, shards, model, None, Tally()) is None
+    assert changes_of(file, shards, model, None, Tally()) is None
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
@@ -419,7 +418,7 @@ def test_space_is_looked_for_before_anything_is_written(
 ) -> None:
     saved()
     if whole:
-        monkeypatch.setattr("peftkit.merging.merge.plan_stream", lambda *args: None)
+        monkeypatch.setattr("peftkit.merging.merge.changes_of", lambda *args: None)
     monkeypatch.setattr("peftkit.files.disk.free_bytes", lambda folder: 1000)
     with pytest.raises(RunError, match=r"[\d,]+ bytes needed, 1,000 free"):
         merge(saved.adapter, saved.out)

@@ -27,7 +27,6 @@ from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.predict import predict_file
-from peftkit.merging.into_gguf import merge_into_gguf
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import DoRA, LoRA
 from peftkit.methods.protocol import Method
@@ -74,7 +73,6 @@ CASES = (
     Case("PEFT", "hf", "adapter folder", tuple(METHODS)),
     Case("transformers", "hf", "merged folder", ("LoRA with patterns", "DoRA")),
     Case("llama.cpp", "llama_cpp", "GGUF adapter", PLAIN),
-    Case("llama.cpp", "llama_cpp", "merged GGUF", ("LoRA with patterns", "DoRA")),
     Case("mlx-lm", "mlx_lm", "MLX folder", tuple(METHODS)),
     Case("CTranslate2", "ctranslate2", "merged folder", ("LoRA with patterns", "DoRA")),
     Case("sentence-transformers", "sentence_transformers", "merged folder", ("embedding",), 1e-5),
@@ -251,5 +249,4 @@ WRITERS: Mapping[str, Writer] = {
         export_adapter(adapter, out, to="gguf"),
     ),
     "merged folder": lambda desk, adapter, out: merge(adapter, out, dtype="fp32", verify=False),
-    "merged GGUF": lambda desk, adapter, out: merge_into_gguf(adapter, desk.file(), out),
 }

@@ -24,7 +24,7 @@ from peftkit.base.skeleton import skeleton
 from peftkit.errors import AdapterError, OutputError, did_you_mean, first_few
 from peftkit.files import disk
 from peftkit.files.strict_json import shown
-from peftkit.formats.gguf.header import GGUFHeader, read_header
+from peftkit.formats.gguf.header import GGUFHeader, read_header, read_values
 from peftkit.formats.gguf.names import (
     Architecture,
     GGUFLayer,
@@ -33,7 +33,6 @@ from peftkit.formats.gguf.names import (
     require_gguf,
     rotary_rows,
 )
-from peftkit.formats.gguf.tensors import read_bytes, unpack
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank
 
 DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
@@ -125,10 +124,7 @@ def read_gguf(path: Path, model: nn.Module, base: str) -> dict[str, LowRank]:
             )
         places = find_places(model, architecture)
         paths = _paired(path, header, places, base)
-        tensors = {
-            name: unpack(read_bytes(path, file, entry), entry)
-            for name, entry in header.tensors.items()
-        }
+        tensors = {name: read_values(path, file, entry) for name, entry in header.tensors.items()}
     if bad := disk.non_finite(tensors):
         raise AdapterError(
             f"cannot use {path}",

@@ -1,4 +1,4 @@
-"""A GGUF header, fully checked before any memory is allocated for its tensors.
+"""A GGUF LoRA's header, fully checked before any memory is allocated for its tensors; its tensors.
 
 Format: magic, u32 version, u64 tensor count, u64 key count; the keys; the tensors' infos; padding;
 payload (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The gguf library's own reader
@@ -13,7 +13,10 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
 
 from peftkit.errors import AdapterError, first_few
 from peftkit.files.strict_json import shown
@@ -21,7 +24,7 @@ from peftkit.formats.guard import MAX_TENSORS, NAME, what_is
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MAX_HEADER_BYTES = 32 << 20  # a base's vocabulary takes 10; an adapter's header has none
+MAX_HEADER_BYTES = 32 << 20
 MAX_KEYS = 10_000
 MAX_STRINGS = 2_000_000
 MAX_STRING_BYTES = 1 << 20
@@ -30,10 +33,8 @@ MAX_DIMS = 4
 _SCALARS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?"))) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
-Kinds = Mapping[int, tuple[str, int, int]]
-"""ggml's type -> name, numbers in a block, bytes of a block."""
-KINDS: Kinds = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 8: ("Q8_0", 32, 34), 30: ("BF16", 1, 2)}
-"""Those that adapters are written in."""
+KINDS = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 8: ("Q8_0", 32, 34), 30: ("BF16", 1, 2)}
+"""ggml's types that adapters are written in: name, numbers in a block, bytes of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,55 +42,36 @@ class GGUFTensor:
     """One tensor: its shape in torch's order (ggml's is reversed), and where its bytes are.
 
     Attributes:
-        kind: ggml's type. start: Byte of the file. info: Byte of the header at which its type is
-            written, and after it its offset.
+        kind: ggml's type. start: Byte of the file.
     """
 
     kind: int
     shape: tuple[int, ...]
     start: int
     num_bytes: int
-    info: int
-
-    @property
-    def num_values(self) -> int:
-        """How many numbers it holds."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """A checked header; an array among the keys stands as its length.
-
-    Attributes:
-        payload: Byte of the file from which offsets count. alignment: Of offsets, in bytes.
-    """
+    """A checked header; an array among the keys stands as its length."""
 
     keys: Mapping[str, Any]
     tensors: Mapping[str, GGUFTensor]
-    payload: int
-    alignment: int
 
 
-def read_header(
-    path: Path, file: BinaryIO, *, of: Literal["adapter", "model"] = "adapter", kinds: Kinds = KINDS
-) -> GGUFHeader:
+def read_header(path: Path, file: BinaryIO) -> GGUFHeader:
     """Read and check the header of an open file.
 
-    Args:
-        of: What the file must be. kinds: The types its tensors may have.
-
     Raises:
-        AdapterError: It is not a GGUF file, is truncated, or its sizes are inconsistent.
+        AdapterError: It is not the GGUF file of an adapter, is truncated, or its sizes are
+            inconsistent.
     """
-    asked = f"cannot read {path} as a GGUF {of}"
+    asked = f"cannot read {path} as a GGUF adapter"
     size = os.fstat(file.fileno()).st_size
     cursor = _Cursor(asked, file.read(MAX_HEADER_BYTES), cut=size > MAX_HEADER_BYTES)
     if cursor.data[:4] != MAGIC:
-        wanted = "a LoRA" if of == "adapter" else "a base model"
-        raise AdapterError(
-            asked, found=f"It is {what_is(path)}.", fix=f"Give {wanted} written as GGUF."
-        )
+        found = f"It is {what_is(path)}."
+        raise AdapterError(asked, found=found, fix="Give a LoRA written as GGUF.")
     cursor.at = 4
     version = cursor.number("I")
     if version not in VERSIONS:
@@ -109,47 +91,58 @@ def read_header(
         if key in keys:
             raise AdapterError(asked, found=f"The key {shown(key)} is given twice.")
         keys[key] = cursor.value(cursor.number("I"))
-        if key == "general.type" and keys[key] != of:
+        if key == "general.type" and keys[key] != "adapter":
             break  # whatever follows (a base's vocabulary) is not ours
-    # files of models that are older than this key lack it
-    if keys.get("general.type", "model" if of == "model" else None) != of:
+    if keys.get("general.type") != "adapter":
         kind = shown(keys.get("general.type", "not given"))
         fix = "Give the GGUF of a LoRA; a base model goes to --base."
-        if of == "model":
-            fix = "Give the GGUF of a base model; a LoRA is read by: peftkit import"
-        raise AdapterError(asked, found=f"Its general.type is {kind}, not '{of}'.", fix=fix)
+        raise AdapterError(asked, found=f"Its general.type is {kind}, not 'adapter'.", fix=fix)
     infos = [cursor.tensor_info() for _ in range(num_tensors)]
     alignment = keys.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
         raise AdapterError(asked, found=f"Its general.alignment is {shown(alignment)}.")
     payload = -(-cursor.at // alignment) * alignment
-    return GGUFHeader(keys, _entries(asked, infos, payload, size, kinds), payload, alignment)
+    return GGUFHeader(keys, _entries(asked, infos, payload, size))
+
+
+def read_values(path: Path, file: BinaryIO, entry: GGUFTensor) -> Tensor:
+    """Return a tensor of a checked header, in float32.
+
+    Raises:
+        AdapterError: The file became shorter.
+    """
+    import gguf
+
+    data = torch.empty(entry.num_bytes, dtype=torch.uint8)
+    file.seek(entry.start)
+    if file.readinto(data.numpy().data) != entry.num_bytes:  # type: ignore[attr-defined]
+        raise AdapterError(f"cannot read {path}", found="It became shorter while it was read.")
+    rows = data.view(math.prod(entry.shape[:-1]), -1).numpy()
+    values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(entry.kind))
+    return torch.from_numpy(values).reshape(entry.shape)
 
 
 class _Info(NamedTuple):
-    """A tensor as the header has it; `at` is the byte at which its kind stands."""
+    """A tensor as the header has it."""
 
     name: str
     shape: tuple[int, ...]
     kind: int
     offset: int
-    at: int
 
 
-def _entries(
-    asked: str, infos: list[_Info], payload: int, size: int, kinds: Kinds
-) -> dict[str, GGUFTensor]:
+def _entries(asked: str, infos: list[_Info], payload: int, size: int) -> dict[str, GGUFTensor]:
     """Check each tensor's entry, and that all of them fit into the file."""
     entries: dict[str, GGUFTensor] = {}
     problems = []
-    for name, shape, kind, offset, at in infos:
-        label, per_block, block_bytes = kinds.get(kind, ("", 1, 0))
+    for name, shape, kind, offset in infos:
+        label, per_block, block_bytes = KINDS.get(kind, ("", 1, 0))
         num_bytes = math.prod(shape) // per_block * block_bytes
         problem = ""
         if not NAME.fullmatch(name) or name in entries:
             problem = "the name, or it occurs twice"
         elif not label:
-            names = ", ".join(sorted(known for known, _, _ in kinds.values()))
+            names = ", ".join(sorted(known for known, _, _ in KINDS.values()))
             problem = f"ggml's type {kind}; one of {names} is read"
         elif 0 in shape or shape[-1] % per_block:
             problem = f"shape {shape}"
@@ -157,7 +150,7 @@ def _entries(
             problem = f"ends at byte {payload + offset + num_bytes:,} of {size:,}"
         if problem:
             problems.append(f"{shown(name)}: {problem}")
-        entries[name] = GGUFTensor(kind, shape, payload + offset, num_bytes, at)
+        entries[name] = GGUFTensor(kind, shape, payload + offset, num_bytes)
     if sum(entry.num_bytes for entry in entries.values()) > max(0, size - payload):
         problems.append("tensors that lie over one another")
     if problems or not entries:
@@ -226,5 +219,4 @@ class _Cursor:
                 self.asked, found=f"The tensor {shown(name)} has {num_dims:,} dimensions."
             )
         shape = tuple(self.number("Q") for _ in range(num_dims))
-        at = self.at
-        return _Info(name, shape[::-1], self.number("I"), self.number("Q"), at)
+        return _Info(name, shape[::-1], self.number("I"), self.number("Q"))

@@ -6,11 +6,10 @@ The names come from the gguf library, the permuted rows from the table below.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from peftkit.errors import AdapterError, BaseError
 from peftkit.model.places import is_linear, linear_shape
@@ -78,31 +77,21 @@ def architecture_of(model: Any, name: str) -> Architecture:
     return ARCHITECTURES[model_type]
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFWeight:
-    """A parameter of the base as llama.cpp keeps it.
-
-    Attributes:
-        names: Of the tensors whose rows, one after another, are its rows; () if there are none.
-        heads, refusal: As of `GGUFLayer`.
-    """
-
-    names: tuple[str, ...]
-    heads: int = 0
-    refusal: str = ""
-
-
 def find_places(model: Any, architecture: Architecture) -> dict[str, GGUFLayer]:
     """Return each linear layer of a model as llama.cpp knows it, by module path."""
+    import gguf
+
     config = model.config.get_text_config()
-    name_of = _names(model, architecture)
+    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
+    known = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     counts = {"q_proj": config.num_attention_heads}
     counts["k_proj"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     places = {}
     for path, module in model.named_modules():
         if not is_linear(module):
             continue
-        name = name_of(f"{path}.weight")
+        key = f"{path}.weight".replace("language_model.", "")
+        name = known.get_name(key, try_suffixes=(".weight",)) or ""
         heads = counts.get(path.rpartition(".")[2], 0) if architecture.rotary else 0
         num_in, num_out = linear_shape(module)
         refusal = ""
@@ -116,42 +105,6 @@ def find_places(model: Any, architecture: Architecture) -> dict[str, GGUFLayer]:
             refusal = f"its {num_out} rows are no {heads} heads"
         places[path] = GGUFLayer(name, (num_out, num_in), heads, refusal)
     return places
-
-
-def find_weights(model: Any, architecture: Architecture) -> dict[str, GGUFWeight]:
-    """Return the weights and biases of linear layers, tables of tokens and stacks of experts.
-
-    By their names in the model; the rest of it (norms, routers that are no layers) is left out.
-    """
-    name_of = _names(model, architecture)
-    found = {}
-    for path, place in find_places(model, architecture).items():
-        for kind in ("weight", "bias"):
-            names = (place.name.removesuffix("weight") + kind,)
-            found[f"{path}.{kind}"] = GGUFWeight(names, place.heads, place.refusal)
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and (name := name_of(f"{path}.weight")):
-            found[f"{path}.weight"] = GGUFWeight((name,))
-        if (down := name_of(f"{path}.down_proj")).endswith("_down_exps"):
-            # gate and up are one stack to transformers, the halves of its rows; two there
-            halves = (down.replace("_down_", part) + ".weight" for part in ("_gate_", "_up_"))
-            found[f"{path}.gate_up_proj"] = GGUFWeight(tuple(halves))
-            found[f"{path}.down_proj"] = GGUFWeight((f"{down}.weight",))
-    return found
-
-
-def _names(model: Any, architecture: Architecture) -> Callable[[str], str]:
-    """Return what gives llama.cpp's name of a parameter, "" if it has none."""
-    import gguf
-
-    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
-    known = gguf.get_tensor_name_map(arch, model.config.get_text_config().num_hidden_layers)
-
-    def name_of(parameter: str) -> str:
-        key = parameter.replace("language_model.", "")
-        return known.get_name(key, try_suffixes=(".weight",)) or ""
-
-    return name_of
 
 
 def rotary_rows(b: Tensor, heads: int, *, back: bool = False) -> Tensor:

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, BaseError, OutputError
+from peftkit.formats.exchange import import_adapter
 from peftkit.formats.gguf.convert import export_gguf
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import DoRA, LoRA
 from tests.families import ARCHITECTURES
-from tests.formats.gguf.written import import_gguf
 
 gguf = pytest.importorskip("gguf")
 
@@ -62,6 +62,11 @@ def saved(folder: Path, family: str, method: LoRA) -> tuple[Path, Path, dict[str
     save_adapter(adapter, folder / "adapter", Provenance(base=str(folder / "base")))
     deltas = {p: m.scaling * m.full_b() @ m.full_a() for p, m in adapter.modules.items()}
     return folder / "adapter", folder / "base", {p: d.detach() for p, d in deltas.items()}
+
+
+def import_gguf(path: Path, out: Path, **how: Any) -> Path:
+    """Import a GGUF LoRA; return the adapter's folder."""
+    return import_adapter(path, out, **how).folder
 
 
 def as_llama_cpp_reads(path: Path) -> tuple[Any, dict[str, Any]]:

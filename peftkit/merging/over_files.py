@@ -1,4 +1,4 @@
-"""A model folder's safetensors files, read and rewritten one tensor at a time.
+"""Merging over a base's safetensors files, one tensor at a time, without building the model.
 
 The folder is as transformers saves it: model.safetensors, or model-0000x-of-0000y.safetensors with
 an index that says which tensor is where. Memory use is that of a tensor or two.
@@ -7,24 +7,37 @@ an index that says which tensor is where. Memory use is that of a tensor or two.
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from peftkit.base.load import local_folder
 from peftkit.errors import BaseError, RunError
+from peftkit.events import Listener, Progress, ignore
 from peftkit.files import disk
 from peftkit.files.safetensors_header import DTYPE_NAMES, DTYPES, Entry, Header, TensorSpec
 from peftkit.files.strict_json import shown
+from peftkit.formats.peft.folder import AdapterFile, load_adapter
+from peftkit.kernels.device import keep_freed_memory
+from peftkit.merging.fold import Tally, check_all, merged_tensor
+from peftkit.methods.table import method_from_peft
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20
 CONFIG = "config.json"
+FLOATS = {
+    DTYPE_NAMES[dtype]: dtype
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+}
+
+Changes = Mapping[str, Callable[[Tensor], Tensor]]
+"""Name of a tensor in the files -> what merges it."""
 
 # What holds weights, or speaks of this very repository: everything else is copied as it is.
 _NOT_COPIED = (
@@ -51,10 +64,22 @@ class Shards:
         """Header entries by tensor name."""
         return {name: e for header in self.headers.values() for name, e in header.tensors.items()}
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of all weights."""
-        return sum(entry.end - entry.start for entry in self.entries.values())
+
+def files_of(base: str, revision: str | None) -> Shards | None:
+    """Return the base's weight files if all of them are on this machine.
+
+    Raises:
+        BaseError: There is no such base, or its files are damaged.
+    """
+    folder = local_folder(base, revision)
+    if folder is None:
+        return None
+    try:
+        return find_shards(folder)
+    except BaseError:
+        if Path(base).expanduser().exists():
+            raise
+        return None  # a download that was not finished; loading goes on with it
 
 
 def find_shards(folder: Path) -> Shards | None:
@@ -95,27 +120,78 @@ def _header(path: Path) -> Header:
         return file.header
 
 
-def rewrite_shards(
+def changes_of(
+    file: AdapterFile, shards: Shards, model: nn.Module, dtype: torch.dtype | None, tally: Tally
+) -> Changes | None:
+    """Return what merges each tensor that an adapter changes; None if that needs the whole model.
+
+    Args:
+        model: The base without weights; it is filled with zeros here.
+        dtype: In which the weights will be stored; None: each in its own.
+        tally: Updated while the tensors are merged.
+
+    Raises:
+        AdapterError: The adapter does not fit the base.
+        MergeError: One of its weights cannot be merged.
+    """
+    method = method_from_peft(file.fields)
+    if method.train_fully or method.token_rows:
+        return None  # the config, or the vocabulary, is another one too
+    if getattr(method, "init", "") in ("pissa", "olora"):
+        return None  # its initial value is computed from the base
+    adapter = load_adapter(_hollow(model), file.folder)
+    check_all(adapter)
+    entries, prefix, changes = shards.entries, getattr(model, "base_model_prefix", ""), {}
+    for path, module in adapter.modules.items():
+        for name in module.changed:
+            full = f"{path}.{name}"
+            # a folder saved without its head lacks the first part of each name ("transformer.")
+            own = full if full in entries else full.removeprefix(f"{prefix}.")
+            entry = entries.get(own)
+            if entry is None or entry.dtype not in FLOATS:
+                return None
+            if entry.shape != tuple(module.base.get_parameter(name).shape):
+                return None
+            stored = dtype or FLOATS[entry.dtype]
+            changes[own] = partial(merged_tensor, module, name, dtype=stored, tally=tally)
+    return changes
+
+
+def _hollow(model: nn.Module) -> nn.Module:
+    """Give a model on the meta device weights on the CPU, all of them zero, that take no memory.
+
+    An adapter loads onto it as onto any model. Tied weights stay tied.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, own in module._parameters.items():
+            if own is not None and own not in made:
+                zeros = torch.zeros((), dtype=own.dtype).expand(own.shape)
+                made[own] = nn.Parameter(zeros, requires_grad=False)
+            module._parameters[name] = None if own is None else made[own]
+    return model
+
+
+def write_over_files(
     shards: Shards,
     out: Path,
-    changes: Mapping[str, Callable[[Tensor], Tensor]],
+    changes: Changes,
     *,
     dtype: torch.dtype | None = None,
-    on_shard: Callable[[str, int, int], None] = lambda name, done, total: None,
+    on_event: Listener = ignore,
 ) -> None:
-    """Write the weights again into another folder, some of them changed.
+    """Write a model's folder again, some of its weights changed; all others bit for bit.
 
     Args:
         shards: What to write.
         out: An existing folder.
-        changes: Functions of tensors to change, by name; all others are copied bit for bit.
         dtype: Convert every float tensor to this; None keeps each tensor's own.
-        on_shard: Called before each file with its name, its number from 0, and how many there are.
 
     Raises:
         RunError: A changed tensor is not finite in its dtype; or the disk is full.
         BaseError: A tensor to be changed is not a float tensor.
     """
+    keep_freed_memory()
     specs = {
         name: [
             TensorSpec(n, _new_dtype(e.dtype, dtype), e.shape) for n, e in header.tensors.items()
@@ -125,22 +201,21 @@ def rewrite_shards(
     total_bytes = sum(spec.num_bytes for some in specs.values() for spec in some)
     disk.check_space(out, total_bytes)
     for number, (name, header) in enumerate(shards.headers.items()):
-        on_shard(name, number, len(shards.headers))
+        on_event(Progress(f"Writing {name}", number, len(shards.headers)))
         source = _rewritten(shards.folder / name, specs[name], changes)
         disk.write_tensor_stream(out / name, specs[name], source, header.metadata or None)
     if shards.index_metadata is not None:
         metadata = {**shards.index_metadata, "total_size": total_bytes}
         where = {tensor: name for name, h in shards.headers.items() for tensor in h.tensors}
         disk.write_json({"metadata": metadata, "weight_map": where}, out / INDEX)
+    _copy_companions(shards.folder, out, dtype)
 
 
 def _new_dtype(name: str, dtype: torch.dtype | None) -> str:
-    return DTYPE_NAMES[dtype] if dtype and name in ("F64", "F32", "F16", "BF16") else name
+    return DTYPE_NAMES[dtype] if dtype and name in FLOATS else name
 
 
-def _rewritten(
-    path: Path, specs: list[TensorSpec], changes: Mapping[str, Callable[[Tensor], Tensor]]
-) -> Iterator[Tensor]:
+def _rewritten(path: Path, specs: list[TensorSpec], changes: Changes) -> Iterator[Tensor]:
     with disk.open_tensors(path, error=BaseError) as file:
         for spec in specs:
             entry = file.header.tensors[spec.name]
@@ -167,25 +242,17 @@ def _rewritten(
             yield tensor
 
 
-def copy_companions(folder: Path, out: Path, *, dtype: torch.dtype | None = None) -> list[Path]:
+def _copy_companions(folder: Path, out: Path, dtype: torch.dtype | None) -> None:
     """Copy all that is no weight: tokenizer, generation config, and config.json with its new dtype.
 
     config.json comes last: a folder without it is loaded by nothing.
     """
-    written = []
     for path in sorted(folder.iterdir()):
         if not path.is_file() or path.name.startswith(".") or path.name == CONFIG:
             continue
-        if path.name.lower().endswith(_NOT_COPIED):
-            continue
-        with (
-            open(path, "rb") as source,
-            disk.replacing(out / path.name, path.stat().st_size) as f,
-        ):
-            shutil.copyfileobj(source, f, 1 << 20)
-        written.append(out / path.name)
+        if not path.name.lower().endswith(_NOT_COPIED):
+            disk.write_bytes_atomic(path.read_bytes(), out / path.name)
     config = (folder / CONFIG).read_bytes()
     if dtype is not None:
         config = _DTYPE.sub(rb"\1%s\2" % str(dtype).removeprefix("torch.").encode(), config)
     disk.write_bytes_atomic(config, out / CONFIG)
-    return [*written, out / CONFIG]
