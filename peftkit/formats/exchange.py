@@ -33,6 +33,7 @@ from peftkit.formats.gguf.header import read_header
 from peftkit.formats.guard import read_json, read_tensors
 from peftkit.formats.mlx import read_mlx, write_mlx
 from peftkit.formats.open_adapter import task_of
+from peftkit.formats.peft.config_fields import shortest_endings
 from peftkit.formats.peft.folder import (
     CONFIG,
     NOTES,
@@ -42,15 +43,21 @@ from peftkit.formats.peft.folder import (
     read_adapter,
     save_adapter,
 )
-from peftkit.formats.peft.low_rank import LowRank, compress, misfits, read_low_rank, save_low_rank
+from peftkit.formats.peft.low_rank import (
+    LowRank,
+    compress,
+    misfits,
+    own_targets,
+    read_low_rank,
+    save_low_rank,
+    uniform,
+)
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.serving import (
     MAX_LORA_RANKS,
     check_serving,
     max_lora_rank,
-    own_targets,
     served_over,
-    write_serving,
 )
 from peftkit.formats.staged import check_free, new_adapter_folder
 from peftkit.model.places import is_conv1d, is_linear
@@ -156,11 +163,22 @@ def _reduced(source: Path, folder: Path, rank: int) -> tuple[Path, Mapping[str, 
     """Write an adapter of a lower rank beside; return its folder, and what each layer lost."""
     file, modules = read_low_rank(source)
     smaller, errors = compress(modules, rank)
-    transposed = bool(file.fields.get("fan_in_fan_out"))
-    save_low_rank(smaller, folder, file.provenance, transposed=transposed)
-    fields = read_json(folder / CONFIG) | {"target_modules": own_targets(file, modules)}
-    disk.write_json(fields, folder / CONFIG)
+    _rewrite(file, smaller, folder)
     return folder, errors
+
+
+def _rewrite(
+    file: AdapterFile,
+    modules: Mapping[str, LowRank],
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write an adapter's folder anew, with other tensors of the same layers."""
+    transposed = bool(file.fields.get("fan_in_fan_out"))
+    targets = own_targets(file, modules)
+    save_low_rank(
+        modules, folder, file.provenance, targets=targets, transposed=transposed, dtype=dtype
+    )
 
 
 def _write(
@@ -169,7 +187,9 @@ def _write(
     """Write a folder of PEFT or MLX; with `served_rank`, for a server of ranks up to that."""
     if served_rank is not None:
         check_serving(source, max_rank=served_rank)
-        write_serving(*read_low_rank(source), folder, dtype=dtype)
+        file, modules = read_low_rank(source)
+        # one rank and one alpha for all: older servers ignore patterns and rsLoRA silently
+        _rewrite(file, uniform(modules)[0], folder, dtype)
     elif to == "mlx":
         write_mlx(*read_low_rank(source), folder, dtype=dtype)
     else:
@@ -347,9 +367,8 @@ def _save(
         )
     origin = _origin(known, location)
     transposed = any(is_conv1d(linears[path]) for path in modules)
-    save_low_rank(
-        modules, folder, origin, others=linears.keys() - modules.keys(), transposed=transposed
-    )
+    targets = shortest_endings(modules, linears.keys() - modules.keys())
+    save_low_rank(modules, folder, origin, targets=targets, transposed=transposed)
 
 
 def _origin(known: Provenance, location: Location) -> Provenance:

@@ -11,15 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from peftkit.base.published import ROUNDED
 from peftkit.errors import AdapterError, first_few
 from peftkit.formats.guard import check_safetensors, read_json
-from peftkit.formats.peft.folder import CONFIG, TENSORS, AdapterFile, where_fields, write_folder
-from peftkit.formats.peft.low_rank import A, B, LowRank, uniform
+from peftkit.formats.peft.folder import CONFIG, TENSORS
+from peftkit.formats.peft.low_rank import A, B
 from peftkit.methods.lora import LoRA
-from peftkit.methods.lora_format import peft_scales
 from peftkit.methods.protocol import Method
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -123,42 +120,3 @@ def _fixes(problems: bool, max_rank: int) -> list[str]:
     if max_rank < MAX_LORA_RANKS[-1]:
         fixes.append("Or: start the server with a higher --max-lora-rank.")
     return [*fixes, f"Or: {_MERGE}"]
-
-
-def write_serving(
-    file: AdapterFile,
-    modules: Mapping[str, LowRank],
-    folder: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-) -> int:
-    """Write a PEFT folder with one rank and one alpha for all layers; return the rank.
-
-    Patterns and rsLoRA are folded in, because older servers ignore them silently.
-    """
-    even, rank, scaling = uniform(modules)
-    scales = peft_scales(dict.fromkeys(even, rank), dict.fromkeys(even, scaling), rslora=False)
-    method = LoRA(rank=rank, alpha=scales["lora_alpha"], targets=tuple(even))
-    fields = where_fields(method, file.provenance, own_targets(file, modules)) | scales
-    fields |= {
-        "lora_dropout": 0.0,
-        "init_lora_weights": True,
-        "fan_in_fan_out": bool(file.fields.get("fan_in_fan_out")),
-    }
-    state = {f"{path}.{A}": module.a.to(dtype) for path, module in even.items()}
-    state |= {f"{path}.{B}": module.b.to(dtype) for path, module in even.items()}
-    write_folder(folder, state, fields, method, file.provenance)
-    return rank
-
-
-def own_targets(file: AdapterFile, modules: Mapping[str, LowRank]) -> list[str]:
-    """Return the targets for a rewritten config: the file's own endings, which fit its base.
-
-    If the file has more than endings, the full paths are returned.
-    """
-    own = file.fields.get("target_modules")
-    if isinstance(own, list) and not any(
-        file.fields.get(key) for key in ("exclude_modules", "layers_to_transform")
-    ):
-        return sorted(own)
-    return sorted(modules)

@@ -12,7 +12,7 @@ and B each. The methods:
   elected; the mean of the entries that have it, over those that are not zero.
 - dare_linear, dare_ties (Yu et al., 2023, arXiv:2311.03099): drop(D_i) in the place of trim(D_i),
   which keeps each entry with probability `density` and divides it by that. What is dropped depends
-  on the seed, the layer and the adapter's own tensors: an adapter given twice loses the same twice.
+  on the seed, the layer and the adapter's place.
 
 The last four work on whole matrices and are made rank R again at the end.
 Shapes: r rank; out, in features of the layer.
@@ -20,10 +20,9 @@ Shapes: r rank; out, in features of the layer.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -31,11 +30,8 @@ from torch import Tensor
 from peftkit.formats.peft.low_rank import LowRank
 from peftkit.kernels import svd
 
-Rule = Literal["linear", "cat", "svd", "ties", "dare_linear", "dare_ties", "magnitude_prune"]
-RULES: tuple[Rule, ...] = get_args(Rule)
-EXACT: tuple[Rule, ...] = ("linear", "cat")
-PRUNING: tuple[Rule, ...] = ("ties", "dare_linear", "dare_ties", "magnitude_prune")
-ELECTING: tuple[Rule, ...] = ("ties", "dare_ties")
+EXACT = ("linear", "cat")
+SUMS = (*EXACT, "svd")
 
 ROUNDING = 1e-7
 """Of float32, in which adapters are stored: smaller singular values, relative to the largest norm
@@ -53,7 +49,7 @@ class Settings:
         density: Share of entries kept. seed: Of random drops, and of large decompositions.
     """
 
-    rule: Rule
+    rule: str
     rank: int | None = None
     density: float = 1.0
     seed: int = 0
@@ -79,20 +75,23 @@ def blend(path: str, layers: Sequence[Weighted], settings: Settings) -> Blended:
         path: Of the layer; chooses what DARE drops.
         layers: Plain updates of one shape, at least one.
     """
+    first = layers[0][0]
     counted = [(update, weight) for update, weight in layers if weight != 0.0]
     if not counted:
-        return Blended(_zero(layers[0][0]))
+        zero = LowRank(torch.zeros(1, first.a.shape[1]), torch.zeros(first.b.shape[0], 1), 1.0)
+        return Blended(zero)
     rank = settings.rank or max(update.rank for update, _ in layers)
-    whole = settings.rule not in PRUNING or settings.density == 1.0
-    if len(counted) == 1 and whole and (settings.rule in EXACT or counted[0][0].rank <= rank):
+    pruned = settings.rule in PRUNING and settings.density < 1.0
+    if len(counted) == 1 and not pruned and (settings.rule in EXACT or counted[0][0].rank <= rank):
         return Blended(_scaled(*counted[0]))
     if settings.rule in PRUNING:
-        wanted = _pruned(path, counted, settings)
-        return _blended(svd.of_matrix(wanted, rank, seed=settings.seed))
-    return _blended(_summed(counted, settings.rule, rank))
+        best = svd.of_matrix(_pruned(path, counted, settings), rank, seed=settings.seed)
+    else:
+        best = _summed(counted, settings.rule, rank)
+    return Blended(LowRank(best.a, best.b, 1.0), best.lost, best.total)
 
 
-def _summed(counted: Sequence[Weighted], rule: Rule, rank: int) -> svd.Truncated:
+def _summed(counted: Sequence[Weighted], rule: str, rank: int) -> svd.Truncated:
     a = torch.cat([update.a.double() for update, _ in counted])  # (sum of r, in)
     b = torch.cat([w * u.scaling * u.b.double() for u, w in counted], dim=1)  # (out, sum of r)
     smallest = min(a.shape[1], b.shape[0])
@@ -104,38 +103,24 @@ def _summed(counted: Sequence[Weighted], rule: Rule, rank: int) -> svd.Truncated
     return svd.of_product(a, b, most, negligible=ROUNDING * sum(parts))
 
 
-def _blended(best: svd.Truncated) -> Blended:
-    return Blended(LowRank(best.a, best.b, 1.0), best.lost, best.total)
-
-
-def _zero(like: LowRank) -> LowRank:
-    return LowRank(torch.zeros(1, like.a.shape[1]), torch.zeros(like.b.shape[0], 1), 1.0)
-
-
 def _scaled(update: LowRank, weight: float) -> LowRank:
     """Weight an update; weight 1 leaves it unchanged to the bit."""
     if weight == 1.0:
         return update
-    b = (weight * update.scaling * update.b.double()).float()
-    return LowRank(update.a, b, 1.0)
+    return LowRank(update.a, (weight * update.scaling * update.b.double()).float(), 1.0)
 
 
 def _pruned(path: str, counted: Sequence[Weighted], settings: Settings) -> Tensor:
     """Return the full matrix (out, in) of a pruning method, before it is cut to a rank."""
+    prune, merge = PRUNING[settings.rule]
     kept = []
-    for update, weight in counted:
-        delta = update.delta()
-        if settings.rule in ("dare_linear", "dare_ties"):
-            delta = drop(delta, settings.density, _seed(path, update, settings.seed))
-        else:
-            delta = trim(delta, settings.density)
-        kept.append(weight * delta)
-    if settings.rule in ELECTING:
-        return elected_mean(kept)
-    return sum(kept[1:], kept[0])
+    for number, (update, weight) in enumerate(counted):
+        seed = crc32(f"{settings.seed} {path} {number}".encode())
+        kept.append(weight * prune(update.delta(), settings.density, seed))
+    return merge(kept)
 
 
-def trim(delta: Tensor, density: float) -> Tensor:
+def trim(delta: Tensor, density: float, seed: int = 0) -> Tensor:
     """Keep the largest entries by magnitude, that share of them, and zero the others."""
     number = max(1, round(density * delta.numel()))
     flat = delta.flatten()
@@ -149,19 +134,24 @@ def drop(delta: Tensor, density: float, seed: int) -> Tensor:
     return delta * (torch.rand(delta.shape, generator=generator) < density) / density
 
 
+def _sum(deltas: Sequence[Tensor]) -> Tensor:
+    return sum(deltas[1:], deltas[0])
+
+
 def elected_mean(deltas: Sequence[Tensor]) -> Tensor:
     """Return the mean of the entries that have the sign of their sum; zero where that is zero."""
-    sign = sum(deltas[1:], deltas[0]).sign()
-    total, count = torch.zeros_like(sign), torch.zeros_like(sign)
-    for delta in deltas:
-        agrees = (delta.sign() == sign) & (delta != 0)
-        total += delta * agrees
-        count += agrees
-    return total / count.clamp(min=1.0)
+    sign = _sum(deltas).sign()
+    agreeing = [(delta.sign() == sign) & (delta != 0) for delta in deltas]
+    total = _sum([delta * agrees for delta, agrees in zip(deltas, agreeing, strict=True)])
+    return total / _sum([agrees.float() for agrees in agreeing]).clamp(min=1.0)
 
 
-def _seed(path: str, update: LowRank, seed: int) -> int:
-    digest = hashlib.sha256(f"{seed} {path} {update.scaling!r}".encode())
-    for tensor in (update.a, update.b):
-        digest.update(tensor.float().contiguous().view(torch.uint8).numpy().data)
-    return int.from_bytes(digest.digest()[:8], "little") >> 1
+Prune = Callable[[Tensor, float, int], Tensor]
+Merge = Callable[[Sequence[Tensor]], Tensor]
+PRUNING: Mapping[str, tuple[Prune, Merge]] = {
+    "ties": (trim, elected_mean),
+    "dare_linear": (drop, _sum),
+    "dare_ties": (drop, elected_mean),
+    "magnitude_prune": (trim, _sum),
+}
+RULES = (*SUMS, *PRUNING)

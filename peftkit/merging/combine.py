@@ -3,28 +3,27 @@
 blend.py says what each method computes. The laws: an adapter at weight 1 gives itself (under a
 pruning method at density 1); the same adapter at 1 and at -1 gives zero, which is written as an
 adapter of rank 1 that changes nothing, and is told; cat and linear are the sum of the updates.
-A layer that an adapter lacks counts as zero, except where signs are elected (ties, dare_ties):
-there the adapters must have the same layers. DoRA is no sum of updates, since its magnitudes need
-the weights of the base: one DoRA at weight 1 with linear or cat gives itself, all else is refused.
+A layer that an adapter lacks counts as zero, and has no vote where signs are elected. DoRA is no
+sum of updates, since its magnitudes need the weights of the base, and is refused.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from peftkit.errors import AdapterError, did_you_mean
+from peftkit.errors import AdapterError, did_you_mean, first_few
 from peftkit.events import Listener, Notice, Progress, Saved, ignore
 from peftkit.formats.card import Card, adapter_usage, write_card
 from peftkit.formats.find_adapter import adapter_folder
-from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
+from peftkit.formats.peft.folder import AdapterFile
+from peftkit.formats.peft.low_rank import LowRank, own_targets, read_low_rank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.staged import check_free, new_adapter_folder
 from peftkit.kernels import svd
-from peftkit.merging.blend import EXACT, PRUNING, RULES, Blended, Rule, Settings, blend
-from peftkit.merging.combine_sources import Source, check_layers, endings_to_avoid, joined
+from peftkit.merging.blend import EXACT, PRUNING, RULES, Blended, Settings, blend
 
 DENSITY = 0.5
 """Share of entries that the pruning methods keep unless told otherwise."""
@@ -48,6 +47,19 @@ class Combined:
     def rank(self) -> int:
         """The largest rank of a layer."""
         return max(update.rank for update in self.updates.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """One adapter that goes in."""
+
+    file: AdapterFile
+    updates: Mapping[str, LowRank]
+    weight: float
+
+    @property
+    def name(self) -> str:
+        return str(self.file.folder)
 
 
 def combine(
@@ -78,113 +90,169 @@ def combine(
             for them.
         OutputError: `out` is taken or cannot be written.
     """
-    settings = _settings(method, rank, density, seed)
+    _check_settings(adapters, method, rank, density)
+    kept = (DENSITY if density is None else density) if method in PRUNING else 1.0
+    settings = Settings(method, rank, kept, seed)
     out = Path(out).expanduser()
     folders = [adapter_folder(adapter) for adapter, _ in adapters]
-    _check_weights(adapters)
     check_free(out, force=force, sources=folders)
-    sources = [
-        Source(*read_low_rank(folder), weight)
-        for folder, (_, weight) in zip(folders, adapters, strict=True)
-    ]
-    provenance = joined(sources, on_event)
-    check_layers(sources, settings)
-    blended = _blend_all(sources, settings, on_event)
-    combined = _combined(out, blended)
+    pairs = zip(folders, adapters, strict=True)
+    sources = [_Source(*read_low_rank(folder), weight) for folder, (_, weight) in pairs]
+    origin = _origin(sources, on_event)
+    _check_layers(sources)
+    combined = _combined(out, sources, settings, on_event)
     with new_adapter_folder(out, force=force, sources=folders) as staged:
         save_low_rank(
             combined.updates,
             staged,
-            provenance,
-            others=endings_to_avoid(sources),
+            origin,
+            targets=sorted({t for s in sources for t in own_targets(s.file, s.updates)}),
             transposed=any(source.file.fields.get("fan_in_fan_out") for source in sources),
         )
-        write_card(_card(out.name, sources, settings, combined, provenance), staged)
-    _report(combined, settings, on_event)
+        write_card(_card(sources, settings, combined, origin), staged)
+    if method not in EXACT:
+        share = f"Rank {combined.rank} keeps {1 - combined.error**2:.2%} of the combined update"
+        on_event(Notice(f"{share} (relative error {combined.error:.2g})."))
+    if all(svd.is_zero(update.a, update.b) for update in combined.updates.values()):
+        on_event(Notice("The combined update is zero: this adapter leaves its base unchanged."))
     on_event(Saved("adapter", out))
     return combined
 
 
-def _settings(method: str, rank: int | None, density: float | None, seed: int) -> Settings:
-    rule: Rule | None = next((rule for rule in RULES if rule == method), None)
-    if rule is None:
+def _check_settings(
+    adapters: Sequence[tuple[str | Path, float]],
+    method: str,
+    rank: int | None,
+    density: float | None,
+) -> None:
+    if method not in RULES:
         raise AdapterError(
             f"there is no combination method {method!r}",
             found=did_you_mean(method, RULES),
             fix=f"One of {', '.join(RULES)}.",
         )
-    if rank is not None and rule in EXACT:
+    if rank is not None and method in EXACT:
         raise AdapterError(
-            f"{rule} takes no rank",
+            f"{method} takes no rank",
             found="It is exact, with the rank that this needs.",
             fix=f"For a rank of {rank} at most: --method svd --rank {rank}",
         )
     if rank is not None and rank < 1:
         raise AdapterError(f"the rank is {rank}", fix="Give a rank of at least 1.")
-    if density is not None and rule not in PRUNING:
-        raise AdapterError(
-            f"{rule} takes no density", fix=f"It belongs to {', '.join(PRUNING)}: leave it out."
-        )
+    if density is not None and method not in PRUNING:
+        fix = f"It belongs to {', '.join(PRUNING)}: leave it out."
+        raise AdapterError(f"{method} takes no density", fix=fix)
     if density is not None and not 0 < density <= 1:
         raise AdapterError(f"the density is {density:g}", fix="Give a share above 0, up to 1.")
-    kept = 1.0 if rule not in PRUNING else DENSITY if density is None else density
-    return Settings(rule, rank, kept, seed)
-
-
-def _check_weights(adapters: Sequence[tuple[str | Path, float]]) -> None:
     if not adapters:
         raise AdapterError("there is nothing to combine", fix="Give adapters: A=0.7 B=0.3")
     for adapter, weight in adapters:
         if not math.isfinite(weight):
+            fix = "Give a finite number, such as 0.5."
+            raise AdapterError(f"the weight of {adapter} is {weight}", fix=fix)
+
+
+def _origin(sources: Sequence[_Source], on_event: Listener) -> Provenance:
+    """Return the provenance that all sources share; what differs in other things is left open.
+
+    Raises:
+        AdapterError: They belong to different bases or tasks.
+    """
+    origins = [source.file.provenance for source in sources]
+    named = [o for o in origins if o.fingerprint or o.base or o.hub_id]
+    known = next((o for o in origins if o.fingerprint), named[0] if named else origins[0])
+    if others := [source for source in sources if not _same_base(known, source.file.provenance)]:
+        first = sources[origins.index(known)]
+        raise AdapterError(
+            "these adapters belong to different bases",
+            found="\n".join(f"{s.name}: {_described(s.file.provenance)}" for s in (first, *others)),
+            fix="Only updates of the same weights can be added. If the base is the same under two "
+            "names, correct base_model_name_or_path in one adapter_config.json.",
+        )
+    if len({o.task_type for o in origins}) > 1:
+        raise AdapterError(
+            "these adapters are for different tasks",
+            found="\n".join(f"{s.name}: {s.file.provenance.task_type}" for s in sources),
+            fix="Their heads have nothing in common: combine adapters of one task.",
+        )
+    loadings = [o.loading for o in origins if o.loading]
+    styles = [o.prompt_style for o in origins if o.prompt_style]
+    same_loading = all(loading == loadings[0] for loading in loadings)
+    same_style = all(style == styles[0] for style in styles)
+    if not (same_loading and same_style):
+        differ = "prompt styles" if same_loading else "ways to load the base"
+        on_event(Notice(f"The adapters have different {differ}; the new one records none."))
+    return replace(
+        known,
+        base=known.base or next((o.base for o in origins if o.base), None),
+        loading=loadings[0] if loadings and same_loading else {},
+        prompt_style=styles[0] if styles and same_style else None,
+    )
+
+
+def _same_base(one: Provenance, other: Provenance) -> bool:
+    """Compare fingerprints where both have one, else names and revisions as far as known."""
+    if one.fingerprint and other.fingerprint:
+        return one.fingerprint == other.fingerprint
+    names, others = ({o.base, o.hub_id} - {None} for o in (one, other))
+    if names and others and not names & others:
+        return False
+    return not one.revision or not other.revision or one.revision == other.revision
+
+
+def _described(origin: Provenance) -> str:
+    parts = (origin.base or origin.hub_id or "no name", origin.revision, origin.fingerprint)
+    return ", ".join(part[:23] if part.startswith("sha256:") else part for part in parts if part)
+
+
+def _check_layers(sources: Sequence[_Source]) -> None:
+    """Refuse layers that do not fit together, and DoRA."""
+    shapes: dict[str, tuple[str, tuple[int, int]]] = {}
+    problems = []
+    for source in sources:
+        if any(update.magnitude is not None for update in source.updates.values()):
             raise AdapterError(
-                f"the weight of {adapter} is {weight}", fix="Give a finite number, such as 0.5."
+                f"cannot combine {source.name}",
+                found="It is a DoRA: the effect of its magnitudes depends on the base's weights.",
+                fix="Merge it into its base: peftkit merge ADAPTER --out MODEL",
             )
+        for path, update in source.updates.items():
+            shape = (update.b.shape[0], update.a.shape[1])
+            name, first = shapes.setdefault(path, (source.name, shape))
+            if shape != first:
+                problems.append(f"{path}: {first} in {name}, {shape} in {source.name}")
+    if problems:
+        raise AdapterError(
+            "these adapters belong to models of different shapes",
+            found=first_few(problems, 5),
+            fix="Only adapters of one base can be combined.",
+        )
 
 
-def _blend_all(
-    sources: Sequence[Source], settings: Settings, on_event: Listener
-) -> dict[str, Blended]:
+def _combined(
+    out: Path, sources: Sequence[_Source], settings: Settings, on_event: Listener
+) -> Combined:
     paths = list(dict.fromkeys(path for source in sources for path in source.updates))
-    blended = {}
+    blended: dict[str, Blended] = {}
     for done, path in enumerate(paths, 1):
-        if len(sources) == 1 and sources[0].weight == 1.0 and settings.rule in EXACT:
-            blended[path] = Blended(sources[0].updates[path])  # a DoRA keeps its magnitude
-        else:
-            layers = [(s.updates[path], s.weight) for s in sources if path in s.updates]
-            blended[path] = blend(path, layers, settings)
+        layers = [(s.updates[path], s.weight) for s in sources if path in s.updates]
+        blended[path] = blend(path, layers, settings)
         on_event(Progress("Combining layers", done, len(paths)))
-    return blended
-
-
-def _combined(out: Path, blended: Mapping[str, Blended]) -> Combined:
-    updates = {path: layer.update for path, layer in blended.items()}
     lost = sum(layer.lost for layer in blended.values())
     total = sum(layer.total for layer in blended.values())
+    updates = {path: layer.update for path, layer in blended.items()}
     return Combined(out, updates, math.sqrt(lost / total) if total else 0.0)
 
 
-def _report(done: Combined, settings: Settings, on_event: Listener) -> None:
-    if settings.rule not in EXACT:
-        on_event(
-            Notice(
-                f"Rank {done.rank} keeps {1 - done.error**2:.2%} of the combined update "
-                f"(relative error {done.error:.2g})."
-            )
-        )
-    if all(svd.is_zero(update.a, update.b) for update in done.updates.values()):
-        on_event(Notice("The combined update is zero: this adapter leaves its base unchanged."))
-
-
 def _card(
-    name: str, sources: Sequence[Source], settings: Settings, done: Combined, origin: Provenance
+    sources: Sequence[_Source], settings: Settings, done: Combined, origin: Provenance
 ) -> Card:
+    name, base = done.folder.name, origin.hub_id or origin.base
     parts = ", ".join(f"{source.file.folder.name} x {source.weight:g}" for source in sources)
     facts = {"adapters": parts, "method": settings.rule, "rank": str(done.rank)}
     if settings.rule in PRUNING:
         facts["density"] = f"{settings.density:g}"
     if settings.rule not in EXACT:
         facts["relative error of the rank"] = f"{done.error:.2g}"
-    base = origin.hub_id or origin.base
-    has_magnitude = any(update.magnitude is not None for update in done.updates.values())
-    usage = adapter_usage(base, name, rank=0 if has_magnitude else done.rank)
+    usage = adapter_usage(base, name, rank=done.rank)
     return Card(f"{name}: a combination of adapters", base, facts, usage=usage)

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from peftkit.errors import AdapterError
 from peftkit.files.strict_json import shown
-from peftkit.formats.peft.config_fields import shortest_endings, unmatched
+from peftkit.formats.peft.config_fields import LAYERS, shortest_endings, unmatched
 from peftkit.formats.peft.folder import (
     AdapterFile,
     named_tensors,
@@ -160,15 +160,17 @@ def save_low_rank(
     folder: str | Path,
     provenance: Provenance,
     *,
-    others: Collection[str] = (),
+    targets: list[str] | None = None,
     transposed: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Path:
     """Write updates as an adapter folder that peftkit and PEFT load.
 
     Args:
-        others: Paths of the base's other linear layers, as far as known; the targets written must
-            not match them.
+        targets: What the config names, endings that match no other layer of the base; None: the
+            shortest that tell the layers apart from each other.
         transposed: The base's layers are Conv1D.
+        dtype: Of the tensors.
 
     Raises:
         AdapterError: There is nothing to write, a tensor is not finite, or some layers have a
@@ -192,7 +194,8 @@ def save_low_rank(
         rank_pattern=scales.get("rank_pattern", {}),
         alpha_pattern=scales.get("alpha_pattern", {}),
     )
-    fields = where_fields(method, provenance, shortest_endings(modules, others)) | scales
+    named = shortest_endings(modules, ()) if targets is None else targets
+    fields = where_fields(method, provenance, named) | scales
     fields |= {"lora_dropout": 0.0, "init_lora_weights": True, "fan_in_fan_out": transposed}
     if with_magnitude:
         fields["use_dora"] = True
@@ -201,8 +204,19 @@ def save_low_rank(
         state |= {f"{path}.{A}": module.a, f"{path}.{B}": module.b}
         if module.magnitude is not None:
             state[f"{path}.{MAGNITUDE}"] = module.magnitude
-    state = {name: tensor.to(torch.float32) for name, tensor in state.items()}
+    state = {name: tensor.to(dtype) for name, tensor in state.items()}
     return write_folder(Path(folder), state, fields, method, provenance)
+
+
+def own_targets(file: AdapterFile, modules: Mapping[str, LowRank]) -> list[str]:
+    """Return the targets for a rewritten config: the file's own endings, which fit its base.
+
+    If the file has more than endings, the full paths are returned.
+    """
+    own = file.fields.get("target_modules")
+    if isinstance(own, list) and not any(file.fields.get(key) for key in LAYERS):
+        return sorted(own)
+    return sorted(modules)
 
 
 def layers_of(
