@@ -12,7 +12,7 @@ and B each. The methods:
   elected; the mean of the entries that have it, over those that are not zero.
 - dare_linear, dare_ties (Yu et al., 2023, arXiv:2311.03099): drop(D_i) in the place of trim(D_i),
   which keeps each entry with probability `density` and divides it by that. What is dropped depends
-  on the seed, the layer and the adapter's place.
+  on the seed, the layer and the adapter's own tensors: one given twice loses the same twice.
 
 The last four work on whole matrices and are made rank R again at the end.
 Shapes: r rank; out, in features of the layer.
@@ -114,8 +114,10 @@ def _pruned(path: str, counted: Sequence[Weighted], settings: Settings) -> Tenso
     """Return the full matrix (out, in) of a pruning method, before it is cut to a rank."""
     prune, merge = PRUNING[settings.rule]
     kept = []
-    for number, (update, weight) in enumerate(counted):
-        seed = crc32(f"{settings.seed} {path} {number}".encode())
+    for update, weight in counted:
+        seed = crc32(f"{settings.seed} {path} {update.scaling}".encode())
+        for tensor in (update.a, update.b):
+            seed = crc32(tensor.float().contiguous().numpy().data, seed)
         kept.append(weight * prune(update.delta(), settings.density, seed))
     return merge(kept)
 

@@ -179,9 +179,10 @@ def _origin(sources: Sequence[_Source], on_event: Listener) -> Provenance:
     styles = [o.prompt_style for o in origins if o.prompt_style]
     same_loading = all(loading == loadings[0] for loading in loadings)
     same_style = all(style == styles[0] for style in styles)
-    if not (same_loading and same_style):
-        differ = "prompt styles" if same_loading else "ways to load the base"
-        on_event(Notice(f"The adapters have different {differ}; the new one records none."))
+    differ = [] if same_loading else ["ways to load the base"]
+    if differ := differ + ([] if same_style else ["prompt styles"]):
+        told = f"The adapters have different {' and '.join(differ)}; the new one records none."
+        on_event(Notice(told))
     return replace(
         known,
         base=known.base or next((o.base for o in origins if o.base), None),
