@@ -363,7 +363,7 @@ def test_endings_never_reach_layers_that_no_adapter_had(folders: Folders) -> Non
 def test_dora_is_refused(folders: Folders) -> None:
     content = {p: replace(u, magnitude=torch.rand(u.b.shape[0])) for p, u in adapter(1).items()}
     folders.save("dora", content)
-    with pytest.raises(AdapterError, match="cannot combine .*dora\n.*magnitudes"):
+    with pytest.raises(AdapterError, match=r"cannot combine .*dora\n.*magnitudes"):
         folders.combine({"dora": 0.5, "a": 1.0}, "linear")
 
 
