@@ -34,12 +34,6 @@ def export(
         int | None,
         typer.Option(min=1, metavar="R", help="Reduce higher ranks to R by SVD; prints the error."),
     ] = None,
-    max_rank: Annotated[
-        int,
-        typer.Option(
-            min=1, max=512, metavar="R", help="With --profile: the server's --max-lora-rank."
-        ),
-    ] = 512,
     force: Replace = False,
 ) -> None:
     """Write an adapter for PEFT, vLLM, llama.cpp or MLX. Prints its path.
@@ -62,7 +56,6 @@ def export(
             base=base,
             dtype=dtype,
             rank=rank,
-            max_rank=max_rank,
             force=force,
             on_event=on_event,
         )

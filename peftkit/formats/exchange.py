@@ -102,7 +102,6 @@ def export_adapter(
     base: str | None = None,
     dtype: Dtype = "fp32",
     rank: int | None = None,
-    max_rank: int = MAX_LORA_RANKS[-1],
     force: bool = False,
     on_event: Listener = ignore,
 ) -> Exported:
@@ -115,7 +114,6 @@ def export_adapter(
         base: Where its base is, for GGUF; by default the one recorded.
         dtype: Of the tensors; q8_0 is GGUF's own.
         rank: Reduce higher ranks to this one, each by the SVD of its update.
-        max_rank: The --max-lora-rank of the server that `serving` is meant for.
         force: Replace what is there.
 
     Raises:
@@ -129,7 +127,7 @@ def export_adapter(
             raise AdapterError(f"there is no dtype {dtype} in {to}", fix=f"One of: {known}.")
         check_free(out, force=force, sources=[source])
     if serving:
-        check_serving(source, max_rank=max_rank if rank is None else None)
+        check_serving(source, rank=rank)
     file = read_adapter(source)
     if to != "peft" and isinstance(task_of(file), MediaTextConfig):
         raise AdapterError(
@@ -150,7 +148,7 @@ def export_adapter(
                 on_event(Notice(note))
         else:
             with new_adapter_folder(out, force=force, sources=[source]) as folder:
-                _write(source, folder, to, DTYPES[dtype], max_rank if serving else None)
+                _write(source, folder, to, DTYPES[dtype], serving)
     if serving and (stored := str(file.provenance.loading.get("stored", ""))):
         on_event(Notice(served_over(stored)))
     if scaling := file.provenance.loading.get("rope_scaling"):
@@ -181,12 +179,9 @@ def _rewrite(
     )
 
 
-def _write(
-    source: Path, folder: Path, to: Format, dtype: torch.dtype, served_rank: int | None
-) -> None:
-    """Write a folder of PEFT or MLX; with `served_rank`, for a server of ranks up to that."""
-    if served_rank is not None:
-        check_serving(source, max_rank=served_rank)
+def _write(source: Path, folder: Path, to: Format, dtype: torch.dtype, serving: bool) -> None:
+    """Write a folder of PEFT, for a server if asked, or of MLX."""
+    if serving:
         file, modules = read_low_rank(source)
         # one rank and one alpha for all: older servers ignore patterns and rsLoRA silently
         _rewrite(file, uniform(modules)[0], folder, dtype)

@@ -68,11 +68,11 @@ def served_over(stored: str) -> str:
     return told
 
 
-def check_serving(folder: Path, *, max_rank: int | None = MAX_LORA_RANKS[-1]) -> None:
+def check_serving(folder: Path, *, rank: int | None = None) -> None:
     """Check that vLLM would accept a PEFT folder.
 
     Args:
-        max_rank: The --max-lora-rank of the server; None where the rank is still to be lowered.
+        rank: To which higher ranks will be lowered.
 
     Raises:
         AdapterError: It would not; lists every field and tensor concerned.
@@ -85,17 +85,18 @@ def check_serving(folder: Path, *, max_rank: int | None = MAX_LORA_RANKS[-1]) ->
         value = config.get(field)
         if value not in (None, [], {}) and value not in allowed:
             problems.append(f"{CONFIG}: {field} is {value!r}")
-    too_high = []
+    too_high, largest = [], MAX_LORA_RANKS[-1]
     for name, entry in check_safetensors(folder / TENSORS).tensors.items():
         if why := _why_not(name):
             problems.append(f"{name}: {why}")
-        elif max_rank and name.endswith(A) and entry.shape[0] > max_rank:
-            too_high.append(f"{name}: rank {entry.shape[0]}; the limit is {max_rank}")
+        elif name.endswith(A) and (rank or entry.shape[0]) > largest:
+            too_high.append(f"{name}: rank {rank or entry.shape[0]}; the limit is {largest}")
     if problems or too_high:
+        lower = f"What helps: an SVD to a lower rank, which says what it loses: --rank {largest}"
         raise AdapterError(
             f"vLLM would refuse {folder}",
             found=first_few(problems + too_high, 60),
-            fix="\n".join(_fixes(bool(problems), max_rank or MAX_LORA_RANKS[-1])),
+            fix=f"What helps: {_MERGE}" if problems else f"{lower}\nOr: {_MERGE}",
         )
 
 
@@ -111,12 +112,3 @@ def _why_not(name: str) -> str:
     if name.endswith((f".{A}", f".{B}")):
         return ""
     return "not A or B of a LoRA: a whole weight, or another method's"
-
-
-def _fixes(problems: bool, max_rank: int) -> list[str]:
-    if problems:
-        return [f"What helps: {_MERGE}"]
-    fixes = [f"What helps: an SVD to a lower rank, which says what it loses: --rank {max_rank}"]
-    if max_rank < MAX_LORA_RANKS[-1]:
-        fixes.append("Or: start the server with a higher --max-lora-rank.")
-    return [*fixes, f"Or: {_MERGE}"]

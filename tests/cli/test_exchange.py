@@ -92,7 +92,7 @@ def test_serving_says_how_to_serve_and_what_a_lower_rank_loses(adapter: Path, pe
     assert done.code == 0
     command = "vllm serve org/base --enable-lora --max-lora-rank 8 --lora-modules served=served"
     assert f"vLLM: {command}" in done.err
-    done = peftkit(*args, "--force", "--rank", 1, "--max-rank", 1)
+    done = peftkit(*args, "--force", "--rank", 1)
     assert done.code == 0
     assert "Rank 1: 4 layers reduced; relative error of their updates " in done.err
     assert "--max-lora-rank 1 " in done.err

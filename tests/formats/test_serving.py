@@ -72,7 +72,7 @@ def test_one_rank_and_one_alpha_compute_the_same(tmp_path: Path) -> None:
     # each scale is rounded once in float32; logits are of order one
     torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
     (tmp_path / "served" / "peftkit.json").unlink()
-    check_serving(tmp_path / "served", max_rank=4)
+    check_serving(tmp_path / "served")
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,10 @@ def test_dora_is_refused_tensor_by_tensor(tmp_path: Path) -> None:
 def test_a_rank_over_the_limit_is_reduced_on_demand(plain: Path, tmp_path: Path) -> None:
     out = tmp_path / "served"
     with pytest.raises(AdapterError) as error:
-        export_adapter(plain, out, to="peft", serving=True, max_rank=2)
-    assert error.value.found.count("rank 4; the limit is 2") == 4
-    assert "--rank 2" in error.value.fix
-    done = export_adapter(plain, out, to="peft", serving=True, max_rank=2, rank=2)
+        export_adapter(plain, out, to="peft", serving=True, rank=600)
+    assert error.value.found.count("rank 600; the limit is 512") == 4
+    assert "--rank 512" in error.value.fix
+    done = export_adapter(plain, out, to="peft", serving=True, rank=2)
     _, before = read_low_rank(plain)
     _, after = read_low_rank(out)
     assert done.errors.keys() == before.keys()
