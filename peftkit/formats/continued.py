@@ -1,4 +1,4 @@
-"""Going on with an adapter: its method, its tensors, and what it was when training began."""
+"""Going on with an adapter: what it was before; and one that computes beside it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,16 @@ from peftkit.events import Listener, Notice, ignore
 from peftkit.files.disk import read_tensors, sha256_of, write_tensors
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.open_adapter import task_of
-from peftkit.formats.peft.folder import TENSORS, AdapterFile, load_adapter, read_adapter
+from peftkit.formats.peft.folder import (
+    TENSORS,
+    AdapterFile,
+    load_adapter,
+    named_tensors,
+    read_adapter,
+)
+from peftkit.formats.peft.low_rank import A, B, layers_of, read_low_rank
 from peftkit.methods.protocol import Method
+from peftkit.model.side_adapter import SideAdapter
 
 START = "start.safetensors"
 """Beside an adapter that is compared with what it was: the tensors that it began with."""
@@ -146,3 +154,38 @@ def before_training(adapter: Adapter, folder: Path) -> Callable[[], AbstractCont
             fix="Restore the folder; without the file it is compared with the bare base.",
         )
     return partial(adapter.swapped_state, start)
+
+
+def read_side_adapter(path: str | Path, base: Base) -> SideAdapter:
+    """Read a LoRA of the same base, with the head of values that it may have.
+
+    Args:
+        base: The base that a run has loaded, with its own adapter on it.
+
+    Raises:
+        AdapterError: It is another kind of adapter, or of another base.
+    """
+    file, found = read_low_rank(adapter_folder(path), with_head=True)
+    origin = file.provenance
+    if origin.fingerprint != base.fingerprint and origin.base != base.name:
+        raise AdapterError(
+            f"the adapter in {file.folder} was trained on another base",
+            found=f"trained on {origin.base}; this run's base is {base.name}",
+            fix="Train it on this base.",
+        )
+    tensors = named_tensors(file.folder)
+    head = {name: t for name, t in tensors.items() if not name.endswith((A, B))}
+    if len({name.rpartition(".")[0] for name in head}) > 1:
+        raise AdapterError(
+            f"{file.folder} cannot be used beside the adapter that is trained",
+            found=f"it has more than a plain LoRA and a head: {', '.join(sorted(head)[:3])}",
+            fix="Use a plain LoRA.",
+        )
+    layers_of(file, found, base.model)
+    return SideAdapter(
+        {path: (one.a, one.scaling * one.b.float()) for path, one in found.items()},
+        {name.rpartition(".")[2]: tensor for name, tensor in head.items()},
+        origin.task or {},
+        origin.prompt_style,
+        sha256_of(file.folder / TENSORS)[:16],
+    )

@@ -68,7 +68,6 @@ Dtype = Literal["fp32", "fp16", "bf16", "q8_0"]
 _REPO_URL = "general.base_model.0.repo_url"
 """Key of GGUF files that names the base's page."""
 _SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
-_GGUF_DTYPES = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "q8_0": "q8_0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +143,7 @@ def export_adapter(
         if to == "gguf":
             from peftkit.formats.gguf.convert import export_gguf
 
-            for note in export_gguf(source, out, base=base, dtype=_GGUF_DTYPES[dtype], force=force):
+            for note in export_gguf(source, out, base=base, dtype=dtype, force=force):
                 on_event(Notice(note))
         else:
             with new_adapter_folder(out, force=force, sources=[source]) as folder:

@@ -9,21 +9,13 @@ from typing import Literal, NamedTuple
 
 from peftkit.errors import AdapterError, first_few
 from peftkit.files.disk import write_json, write_tensors
-from peftkit.formats.guard import (
-    SAFETENSORS,
-    check_safetensors,
-    read_json,
-    read_tensors,
-    what_is,
-)
+from peftkit.formats.guard import check_safetensors, read_json, read_tensors, what_is
 from peftkit.formats.mlx import MLX_TENSORS
 from peftkit.formats.peft.folder import CONFIG, NOTES, PREFIX, TENSORS
 from peftkit.methods.lora_format import check_layout
 
 GGUF = "a GGUF file"
-_MAX_FILES = 200
-_MLX_FILE = re.compile(r"(\d+_)?adapters\.safetensors")
-"""What mlx-lm's trainer writes."""
+_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 _ADAPTER_NAME = re.compile(
     r"(?<=\.)(lora_[AB]|lora_magnitude_vector)\.(?!weight$|bias$)[A-Za-z0-9_-]+(?=\.weight$|$)"
 )
@@ -99,27 +91,17 @@ def recognise(path: Path) -> Found:
 
 def _only_file(folder: Path, asked: str) -> Path:
     """Return the one file of a folder that holds tensors."""
-    paths = sorted(p for p in folder.iterdir() if p.is_file())[:_MAX_FILES]
-    kinds = {p: what_is(p) for p in paths if p.stat().st_size}
-    usable = [p for p, kind in kinds.items() if kind in (SAFETENSORS, GGUF)]
+    paths = sorted(path for path in folder.iterdir() if path.is_file())
+    # mlx-lm's trainer leaves those of earlier steps beside its last
+    known = [path for path in paths if path.name in (TENSORS, MLX_TENSORS)]
+    usable = known or [path for path in paths if path.suffix in _SUFFIXES]
     if len(usable) == 1:
         return usable[0]
-    if folder / MLX_TENSORS in usable and all(_MLX_FILE.fullmatch(p.name) for p in usable):
-        return folder / MLX_TENSORS  # the last; the others are of earlier steps
-    if usable:
-        raise AdapterError(
-            asked,
-            found=f"It holds several: {first_few((p.name for p in usable), 5, ', ')}.",
-            fix="Give the path of one file.",
-        )
-    for path, kind in kinds.items():
-        if "pickle" in kind or "torch.save" in kind or "git-lfs" in kind:
-            check_safetensors(path)  # says what it is and what to do
-    names = first_few((p.name for p in paths), 8, ", ")
+    names = first_few((path.name for path in usable or paths), 8, ", ")
     raise AdapterError(
         asked,
-        found=f"It holds no tensors, only {names}." if names else "It is an empty folder.",
-        fix="Give the folder or the file of an adapter of PEFT, mlx-lm or llama.cpp.",
+        found=f"It holds {'several' if usable else 'no tensors, only'}: {names or 'nothing'}.",
+        fix="Give the path of the file of an adapter of PEFT, mlx-lm or llama.cpp.",
     )
 
 

@@ -20,9 +20,8 @@ from peftkit.formats.card import (
     adapter_table,
     small_reach,
 )
-from peftkit.formats.continued import Continued, continue_adapter
+from peftkit.formats.continued import Continued, continue_adapter, read_side_adapter
 from peftkit.formats.peft.folder import read_adapter
-from peftkit.formats.side_adapter import read_side_adapter
 from peftkit.methods.data_init import as_on_main, init_from_rows, loftq_starts, with_saved_ranks
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import InitValues, Method

@@ -54,9 +54,9 @@ def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
 
 
 def test_two_adapters_in_a_folder_are_not_chosen_between(tmp_path: Path) -> None:
-    for name in ("a", "b"):
+    for name in ("a.safetensors", "b.safetensors"):
         save_file({"x.lora_a": TWO}, tmp_path / name)
-    with pytest.raises(AdapterError, match=r"several: a, b"):
+    with pytest.raises(AdapterError, match=r"several: a\.safetensors, b"):
         recognise(tmp_path)
 
 

@@ -222,13 +222,3 @@ def test_a_folder_of_mlx_lms_trainer_is_imported(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
     with pytest.raises(AdapterError, match="peftkit import"):
         load_adapter(model, tmp_path / "mlx")
-
-
-def test_other_adapters_beside_mlx_lms_are_not_guessed(tmp_path: Path) -> None:
-    _, adapter = trained("llama", METHODS["lora"])
-    save_adapter(adapter, tmp_path / "ours")
-    export_adapter(tmp_path / "ours", tmp_path / "mlx", to="mlx")
-    tensors = load_file(tmp_path / "mlx" / MLX_TENSORS)
-    save_file(tensors, tmp_path / "mlx" / "mine.safetensors")
-    with pytest.raises(AdapterError, match="several"):
-        import_adapter(tmp_path / "mlx", tmp_path / "back", base="unused")

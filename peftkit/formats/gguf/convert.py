@@ -35,7 +35,7 @@ from peftkit.formats.gguf.names import (
 )
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank
 
-DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
+DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 ALPHA = "adapter.lora.alpha"
 INVOCATION = "adapter.alora.invocation_tokens"
 A, B = ".lora_a", ".lora_b"
@@ -46,7 +46,7 @@ def export_gguf(
     out: str | Path,
     *,
     base: str | None = None,
-    dtype: str = "f32",
+    dtype: str = "fp32",
     force: bool = False,
 ) -> list[str]:
     """Write an adapter folder as a GGUF file with which llama.cpp computes the same.
@@ -54,7 +54,7 @@ def export_gguf(
     Args:
         folder: Of a LoRA, made here or by PEFT.
         base: Where its base is; by default the one recorded. Only its config is read.
-        dtype: "f32", "f16", "bf16" or "q8_0".
+        dtype: "fp32", "fp16", "bf16" or "q8_0".
         force: Replace a file that is there.
 
     Returns:
@@ -67,9 +67,6 @@ def export_gguf(
     """
     out = Path(out).expanduser()
     require_gguf()
-    if dtype not in DTYPES:
-        known = ", ".join(DTYPES)
-        raise AdapterError(f"there is no GGUF type {dtype!r} for adapters", fix=f"One of: {known}.")
     if out.is_dir() or (out.exists() and not force):
         found = "It is a folder." if out.is_dir() else "It exists."
         raise OutputError(
@@ -200,7 +197,7 @@ def _write(
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
-        file_type = "ALL_F32" if dtype == "f32" else f"MOSTLY_{DTYPES[dtype]}"
+        file_type = "ALL_F32" if dtype == "fp32" else f"MOSTLY_{DTYPES[dtype]}"
         writer.add_file_type(gguf.LlamaFileType[file_type])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         if hub_id:
@@ -219,7 +216,7 @@ def _write(
     if not num_wider:
         return []
     return [
-        f"{num_wider} of {len(tensors)} tensors are in f16: {dtype} takes rows of a multiple of "
+        f"{num_wider} of {len(tensors)} tensors are in fp16: {dtype} takes rows of a multiple of "
         f"{per_block} numbers."
     ]
 
@@ -231,7 +228,7 @@ def _check_range(name: str, tensor: Tensor, kind: str) -> None:
         raise AdapterError(
             f"cannot write {name} as {kind.lower()}",
             found=f"Its largest number is {float(tensor.abs().max()):.3g}.",
-            fix="Write f32 or bf16.",
+            fix="Write fp32 or bf16.",
         )
 
 
@@ -283,12 +280,8 @@ def _no_layer(stem: str, known: Iterable[str], module_paths: list[str]) -> str:
     """Say why a name in the file is not a layer that can be adapted."""
     if len(module_paths) > 1:
         return "the base has more than one layer of that name: " + ", ".join(module_paths)
-    if stem == "token_embd.weight":
-        return "an embedding, which cannot be imported"
-    if "_exps." in stem:
-        return "a stack of experts, which cannot be imported"
-    if stem.endswith("_norm.weight"):
-        return "a norm, which is no part of a LoRA (llama.cpp leaves it out too)"
+    if stem.startswith("token_embd") or "_exps." in stem or "_norm." in stem:
+        return "an embedding, a norm or a stack of experts, which cannot be imported"
     if stem in known:
         return "no tensor of a LoRA"
     return f"the base has no such layer. {did_you_mean(stem, filter(None, known))}".rstrip()

@@ -21,9 +21,9 @@ from peftkit.base.load import load_base
 from peftkit.data.pack import IGNORE, Row
 from peftkit.errors import AdapterError, BaseError, ConfigError
 from peftkit.events import ignore
+from peftkit.formats.continued import read_side_adapter
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.folder import Provenance, save_adapter
-from peftkit.formats.side_adapter import read_side_adapter
 from peftkit.kernels.divergence import Divergence, reference_divergence
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning

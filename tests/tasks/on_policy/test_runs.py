@@ -17,7 +17,7 @@ from peftkit.config.schema import from_dict
 from peftkit.data.load import DataConfig, Record
 from peftkit.errors import ConfigError, PeftkitError, RunError
 from peftkit.events import EvalDone, Event, Notice, RolledOut, StepDone
-from peftkit.formats.side_adapter import read_side_adapter
+from peftkit.formats.continued import read_side_adapter
 from peftkit.planning.plan import plan_run
 from peftkit.run.config import Recipe
 from peftkit_cli.app import run
