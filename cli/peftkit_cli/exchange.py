@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,10 +29,6 @@ def export(
             metavar="TYPE", help="Type of the tensors: fp32, fp16, bf16; for gguf also q8_0."
         ),
     ] = "fp32",
-    rank: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="R", help="Reduce higher ranks to R by SVD; prints the error."),
-    ] = None,
     force: Replace = False,
 ) -> None:
     """Write an adapter for PEFT, vLLM, llama.cpp or MLX. Prints its path.
@@ -55,25 +50,12 @@ def export(
             serving=profile == "serving",
             base=base,
             dtype=dtype,
-            rank=rank,
             force=force,
             on_event=on_event,
         )
     typer.echo(done.path)
-    if done.errors:
-        note(f"Rank {rank}: {_lost(done.errors)}")
     for program, command in done.commands.items():
         note(f"{program}: {command}")
-
-
-def _lost(errors: Mapping[str, float]) -> str:
-    """Return what a lower rank cost: the relative error of the layers' updates."""
-    worst, largest = max(errors.items(), key=lambda error: error[1])
-    mean = sum(errors.values()) / len(errors)
-    return (
-        f"{len(errors)} layers reduced; relative error of their updates "
-        f"{mean:.2%} on average, {largest:.2%} at most ({worst})."
-    )
 
 
 def import_(

@@ -15,7 +15,7 @@ from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.events import Table
 from peftkit.files.disk import write_text
 from peftkit.formats.peft.config_fields import refused_by_peft
-from peftkit.formats.serving import max_lora_rank
+from peftkit.formats.serving import vllm_serve
 from peftkit.methods.protocol import AdapterModule
 from peftkit.model.places import is_linear, linear_shape, stacked_shape
 from peftkit.model.roles import ALL_LINEAR
@@ -84,8 +84,7 @@ def adapter_usage(
         ),
     ]
     if purpose == CAUSAL_LM and rank:
-        serve = f"vllm serve {model} --enable-lora --max-lora-rank {max_lora_rank(rank)}"
-        ways.append(("vLLM", "bash", f"{serve} --lora-modules adapter={folder}"))
+        ways.append(("vLLM", "bash", vllm_serve(model, rank, f"adapter={folder}")))
     return ways
 
 

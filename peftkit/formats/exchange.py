@@ -45,7 +45,6 @@ from peftkit.formats.peft.folder import (
 )
 from peftkit.formats.peft.low_rank import (
     LowRank,
-    compress,
     misfits,
     own_targets,
     read_low_rank,
@@ -56,8 +55,9 @@ from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.serving import (
     MAX_LORA_RANKS,
     check_serving,
-    max_lora_rank,
+    largest_rank,
     served_over,
+    vllm_serve,
 )
 from peftkit.formats.staged import check_free, new_adapter_folder
 from peftkit.model.places import is_conv1d, is_linear
@@ -76,12 +76,10 @@ class Exported:
 
     Attributes:
         commands: Program to the lines that run the adapter in it.
-        errors: Module path to the share of its update (Frobenius norm) that a lower rank lost.
     """
 
     path: Path
     commands: Mapping[str, str]
-    errors: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,6 @@ def export_adapter(
     serving: bool = False,
     base: str | None = None,
     dtype: Dtype = "fp32",
-    rank: int | None = None,
     force: bool = False,
     on_event: Listener = ignore,
 ) -> Exported:
@@ -112,7 +109,6 @@ def export_adapter(
         serving: Write the PEFT folder that vLLM accepts, or say why there is none.
         base: Where its base is, for GGUF; by default the one recorded.
         dtype: Of the tensors; q8_0 is GGUF's own.
-        rank: Reduce higher ranks to this one, each by the SVD of its update.
         force: Replace what is there.
 
     Raises:
@@ -126,7 +122,7 @@ def export_adapter(
             raise AdapterError(f"there is no dtype {dtype} in {to}", fix=f"One of: {known}.")
         check_free(out, force=force, sources=[source])
     if serving:
-        check_serving(source, rank=rank)
+        check_serving(source)
     file = read_adapter(source)
     if to != "peft" and isinstance(task_of(file), MediaTextConfig):
         raise AdapterError(
@@ -136,54 +132,34 @@ def export_adapter(
             fix=f"peftkit merge {source} --out merged, and convert the merged model; or --to peft.",
         )
     on_event(Stage(f"Exporting {source} to {to}"))
-    with tempfile.TemporaryDirectory(prefix="peftkit-") as scratch:
-        errors: Mapping[str, float] = {}
-        if rank is not None:
-            source, errors = _reduced(source, Path(scratch) / "reduced", rank)
-        if to == "gguf":
-            from peftkit.formats.gguf.convert import export_gguf
+    if to == "gguf":
+        from peftkit.formats.gguf.convert import export_gguf
 
-            for note in export_gguf(source, out, base=base, dtype=dtype, force=force):
-                on_event(Notice(note))
-        else:
-            with new_adapter_folder(out, force=force, sources=[source]) as folder:
-                _write(source, folder, to, DTYPES[dtype], serving)
+        for note in export_gguf(source, out, base=base, dtype=dtype, force=force):
+            on_event(Notice(note))
+    else:
+        with new_adapter_folder(out, force=force, sources=[source]) as folder:
+            _write(source, folder, to, DTYPES[dtype], serving)
     if serving and (stored := str(file.provenance.loading.get("stored", ""))):
         on_event(Notice(served_over(stored)))
     if scaling := file.provenance.loading.get("rope_scaling"):
         on_event(Notice(rope_told(scaling)))
     on_event(Saved(f"{to} adapter", out))
-    return Exported(out, _commands(file, out, to, base), errors)
-
-
-def _reduced(source: Path, folder: Path, rank: int) -> tuple[Path, Mapping[str, float]]:
-    """Write an adapter of a lower rank beside; return its folder, and what each layer lost."""
-    file, modules = read_low_rank(source)
-    smaller, errors = compress(modules, rank)
-    _rewrite(file, smaller, folder)
-    return folder, errors
-
-
-def _rewrite(
-    file: AdapterFile,
-    modules: Mapping[str, LowRank],
-    folder: Path,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    """Write an adapter's folder anew, with other tensors of the same layers."""
-    transposed = bool(file.fields.get("fan_in_fan_out"))
-    targets = own_targets(file, modules)
-    save_low_rank(
-        modules, folder, file.provenance, targets=targets, transposed=transposed, dtype=dtype
-    )
+    return Exported(out, _commands(file, out, to, base))
 
 
 def _write(source: Path, folder: Path, to: Format, dtype: torch.dtype, serving: bool) -> None:
     """Write a folder of PEFT, for a server if asked, or of MLX."""
     if serving:
         file, modules = read_low_rank(source)
-        # one rank and one alpha for all: older servers ignore patterns and rsLoRA silently
-        _rewrite(file, uniform(modules)[0], folder, dtype)
+        save_low_rank(
+            uniform(modules)[0],  # older servers ignore patterns and rsLoRA silently
+            folder,
+            file.provenance,
+            targets=own_targets(file, modules),
+            transposed=bool(file.fields.get("fan_in_fan_out")),
+            dtype=dtype,
+        )
     elif to == "mlx":
         write_mlx(*read_low_rank(source), folder, dtype=dtype)
     else:
@@ -216,18 +192,10 @@ def _commands(file: AdapterFile, out: Path, to: Format, base: str | None) -> dic
             "llama.cpp": f"llama-server -m BASE.gguf --lora {place}",
             "Ollama": f"printf '%s\\n' {lines} > Modelfile && ollama create NAME -f Modelfile",
         }
-    rank = max(_ranks(out)) if file.fields.get("peft_type") == "LORA" else 0
+    rank = largest_rank(read_json(out / CONFIG))
     if not 0 < rank <= MAX_LORA_RANKS[-1]:
         return {}
-    return {
-        "vLLM": f"vllm serve {model} --enable-lora --max-lora-rank {max_lora_rank(rank)} "
-        f"--lora-modules {quote(f'{out.resolve().name}={out}')}"
-    }
-
-
-def _ranks(folder: Path) -> list[int]:
-    fields = read_json(folder / CONFIG)
-    return [fields.get("r", 8), *(fields.get("rank_pattern") or {}).values()]
+    return {"vLLM": vllm_serve(model, rank, f"{out.resolve().name}={out}")}
 
 
 def import_adapter(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from peftkit.base.published import ROUNDED
@@ -44,6 +45,19 @@ def max_lora_rank(rank: int) -> int:
     return next(limit for limit in MAX_LORA_RANKS if limit >= rank)
 
 
+def vllm_serve(base: str, rank: int, *modules: str) -> str:
+    """Return how vLLM serves adapters, each as NAME=FOLDER, of ranks up to this one."""
+    named = " ".join(map(quote, modules))
+    limit = max_lora_rank(rank)
+    return f"vllm serve {base} --enable-lora --max-lora-rank {limit} --lora-modules {named}"
+
+
+def largest_rank(fields: Mapping[str, Any]) -> int:
+    """Return the largest rank of a LoRA's config; 0 for another method's."""
+    ranks = [fields.get("r", 8), *(fields.get("rank_pattern") or {}).values()]
+    return max(ranks) if fields.get("peft_type") == "LORA" else 0
+
+
 def served_rank(method: Method) -> int:
     """Return the largest rank of a method's layers; 0 where vLLM does not serve its adapters."""
     if type(method) is not LoRA or method.train_fully or method.token_rows:
@@ -68,11 +82,8 @@ def served_over(stored: str) -> str:
     return told
 
 
-def check_serving(folder: Path, *, rank: int | None = None) -> None:
+def check_serving(folder: Path) -> None:
     """Check that vLLM would accept a PEFT folder.
-
-    Args:
-        rank: To which higher ranks will be lowered.
 
     Raises:
         AdapterError: It would not; lists every field and tensor concerned.
@@ -89,10 +100,11 @@ def check_serving(folder: Path, *, rank: int | None = None) -> None:
     for name, entry in check_safetensors(folder / TENSORS).tensors.items():
         if why := _why_not(name):
             problems.append(f"{name}: {why}")
-        elif name.endswith(A) and (rank or entry.shape[0]) > largest:
-            too_high.append(f"{name}: rank {rank or entry.shape[0]}; the limit is {largest}")
+        elif name.endswith(A) and entry.shape[0] > largest:
+            too_high.append(f"{name}: rank {entry.shape[0]}; the limit is {largest}")
     if problems or too_high:
-        lower = f"What helps: an SVD to a lower rank, which says what it loses: --rank {largest}"
+        lower = "What helps: a lower rank, which says what it loses: peftkit combine ADAPTER=1 "
+        lower += f"--method svd --rank {largest} --out LOWER"
         raise AdapterError(
             f"vLLM would refuse {folder}",
             found=first_few(problems + too_high, 60),

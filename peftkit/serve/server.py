@@ -11,7 +11,7 @@ from shlex import quote
 
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, ignore
-from peftkit.formats.serving import check_serving, max_lora_rank
+from peftkit.formats.serving import check_serving, largest_rank, vllm_serve
 from peftkit.inference.bank import AdapterBank, open_bank
 
 BACKLOG = 128
@@ -126,16 +126,11 @@ def vllm_command(bank: AdapterBank) -> str | None:
             check_serving(file.folder)
         except AdapterError:
             continue
-        taken.append(quote(f"{name}={file.folder}"))
-        rank = max(rank, file.fields.get("r", 8), *(file.fields.get("rank_pattern") or {}).values())
+        taken.append(f"{name}={file.folder}")
+        rank = max(rank, largest_rank(file.fields))
     if not taken:
         return None
-    base = quote(bank.base.hub_id or bank.base.name)
-    modules = " ".join(taken)
-    return (
-        f"vllm serve {base} --enable-lora --max-lora-rank {max_lora_rank(rank)} "
-        f"--lora-modules {modules}"
-    )
+    return vllm_serve(quote(bank.base.hub_id or bank.base.name), rank, *taken)
 
 
 def _require_extra() -> None:

@@ -55,7 +55,7 @@ COMMANDS: dict[str, list[str]] = {
         "ADAPTER[=WEIGHT]...", "--out", "--method", "--rank", "--density", "--seed", "--force",
     ],
     "export": [
-        "ADAPTER", "--to", "--out", "--profile", "--base", "--dtype", "--rank", "--force",
+        "ADAPTER", "--to", "--out", "--profile", "--base", "--dtype", "--force",
     ],
     "import": ["PATH", "--out", "--base", "--force"],
     "push": ["ADAPTER", "USER/NAME", "--private"],

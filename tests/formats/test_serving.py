@@ -17,7 +17,8 @@ from peftkit.errors import AdapterError
 from peftkit.formats.card import adapter_usage, render_card, training_card
 from peftkit.formats.exchange import export_adapter
 from peftkit.formats.peft.folder import load_adapter, save_adapter
-from peftkit.formats.peft.low_rank import LowRank, compress, read_low_rank, uniform, without_padding
+from peftkit.formats.peft.low_rank import LowRank, save_low_rank, uniform, without_padding
+from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.serving import MAX_LORA_RANKS, check_serving, max_lora_rank, served_rank
 from peftkit.methods.lora import DoRA, LoRA
 from tests.formats.test_mlx import logits, trained
@@ -108,27 +109,12 @@ def test_dora_is_refused_tensor_by_tensor(tmp_path: Path) -> None:
     assert error.value.found.count("the magnitude of DoRA") == 4
 
 
-def test_a_rank_over_the_limit_is_reduced_on_demand(plain: Path, tmp_path: Path) -> None:
-    out = tmp_path / "served"
-    with pytest.raises(AdapterError) as error:
-        export_adapter(plain, out, to="peft", serving=True, rank=600)
-    assert error.value.found.count("rank 600; the limit is 512") == 4
-    assert "--rank 512" in error.value.fix
-    done = export_adapter(plain, out, to="peft", serving=True, rank=2)
-    _, before = read_low_rank(plain)
-    _, after = read_low_rank(out)
-    assert done.errors.keys() == before.keys()
-    for path, error_of in done.errors.items():
-        whole = before[path].delta()
-        s = torch.linalg.svdvals(whole)
-        assert error_of == pytest.approx(float(s[2:].norm() / s.norm()), rel=1e-4)
-        lost = (after[path].delta() - whole).norm() / whole.norm()
-        assert float(lost) == pytest.approx(error_of, rel=1e-4)
-
-
-def test_compressing_to_the_same_rank_changes_nothing() -> None:
-    modules = {"q": LowRank(torch.randn(3, 9), torch.randn(41, 3), 0.7)}
-    assert compress(modules, 3) == (modules, {})
+def test_a_rank_over_the_limit_is_refused(tmp_path: Path) -> None:
+    update = LowRank(torch.ones(513, 600), torch.ones(600, 513), 1.0)
+    save_low_rank({"model.layers.0.self_attn.q_proj": update}, tmp_path, Provenance())
+    with pytest.raises(AdapterError, match="rank 513; the limit is 512") as error:
+        check_serving(tmp_path)
+    assert "--method svd --rank 512" in error.value.fix
 
 
 def test_padding_is_taken_off_again() -> None:

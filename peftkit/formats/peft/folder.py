@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from peftkit.adapter import Adapter, attach
 from peftkit.errors import AdapterError, TargetError
 from peftkit.files.disk import write_json, write_tensors
-from peftkit.files.safetensors_header import Header
 from peftkit.formats.guard import CONVERT, check_safetensors, read_json, read_tensors
 from peftkit.formats.peft.config_fields import check_targets, with_implied_heads, written_fields
 from peftkit.formats.peft.fit_to_model import check_targets_of, completed, fit_to_model
@@ -34,8 +33,6 @@ from peftkit.model.places import is_conv1d
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 NOTES = "peftkit.json"
-FINGERPRINT = "base_fingerprint"
-"""Key of the tensor file's metadata."""
 PREFIX = "base_model.model."
 BARE = "base_model."
 """Prefix of methods that act on the input and wrap no layers."""
@@ -98,10 +95,7 @@ def write_folder(
     """Write the three files of an adapter folder; see `save_adapter`."""
     tensors = {_prefix(method, name) + name: tensor.cpu() for name, tensor in state.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    metadata = {"format": "pt"}
-    if provenance.fingerprint:
-        metadata[FINGERPRINT] = provenance.fingerprint
-    write_tensors(tensors, folder / TENSORS, metadata)
+    write_tensors(tensors, folder / TENSORS, {"format": "pt"})
     write_json(fields, folder / CONFIG)
     write_notes(folder / NOTES, folder / TENSORS, method, fields, provenance)
     return folder
@@ -153,21 +147,18 @@ def read_adapter(folder: str | Path) -> AdapterFile:
         )
     for name in ("target_modules", "target_parameters"):
         check_targets(fields.get(name), f"cannot use {folder / CONFIG}", name)
-    foreign = method_from_peft(fields)
-    if not (folder / NOTES).exists():
-        header = check_safetensors(_existing(folder, TENSORS))
-        fields = dict(with_implied_heads(fields, header.tensors))
-        foreign = method_from_peft(fields)
-        provenance = Provenance(
-            base=fields.get("base_model_name_or_path") or None,
-            revision=fields.get("revision"),
-            fingerprint=_fingerprint_inside(header),
-            task_type=fields.get("task_type"),
-        )
-        return AdapterFile(folder, foreign, fields, provenance, made_here=False)
     tensors = _existing(folder, TENSORS)
-    method, origin = read_notes(folder / NOTES, tensors, folder / CONFIG, fields)
-    return AdapterFile(folder, method, fields, origin, made_here=True)
+    if (folder / NOTES).exists():
+        method_from_peft(fields)  # refuses what peftkit does not read
+        method, origin = read_notes(folder / NOTES, tensors, folder / CONFIG, fields)
+        return AdapterFile(folder, method, fields, origin, made_here=True)
+    fields = dict(with_implied_heads(fields, check_safetensors(tensors).tensors))
+    origin = Provenance(
+        base=fields.get("base_model_name_or_path") or None,
+        revision=fields.get("revision"),
+        task_type=fields.get("task_type"),
+    )
+    return AdapterFile(folder, method_from_peft(fields), fields, origin, made_here=False)
 
 
 def load_adapter(
@@ -228,12 +219,6 @@ def _changed(method: Method, dropout: float | None, head: Sequence[str]) -> Meth
     whole = tuple(dict.fromkeys((*method.train_fully, *head)))
     update: dict[str, Any] = {"train_fully": whole, "start_from": None}
     return method.model_copy(update=update if dropout is None else {**update, "dropout": dropout})
-
-
-def _fingerprint_inside(header: Header) -> str | None:
-    """Return the base's fingerprint from the tensor file's metadata, if peftkit.json is lost."""
-    text = header.metadata.get(FINGERPRINT, "")
-    return text if re.fullmatch("sha256:[0-9a-f]{64}", text) else None
 
 
 def check_weights(file: AdapterFile, fingerprint: str) -> None:

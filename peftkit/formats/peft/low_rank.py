@@ -26,7 +26,6 @@ from peftkit.formats.peft.folder import (
     write_folder,
 )
 from peftkit.formats.peft.notes import Provenance
-from peftkit.kernels.svd import of_product
 from peftkit.methods.lora import DoRA, LoRA
 from peftkit.methods.lora_format import peft_scales
 from peftkit.methods.lora_linear import MAGNITUDE
@@ -81,7 +80,7 @@ def read_low_rank(
         raise AdapterError(
             f"{file.folder} is not only a LoRA",
             found=f"{beside[0]}: {shown(file.fields[beside[0]])}; these weights are trained too",
-            fix=f"Use it as it is: {_use_of(file)}. Or merge it: peftkit merge ADAPTER",
+            fix="Use it as it is, or merge it: peftkit merge ADAPTER",
         )
     if method.init in ("pissa", "olora"):
         raise AdapterError(
@@ -133,16 +132,6 @@ def by_module(
     for path, part in parts.items():
         problems += [f"missing: {path}.{name}" for name in sorted(set(names) - part.keys())]
     return {path: part for path, part in parts.items() if len(part) == len(names)}, problems
-
-
-def _use_of(file: AdapterFile) -> str:
-    """Return the command that uses an adapter by itself."""
-    origin = file.provenance
-    task = str((origin.task or {}).get("type", origin.task_type))
-    if task in ("causal_lm", "CAUSAL_LM", "None"):
-        return "peftkit generate ADAPTER"
-    texts = ("sequence_classification", "token_classification", "SEQ_CLS", "TOKEN_CLS")
-    return "peftkit predict ADAPTER" if task in texts else "peftkit eval ADAPTER --data FILE"
 
 
 def _misshapen(path: str, part: Mapping[str, Tensor], rank: int) -> list[str]:
@@ -284,22 +273,3 @@ def without_padding(module: LowRank) -> LowRank:
     used = module.a.any(dim=1) | module.b.any(dim=0)
     keep = max(int(used.nonzero().max()) + 1 if used.any() else 0, 1)
     return replace(module, a=module.a[:keep], b=module.b[:, :keep])
-
-
-def compress(
-    modules: Mapping[str, LowRank], rank: int
-) -> tuple[dict[str, LowRank], dict[str, float]]:
-    """Return the best approximation of each update with at most `rank` ranks.
-
-    The magnitude of DoRA stays.
-
-    Returns:
-        The layers; and the relative error (Frobenius norm) of each that was compressed.
-    """
-    smaller, errors = dict(modules), {}
-    for path, module in modules.items():
-        if module.rank > rank:
-            cut = of_product(module.a, module.b, rank)
-            smaller[path] = replace(module, a=cut.a, b=cut.b)
-            errors[path] = (cut.lost / cut.total) ** 0.5 if cut.total else 0.0
-    return smaller, errors
