@@ -6,7 +6,6 @@ and what a format cannot hold is an error that says why.
 
 from __future__ import annotations
 
-import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -67,7 +66,6 @@ Format = Literal["peft", "gguf", "mlx"]
 Dtype = Literal["fp32", "fp16", "bf16", "q8_0"]
 _REPO_URL = "general.base_model.0.repo_url"
 """Key of GGUF files that names the base's page."""
-_SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +133,7 @@ def export_adapter(
     if to == "gguf":
         from peftkit.formats.gguf.convert import export_gguf
 
-        for note in export_gguf(source, out, base=base, dtype=dtype, force=force):
+        if note := export_gguf(source, out, base=base, dtype=dtype, force=force):
             on_event(Notice(note))
     else:
         with new_adapter_folder(out, force=force, sources=[source]) as folder:
@@ -318,14 +316,10 @@ def _save(
     """Write updates that fit the model, together with what is known of their origin."""
     linears = {path: module for path, module in model.named_modules() if is_linear(module)}
     if problems := misfits(modules, linears):
-        fix = "Name the base that it was trained on with --base MODEL."
-        if any(_SINGLE_EXPERT.search(path) for path in modules):
-            fix += (
-                " If it adapts single experts, as transformers 4 had them: merge it with the "
-                "versions that it was made with."
-            )
         raise AdapterError(
-            f"{source} does not fit {location.name}", found=first_few(problems, 20), fix=fix
+            f"{source} does not fit {location.name}",
+            found=first_few(problems, 20),
+            fix="Name the base that it was trained on with --base MODEL.",
         )
     origin = _origin(known, location)
     transposed = any(is_conv1d(linears[path]) for path in modules)

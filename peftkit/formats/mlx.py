@@ -20,7 +20,7 @@ from peftkit.errors import AdapterError, first_few
 from peftkit.files.disk import write_json, write_tensors
 from peftkit.formats.guard import read_json, read_tensors
 from peftkit.formats.peft.folder import CONFIG, AdapterFile
-from peftkit.formats.peft.low_rank import LowRank, by_module, uniform, without_padding
+from peftkit.formats.peft.low_rank import LowRank, by_module, uniform
 
 MLX_TENSORS = "adapters.safetensors"
 _A, _B, _M = "lora_a", "lora_b", "m"
@@ -84,8 +84,6 @@ def _check_names(file: AdapterFile, modules: Mapping[str, LowRank]) -> None:
 def read_mlx(folder: Path, tensors_name: str = MLX_TENSORS) -> dict[str, LowRank]:
     """Read an adapter of mlx-lm: module path to update.
 
-    Ranks that are zero throughout, as `write_mlx` fills them in, are dropped.
-
     Raises:
         AdapterError: Not such an adapter; lists every tensor that is missing or misshapen.
     """
@@ -105,7 +103,7 @@ def read_mlx(folder: Path, tensors_name: str = MLX_TENSORS) -> dict[str, LowRank
             found="\n".join(problems) or "it has none",
             fix="Get the adapter again; experts and embeddings cannot be imported.",
         )
-    return {path: without_padding(module) for path, module in modules.items()}
+    return modules
 
 
 def _fits(part: Mapping[str, Tensor], rank: int) -> bool:

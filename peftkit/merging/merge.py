@@ -217,18 +217,7 @@ def _card(
         )
     name = merged.folder.name
     kind = purpose.auto_class
-    processor = {
-        "tokenizer": "AutoTokenizer",
-        "image_processor": "AutoImageProcessor",
-        "multimodal": "AutoProcessor",
-        "audio": "AutoProcessor",
-        "feature_extractor": "AutoFeatureExtractor",
-    }[purpose.processor]
-    code = (
-        f"from transformers import {kind}, {processor}\n\n"
-        f'model = {kind}.from_pretrained("{name}")\n'
-        f'processor = {processor}.from_pretrained("{name}")'
-    )
+    code = f'from transformers import {kind}\n\nmodel = {kind}.from_pretrained("{name}")'
     usage = [("transformers", "python", code)]
     if purpose == CAUSAL_LM:
         usage.append(("vLLM", "bash", f"vllm serve {name}"))

