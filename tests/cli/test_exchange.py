@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,16 +18,21 @@ from safetensors.torch import load_file
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.formats.peft.notes import Provenance
-from peftkit.methods.lora import DoRA, LoRA
+from peftkit.methods.lora import LoRA
 from tests.cli.conftest import Run, environment
 from tests.formats.hub_server import Hub, running_hub
 from tests.formats.test_mlx import base_folder, trained
 
 
-@pytest.fixture
-def adapter(peftkit: Run, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _, attached = trained("llama", LoRA(rank=4, targets=("q", "v")))
-    save_adapter(attached, tmp_path / "json", Provenance(base="org/base"))
+    return save_adapter(attached, tmp_path_factory.mktemp("saved"), Provenance(base="org/base"))
+
+
+@pytest.fixture
+def adapter(saved: Path, peftkit: Run, tmp_path: Path) -> Path:
+    shutil.copytree(saved, tmp_path / "json")
     return Path("json")
 
 
@@ -69,10 +75,9 @@ def test_an_import_takes_the_base_that_the_adapter_names(peftkit: Run, tmp_path:
 
 
 def test_a_pickle_is_refused_with_the_line_that_reads_its_tensors_alone(
-    peftkit: Run, tmp_path: Path
+    adapter: Path, peftkit: Run
 ) -> None:
-    _, attached = trained("llama", LoRA(rank=4, targets=("q", "v")))
-    folder = save_adapter(attached, tmp_path / "pickled", Provenance(base="org/base"))
+    folder = adapter.rename("pickled").resolve()
     file = folder / "adapter_model.safetensors"
     expected = load_file(file)
     torch.save(expected, folder / "adapter_model.bin")
@@ -92,15 +97,6 @@ def test_serving_says_how_to_serve(adapter: Path, peftkit: Run) -> None:
     assert done.code == 0
     command = "vllm serve org/base --enable-lora --max-lora-rank 8 --lora-modules served=served"
     assert f"vLLM: {command}" in done.err
-
-
-def test_dora_cannot_be_served_and_is_exit_code_2(peftkit: Run, tmp_path: Path) -> None:
-    _, attached = trained("llama", DoRA(rank=2, targets=("q",)))
-    save_adapter(attached, tmp_path / "dora")
-    done = peftkit("export", "dora", "--to", "peft", "--profile", "serving", "--out", "served")
-    assert (done.code, done.out) == (2, "")
-    assert "layers.1.self_attn.q_proj.lora_magnitude_vector: the magnitude of DoRA" in done.err
-    assert "What helps: merge it" in done.err
 
 
 def test_a_taken_place_is_left_alone_without_force(adapter: Path, peftkit: Run) -> None:

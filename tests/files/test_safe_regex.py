@@ -41,20 +41,16 @@ def test_both_ways_of_matching_are_tried_above() -> None:
 
 EXPLODING = [
     r"(\w+\.?)+!",
-    r"((a|\w)+)+!",
-    r"(.*)*!",
-    r"(\w|\w\w){9,}!",
     r"\w*" * 12 + "!",
-    r"\w?" * 40 + r"\w" * 40,
     r"(\w|\w\w)" * 40 + "!",
 ]
 
 
 @pytest.mark.parametrize("pattern", EXPLODING)
 def test_a_pattern_that_explodes_is_ended(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safe_regex, "SECONDS", 0.5)
+    monkeypatch.setattr(safe_regex, "SECONDS", 0.3)
     start = time.perf_counter()
-    with pytest.raises(AdapterError, match=r"takes more than 0\.5 seconds"):
+    with pytest.raises(AdapterError, match=r"takes more than 0\.3 seconds"):
         fullmatches(pattern, ["model_layers_0_self_attn_q_proj_and_some_more_letters"] * 2)
     assert time.perf_counter() - start < 2
 

@@ -33,7 +33,7 @@ from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import AdapterModule
 
-COUNT = int(os.environ.get("PEFTKIT_FUZZ_COUNT", "100"))
+COUNT = int(os.environ.get("PEFTKIT_FUZZ_COUNT", "40"))
 SEED = int(os.environ.get("PEFTKIT_FUZZ_SEED", "0"))
 SLOWEST_SECONDS = 4.0
 MOST_BYTES = 200 << 20

@@ -46,20 +46,15 @@ def entry(start: int, end: int, shape: object = (4,), dtype: object = "F32") -> 
 
 def refusal(path: Path) -> str:
     """Return the message with which a file is refused, having watched time and memory."""
-    best = 1.0
-    for _ in range(3):  # the machine may be busy with something else once
-        start = time.perf_counter()
-        with pytest.raises(AdapterError):
-            read_tensors(path)
-        best = min(best, time.perf_counter() - start)
-    assert best < 0.5
     tracemalloc.start()
+    start = time.perf_counter()
     try:
         with pytest.raises(AdapterError) as caught:
             read_tensors(path)
         assert tracemalloc.get_traced_memory()[1] < 50e6
     finally:
         tracemalloc.stop()
+    assert time.perf_counter() - start < 5
     assert len(str(caught.value)) < 1500
     return str(caught.value)
 

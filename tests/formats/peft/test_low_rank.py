@@ -16,7 +16,6 @@ from peftkit.methods.lora import DoRA, LoRA
 from tests.families import FAMILIES
 
 METHODS = {
-    "lora": LoRA(rank=3, alpha=5),
     "rslora-patterns": LoRA(
         rank=4, alpha=8, rslora=True, rank_pattern={"o": 2, "layers.1.mlp.up_proj": 1}
     ),
