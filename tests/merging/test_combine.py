@@ -333,7 +333,7 @@ def test_what_is_known_of_a_base_is_kept_and_what_differs_is_left_open(folders: 
     folders.combine({"a": 1.0, "differs": 1.0}, "cat", force=True)
     origin = read_low_rank(folders.root / "out")[0].provenance
     assert origin == replace(BASE, prompt_style=None, loading={})
-    assert "different prompt styles" in folders.notices()
+    assert "prompt styles; the new one records none" in folders.notices()
 
 
 def test_layers_of_other_shapes_are_listed(folders: Folders) -> None:
