@@ -15,7 +15,7 @@ from pathlib import Path
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank
 from peftkit.kernels import svd
-from peftkit.model.module_names import linear_role
+from peftkit.model.roles import linear_role
 
 
 @dataclass(frozen=True, slots=True)
