@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import pickle
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from peftkit.errors import AdapterError, OutputError
+from peftkit.errors import AdapterError
 from peftkit.formats.exchange import import_adapter
 from peftkit.formats.foreign import plain_name, recognise
 from peftkit.formats.peft.folder import load_adapter, save_adapter
@@ -147,14 +146,3 @@ def test_the_same_tensor_of_two_adapters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="one tensor of two adapters"):
         import_adapter(source, tmp_path / "two", base=base)
     assert not (tmp_path / "two").exists()
-
-
-def test_an_import_into_its_own_folder_is_refused(tmp_path: Path) -> None:
-    _, adapter = trained("llama", LoRA(rank=2, targets=("q",)))
-    source = save_adapter(adapter, tmp_path / "one")
-    shutil.copytree(source, tmp_path / "copy")
-    base = base_folder("llama", tmp_path / "base")
-    with pytest.raises(OutputError):
-        import_adapter(source, source, base=base, force=True)
-    for path in source.iterdir():
-        assert path.read_bytes() == (tmp_path / "copy" / path.name).read_bytes()

@@ -74,9 +74,7 @@ LENGTHS: dict[str, tuple[bytes, str]] = {
     "7 bytes": (b"\2\0\0\0\0\0\0", "7 bytes"),
     "8 bytes": (b"\0\0\0\0\0\0\0\0", "Its header begins"),
     "n = 2^64-1": (HUGE.to_bytes(8, "little") + b"{}", "18,446,744,073,709,551,615 bytes"),
-    "n = 2^63": ((2**63).to_bytes(8, "little") + b"{}", "9,223,372,036,854,775,808 bytes"),
     "n > file": (file_of({A: entry(0, 16)}, bytes(16))[:60], "the file has 60"),
-    "n = file": ((10).to_bytes(8, "little") + b"{}", "promises a header of 10 bytes"),
     "n = 1": (b"\1\0\0\0\0\0\0\0{", "line 1, column 2"),
 }
 
@@ -88,8 +86,8 @@ def test_a_false_header_length_is_refused(tmp_path: Path, name: str) -> None:
     assert reason in refusal(tmp_path / "t")
 
 
-@pytest.mark.parametrize("length", [guard.MAX_HEADER_BYTES + 1, 100 * 1024 * 1024 + 1])
-def test_a_header_over_the_limit_is_refused_before_it_is_read(tmp_path: Path, length: int) -> None:
+def test_a_header_over_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    length = guard.MAX_HEADER_BYTES + 1
     with open(tmp_path / "t", "wb") as file:
         file.write(length.to_bytes(8, "little") + b"{")
         file.truncate(8 + length)
@@ -98,48 +96,28 @@ def test_a_header_over_the_limit_is_refused_before_it_is_read(tmp_path: Path, le
 
 HEADERS: dict[str, tuple[object, str]] = {
     "overlap": ({A: entry(0, 16), B: entry(8, 24)}, "overlaps"),
-    "same bytes twice": ({A: entry(0, 16), B: entry(0, 16)}, "overlaps"),
     "hole": ({A: entry(0, 16), B: entry(24, 40)}, "hole"),
-    "hole at the start": ({A: entry(8, 24)}, "hole"),
     "negative offset": ({A: entry(-16, 0)}, "offsets"),
-    "reversed offsets": ({A: entry(16, 0)}, "takes 16 bytes"),
     "beyond the file": ({A: entry(0, 64, [16])}, "the payload has 48"),
     "trailing bytes": ({A: entry(0, 16)}, "the payload has 48"),
-    "offset overflow": ({A: entry(0, 2**63)}, "offsets"),
     "offset beyond 64 bits": ({A: entry(0, 2**70)}, "does not fit 64 bits"),
     "shape not bytes": ({A: entry(0, 48, [4])}, "takes 16 bytes"),
     "negative shape": ({A: entry(0, 16, [-4])}, "shape"),
-    "two negatives": ({A: entry(0, 16, [-2, -2])}, "shape"),
-    "shape overflow": ({A: entry(0, 0, [2**32, 2**32])}, "takes"),
     "shape overflow to 16": ({A: entry(0, 16, [2**62 + 1, 4])}, "takes"),
     "many dimensions": ({A: entry(0, 4, [1] * 1_000)}, "shape"),
-    "huge numbers": ({A: entry(0, 4, [2**63 - 1] * 32)}, "takes"),
     "bool in the shape": ({A: entry(0, 4, [True])}, "shape"),
-    "float in the shape": ({A: entry(0, 16, [4.0])}, "shape"),
-    "string for the shape": ({A: entry(0, 16, "4")}, "shape"),
-    "null for the shape": ({A: entry(0, 16, None)}, "shape"),
     "no offsets": ({A: {"dtype": "F32", "shape": [4]}}, "exactly"),
-    "one offset": ({A: {"dtype": "F32", "shape": [4], "data_offsets": [16]}}, "offsets"),
     "one key more": ({A: {**entry(0, 48), "x": 1}}, "exactly"),
-    "tensor is a list": ({A: [1]}, "exactly"),
     "unknown dtype": ({A: entry(0, 16, dtype="F31")}, "unknown dtype 'F31'"),
-    "dtype is a list": ({A: entry(0, 16, dtype=[])}, "unknown dtype"),
     "integer dtype": ({A: entry(0, 48, [12], "I32")}, "dtype I32"),
-    "fp8": ({A: entry(0, 48, [48], "F8_E4M3")}, "dtype F8_E4M3"),
-    "scalar": ({A: entry(0, 4, []), B: entry(4, 48, [11])}, "shape ()"),
     "five dimensions": ({A: entry(0, 48, [12, 1, 1, 1, 1])}, "shape (12, 1, 1, 1, 1)"),
     "no numbers": ({A: entry(0, 0, [0, 4]), B: entry(0, 48, [12])}, "shape (0, 4)"),
     "empty name": ({"": entry(0, 48, [12])}, "the tensor name ''"),
     "path as a name": ({"../../x": entry(0, 48, [12])}, "the tensor name '../../x'"),
-    "escape in a name": ({"a\x1b[2J": entry(0, 48, [12])}, "the tensor name 'a\\x1b[2J'"),
-    "letters elsewhere": ({"lora_\u0410": entry(0, 48, [12])}, "the tensor name"),
     "long name": ({"a" * 100_000: entry(0, 48, [12])}, "the tensor name 'aaa"),
     "many bad names": ({f"{i}/": entry(i * 4, i * 4 + 4, [1]) for i in range(12)}, "and 7 more"),
     "no tensors": ({}, "the payload has 48"),
-    "metadata is a number": ({"__metadata__": 1, A: entry(0, 48, [12])}, "__metadata__"),
     "metadata of numbers": ({"__metadata__": {"a": 1}, A: entry(0, 48, [12])}, "__metadata__"),
-    "list": ([1], "begins with"),
-    "not JSON": (b"{nonsense", "line 1"),
     "not UTF-8": (b'{"\xff": 1}', "not UTF-8"),
     "duplicate tensor": (b'{"a": {"dtype": "F32"}, "a": {"dtype": "F32"}}', "twice"),
     "deep": (b'{"a":' * 50_000, "deep"),
@@ -176,8 +154,9 @@ def test_a_payload_over_the_limit_is_refused_before_it_is_read(tmp_path: Path) -
     assert "more than 17,179,869,184 bytes" in refusal(tmp_path / "t")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(float("nan"), torch.float16), (float("inf"), torch.bfloat16)]
+)
 def test_tensors_that_are_not_finite_are_refused(
     tmp_path: Path, value: float, dtype: torch.dtype
 ) -> None:
@@ -187,7 +166,7 @@ def test_tensors_that_are_not_finite_are_refused(
     assert f"1 of 2 tensors hold NaN or Infinity, as {B}" in refusal(tmp_path / "t")
 
 
-@pytest.mark.parametrize("keep", [0.0, 0.3, 0.6, 0.99])
+@pytest.mark.parametrize("keep", [0.3, 0.99])
 def test_a_file_cut_short_is_refused(tmp_path: Path, keep: float) -> None:
     whole = library_save({A: torch.ones(4, 9), B: torch.ones(9, 4)})
     (tmp_path / "t").write_bytes(whole[: int(len(whole) * keep)])
@@ -207,13 +186,10 @@ KINDS: dict[str, tuple[bytes, str]] = {
     "zip": (zip_bytes({"a.txt": b"a"}), "a zip archive"),
     "git-lfs": (LFS, "git lfs pull"),
     "HTML": (b"\n<!DOCTYPE html><html><body>404</body></html>", "a web page"),
-    "html in capitals": (b"<HTML><HEAD>", "a web page"),
-    "XML error": (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "a web page"),
     "JSON error": (b'{"error": "Repository not found"}', "JSON text"),
     "text": (b"Entry not found", "text: 'Entry not found'"),
     "GGUF": (b"GGUF\3\0\0\0" + bytes(32), "a GGUF file"),
     "gzip": (b"\x1f\x8b\x08\0" + bytes(32), "a gzip archive"),
-    "numpy": (b"\x93NUMPY\1\0" + bytes(32), "a numpy file"),
     "tar": (b"adapter/".ljust(257, b"\0") + b"ustar\0", "a tar archive"),
     "noise": (bytes(range(255, 100, -1)), "bytes"),
 }
@@ -226,7 +202,7 @@ def test_another_kind_of_file_is_named_for_what_it_is(tmp_path: Path, name: str)
     assert reason in refusal(tmp_path / "t")
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("protocol", [2, 5])
 def test_a_pickle_is_named_and_never_run(tmp_path: Path, protocol: int) -> None:
     canary = tmp_path / "ran"
     (tmp_path / "t").write_bytes(pickle.dumps(Canary(canary), protocol))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from peftkit.adapter import Adapter, attach
-from peftkit.errors import AdapterError, OutputError
+from peftkit.errors import AdapterError
 from peftkit.formats.exchange import export_adapter, import_adapter
 from peftkit.formats.mlx import MLX_TENSORS, read_mlx
 from peftkit.formats.peft.folder import load_adapter, save_adapter
@@ -152,20 +152,6 @@ def test_an_adapter_of_another_base_is_told_layer_by_layer(mlx: Path, tmp_path: 
     assert "layers.0.self_attn.q_proj is 48 -> 32, not 32 -> 32" in str(told.value)
     assert "no such layer: model.layers.7.self_attn.v_proj" in str(told.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "mlx", "one"]
-
-
-def test_nothing_is_overwritten_without_force(mlx: Path, tmp_path: Path) -> None:
-    before = {path.name: path.read_bytes() for path in mlx.iterdir()}
-    with pytest.raises(OutputError, match="--force"):
-        export_adapter(tmp_path / "one", mlx, to="mlx")
-    with pytest.raises(OutputError, match="--force"):
-        export_adapter(tmp_path / "one", mlx, to="peft")
-    assert {path.name: path.read_bytes() for path in mlx.iterdir()} == before
-    with pytest.raises(OutputError):
-        export_adapter(tmp_path / "one", tmp_path / "one", to="peft", force=True)
-    export_adapter(tmp_path / "one", mlx, to="peft", force=True)
-    names = {path.name for path in mlx.iterdir()}
-    assert names == {"adapter_config.json", "adapter_model.safetensors", "peftkit.json"}
 
 
 @pytest.mark.parametrize(

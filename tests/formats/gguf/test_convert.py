@@ -206,10 +206,28 @@ def refusal(folder: Path, out: Path, **options: Any) -> str:
     return str(told.value)
 
 
-def test_dora_is_refused_layer_by_layer(tmp_path: Path) -> None:
+def test_what_the_format_has_no_place_for_is_refused_layer_by_layer(tmp_path: Path) -> None:
     folder, _, deltas = saved(tmp_path, "llama", DoRA(rank=2, targets=("q",)))
     told = refusal(folder, tmp_path / "a.gguf")
     assert all(f"{path}: DoRA" in told for path in deltas)
+    module = LowRank(torch.ones(2, 32), torch.ones(384, 2), 1.0)
+    paths = ("model.embed_tokens", "model.layers.0.self_attn.q_proj")
+    save_low_rank(dict.fromkeys(paths, module), tmp_path / "other", Provenance())
+    told = refusal(tmp_path / "other", tmp_path / "a.gguf", base=str(tmp_path / "base"))
+    assert f"{paths[0]}: no linear layer of this base" in told
+    assert f"{paths[1]}: for a layer of shape (384, 32); this base's is (32, 32)" in told
+
+
+def test_a_file_is_overwritten_only_if_forced(tmp_path: Path) -> None:
+    folder, _, _ = saved(tmp_path, "llama", LoRA(rank=2, targets=("q",)))
+    out = tmp_path / "a.gguf"
+    out.write_text("mine")
+    with pytest.raises(OutputError, match="It exists"):
+        export_gguf(folder, out)
+    assert out.read_text() == "mine"
+    export_gguf(folder, out, force=True)
+    with pytest.raises(OutputError, match="It is a folder"):
+        export_gguf(folder, tmp_path, force=True)
 
 
 def test_a_tied_head_is_refused(tmp_path: Path) -> None:
@@ -226,17 +244,6 @@ def test_fused_rows_in_another_order_are_refused(tmp_path: Path) -> None:
     assert "dense" not in told
 
 
-def test_experts_and_embeddings_are_refused_by_name(tmp_path: Path) -> None:
-    module = LowRank(torch.ones(2, 32), torch.ones(384, 2), 1.0)
-    ARCHITECTURES["mixtral"]().config.save_pretrained(tmp_path / "base")
-    paths = ("model.layers.0.mlp.experts", "model.embed_tokens", "model.layers.0.self_attn.q_proj")
-    save_low_rank(dict.fromkeys(paths, module), tmp_path / "adapter", Provenance())
-    told = refusal(tmp_path / "adapter", tmp_path / "a.gguf", base=str(tmp_path / "base"))
-    assert f"{paths[0]}: no linear layer of this base" in told
-    assert f"{paths[1]}: no linear layer of this base" in told
-    assert f"{paths[2]}: for a layer of shape (384, 32); this base's is (32, 32)" in told
-
-
 def test_an_architecture_that_is_not_known_is_refused(tmp_path: Path) -> None:
     folder, _, _ = saved(tmp_path, "codegen", LoRA(rank=2, targets=("up",)))
     with pytest.raises(BaseError, match=r"'codegen'. Known are .*llama"):
@@ -250,23 +257,6 @@ def test_numbers_too_large_for_the_type_are_refused(tmp_path: Path) -> None:
     save_low_rank(large, tmp_path / "large", file.provenance)
     assert "Write fp32 or bf16." in refusal(tmp_path / "large", tmp_path / "a.gguf", dtype="fp16")
     export_gguf(tmp_path / "large", tmp_path / "a.gguf", dtype="bf16")
-
-
-def test_nothing_is_overwritten_unless_forced(tmp_path: Path) -> None:
-    folder, base, _ = saved(tmp_path, "llama", LoRA(rank=2, targets=("q",)))
-    out = tmp_path / "a.gguf"
-    out.write_text("mine")
-    with pytest.raises(OutputError, match="It exists"):
-        export_gguf(folder, out)
-    assert out.read_text() == "mine"
-    export_gguf(folder, out, force=True)
-    with pytest.raises(OutputError, match="It holds an adapter"):
-        import_gguf(out, folder, base=str(base))
-    import_gguf(out, folder, base=str(base), force=True)
-    with pytest.raises(OutputError, match="one of the source folders"):
-        import_gguf(out, tmp_path, base=str(base), force=True)
-    with pytest.raises(OutputError, match="It is a folder"):
-        export_gguf(folder, tmp_path, force=True)
 
 
 def test_without_the_library_the_pip_line_is_told(
@@ -407,25 +397,19 @@ def _info(name: bytes, dims: tuple[int, ...], kind: int, offset: int = 0) -> byt
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (b"", "an empty file"),
         (b"\x80\x04\x95" + b"a" * 50, "a pickle"),
         (b"GGUF", "ends within its header"),
         (b"GGUF" + struct.pack("<I", 1), "GGUF version 1"),
         (b"GGUF" + struct.pack(">I", 3) + b"\0" * 64, "big-endian"),
         (HEAD + struct.pack("<QQ", 2**63, 1), "claims 9,223,372,036,854,775,808 tensors"),
-        (HEAD + struct.pack("<QQ", 1, 2**60), "keys; the limits are"),
         (HEAD + struct.pack("<QQ", 1, 1) + struct.pack("<Q", 2**62), "A string of"),
         (HEAD + struct.pack("<QQ", 1, 1) + ARRAY + struct.pack("<IQ", 0, 2**62), "ends within"),
-        (HEAD + struct.pack("<QQ", 1, 1) + ARRAY + struct.pack("<IQ", 8, 2**62), "ends within"),
         (HEAD + struct.pack("<QQ", 1, 1) + ARRAY + struct.pack("<IQ", 9, 5), "unknown type 9"),
-        (HEAD + struct.pack("<QQ", 1, 1) + _string(b"x") + struct.pack("<I", 77), "type 77"),
         (HEAD + struct.pack("<QQ", 1, 2) + TYPE + TYPE, "'general.type' is given twice"),
         (HEAD + struct.pack("<QQ", 0, 1) + TYPE, "It holds no tensors"),
         (ONE_KEY + _string(b"t") + struct.pack("<I", 2**31), "2,147,483,648 dimensions"),
         (ONE_KEY + _info(b"t", (2**40, 2**40), 0) + b"\0" * 64, "'t': ends at byte"),
-        (ONE_KEY + _info(b"t", (4,), 0, 2**62) + b"\0" * 64, "'t': ends at byte"),
         (ONE_KEY + _info(b"t", (0, 2), 0) + b"\0" * 64, "shape"),
-        (ONE_KEY + _info(b"t", (31,), 8) + b"\0" * 64, "shape"),
         (ONE_KEY + _info(b"t", (32,), 2) + b"\0" * 64, "ggml's type 2"),
         (ONE_KEY + _info(b"../t", (2,), 0) + b"\0" * 64, "the name"),
         (
