@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from peftkit.files.safetensors_header import Entry
-    from peftkit.formats.peft.folder import AdapterFile
     from peftkit.merging.updates import RoleUpdate
     from peftkit.model.targets import Site
 
@@ -115,12 +114,12 @@ def adapter_facts(folder: Path) -> tuple[dict[str, Any], list[Group]]:
 
     file = read_adapter(folder)
     tensors = check_safetensors(folder / TENSORS).tensors
-    origin = file.provenance
+    origin, method = file.provenance, file.method.model_dump(mode="json")
     facts = {
         "kind": "adapter",
         "folder": str(folder),
-        **file.method.model_dump(mode="json"),
-        "targets": _targets(file),
+        **method,
+        "targets": method["targets"] if file.made_here else file.fields.get("target_modules"),
         "base": origin.base,
         "base_revision": origin.revision,
         "base_fingerprint": origin.fingerprint,
@@ -131,7 +130,7 @@ def adapter_facts(folder: Path) -> tuple[dict[str, Any], list[Group]]:
         "num_tensors": len(tensors),
         "num_bytes": (folder / TENSORS).stat().st_size,
     }
-    return facts, _tensor_groups(tensors)
+    return facts, sorted(grouped(_tensors(tensors)), key=lambda group: group.modules)
 
 
 def _updates(folder: Path) -> tuple[list[RoleUpdate], str]:
@@ -144,36 +143,19 @@ def _updates(folder: Path) -> tuple[list[RoleUpdate], str]:
         return [], f"No norms of its updates: {error}"
 
 
-def _targets(file: AdapterFile) -> Any:
-    """Return the targets as they were asked for; of another tool's adapter, as its config has them.
-
-    A list is one of endings of module names, a text one regular expression.
-    """
-    if file.made_here:
-        return file.method.model_dump(mode="json")["targets"]
-    named, parameters = (file.fields.get(f"target_{what}") for what in ("modules", "parameters"))
-    if parameters and not isinstance(named, str):
-        return [*(named or []), *parameters]
-    return named
-
-
-def _tensor_groups(tensors: Mapping[str, Entry]) -> list[Group]:
-    found: dict[tuple[str, str, str], list[int]] = {}
+def _tensors(tensors: Mapping[str, Entry]) -> Iterator[tuple[str, str, str, int]]:
     for full_name, entry in tensors.items():
-        path, name = _split_name(full_name.removeprefix("base_model.model."))
+        path, mark, name = full_name.removeprefix("base_model.model.").partition(".lora_")
         shape = f"{' x '.join(map(str, entry.shape))} {entry.dtype.lower()}"
-        found.setdefault((starred(path), name, shape), []).append(math.prod(entry.shape))
-    return [
-        Group(name, path, len(sizes), shape, sum(sizes))
-        for (path, name, shape), sizes in sorted(found.items())
-    ]
+        yield (mark + name).removeprefix("."), path, shape, math.prod(entry.shape)
 
 
-def _split_name(name: str) -> tuple[str, str]:
-    """Split a tensor's name before the part that the method gave it."""
-    parts = name.split(".")
-    at = next((i for i, part in enumerate(parts) if part.startswith("lora_")), len(parts) - 1)
-    return ".".join(parts[:at]), ".".join(parts[at:])
+def grouped(weights: Iterable[tuple[str, str, str, int]]) -> list[Group]:
+    """Group weights (role, path, shape, number of values) that differ in a layer's number alone."""
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for role, path, shape, size in weights:
+        found.setdefault((role, starred(path), shape), []).append(size)
+    return [Group(*key[:2], len(sizes), key[2], sum(sizes)) for key, sizes in found.items()]
 
 
 def model_facts(name: str) -> tuple[dict[str, Any], list[Group], list[MethodFacts]]:
@@ -193,10 +175,9 @@ def model_facts(name: str) -> tuple[dict[str, Any], list[Group], list[MethodFact
         "num_blocks": len(blocks(model)),
         "num_weights": len(find_places(model)),
     }
-    groups = [
-        group for role, sites in find_roles(model).items() for group in _groups(model, role, sites)
-    ]
-    return facts, groups, list(method_facts(model))
+    roles = find_roles(model).items()
+    weights = (_weight(model, role, site) for role, sites in roles for site in sites)
+    return facts, grouped(weights), list(method_facts(model))
 
 
 def _without_weights(name: str) -> nn.Module:
@@ -247,17 +228,11 @@ def _why(told: str) -> str:
     return told.splitlines()[0].rstrip(".")
 
 
-def _groups(model: nn.Module, role: str, sites: Sequence[Site]) -> list[Group]:
-    found: dict[tuple[str, str], list[int]] = {}
-    for site in sites:
-        shape = weight_shape(model, role, site)
-        path = site.path if site.parameter is None else f"{site.path}.{site.parameter}"
-        *experts, num_in, num_out = shape
-        text = " x ".join([*map(str, experts), f"{num_in} -> {num_out}"])
-        found.setdefault((starred(path), text), []).append(math.prod(shape))
-    return [
-        Group(role, path, len(sizes), shape, sum(sizes)) for (path, shape), sizes in found.items()
-    ]
+def _weight(model: nn.Module, role: str, site: Site) -> tuple[str, str, str, int]:
+    *experts, num_in, num_out = shape = weight_shape(model, role, site)
+    path = site.path if site.parameter is None else f"{site.path}.{site.parameter}"
+    text = " x ".join([*map(str, experts), f"{num_in} -> {num_out}"])
+    return role, path, text, math.prod(shape)
 
 
 def weight_shape(model: nn.Module, role: str, site: Site) -> tuple[int, ...]:

@@ -185,11 +185,7 @@ def _commands(file: AdapterFile, out: Path, to: Format, base: str | None) -> dic
     if to == "mlx":
         return {"mlx-lm": f'mlx_lm.generate --model {model} --adapter-path {place} --prompt "..."'}
     if to == "gguf":
-        lines = " ".join(quote(line) for line in ("FROM ./BASE.gguf", f"ADAPTER {out.resolve()}"))
-        return {
-            "llama.cpp": f"llama-server -m BASE.gguf --lora {place}",
-            "Ollama": f"printf '%s\\n' {lines} > Modelfile && ollama create NAME -f Modelfile",
-        }
+        return {"llama.cpp": f"llama-server -m BASE.gguf --lora {place}"}
     rank = largest_rank(read_json(out / CONFIG))
     if not 0 < rank <= MAX_LORA_RANKS[-1]:
         return {}

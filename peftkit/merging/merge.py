@@ -82,8 +82,7 @@ def merge(
         adapter: A folder made by peftkit or by PEFT.
         out: The new folder; nothing appears in it before all of it is written and verified.
         base: Where the base is, if elsewhere than recorded.
-        dtype: Of all weights written; None keeps each weight's own (GGUF: fp32, because no 16-bit
-            dtype holds its values).
+        dtype: Of all weights written; None keeps each weight's own.
         from_quantized: Merge into the dequantised weights that the adapter was trained over. This
             is done without asking where the base's own files are quantised (AWQ, FP8 and others);
             its original is named by `base`.
@@ -164,10 +163,9 @@ def new_model_folder(out: Path, overwrite: bool, sources: Sequence[Path]) -> Ite
         OutputError: `out` is not empty, is what is read from, or cannot be written.
     """
     asked = f"cannot write the merged model to {out}"
-    if any(out.resolve() == source.resolve() for source in sources if str(source) not in ("", ".")):
-        raise OutputError(
-            asked, found="it is one of the source folders", fix="Choose another folder."
-        )
+    if any(out.resolve() == source.resolve() for source in sources):
+        found = "it is one of the source folders"
+        raise OutputError(asked, found=found, fix="Choose another folder.")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         names = first_few(sorted(path.name for path in out.iterdir()), 5, ", ")
         raise OutputError(asked, found=f"it holds {names}", fix="Choose a new or an empty folder.")
