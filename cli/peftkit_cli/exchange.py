@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from peftkit.errors import ConfigError, PeftkitError
+from peftkit.errors import ConfigError
 from peftkit_cli.arguments import Adapter, Base, OutFolder, Replace, note
 
 Format = Literal["peft", "gguf", "mlx"]
@@ -112,15 +112,4 @@ def pull(
     with Renderer() as on_event:
         done = pull_adapter(name, out, force=force, on_event=on_event)
     typer.echo(done.folder)
-    note(f"Commit {done.commit} of {done.repo}.\nNext: {_use_of(done.folder)}")
-
-
-def _use_of(folder: Path) -> str:
-    """Return the command for what an adapter was trained to do."""
-    from peftkit.formats.open_adapter import task_of
-    from peftkit.formats.peft.folder import read_adapter
-
-    try:
-        return task_of(read_adapter(folder)).command.format(folder=folder)
-    except PeftkitError:  # it is downloaded all the same
-        return f"peftkit inspect {folder}"
+    note(f"Commit {done.commit} of {done.repo}.\nNext: peftkit inspect {done.folder}")

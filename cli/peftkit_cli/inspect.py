@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from peftkit.files.safetensors_header import Entry
-    from peftkit.merging.updates import RoleUpdate
+    from peftkit.formats.peft.low_rank import RoleUpdate
     from peftkit.model.targets import Site
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -135,10 +135,10 @@ def adapter_facts(folder: Path) -> tuple[dict[str, Any], list[Group]]:
 
 def _updates(folder: Path) -> tuple[list[RoleUpdate], str]:
     """Return an adapter's updates by role, or none and the reason why they cannot be measured."""
-    from peftkit.merging.updates import role_updates
+    from peftkit.formats.peft.low_rank import read_low_rank, role_updates
 
     try:
-        return role_updates(folder), ""
+        return role_updates(read_low_rank(folder)[1]), ""
     except AdapterError as error:
         return [], f"No norms of its updates: {error}"
 

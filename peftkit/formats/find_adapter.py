@@ -31,9 +31,10 @@ def adapter_folder(adapter: str | Path) -> Path:
         folder = folder.parent
     right = "Give the folder that holds adapter_config.json."
     if is_hub_id(text):
-        from peftkit.formats.hub import resolve_adapter
+        from peftkit.formats.hub import fetch
 
-        return resolve_adapter(text)
+        asked = f"there is no folder {text!r} here, and the adapter {text} cannot be had"
+        return fetch(text, f"{asked} from the hub").folder
     if not folder.exists():
         raise AdapterError(
             f"there is no adapter folder '{text}'.", found=neighbours(folder), fix=right

@@ -177,16 +177,6 @@ def pull_adapter(
     return Pulled(out, fetched.repo, fetched.commit)
 
 
-def resolve_adapter(name: str, *, on_event: Listener = ignore) -> Path:
-    """Return a folder that holds an adapter of the hub: in the hub's own cache, at one commit.
-
-    Raises:
-        AdapterError: As `pull_adapter`.
-    """
-    asked = f"there is no folder {name!r} here, and the adapter {name} cannot be had from the hub"
-    return fetch(name, asked, on_event=on_event).folder
-
-
 def fetch(name: str, asked: str = "", *, on_event: Listener = ignore) -> Pulled:
     """Download an adapter into the hub's cache and check it; offline, find it there."""
     asked = asked or f"cannot get the adapter {name}"

@@ -62,17 +62,10 @@ def test_predict_prints_a_label_and_its_probability(peftkit: Run, classifier) ->
 
 def test_what_a_classifier_is_good_for_is_not_generation(peftkit: Run, classifier) -> None:
     told = peftkit("inspect", classifier / "out").err
-    assert "peftkit predict" in told
     assert "peftkit generate" not in told
     refused = peftkit("export", classifier / "out", "--to", "mlx", "--out", "mlx")
     assert refused.code == 2
     assert "peftkit generate" not in refused.err
-
-
-def test_the_next_step_with_a_classifier_is_its_own(classifier) -> None:
-    from peftkit_cli.exchange import _use_of
-
-    assert _use_of(classifier / "out").startswith("peftkit predict ")
 
 
 def test_eval_prints_the_tasks_metrics(peftkit: Run, classifier) -> None:

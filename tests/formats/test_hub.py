@@ -14,9 +14,8 @@ import pytest
 
 from peftkit.errors import AdapterError, OutputError
 from peftkit.events import Event, Notice
-from peftkit.formats.find_adapter import HubId, is_hub_id, parse_hub_id
-from peftkit.formats.hub import FILES, pull_adapter, push_adapter, resolve_adapter
-from peftkit.formats.open_adapter import adapter_folder
+from peftkit.formats.find_adapter import HubId, adapter_folder, is_hub_id, parse_hub_id
+from peftkit.formats.hub import FILES, pull_adapter, push_adapter
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
@@ -102,10 +101,10 @@ def test_an_adapter_can_be_named_by_its_hub_id(
     read_low_rank(folder)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     hub.requests.clear()
-    assert resolve_adapter(NAME) == folder  # out of the cache
+    assert adapter_folder(NAME) == folder  # out of the cache
     assert hub.requests == []
     with pytest.raises(AdapterError, match="not in the cache"):
-        resolve_adapter("me/other")
+        adapter_folder("me/other")
 
 
 def test_only_the_files_of_an_adapter_come_down(hub: Hub, run_folder: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Shapes: r rank; out, in features of the layer.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -26,11 +27,13 @@ from peftkit.formats.peft.folder import (
     write_folder,
 )
 from peftkit.formats.peft.notes import Provenance
+from peftkit.kernels import svd
 from peftkit.methods.lora import DoRA, LoRA
 from peftkit.methods.lora_format import peft_scales
 from peftkit.methods.lora_linear import MAGNITUDE
 from peftkit.methods.table import BESIDE, method_from_peft
 from peftkit.model.places import is_linear, linear_shape, walk
+from peftkit.model.roles import linear_role
 from peftkit.model.targets import Site
 
 A, B = "lora_A.weight", "lora_B.weight"
@@ -266,3 +269,37 @@ def _as(module: LowRank, rank: int, scaling: float) -> LowRank:
     return replace(
         module, a=pad(module.a, (0, 0, 0, missing)), b=pad(b, (0, missing)), scaling=scaling
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RoleUpdate:
+    """An adapter's updates of the layers of one role.
+
+    Attributes:
+        num_layers: How many it adapts.
+        norm: The Frobenius norm of their updates s B A together; of DoRA without its magnitudes.
+        rank: The largest of a layer.
+        effective_rank: The mean over the layers of exp(entropy of a layer's singular values as
+            shares) (Roy and Vetterli, 2007): r where all r directions weigh the same, near 1 where
+            one does nearly all.
+    """
+
+    role: str
+    num_layers: int
+    norm: float
+    rank: int
+    effective_rank: float
+
+
+def role_updates(updates: Mapping[str, LowRank]) -> list[RoleUpdate]:
+    """Measure updates by role, from their factors: no matrix of a layer's own size is formed."""
+    roles: dict[str, list[LowRank]] = {}
+    for path, update in updates.items():
+        roles.setdefault(linear_role(path), []).append(update)
+    found = []
+    for role, layers in roles.items():
+        values = [abs(u.scaling) * svd.singular_values(u.a, u.b) for u in layers]
+        norm = math.sqrt(sum(float(one.square().sum()) for one in values))
+        effective = sum(map(svd.effective_rank, values)) / len(values)
+        found.append(RoleUpdate(role, len(layers), norm, max(u.rank for u in layers), effective))
+    return found

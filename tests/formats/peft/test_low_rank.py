@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError
 from peftkit.formats.peft.folder import load_adapter, save_adapter
-from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
+from peftkit.formats.peft.low_rank import LowRank, read_low_rank, role_updates, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import DoRA, LoRA
 from tests.families import FAMILIES
@@ -61,3 +62,33 @@ def test_what_does_not_fit_is_listed_whole(tmp_path: Path) -> None:
 def test_nothing_is_not_an_adapter(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="it has no layers"):
         save_low_rank({}, tmp_path, Provenance())
+
+
+Q = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj")
+UP = "model.layers.0.mlp.up_proj"
+
+
+def test_norms_and_effective_ranks_are_those_of_the_matrices() -> None:
+    ranks = {Q[0]: 3, Q[1]: 2, UP: 4}
+    one = {p: LowRank(torch.randn(r, 9), torch.randn(12, r), 2.0) for p, r in ranks.items()}
+    found = {role.role: role for role in role_updates(one)}
+    assert set(found) == {"q", "up"}
+    assert (found["q"].num_layers, found["q"].rank) == (2, 3)
+    squares, effective = 0.0, []
+    for path in Q:
+        values = torch.linalg.svdvals(one[path].delta().double())
+        squares += float(values.square().sum())
+        shares = values[values > 1e-5] / values.sum()
+        effective.append(math.exp(-float((shares * shares.log()).sum())))
+    assert found["q"].norm == pytest.approx(math.sqrt(squares), rel=1e-6)
+    assert found["q"].effective_rank == pytest.approx(sum(effective) / 2, rel=1e-4)
+
+
+def test_effective_rank_is_between_one_and_the_rank() -> None:
+    basis = torch.linalg.qr(torch.randn(12, 4))[0]
+    equal = LowRank(torch.eye(4, 9), basis, 0.5)
+    single = LowRank(torch.eye(4, 9), basis * torch.tensor([1, 1e-6, 1e-6, 1e-6]), 0.5)
+    zero = LowRank(torch.zeros(1, 9), torch.zeros(12, 1), 1.0)
+    for content, expected in ((equal, 4), (single, 1), (zero, 0)):
+        (role,) = role_updates({UP: content})
+        assert role.effective_rank == pytest.approx(expected, abs=1e-3)
