@@ -92,8 +92,10 @@ def read_mlx(folder: Path, tensors_name: str = MLX_TENSORS) -> dict[str, LowRank
     parts, problems = by_module(read_tensors(folder / tensors_name), names)
     modules = {}
     for path, part in sorted(parts.items()):
-        if _fits(part, rank):
-            modules[path] = LowRank(part[_A].T, part[_B].T, scale, part.get(_M))
+        a, b, magnitude = part[_A], part[_B], part.get(_M)
+        fits = a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0] == rank
+        if fits and (magnitude is None or magnitude.shape == b.shape[1:]):
+            modules[path] = LowRank(a.T, b.T, scale, magnitude)
         else:
             shapes = [tuple(part[name].shape) for name in names]
             problems.append(f"misshapen: {path} has {shapes}, but rank {rank}")
@@ -104,13 +106,6 @@ def read_mlx(folder: Path, tensors_name: str = MLX_TENSORS) -> dict[str, LowRank
             fix="Get the adapter again; experts and embeddings cannot be imported.",
         )
     return modules
-
-
-def _fits(part: Mapping[str, Tensor], rank: int) -> bool:
-    a, b, magnitude = part[_A], part[_B], part.get(_M)
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != rank or b.shape[0] != rank:
-        return False
-    return magnitude is None or magnitude.shape == b.shape[1:]
 
 
 def _parameters(folder: Path) -> tuple[int, float, bool]:

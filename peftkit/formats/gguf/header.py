@@ -13,7 +13,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -122,13 +122,8 @@ def read_values(path: Path, file: BinaryIO, entry: GGUFTensor) -> Tensor:
     return torch.from_numpy(values).reshape(entry.shape)
 
 
-class _Info(NamedTuple):
-    """A tensor as the header has it."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: int
-    offset: int
+_Info = tuple[str, tuple[int, ...], int, int]
+"""A tensor's name, shape, type and offset, as the header has them."""
 
 
 def _entries(asked: str, infos: list[_Info], payload: int, size: int) -> dict[str, GGUFTensor]:
@@ -219,4 +214,4 @@ class _Cursor:
                 self.asked, found=f"The tensor {shown(name)} has {num_dims:,} dimensions."
             )
         shape = tuple(self.number("Q") for _ in range(num_dims))
-        return _Info(name, shape[::-1], self.number("I"), self.number("Q"))
+        return name, shape[::-1], self.number("I"), self.number("Q")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,13 +19,6 @@ from peftkit.methods.token_rows import find_rows
 from peftkit.model.targets import Site
 
 
-class Fit(NamedTuple):
-    """A method as it sits in one model."""
-
-    method: Method
-    sites: list[Site]
-
-
 def fit_to_model(
     model: nn.Module,
     method: Method,
@@ -34,8 +27,8 @@ def fit_to_model(
     *,
     folder: Path,
     made_here: bool,
-) -> Fit:
-    """Return the modules that a folder's method adapts in a model.
+) -> tuple[Method, list[Site]]:
+    """Return a folder's method with the modules that it adapts in a model.
 
     Args:
         method, fields, tensors: What the folder holds; of the tensors the names.
@@ -64,14 +57,14 @@ def fit_to_model(
             fix="Use the base it was trained on: peftkit inspect ADAPTER",
         )
     if made_here:
-        return Fit(method, method.sites(model))
+        return method, method.sites(model)
     if method.acts_on_input:
         sites = method.sites(model)
     else:
         sites = sites_of(fields, places, {_owner(name, places) for name in rest})
     paths = (f"{s.path}.{s.parameter}" if s.parameter else s.path for s in sites)
     targets = tuple(dict.fromkeys(paths))  # saved again, it says where it sits
-    return Fit(method.model_copy(update={"targets": targets}), sites)
+    return method.model_copy(update={"targets": targets}), sites
 
 
 def _trained_whole(
