@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peftkit.errors import AdapterError, DataError, neighbours
-from peftkit.formats.find_adapter import adapter_folder, is_hub_id
+from peftkit.formats.find_adapter import adapter_folder
+from peftkit.formats.hub_id import is_hub_id
 from peftkit_cli.arguments import Adapter, Base, Force, Json, note
 
 if TYPE_CHECKING:
