@@ -226,6 +226,31 @@ model.decoder.layers.* down=fc2 up=fc1
 - head=proj_out
 model.decoder embed=embed_tokens pos_embed=embed_positions
 model.encoder pos_embed=embed_positions
+== moonshine
+model.encoder.layers.*.self_attn k=k_proj o=o_proj q=q_proj v=v_proj
+model.decoder.layers.*.self_attn k=k_proj o=o_proj q=q_proj v=v_proj
+model.decoder.layers.*.encoder_attn cross_k=k_proj cross_o=o_proj cross_q=q_proj
+model.decoder.layers.*.encoder_attn cross_v=v_proj
+model.encoder.layers.*.mlp down=fc2 up=fc1
+model.decoder.layers.*.mlp down=fc2 up,gate=fc1@glu2_up
+- head=proj_out
+model.decoder embed=embed_tokens
+== wav2vec2
+wav2vec2.encoder.layers.*.attention k=k_proj o=out_proj q=q_proj v=v_proj
+wav2vec2.encoder.layers.*.feed_forward down=output_dense up=intermediate_dense
+- head=lm_head
+wav2vec2.feature_projection other=projection
+== wav2vec2_bert
+wav2vec2_bert.encoder.layers.*.self_attn k=linear_k o=linear_out q=linear_q v=linear_v
+wav2vec2_bert.encoder.layers.*.ffn1 down=output_dense up=intermediate_dense
+wav2vec2_bert.encoder.layers.*.ffn2 down=output_dense up=intermediate_dense
+- head=lm_head
+wav2vec2_bert.feature_projection other=projection
+== parakeet
+encoder.layers.*.self_attn k=k_proj o=o_proj other=relative_k_proj q=q_proj v=v_proj
+encoder.layers.*.feed_forward1 down=linear2 up=linear1
+encoder.layers.*.feed_forward2 down=linear2 up=linear1
+encoder.subsampling other=linear
 == vit
 vit.layers.*.attention k=k_proj o=o_proj q=q_proj v=v_proj
 vit.layers.*.mlp down=fc2 up=fc1

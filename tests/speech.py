@@ -56,6 +56,20 @@ _WAV2VEC2: dict[str, Any] = {
     "final_dropout": 0.0,
 }
 
+_FRAMES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "conv_kernel_size": 5,
+    "conv_depthwise_kernel_size": 5,
+    "subsampling_conv_channels": 8,
+    "initializer_range": 0.2,
+    "layerdrop": 0.0,
+    **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0),
+    **dict.fromkeys(("hidden_dropout", "feat_proj_dropout", "final_dropout"), 0.0),
+}
+
 
 def tones(*hertz: float, seconds: float = 0.1, rate: int = RATE) -> Any:
     """Return one tone after the other (samples,)."""
@@ -158,6 +172,24 @@ def wav2vec2(kind: str = "ForCTC", family: str = "Wav2Vec2", **settings: Any) ->
     model = getattr(transformers, f"{family}{kind}")(config).eval()
     extractor = transformers.Wav2Vec2FeatureExtractor(return_attention_mask=True)
     return model, transformers.Wav2Vec2Processor(extractor, tokenizer)
+
+
+def hears_frames(family: str) -> tuple[Any, Any]:
+    """Return a tiny CTC model that hears mel bins, Wav2Vec2Bert, Parakeet or Lasr, and the same."""
+    torch.manual_seed(0)
+    tokenizer = tokenizer_of((BLANK, UNKNOWN, SPACE, *"abcdefghinoqrstuwx"))
+    sizes = {**_FRAMES, "num_mel_bins": 16}
+    if family == "Wav2Vec2Bert":
+        more = {"feature_projection_input_dim": 32, "output_hidden_size": 32}
+        config: Any = transformers.Wav2Vec2BertConfig(**sizes, **more, mask_time_prob=0.0)
+        extractor: Any = transformers.SeamlessM4TFeatureExtractor(feature_size=16, num_mel_bins=16)
+    else:
+        encoder = {**sizes, **({"subsampling_factor": 4} if family == "Parakeet" else {})}
+        config = getattr(transformers, f"{family}CTCConfig")(encoder_config=encoder)
+        extractor = getattr(transformers, f"{family}FeatureExtractor")(feature_size=16)
+    config.vocab_size, config.pad_token_id = len(tokenizer), 0
+    model = getattr(transformers, f"{family}ForCTC")(config).eval()
+    return model, transformers.Wav2Vec2BertProcessor(extractor, tokenizer)
 
 
 SEQ2SEQ: dict[str, Callable[[], tuple[Any, Any]]] = {"whisper": whisper, "moonshine": moonshine}

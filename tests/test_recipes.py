@@ -72,6 +72,16 @@ def test_pictures_of_numbers_hold_the_digits_that_their_rows_name(tmp_path) -> N
         assert "".join(str(value // 20 - 1) for value in cells if value) == said
 
 
+def test_sentences_to_be_heard_are_in_no_two_parts() -> None:
+    parts = runpy.run_path(str(recipes_folder() / "hear_digits.py"))["choose"](0)
+    assert {name: len(part) for name, part in parts.items()} == {
+        "base": 480,
+        "train": 320,
+        "held_out": 80,
+    }
+    assert len(set().union(*parts.values())) == 880
+
+
 def test_pairs_of_orders_differ_in_the_extras_alone(tmp_path) -> None:
     files = runpy.run_path(str(recipes_folder() / "preferences.py"))["make_data"](tmp_path)
     rows = {

@@ -21,6 +21,8 @@ from itertools import chain, islice
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import torch
+
 from peftkit.data import load
 from peftkit.data.columns import columns_of
 from peftkit.data.load import Part, Record
@@ -175,6 +177,7 @@ def _begin(where: str, encoder: RowEncoder) -> None:
     global _own
     gc.freeze()  # a collection would write to all pages that are shared with the parent
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)  # as in the workers of a DataLoader: a fork has no other threads
     _own = where, encoder
 
 

@@ -29,6 +29,17 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def begin_training(model: nn.Module) -> None:
+    """Put a model into training mode; frozen batch norms keep the statistics of the base.
+
+    What a running mean would become is in no adapter.
+    """
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.train(any(parameter.requires_grad for parameter in module.parameters()))
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode, without gradients."""

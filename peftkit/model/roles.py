@@ -88,6 +88,7 @@ ATTENTION_LEAVES: dict[str, str] = {
     **dict.fromkeys(("linear_v", "v_head", "project_v"), "v"),
     **dict.fromkeys(("o_proj", "out_proj", "out_lin", "dense", "c_proj", "proj", "o", "wo"), "o"),
     **dict.fromkeys(("Wo", "to_out", "output", "projection", "projection_layer", "post_proj"), "o"),
+    "linear_out": "o",
     **dict.fromkeys(("kv_a_proj_with_mqa", "kv_a_proj", "kv_b_proj", "kv_proj", "to_kv"), "kv"),
     **dict.fromkeys(("c_attn", "query_key_value", "qkv_proj", "qkv", "Wqkv", "wqkv"), "qkv"),
     **dict.fromkeys(("qkv_linear", "in_proj", "W_pack", "to_qkv"), "qkv"),

@@ -28,7 +28,7 @@ from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.kernels.cross_entropy import ALIGNMENT
 from peftkit.kernels.packing import keep_copies
 from peftkit.methods.protocol import Method
-from peftkit.model.modes import prepared_for_training
+from peftkit.model.modes import begin_training, prepared_for_training
 from peftkit.planning.counter import GPU_ROUNDING, Counter
 from peftkit.planning.step_loss import FewChunks, counted_head, is_of_classes, loss_of
 from peftkit.tasks.attention import training_attention
@@ -92,7 +92,7 @@ class DatalessStep:
             with self.counter.during("adapters"):
                 self.adapter = with_method(self.model, setup)
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.model.train()
+        begin_training(self.model)
         self.num_blocks = len(Blocks(self.model).blocks)
 
     @contextmanager

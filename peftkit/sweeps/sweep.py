@@ -16,7 +16,7 @@ from typing import cast
 from peftkit.base.load import Base
 from peftkit.errors import ConfigError
 from peftkit.events import EvalDone, Event, Listener, Notice, Stage, ignore
-from peftkit.model.modes import modes_kept
+from peftkit.model.modes import begin_training, modes_kept
 from peftkit.planning.resolve import resolve_plan, rounds
 from peftkit.report.live import BeforeRun, LiveReport
 from peftkit.run.prepare import Prepared, open_base, prepare
@@ -95,7 +95,7 @@ def _train(
         stack.callback(mounted.remove)
         live = {m.name: _live(m, *prepared[m.name], outcomes, stop, on_event) for m in members}
         stack.enter_context(modes_kept(base.model))
-        base.model.train()
+        begin_training(base.model)
         if members[0].recipe.train.gradient_checkpointing is True:
             learner = live[members[0].name].run.learner
             stack.callback(learner.blocks.restore)

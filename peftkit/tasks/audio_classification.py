@@ -59,7 +59,8 @@ class AudioClassification(ClassifiedMedia):
         hearing = self.hearing = Hearing(model, processor, config.max_seconds)
 
         def made(media: Sound, label: int) -> SoundRow:
-            number = len(media.decode(hearing.rate, hearing.max_seconds))
+            (heard,) = hearing.decoded([media])
+            number = len(heard)
             if (positions := hearing.positions(number)) < hearing.fewest:
                 raise media.error(f"It is short: {hearing.told(number)}.", "Remove it.")
             return SoundRow(media, number, positions, label, media.source)

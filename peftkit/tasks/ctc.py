@@ -29,7 +29,7 @@ from peftkit.data.sounds import Sound
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.tasks.error_rates import heard_metrics, normalizer_of
-from peftkit.tasks.hearing import Hearing
+from peftkit.tasks.hearing import LENGTHS, Hearing
 from peftkit.tasks.loss import accepted, unwrapped
 from peftkit.tasks.measure import over_batches
 from peftkit.tasks.protocol import Task, TaskConfig
@@ -73,8 +73,8 @@ class CTC(Task):
         if not self.hearing.is_exact:
             raise BaseError(
                 f"{type(whole).__name__} does not say how many positions a sound takes.",
-                found="It has no _get_feat_extract_output_lengths for samples.",
-                fix="Give a base such as wav2vec2, HuBERT or WavLM.",
+                found=f"It has no {' and no '.join(LENGTHS)} for what it hears.",
+                fix="Give a base such as wav2vec2, HuBERT, WavLM or Parakeet.",
             )
         if config.tokens:
             self.tokenizer = tokenizer_of(config.tokens)
@@ -85,7 +85,7 @@ class CTC(Task):
             self._labels,
             (*tokenizer_key(self.tokenizer), config.case),
             fits=self.hearing.fits,
-            too_many="texts longer than their sounds, or sounds that are too short",
+            too_many="texts longer than their sounds",
             has_decoder=False,
         )
 
@@ -163,7 +163,7 @@ class CTC(Task):
             (heard,) = self.hearing.decoded([Sound(path, str(path))])
             batch = self.hearing.features([heard])
             logits = self.logits(model, {name: batch[name].to(device) for name in batch})
-            texts += self._texts(logits, torch.tensor([logits.shape[1]]))
+            texts += self._texts(logits, torch.tensor([self.hearing.positions(len(heard))]))
         return texts
 
     def _texts(self, logits: Tensor, positions: Tensor) -> list[str]:

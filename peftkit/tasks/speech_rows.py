@@ -19,11 +19,12 @@ from peftkit.data.media import media_of
 from peftkit.data.messages import WrongField, text_of
 from peftkit.data.sounds import LongSound, SilentSound, Sound
 from peftkit.errors import DataError
-from peftkit.tasks.hearing import Hearing
+from peftkit.tasks.hearing import Hearing, ShortSound
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 """A folder of sounds says with one of these files what is said in them."""
-NO_TEXT, SILENT, LONG, MANY = range(4)
+NO_TEXT, MANY, SILENT, LONG, SHORT = range(5)
+UNHEARD = {SilentSound: SILENT, LongSound: LONG, ShortSound: SHORT}
 TASKS = ("transcribe", "translate")
 
 
@@ -92,9 +93,10 @@ class SpeechEncoder(RowEncoder):
         self._fits, self._has_decoder = fits, has_decoder
         self.drops = {
             "no text": "give these rows a text",
+            too_many: "cut them into pieces",
             "silent or empty sounds": "give these rows another sound",
             f"sounds longer than {hearing.max_seconds:g} s": "cut them into pieces",
-            too_many: "cut them into pieces",
+            "sounds that are too short": "give these rows another sound",
         }
         self._key = (names, key, hearing.key)
 
@@ -117,10 +119,12 @@ class SpeechEncoder(RowEncoder):
             return Dropped(one.source, NO_TEXT)
         try:
             (heard,) = self._hearing.decoded([one.sound])
-        except (SilentSound, LongSound) as problem:
-            return Dropped(one.source, SILENT if isinstance(problem, SilentSound) else LONG)
+        except tuple(UNHEARD) as problem:
+            return Dropped(one.source, UNHEARD[type(problem)])
         labels, num_prefix = self._labels(one)
         positions = self._hearing.positions(len(heard))
+        if positions < self._hearing.fewest:
+            return Dropped(one.source, SHORT)
         if not self._fits(labels, positions):
             return Dropped(one.source, MANY)
         counts.update(milliseconds=len(heard) * 1000 // self._hearing.rate, targets=len(labels))

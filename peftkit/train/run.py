@@ -24,7 +24,12 @@ from peftkit.events import (
 )
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.kernels.device import gpu_of, keep_freed_memory, trim_malloc
-from peftkit.model.modes import modes_kept, prepared_for_training, refresh_layouts
+from peftkit.model.modes import (
+    begin_training,
+    modes_kept,
+    prepared_for_training,
+    refresh_layouts,
+)
 from peftkit.quant.audit import audit
 from peftkit.train import rng
 from peftkit.train.batches import StatelessSampler
@@ -139,7 +144,7 @@ class Run:
             if wish != "auto":
                 blocks.set_activations(self.learner.plan.activations)
             with self.recorded(), modes_kept(self.model), ExitStack() as stack:
-                self.model.train()
+                begin_training(self.model)
                 with self.ranks.autocast():  # layers are laid out for what they will compute in
                     stack.enter_context(prepared_for_training(self.model, self.learner.asked))
                 with self.learner.task.training(self.model):

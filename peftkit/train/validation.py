@@ -12,6 +12,7 @@ from torch import Tensor
 
 from peftkit.errors import DataError
 from peftkit.events import EvalDone, Event, Notice, Sampled
+from peftkit.model.modes import begin_training
 from peftkit.train import rng
 from peftkit.train.lockstep import GlobalBatchValues, Pass
 from peftkit.train.memory.out_of_memory import release_memory, too_large
@@ -44,7 +45,7 @@ class Evaluator:
             with torch.no_grad():
                 sums, targets = self._sums()
         finally:
-            self.model.train()
+            begin_training(self.model)
             rng.restore(before, self.ranks.device)
         stopped = float(self.stop.signum != 0)
         own = on_device([targets, stopped], self.ranks.device)

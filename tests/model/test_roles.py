@@ -30,7 +30,14 @@ from peftkit.model.places import (
 from peftkit.model.targets import find_roles
 from tests.families import ARCHITECTURES, VOCAB
 from tests.role_facts import FACTS
+from tests.speech import hears_frames, moonshine, wav2vec2
 
+SOUND: dict[str, Callable[[], Any]] = {
+    "moonshine": lambda: moonshine()[0],
+    "wav2vec2": lambda: wav2vec2()[0],
+    "wav2vec2_bert": lambda: hears_frames("Wav2Vec2Bert")[0],
+    "parakeet": lambda: hears_frames("Parakeet")[0],
+}
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8  # of every tiny model
 NOPE, V_DIM = 12, 16  # multi-head latent attention: a head's rows of the key and of the value
 
@@ -44,6 +51,7 @@ LAYOUTS: dict[str, Callable[[int], str]] = {
     "mp4": lambda n: ("q" * 8 + "v" * 8 + "k" * 8) * 4,
     "mla_kvb": lambda n: ("k" * NOPE + "v" * V_DIM) * HEADS,
     "glu2": lambda n: "g" * (n // 2) + "u" * (n // 2),
+    "glu2_up": lambda n: "u" * (n // 2) + "g" * (n // 2),
     "glu_il": lambda n: "gu" * (n // 2),
 }
 
@@ -73,9 +81,9 @@ def starred(path: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *SOUND])
 def test_every_weight_has_the_role_that_a_person_gave_it(name: str) -> None:
-    model = ARCHITECTURES[name]()
+    model = (ARCHITECTURES | SOUND)[name]()
     found: dict[tuple[str, str], str] = {}
     for role, sites in find_roles(model).items():
         for site in sites:

@@ -32,8 +32,10 @@ from peftkit.methods.lora import DoRA, LoRA
 from peftkit.methods.protocol import Method
 from peftkit.recipe import run
 from peftkit.run.config import Recipe
+from peftkit.tasks.transcription import TranscriptionConfig
 from tests.families import ARCHITECTURES
 from tests.peers.environment import ask, python_of
+from tests.speech import RATE, saved, tones, whisper
 from tests.tasks.classifiers import framing_tokenizer
 
 MODEL = "smollm2-135m"
@@ -50,6 +52,7 @@ METHODS: Mapping[str, Method] = {
     "PiSSA": LoRA(rank=4, alpha=4, init="pissa", targets=("q", "v")),
     "DoRA": DoRA(rank=8, alpha=8),
 }
+HEARS = "transcription by Whisper"
 PLAIN = ("LoRA with patterns", "rsLoRA", "PiSSA")
 
 
@@ -75,6 +78,7 @@ CASES = (
     Case("llama.cpp", "llama_cpp", "GGUF adapter", PLAIN),
     Case("mlx-lm", "mlx_lm", "MLX folder", tuple(METHODS)),
     Case("CTranslate2", "ctranslate2", "merged folder", ("LoRA with patterns", "DoRA")),
+    Case("CTranslate2", "ctranslate2_whisper", "merged folder", (HEARS,)),
     Case("sentence-transformers", "sentence_transformers", "merged folder", ("embedding",), 1e-5),
     Case("sentence-transformers", "sentence_transformers", "adapter folder", ("embedding",), 1e-5),
     Case("vLLM", "vllm", "serving folder", PLAIN),
@@ -177,6 +181,8 @@ class Desk:
         python_of(case.peer)  # before anything is written for it
         if case.peer == "sentence-transformers":
             return [self._embedded(case)]
+        if case.methods == (HEARS,):
+            return [self._heard(case)]
         models = [self.given(case.given, method) for method in case.methods]
         request = {"models": models, "prompts": self.prompts, "num_tokens": NUM_TOKENS}
         found = ask(case.peer, case.driver, request)
@@ -229,6 +235,55 @@ class Desk:
         apart, moved = (ours - theirs).abs().amax(1), (plain - theirs).abs().amax(1)
         same, changed = int((apart < case.limit).sum()), int((moved > 100 * case.limit).sum())
         return Agreement(case, "embedding", len(TEXTS), same, changed, float(apart.max()))
+
+    @torch.no_grad()
+    def _heard(self, case: Case) -> Agreement:
+        base, out, merged = (self.folder / f"{HEARS}, {name}" for name in ("base", "own", "merged"))
+        task = TranscriptionConfig(language="english")
+        loaded = load_base(str(saved(base, whisper())), dtype="fp32", purpose=task.purpose)
+        sounds = [tones(200.0 + 300 * n, 500.0 + 90 * n, seconds=0.3) for n in range(5)]
+        start = ("<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>")
+        prompt = loaded.tokenizer.convert_tokens_to_ids(start)
+        mels = loaded.processor.feature_extractor(sounds, sampling_rate=RATE, return_tensors="pt")
+        plain = self._said(loaded.model, mels, prompt)
+        torch.manual_seed(0)
+        adapter = attach(loaded.model, LoRA(rank=4, alpha=4, targets=("all-linear",)))
+        for module in adapter.modules.values():
+            module.lora_B.add_(0.1 * torch.randn_like(module.lora_B))
+        told = {"task_type": None, "task": task.model_dump(mode="json")}
+        save_adapter(adapter, out, Provenance(base=str(base), **told))
+        merge(out, merged, dtype="fp32", verify=False)
+        request = {"base": str(merged), "sounds": [each.tolist() for each in sounds]}
+        request |= {"prompt": prompt, "num_tokens": NUM_TOKENS}
+        found = ask(case.peer, case.driver, request)
+        ours = self._said(loaded.model, mels, prompt)
+        difference = 0.0
+        for number, each in enumerate(found):
+            ids = torch.tensor([prompt + each["ids"]])
+            logits = loaded.model(mels.input_features[number][None], decoder_input_ids=ids).logits
+            scores = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            score = scores.gather(1, ids[0, len(prompt) :, None]).mean()
+            difference = max(difference, abs(float(score) - each["score"]))
+        same = sum(each["ids"] == own for each, own in zip(found, ours, strict=True))
+        changed = sum(own != before for own, before in zip(ours, plain, strict=True))
+        return Agreement(case, HEARS, len(sounds), same, changed, difference)
+
+    def _said(self, model: Any, mels: Mapping[str, Any], prompt: list[int]) -> list[list[int]]:
+        settings = transformers.GenerationConfig(
+            max_new_tokens=NUM_TOKENS,
+            eos_token_id=model.config.eos_token_id,
+            pad_token_id=model.config.pad_token_id,
+            decoder_start_token_id=prompt[0],
+        )
+        made = transformers.GenerationMixin.generate(
+            model,
+            input_features=mels["input_features"],
+            decoder_input_ids=torch.tensor([prompt] * len(mels["input_features"])),
+            generation_config=settings,
+        )
+        ends = model.config.eos_token_id
+        said = made[:, len(prompt) :].tolist()
+        return [ids[: ids.index(ends)] if ends in ids else ids for ids in said]
 
     @torch.no_grad()
     def _greedy(self, prompt: list[int]) -> list[int]:
