@@ -181,28 +181,6 @@ class AdapterBank:
         recorded = None if name is None else self.file(name).provenance.prompt_style
         return recorded or default_style(self.base.tokenizer)
 
-    def generate_ids(
-        self,
-        prompts: Sequence[Sequence[int]],
-        names: Sequence[str | None],
-        *,
-        batch_size: int | None = None,
-        **settings: Any,
-    ) -> list[list[int]]:
-        """Return the token ids that follow each prompt, each by its own adapter.
-
-        Args:
-            prompts: Token ids of each prompt.
-            names: The adapter of each; None is the bare base.
-            batch_size: Most answers made at once, whatever their adapters; None: 64.
-            settings: As in `generate_ids`.
-
-        Raises:
-            AdapterError: There is no adapter of a name.
-            DataError: Not one name for each prompt; or as `generate_ids`.
-        """
-        return self._answer(prompts, names, [Sampling(**settings)] * len(prompts), batch_size)
-
     def generate(
         self,
         prompts: Sequence[str],
@@ -213,41 +191,35 @@ class AdapterBank:
     ) -> list[str]:
         """Return the answer to each prompt by its own adapter, in that adapter's prompt format.
 
-        Arguments and errors: as in `generate_ids`.
+        Args:
+            names: The adapter of each prompt; None is the bare base.
+            batch_size: Most answers made at once, whatever their adapters; None: 64.
+            settings: As in `generate`.
+
+        Raises:
+            AdapterError: There is no adapter of a name.
+            DataError: Not one name for each prompt; or as `generate`.
         """
-        _check_number(prompts, names)
+        if isinstance(names, str) or len(prompts) != len(names):
+            raise DataError(
+                f"{len(prompts)} prompts and {len(names)} names of adapters",
+                fix="Give one name, or None, for each prompt.",
+            )
         tokenizer = self.base.tokenizer
         styles = {name: self.style(name) for name in set(names)}
-        by_name = {
-            name: Sampling(**settings, stops=stop_ids(tokenizer, style))
-            for name, style in styles.items()
-        }
         ids = [
             prompt_ids(tokenizer, prompt, styles[name])
             for prompt, name in zip(prompts, names, strict=True)
         ]
-        answers = self._answer(ids, names, [by_name[name] for name in names], batch_size)
-        return [decoded(tokenizer, answer) for answer in answers]
+        sampling = [Sampling(**settings, stops=stop_ids(tokenizer, styles[name])) for name in names]
+        limits = Limits() if batch_size is None else Limits(rows=batch_size)
+        with self.engine(limits) as engine:
+            made = engine.answers(ids, sampling, adapters=names, log_probs=False)
+        return [decoded(tokenizer, answer.ids) for (answer,) in made]
 
     def engine(self, limits: Limits | None = None) -> Engine:
         """Return an engine, to be entered, whose requests name their adapters."""
         return open_engine(self.base.model, self.base.tokenizer, limits, self.use)
-
-    def _answer(
-        self,
-        prompts: Sequence[Sequence[int]],
-        names: Sequence[str | None],
-        settings: Sequence[Sampling],
-        batch_size: int | None,
-    ) -> list[list[int]]:
-        _check_number(prompts, names)
-        for name in names:
-            if name is not None:
-                self._known(name)
-        limits = Limits() if batch_size is None else Limits(rows=batch_size)
-        with self.engine(limits) as engine:
-            made = engine.answers(prompts, settings, adapters=names, log_probs=False)
-        return [answer.ids for (answer,) in made]
 
     def _known(self, name: str) -> None:
         if name in self._files:
@@ -316,12 +288,4 @@ def check_name(name: str) -> None:
         raise AdapterError(
             f"{name!r} is not allowed as the name of an adapter",
             fix="Use letters, digits, '_', '-' and single dots.",
-        )
-
-
-def _check_number(prompts: Sequence[object], names: Sequence[str | None]) -> None:
-    if isinstance(names, str) or len(prompts) != len(names):
-        raise DataError(
-            f"{len(prompts)} prompts and {len(names)} names of adapters",
-            fix="Give one name, or None, for each prompt.",
         )

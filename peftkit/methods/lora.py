@@ -27,7 +27,6 @@ from peftkit.methods.protocol import (
     ADAPTER_DTYPES,
     AdapterModule,
     Method,
-    Removable,
 )
 from peftkit.model.places import is_linear, linear_shape, stacked_shape, unwrap_adapter
 from peftkit.model.targets import Site
@@ -121,9 +120,7 @@ class LoRA(Method):
             dtype=ADAPTER_DTYPES[self.dtype],
         )
 
-    def connect(
-        self, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> Sequence[Removable]:
+    def connect(self, model: nn.Module, modules: Mapping[str, AdapterModule]) -> Sequence[Any]:
         return [Grouping(model, modules)]
 
     def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from peftkit.kernels import svd
 from peftkit.kernels.lora_update import adapted_row_norms, add_lora, low_rank
 from peftkit.methods.protocol import AdapterModule
 from peftkit.methods.row_slice import RowSlice
-from peftkit.model.modes import TrainingLayout
 from peftkit.model.places import linear_shape
 from peftkit.model.targets import Site
 from peftkit.quant.layers import weight_of
@@ -41,16 +40,6 @@ DATA_INITS = {"eva": "eva_starts", "loftq": "loftq_starts"}
 
 
 MAGNITUDE = "lora_magnitude_vector"
-
-
-class Grouped(Protocol):
-    """What computes a layer together with others that read its input (see lora_groups.py)."""
-
-    def takes(self, x: Tensor) -> bool:
-        """Tell whether it computes the layers now, for such an input."""
-
-    def output(self, layer: LoRALinear, x: Tensor) -> Tensor:
-        """Return what the layer gives for x."""
 
 
 class LoRALinear(AdapterModule):
@@ -69,8 +58,8 @@ class LoRALinear(AdapterModule):
 
     initial_A: Tensor | None
     initial_B: Tensor | None
-    group: Grouped | None = None
-    training_layout: TrainingLayout | None = None
+    group: Any = None
+    training_layout: Any = None
 
     def __init__(
         self,
@@ -107,8 +96,8 @@ class LoRALinear(AdapterModule):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         alone = self.group is None or not self.enabled or args or kwargs
-        if not alone and self.group is not None and self.group.takes(x):
-            return self.group.output(self, x)
+        if not alone and self.group.takes(x):
+            return cast(Tensor, self.group.output(self, x))
         out = self.frozen(x, *args, **kwargs)
         if not self.enabled:
             return out

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,6 @@ ADAPTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 InitValues = tuple[Tensor, Tensor | None]
 """Initial values of an `AdapterModule`: A and B of LoRA, where None is zero."""
-
-
-class Removable(Protocol):
-    """Something a method has added to a model, such as the handle of a hook."""
-
-    def remove(self) -> None:
-        """Undo it."""
 
 
 class AdapterModule(FrozenWrapper, ABC):
@@ -219,10 +212,12 @@ class Method(Config, ABC):
             fix="Leave the experts out of the targets, or use LoRA.",
         )
 
-    def connect(
-        self, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> Sequence[Removable]:
-        """Add to the model what the method needs besides its modules, which are in place by now."""
+    def connect(self, model: nn.Module, modules: Mapping[str, AdapterModule]) -> Sequence[Any]:
+        """Add to the model what the method needs besides its modules, which are in place by now.
+
+        Returns:
+            What `remove()` is called of when the adapter is taken off.
+        """
         return []
 
     def share(self, modules: Mapping[str, AdapterModule]) -> None:

@@ -11,7 +11,6 @@ size.
 from __future__ import annotations
 
 import inspect
-import re
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
@@ -23,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import AdapterError, TargetError
 from peftkit.methods.peft_format import LAYERS, M, PeftFormat
-from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method, Removable
+from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method
 from peftkit.model.places import embedding_of, find_places, unwrap_adapter
 from peftkit.model.targets import Site
 
@@ -31,8 +30,6 @@ NAME = "prompt_embeddings"
 """PEFT's name of the tensor."""
 INPUT = "input"
 """The only target."""
-_POSITIONS = re.compile(r"^(?!rel).*(position|wpe)")
-"""Names of tables of learned positions."""
 
 
 class VirtualTokens(AdapterModule):
@@ -143,9 +140,7 @@ class VirtualMethod(Method):
         ours = [module for module in modules.values() if isinstance(module, VirtualTokens)]
         return {NAME: ours[0].prompt_embeddings.detach()} if ours else {}
 
-    def connect(
-        self, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> Sequence[Removable]:
+    def connect(self, model: nn.Module, modules: Mapping[str, AdapterModule]) -> Sequence[Any]:
         (module,) = modules.values()
         assert isinstance(module, VirtualTokens)
         return self.register_hooks(model, self.find_stack(model)[1], module)
@@ -183,12 +178,10 @@ class StackInputs:
 
     Attributes:
         module: Holds the virtual tokens.
-        limit: Length of the stack's table of positions, if it has one.
     """
 
     def __init__(self, stack: nn.Module, module: VirtualTokens) -> None:
         self.stack, self.module = stack, module
-        self.limit = num_positions(stack)
         self._names = arguments(stack)
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,17 +196,10 @@ class StackInputs:
             num_past: P, or 0.
 
         Raises:
-            AdapterError: More tokens than positions; a mask of another kind, or of another length.
+            AdapterError: A mask of another kind, or of another length.
         """
         num_virtual, num_tokens = self.module.num_virtual, _num_tokens(inputs)
         num_real = num_tokens + max(num_past - num_virtual, 0)
-        if self.limit is not None and num_real + num_virtual > self.limit:
-            raise AdapterError(
-                f"the input is too long for {type(self.stack).__name__}",
-                found=f"{num_real:,} tokens, and {num_virtual:,} virtual ones before them, of "
-                f"{self.limit:,} positions.",
-                fix=f"Shorten it to {self.limit - num_virtual:,} tokens.",
-            )
         mask = inputs.get("attention_mask")
         if mask is not None:
             self._check_mask(mask, num_real)
@@ -273,13 +259,3 @@ def num_past(cache: Any) -> int:
     return max(
         (int(x.get_seq_length()) for x in own.layers if hasattr(x, "get_seq_length")), default=0
     )
-
-
-def num_positions(stack: nn.Module) -> int | None:
-    """Return the length of the stack's table of positions, or None where it has none."""
-    for path, module in stack.named_modules():
-        if isinstance(module, nn.Embedding) and _POSITIONS.search(path.rpartition(".")[2]):
-            padding = module.padding_idx
-            unused = getattr(module, "offset", 0 if padding is None else padding + 1)
-            return module.num_embeddings - int(unused)
-    return None

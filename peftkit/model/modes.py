@@ -7,8 +7,8 @@ A method may compute several layers together while they are trained. It says so 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Protocol
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,24 +62,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             module.enabled = enabled
 
 
-class TrainingLayout(Protocol):
-    """How the layers of a method are computed while they are trained."""
-
-    def prepare(self) -> None:
-        """Lay them out."""
-
-    def refresh(self) -> None:
-        """Take over the trained tensors as they are now."""
-
-    def end(self) -> None:
-        """Leave every layer as it was."""
-
-    def serving(self) -> AbstractContextManager[None]:
-        """Return a context in which the layers are ready to be called for token after token."""
-
-
-def training_layouts(model: nn.Module) -> list[TrainingLayout]:
-    """Return the layouts of a model's layers, each once."""
+def training_layouts(model: nn.Module) -> list[Any]:
+    """Return the layouts of a model's layers, each once: how a method computes several together."""
     found = [getattr(module, "training_layout", None) for module in model.modules()]
     return list({id(layout): layout for layout in found if layout is not None}.values())
 

@@ -26,7 +26,9 @@ from peftkit.formats.peft.folder import load_adapter, named_tensors, save_adapte
 from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.bank_layer import BankLinear
+from peftkit.inference.engine import Limits
 from peftkit.inference.generate import generate, generate_ids
+from peftkit.inference.sampling import Sampling
 from peftkit.kernels import by_row
 from peftkit.methods.lora import DoRA, LoRA
 from peftkit.quant.audit import audit
@@ -224,7 +226,9 @@ NAMES: list[str | None] = ["plain", "rslora", None, "ffn", "plain", "twin"]
 def test_each_prompt_is_completed_by_its_own_adapter(
     bank: AdapterBank, model: Any, tokenizer: Any, paths: dict[str, Path]
 ) -> None:
-    found = bank.generate_ids(PROMPTS, NAMES, max_new_tokens=6, batch_size=4)
+    with bank.engine(Limits(rows=4)) as engine:
+        made = engine.answers(PROMPTS, Sampling(max_new_tokens=6), adapters=NAMES)
+    found = [answer.ids for (answer,) in made]
     for name in bank.names:
         bank.drop(name)
     for prompt, name, ids in zip(PROMPTS, NAMES, found, strict=True):
@@ -359,7 +363,7 @@ ASKS: dict[str, Callable[[AdapterBank], object]] = {
     "drop": lambda bank: bank.drop("plian"),
     "num_bytes": lambda bank: bank.num_bytes("plian"),
     "file": lambda bank: bank.file("plian"),
-    "complete": lambda bank: bank.generate_ids([[9]], ["plian"]),
+    "complete": lambda bank: bank.generate(["a"], ["plian"]),
 }
 
 

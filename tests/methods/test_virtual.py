@@ -253,26 +253,6 @@ def test_what_cannot_be_is_refused_by_name(name, tmp_path) -> None:
         check_packing(model)
 
 
-@pytest.mark.parametrize(("name", "family"), each_of("gpt2", "bart", "roberta"))
-def test_a_table_of_positions_has_an_end(name, family) -> None:
-    model = build(family)
-    limit = 1024 if family == "bart" else 255 if family == "roberta" else 256
-    ids = IDS[:1].repeat(1, 200)
-    attach(model, METHODS[name])
-    longest = {"input_ids": ids[:, : limit - 4]}
-    if family == "bart":
-        longest["decoder_input_ids"] = longest["input_ids"]
-    assert logits_of(model, longest).isfinite().all()
-    too_long = dict.fromkeys(longest, ids[:, : limit - 3])
-    with pytest.raises(AdapterError, match=rf"Shorten it to {limit - 4:,} tokens"):
-        logits_of(model, too_long)
-
-
-def logits_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    with torch.no_grad():
-        return model(**inputs).logits
-
-
 @pytest.mark.parametrize("field", [{"num_virtual_tokens": "x"}, {"num_virtual_tokens": 0}])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_config_that_says_nonsense_is_refused(name, field, tmp_path) -> None:
