@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from peftkit.merging.fold import merge_into as merge_into
     from peftkit.merging.merge import merge as merge
     from peftkit.methods.bottleneck import Bottleneck as Bottleneck
+    from peftkit.methods.data_init import eva_starts as eva_starts
     from peftkit.methods.data_init import loftq_starts as loftq_starts
-    from peftkit.methods.eva import eva_starts as eva_starts
     from peftkit.methods.ia3 import IA3 as IA3
     from peftkit.methods.lora import DoRA as DoRA
     from peftkit.methods.lora import LoRA as LoRA

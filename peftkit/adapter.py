@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import AdapterError, TargetError
-from peftkit.methods.modules_to_save import named_modules, wrap_fully
+from peftkit.methods.modules_to_save import named_modules, token_modules, wrap_fully
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, InitValues, Method
-from peftkit.methods.token_rows import token_modules
 from peftkit.model.modes import training_layouts
 from peftkit.model.places import unwrap_adapter
 from peftkit.model.targets import Site

@@ -7,6 +7,7 @@ the device once, where their tokens are read.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -29,7 +30,6 @@ from peftkit.inference.cache import (
 )
 from peftkit.inference.cached_attention import CachedAttention, Decode, Prefill, registered
 from peftkit.inference.engine import Engine, Running, masked, table_of
-from peftkit.inference.recorded import Recorder
 from peftkit.train.memory.blocks import STREAMED
 from peftkit.train.sharding import is_sharded
 
@@ -39,6 +39,10 @@ MAX_RECORDED = 32
 """Steps of decoding that are recorded; the oldest goes."""
 LOOK = 128
 """Prompts that wait in which a common beginning is looked for."""
+EAGER_STEPS = 4
+"""Calls before a step is recorded; shapes that come more seldom are not worth it."""
+
+_LOG = logging.getLogger(__name__)
 
 
 class CachedEngine(Engine):
@@ -335,3 +339,53 @@ class _Batch:
 def can_record(model: Any) -> bool:
     """Whether nothing waits between the blocks of a model: no other process, no main memory."""
     return not (is_sharded(model) or hasattr(model, STREAMED))
+
+
+class Recorder:
+    """Records the steps of one engine with CUDA graphs, which share one pool of memory.
+
+    Attributes:
+        num_recorded: So many were recorded.
+        is_able: Until a step waits for the host, or else cannot be recorded; then none is.
+    """
+
+    def __init__(self) -> None:
+        self.num_recorded, self.is_able = 0, True
+        self._pool: Any = None
+
+    def step(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Return a function that is recorded once it was called some times.
+
+        Args:
+            run: Reads and writes tensors that stay where they are; what it returns is overwritten
+                by the next call.
+        """
+        num_calls, recorded = 0, None
+
+        def call() -> Tensor:
+            nonlocal num_calls, recorded
+            num_calls += 1
+            if num_calls > EAGER_STEPS and recorded is None and self.is_able:
+                recorded = self._record(run)
+            if recorded is None:
+                return run()
+            graph, out = recorded
+            graph.replay()
+            return out
+
+        return call
+
+    def _record(self, run: Callable[[], Tensor]) -> tuple[Any, Tensor] | None:
+        """Return a graph and the tensor that it writes; None if it cannot be recorded."""
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        try:
+            # other threads may use the device meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                out = run()
+        except RuntimeError as problem:
+            self.is_able = False
+            _LOG.warning("Steps of decoding are not recorded: %s", str(problem).splitlines()[0])
+            return None
+        self.num_recorded += 1
+        return graph, out

@@ -1,4 +1,11 @@
-"""Initial values of LoRA that need more than its layer: LoftQ's, EVA's, a resumed run's ranks.
+"""Initial values of LoRA that need more than its layer: EVA's, LoftQ's, a resumed run's ranks.
+
+EVA (Paischer et al., 2024, arXiv:2410.07170): rows of A are the first principal components of the
+layer's inputs on the training data, B is zero, and ranks are given to the layers whose next
+component explains the largest share of their input's variance. The components come from an incremental PCA (Ross et al., 2008), block by block, until
+they have converged. Each layer's scaling stays what it was, whatever its new rank.
+
+Unlike in the paper each layer keeps a rank of at least one: what was targeted is adapted.
 
 LoftQ (Li et al., 2023, arXiv:2310.08659): B A is initialised with the quantisation error. s B A is
 the best matrix of rank r for W - Q, where W is the original weight, Q the quantised one and s the
@@ -6,23 +13,27 @@ scaling; the model begins nearer to the unquantised one than its base is. The pa
 there, quantising W - s B A and so forth, T times. Here T is 1, always: after more the base would
 not be the one that its name and its fingerprint say, and the adapter would fit no other.
 
-Shapes: r rank; out, in features of the layer.
+Shapes: n tokens, k directions kept, r rank; out, in features of the layer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from peftkit.errors import TargetError
+from peftkit.errors import DataError, TargetError
 from peftkit.kernels import svd
-from peftkit.methods.eva import eva_starts, with_ranks
+from peftkit.kernels.device import in_float64
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import InitValues, Method
+from peftkit.model.modes import evaluating
+from peftkit.model.places import linear_shape
+from peftkit.model.targets import Site
 from peftkit.quant.layers import weight_of
 from peftkit.train.task import Task
 from peftkit.train.world import World
@@ -123,3 +134,229 @@ def _without_padding(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(batch)
     length = int(mask.sum())
     return {name: x[:, :length] if x.shape == mask.shape else x for name, x in batch.items()}
+
+
+Forward = Callable[[nn.Module, Mapping[str, Any]], object]
+
+BLOCK = 1024
+"""Tokens per update of the PCA: a decomposition costs about the same for one token as for these."""
+STILL = 0.99
+"""Converged: the new components contain at least this share of the old ones."""
+SPARE = 8
+"""Extra components kept, because one that is small now may grow."""
+
+
+class Directions:
+    """The principal components of a stream of vectors, by incremental PCA.
+
+    Args:
+        rank: How many are needed; `settled` once these have converged.
+        most: How many may be asked for.
+
+    Attributes:
+        scaled: (k, in): directions times singular values, largest first.
+        variance: Sum of squared distances of all vectors from their mean.
+    """
+
+    def __init__(self, rank: int, most: int) -> None:
+        self.rank, self.most = rank, most
+        self.num_seen, self.variance, self.settled = 0, 0.0, False
+        self.scaled, self.mean = torch.empty(0, 0), torch.empty(0)
+        self._waiting: list[Tensor] = []
+
+    def take(self, x: Tensor) -> None:
+        """Add inputs (..., in); they are processed once there are BLOCK of them."""
+        self._waiting.append(x.detach().flatten(0, -2))
+        if sum(map(len, self._waiting)) >= BLOCK:
+            self.flush()
+
+    def flush(self) -> None:
+        """Process the inputs that are still waiting."""
+        if self._waiting:
+            self._add(torch.cat(self._waiting).float())
+            self._waiting = []
+
+    def _add(self, x: Tensor) -> None:
+        mean, before = x.mean(0), self.basis(self.rank) if self.num_seen else None
+        x = x - mean
+        self.variance += _sum_of_squares(x)
+        if self.num_seen:
+            # both parts lie around means of their own: their distance is one more vector
+            gap, total = mean - self.mean, self.num_seen + len(x)
+            between = math.sqrt(self.num_seen * len(x) / total) * gap
+            self.variance += _sum_of_squares(between)
+            mean = self.mean + gap * (len(x) / total)
+            rows = torch.cat([self.scaled, x, between[None]])
+        else:
+            rows = x
+        # one iteration: the blocks to come mend what it leaves, at half the time
+        best = svd.of_matrix(rows, self.most + SPARE, iterations=1)
+        self.scaled = best.a * best.a.norm(dim=1, keepdim=True)  # a has the singular values' roots
+        self.mean, self.num_seen = mean, self.num_seen + len(x)
+        if before is not None and len(before) == self.rank:
+            kept = (before @ self.basis(self.rank).t()).square().sum() / self.rank
+            self.settled = bool(kept >= STILL)
+
+    def basis(self, rank: int) -> Tensor:
+        """Return the first directions (rank, in), orthonormal even where the variance is zero."""
+        return torch.linalg.qr(self.scaled[:rank].t())[0].t()
+
+    def shares(self) -> list[float]:
+        """Return the share of the variance that each component explains, largest first."""
+        squares = in_float64(self.scaled[: self.most]).square().sum(1)
+        return (squares / (self.variance or 1.0)).tolist()
+
+
+def _sum_of_squares(x: Tensor) -> float:
+    wide = torch.float32 if x.device.type == "mps" else torch.float64  # which it has not
+    return float(x.square().sum(dtype=wide))
+
+
+def _call(model: nn.Module, batch: Mapping[str, Any]) -> object:
+    return model(**batch)
+
+
+def eva_starts(
+    model: nn.Module,
+    method: LoRA,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    forward: Forward = _call,
+) -> tuple[LoRA, dict[str, InitValues]]:
+    """Return initial values for a LoRA with init "eva" from its layers' inputs on training data.
+
+    Args:
+        model: The bare base, quantised or not.
+        method: How many ranks there are on average, and where.
+        batches: Without padding, since all positions count (one row at a time has none); in random
+            order, since it stops when the directions of all layers have settled.
+        forward: Runs the model on a batch.
+
+    Returns:
+        The method with the ranks per layer, and the initial values for
+        `attach(model, method, starts=starts)`.
+
+    Raises:
+        TargetError: A target is no linear layer, or not in this model.
+        DataError: The batches are padded, or too few for the ranks.
+    """
+    sites = method.linear_sites(model)
+    ranks = {site.path: method.scale_of(site)[0] for site in sites}
+    most = {
+        path: min(round(rank * method.eva_rho), *linear_shape(model.get_submodule(path)))
+        for path, rank in ranks.items()
+    }
+    with evaluating(model):
+        read = _read(model, ranks, most, batches, forward)
+    if lacking := [path for path in ranks if len(read[path].scaled) < most[path]]:
+        raise DataError(
+            f"init 'eva' got too few tokens for the rank of {lacking[0]}",
+            found=f"{read[lacking[0]].num_seen} tokens; at least {most[lacking[0]]} are needed "
+            "(rank times eva_rho)",
+            fix="Give more data, a lower rank, or another init.",
+        )
+    given = _share_out({path: read[path].shares() for path in ranks}, ranks, most)
+    starts: dict[str, InitValues] = {}
+    for site in sites:
+        a = read[site.path].basis(given[site.path])
+        starts[site.path] = (a.repeat(len(site.rows) if site.rows else 1, 1), None)
+    return method if given == ranks else with_ranks(method, sites, given), starts
+
+
+def with_ranks(method: LoRA, sites: Iterable[Site], ranks: Mapping[str, int]) -> LoRA:
+    """Return the method with these ranks by path; every layer keeps its scaling."""
+    # the longest first: of the patterns that a path ends with, its own is then the one that counts
+    ordered = sorted(sites, key=lambda site: len(site.path), reverse=True)
+    alphas = {}
+    for site in ordered:
+        rank, scaling = ranks[site.path], method.scale_of(site)[1]
+        alphas[site.path] = scaling * (math.sqrt(rank) if method.rslora else rank)
+    patterns = {
+        "rank_pattern": {site.path: ranks[site.path] for site in ordered},
+        "alpha_pattern": alphas,
+    }
+    return method.model_copy(update=patterns)
+
+
+def _read(
+    model: nn.Module,
+    ranks: Mapping[str, int],
+    most: Mapping[str, int],
+    batches: Iterable[Mapping[str, Any]],
+    forward: Forward,
+) -> dict[str, Directions]:
+    """Run the batches; layers with the same input share one PCA."""
+    device = next(model.parameters()).device
+    found: dict[str, Directions] = {}
+    handles: dict[str, RemovableHandle] = {}
+    try:
+        for batch in batches:
+            _refuse_padding(batch)
+            moved = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in batch.items()}
+            if not found:
+                for paths in _readers_of_one(model, list(ranks), moved, forward):
+                    of_all = Directions(max(ranks[p] for p in paths), max(most[p] for p in paths))
+                    found |= dict.fromkeys(paths, of_all)
+                    handles[paths[0]] = _listen(model, paths[0], of_all)
+            forward(model, moved)
+            for path in [path for path in handles if found[path].settled]:
+                handles.pop(path).remove()
+            if not handles:
+                break
+    finally:
+        for handle in handles.values():
+            handle.remove()
+    for directions in found.values():
+        if not directions.settled:
+            directions.flush()
+    return found or {path: Directions(rank, most[path]) for path, rank in ranks.items()}
+
+
+def _listen(model: nn.Module, path: str, directions: Directions) -> RemovableHandle:
+    return model.get_submodule(path).register_forward_pre_hook(
+        lambda _, args: directions.take(args[0])
+    )
+
+
+def _readers_of_one(
+    model: nn.Module, paths: list[str], batch: Mapping[str, Any], forward: Forward
+) -> list[list[str]]:
+    """Return the layers grouped by identical input tensors."""
+    read: dict[str, list[Tensor]] = {path: [] for path in paths}  # kept: no id is used twice
+    handles = [
+        model.get_submodule(path).register_forward_pre_hook(
+            lambda _, args, path=path: read[path].append(args[0])
+        )
+        for path in paths
+    ]
+    try:
+        forward(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for path, tensors in read.items():
+        groups.setdefault(tuple(map(id, tensors)) or (path,), []).append(path)
+    return list(groups.values())
+
+
+def _share_out(
+    shares: Mapping[str, list[float]], ranks: Mapping[str, int], most: Mapping[str, int]
+) -> dict[str, int]:
+    """Give the total rank to the components that explain most; each layer gets at least one."""
+    others = [(share, path) for path in ranks for share in shares[path][1 : most[path]]]
+    others.sort(key=lambda pair: -pair[0])  # stable: equal ones in the order of the model
+    given = dict.fromkeys(ranks, 1)
+    for _, path in others[: sum(ranks.values()) - len(ranks)]:
+        given[path] += 1
+    return given
+
+
+def _refuse_padding(batch: Mapping[str, Any]) -> None:
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and not mask.all():
+        raise DataError(
+            "init 'eva' cannot use padded batches",
+            found="the attention_mask of a batch has zeros",
+            fix="Give batches of one row each.",
+        )

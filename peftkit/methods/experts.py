@@ -26,9 +26,8 @@ from peftkit.execution.plan import plan_for
 from peftkit.kernels.stacked import AdaptedStack, NoProductError
 from peftkit.methods.lora_linear import Init, drawn
 from peftkit.methods.protocol import AdapterModule
-from peftkit.methods.row_slice import RowSlice
 from peftkit.model.places import is_transposed, stacked_shape
-from peftkit.model.targets import Site
+from peftkit.model.targets import RowSlice, Site
 
 
 class LoRAStack(nn.Module):

@@ -21,9 +21,8 @@ from peftkit.files.safe_regex import fullmatches
 from peftkit.files.strict_json import shown
 from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method
-from peftkit.methods.row_slice import RowSlice
 from peftkit.model.places import linear_shape
-from peftkit.model.targets import Site
+from peftkit.model.targets import RowSlice, Site
 
 _FEEDFORWARD = "feedforward_modules"
 _L = "ia3_l"

@@ -3,7 +3,7 @@
 Also rsLoRA (alpha / sqrt(r); Kalajdzievski, 2023, arXiv:2312.03732), and other initial values of A
 and B. PiSSA and OLoRA subtract their initial B0 A0 from the weight; here the weight stays as it is
 and B A - B0 A0 is added, which is the same function, is exactly zero at the start, works over a
-4-bit base, and is an ordinary LoRA of rank 2 r on disk. EVA (eva.py) and LoftQ (data_init.py) are
+4-bit base, and is an ordinary LoRA of rank 2 r on disk. EVA and LoftQ (data_init.py) are
 computed before attach() and passed to it. The layer itself is in lora_linear.py.
 """
 

@@ -9,7 +9,7 @@ Initial values of A and B:
     default, gaussian   A is drawn, B is zero
     pissa               the largest part of the weight's SVD (Meng et al., 2024, arXiv:2404.02948)
     olora               the first columns of its QR (Buyukakyuz, 2024, arXiv:2406.01775)
-    eva, loftq          computed before attach() from data or other weights: eva.py, data_init.py
+    eva, loftq          computed before attach() from data or other weights: data_init.py
 
 Shapes: r rank, R = columns of the full B: r, times the roles of a fused layer, times two where the
 initial values are subtracted; out, in features of the layer; `...` is any leading shape.
@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from peftkit.kernels import svd
 from peftkit.kernels.lora_update import adapted_row_norms, add_lora, low_rank
 from peftkit.methods.protocol import AdapterModule
-from peftkit.methods.row_slice import RowSlice
 from peftkit.model.places import linear_shape
-from peftkit.model.targets import Site
+from peftkit.model.targets import RowSlice, Site
 from peftkit.quant.layers import weight_of
 
 Init = Literal["default", "gaussian", "pissa", "olora", "eva", "loftq"]

@@ -1,16 +1,29 @@
-"""Modules that are trained in full, such as heads: copies of their parameters are trained."""
+"""What is trained of the base itself, by copies: modules in full, such as heads; rows of tokens.
+
+The rows of an embedding or head replace the base's: y = E'[ids], and W' h for a head, where E' and
+W' differ from the frozen tables in these rows only. If the head is tied to the embedding, both use
+the same rows. Neither a copy nor a gradient of the whole table is made. In files they are PEFT's
+`trainable_token_indices`: "token_adapter.trainable_tokens_delta", which holds the rows themselves,
+in the order in which the tokens are named.
+
+Shapes: n tokens with trained rows, H width, V vocabulary; `...` is any leading shape.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from peftkit.errors import TargetError, did_you_mean
-from peftkit.methods.protocol import AdapterModule
+from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.model.places import input_embedding, is_linear
 from peftkit.model.targets import Site
+
+NAME = "token_adapter.trainable_tokens_delta"
 
 
 class TunedModule(AdapterModule):
@@ -149,3 +162,208 @@ def named_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
     chosen = {path for hits in found.values() for path in hits}
     inner = {p for p in chosen if any(p.startswith(f"{other}.") for other in chosen)}
     return [path for path in paths if path in chosen - inner]
+
+
+class TokenRows(AdapterModule):
+    """A frozen embedding or head (V, H) with some trained rows.
+
+    Args:
+        tokens: Token ids of the rows.
+        tied: The wrapper whose rows are used here too, and which saves them.
+
+    Attributes:
+        rows: (n, H), in the order of the tokens.
+        original: (n, H): the base's rows.
+    """
+
+    tokens: Tensor
+    order: Tensor
+    original: Tensor
+    rows: nn.Parameter
+    changes_ties = True
+
+    def __init__(
+        self,
+        base: nn.Module,
+        site: Site,
+        *,
+        tokens: tuple[int, ...],
+        dtype: torch.dtype,
+        tied: TokenRows | None = None,
+    ) -> None:
+        super().__init__(base, site)
+        weight = self.weight
+        self.owned, self.in_head = tied is None, not isinstance(base, nn.Embedding)
+        ids = torch.tensor(tokens, device=weight.device)
+        self.register_buffer("tokens", ids, persistent=False)
+        self.register_buffer("order", ids.argsort(), persistent=False)
+        original = weight.detach()[ids].clone()
+        self.register_buffer("original", original, persistent=False)
+        exact = torch.promote_types(dtype, original.dtype)  # fewer bits would change the base
+        self.rows = nn.Parameter(original.to(exact, copy=True)) if tied is None else tied.rows
+        if not self.in_head:
+            self._check_base()
+
+    @torch.no_grad()
+    def _check_base(self) -> None:
+        """Refuse an embedding that does more than look up and scale its rows."""
+        every = torch.arange(len(self.tokens), device=self.tokens.device)
+        if every.is_meta or torch.equal(self._embedded(every), self.base(self.tokens)):
+            return
+        raise TargetError(
+            f"cannot train rows of {self.site.path}",
+            found=f"{type(self.base).__name__} does more than look up and scale its rows",
+            fix=f"Train the whole of it: train_fully: [{self.site.path}]",
+        )
+
+    def _embedded(self, index: Tensor) -> Tensor:
+        """Return the rows (..., H) of an index into the tokens, as the base would give its own."""
+        found = functional.embedding(index, self.rows.to(self.weight.dtype))
+        scale = getattr(self.base, "embed_scale", None)
+        if scale is None:
+            return found
+        return found * (scale.to(found.dtype) if isinstance(scale, Tensor) else scale)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = self.base(x, *args, **kwargs)
+        if not self.enabled:
+            return out
+        if self.in_head:
+            moved = (self.rows - self.original.to(self.rows.dtype)).to(out.dtype)
+            more = functional.linear(x.to(out.dtype), moved)  # (..., n), zero at the start
+            return out.index_add(-1, self.tokens, more.to(out.dtype))
+        ordered = self.tokens[self.order]
+        place = torch.searchsorted(ordered, x).clamp(max=len(ordered) - 1)  # (...)
+        hit = ordered[place] == x
+        return torch.where(hit[..., None], self._embedded(self.order[place]), out)
+
+    def reset(self, generator: torch.Generator) -> None:
+        with torch.no_grad():
+            self.rows.copy_(self.original)
+
+    def state(self) -> dict[str, Tensor]:
+        return {NAME: self.rows.detach()} if self.owned else {}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        if self.owned:
+            self.rows.copy_(state[NAME])
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        return ("weight",) if self.owned else ()
+
+    def weights(self, base: nn.Module) -> dict[str, Tensor]:
+        return {name: cast(Tensor, getattr(base, name)) for name in self.changed}
+
+    def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
+        return weight.index_copy(0, self.tokens.to(weight.device), self.rows.detach().to(weight))
+
+
+class Rows(NamedTuple):
+    """Which rows of a module are trained, and the path of the module that owns them."""
+
+    tokens: tuple[int, ...]
+    keeper: str
+
+
+def find_rows(model: nn.Module, method: Method) -> dict[str, Rows]:
+    """Resolve `method.token_rows` in a model, by path; owners come before the modules tied to them.
+
+    Raises:
+        TargetError: There is no such module or no such token, or the method cannot have them.
+    """
+    if not method.token_rows:
+        return {}
+    if not method.takes_token_rows:
+        raise TargetError(
+            f"token_rows are not for an adapter of type '{method.type}'",
+            found="PEFT supports them with LoRA only, and would ignore them",
+            fix="Use lora or dora; or train the whole table: train_fully: [embed_tokens]",
+        )
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, Rows] = {}
+    for keeper, tokens in _asked(model, method.token_rows).items():
+        weight = _table(modules[keeper], keeper)
+        _check_tokens(tokens, len(weight), keeper)
+        if keeper in found:
+            if found[keeper].tokens != tokens:
+                raise TargetError(
+                    f"{keeper} is tied to {found[keeper].keeper}: both have the same rows",
+                    fix="Name the tokens once, or the same ones for both.",
+                )
+            continue
+        found[keeper] = Rows(tokens, keeper)
+        for path, module in modules.items():
+            if path != keeper and module._parameters.get("weight") is weight:
+                _table(module, path)
+                found[path] = Rows(tokens, keeper)
+    return found
+
+
+def token_modules(
+    model: nn.Module, method: Method, taken: Collection[str]
+) -> dict[str, AdapterModule]:
+    """Return the modules that train `method.token_rows`, by path.
+
+    Args:
+        taken: Paths of modules that are trained in full.
+
+    Raises:
+        TargetError: As `find_rows`; or a module is inside one that is trained in full.
+    """
+    made: dict[str, TokenRows] = {}
+    for path, (tokens, keeper) in find_rows(model, method).items():
+        if any(f"{path}.".startswith(f"{other}.") for other in taken):
+            raise TargetError(
+                f"{path} is trained in full, and its rows cannot be trained too",
+                fix="Leave it out of train_fully, or leave token_rows out.",
+            )
+        made[path] = TokenRows(
+            model.get_submodule(path),
+            Site(path=path, roles=()),
+            tokens=tokens,
+            dtype=ADAPTER_DTYPES[method.dtype],
+            tied=made.get(keeper),
+        )
+    return dict(made)
+
+
+def _asked(
+    model: nn.Module, rows: tuple[int, ...] | Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Return module path to tokens."""
+    if not isinstance(rows, Mapping):
+        return {input_embedding(model): rows}
+    asked = {}
+    for name, tokens in rows.items():
+        path, *others = named_modules(model, [name])
+        if others:
+            raise TargetError(
+                f"token_rows: '{name}' names {1 + len(others)} modules",
+                found=", ".join([path, *others][:4]),
+                fix="Give the whole path of one; those that are tied to it have the same rows.",
+            )
+        asked[path] = tuple(tokens)
+    return asked
+
+
+def _table(module: nn.Module, path: str) -> Tensor:
+    weight = module._parameters.get("weight")
+    if weight is None or not (isinstance(module, nn.Embedding) or is_linear(module)):
+        raise TargetError(
+            f"cannot train rows of {path}",
+            found=f"{type(module).__name__} is neither an embedding nor a head in 16 bits or more",
+            fix="Use token_rows for the token embedding or the head.",
+        )
+    return weight
+
+
+def _check_tokens(tokens: tuple[int, ...], num_rows: int, path: str) -> None:
+    strange = sorted({t for t in tokens if not 0 <= t < num_rows or tokens.count(t) > 1})
+    if strange or not tokens:
+        raise TargetError(
+            f"cannot train the rows {', '.join(map(str, strange)) or 'of no token'} of {path}",
+            found=f"it has rows 0 to {num_rows - 1}; each can be named once",
+            fix="Name ids of tokens; new tokens have to be added to the model first.",
+        )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from peftkit.adapter import Adapter, attach
 from peftkit.errors import AdapterError, ConfigError, DataError, TargetError
 from peftkit.formats.peft.folder import load_adapter, save_adapter
-from peftkit.methods.eva import BLOCK, Directions, eva_starts
+from peftkit.methods.data_init import BLOCK, Directions, eva_starts
 from peftkit.methods.lora import DoRA, LoRA
 from peftkit.quant.quantize import quantize_model
 from tests.families import ARCHITECTURES, FAMILIES

@@ -14,10 +14,9 @@ from peftkit.adapter import Adapter
 from peftkit.errors import AdapterError
 from peftkit.files.safe_regex import fullmatches
 from peftkit.files.strict_json import shown
-from peftkit.methods.modules_to_save import named_modules
+from peftkit.methods.modules_to_save import TokenRows, named_modules
 from peftkit.methods.protocol import AdapterModule
 from peftkit.methods.table import format_of
-from peftkit.methods.token_rows import TokenRows
 from peftkit.model.places import is_transposed
 from peftkit.model.targets import Site
 

@@ -12,10 +12,9 @@ from peftkit.adapter import Adapter
 from peftkit.errors import AdapterError, first_few
 from peftkit.files.strict_json import shown
 from peftkit.formats.peft.config_fields import ANY, shortest_endings, sites_of, targeted, unmatched
-from peftkit.methods.modules_to_save import named_modules
+from peftkit.methods.modules_to_save import find_rows, named_modules
 from peftkit.methods.protocol import Method
 from peftkit.methods.table import format_of
-from peftkit.methods.token_rows import find_rows
 from peftkit.model.targets import Site
 
 
