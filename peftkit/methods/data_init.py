@@ -2,8 +2,9 @@
 
 EVA (Paischer et al., 2024, arXiv:2410.07170): rows of A are the first principal components of the
 layer's inputs on the training data, B is zero, and ranks are given to the layers whose next
-component explains the largest share of their input's variance. The components come from an incremental PCA (Ross et al., 2008), block by block, until
-they have converged. Each layer's scaling stays what it was, whatever its new rank.
+component explains the largest share of their input's variance. The components come from an
+incremental PCA (Ross et al., 2008), block by block, until they have converged. Each layer's scaling
+stays what it was, whatever its new rank.
 
 Unlike in the paper each layer keeps a rank of at least one: what was targeted is adapted.
 
