@@ -40,7 +40,6 @@ class Adapter:
 
     @property
     def own(self) -> dict[str, AdapterModule]:
-        """The modules that are the method's."""
         return {path: module for path, module in self.modules.items() if path not in self.full}
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -50,7 +49,6 @@ class Adapter:
 
     @property
     def num_trainable(self) -> int:
-        """Number of trained values."""
         return sum(p.numel() for p in self.parameters())
 
     @contextmanager

@@ -42,7 +42,6 @@ class StreamConfig(QuantizationConfigMixin):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a saved config would say of it."""
         return {"quant_method": METHOD}
 
 
@@ -103,7 +102,6 @@ class StreamQuantizer(HfQuantizer):
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Tell whether a parameter passes through the stream."""
         return self.quantization_config.stream.wants(param_name)
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
@@ -112,20 +110,16 @@ class StreamQuantizer(HfQuantizer):
         return stream.bytes_per_value(param_name) or param.element_size()
 
     def get_load_operations(self) -> dict[str, Any]:
-        """Return what reads the tensors of quantised layers."""
         return {"dequantize": _Read}
 
     def get_quantize_ops(self) -> ConversionOps:
-        """Return what is done to a parameter when it is whole."""
         return _Take(self.quantization_config.stream)
 
     def is_serializable(self, *args: Any) -> bool:
-        """Tell that transformers cannot write this."""
         return False
 
     @property
     def is_trainable(self) -> bool:
-        """Whether transformers' own trainer would train it."""
         return True
 
 

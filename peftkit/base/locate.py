@@ -75,7 +75,6 @@ class Location:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a folder."""
         return self.source != self.hub_id
 
     @property

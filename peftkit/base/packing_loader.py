@@ -113,7 +113,6 @@ class PackingLoader:
         return name in self._shapes and name not in self._misshapen
 
     def shape_of(self, name: str) -> torch.Size:
-        """Return the shape of a parameter of the model."""
         return self._shapes[name]
 
     def take(self, name: str, value: Tensor) -> Tensor:

@@ -183,7 +183,6 @@ class UnreadVideos(PushToHubMixin):
         self.settings = settings
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as they were found."""
         return dict(self.settings)
 
 

@@ -36,7 +36,6 @@ WEIGHTS, MANIFEST, FOLDER = "model.safetensors", "store.json", "packed"
 
 
 def store_folder() -> Path:
-    """Return where packed bases are kept."""
     return cache_folder() / FOLDER
 
 

@@ -87,7 +87,6 @@ class AdapterBank:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the adapters, in the order in which they were added."""
         return tuple(self._files)
 
     def add(self, name: str, path: str | Path, *, force: bool = False) -> None:

@@ -34,7 +34,6 @@ class Update:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
         return sum(t.nbytes for t in (self.a, self.b, self.gain) if t is not None)
 
 
@@ -101,12 +100,10 @@ class Routing:
 
     @property
     def names(self) -> set[str]:
-        """Names of the adapters in use."""
         return {name for name in (self.rows or (self.name,)) if name is not None}
 
     @property
     def is_mixed(self) -> bool:
-        """Whether rows differ."""
         return self.name is None and self.rows is not None and any(self.rows)
 
     def rank_rows(
@@ -257,5 +254,4 @@ class BankLinear(FrozenWrapper):
         return self
 
     def extra_repr(self) -> str:
-        """List the adapters."""
         return f"updates={list(self.updates)}"

@@ -62,12 +62,10 @@ class Span:
 
     @property
     def num_left(self) -> int:
-        """How many of its tokens are not there yet."""
         return len(self.tokens) - self.filled
 
     @property
     def is_ready(self) -> bool:
-        """Whether all of its tokens are there."""
         return self.filled == len(self.tokens)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -197,7 +195,6 @@ def capacity_for(length: int) -> int:
 
 
 def power_of_two(number: int) -> int:
-    """Return the smallest one that is not below a number."""
     return 1 << (number - 1).bit_length()
 
 
@@ -250,7 +247,6 @@ class Prefixes:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are kept."""
         return sum(len(span.tokens) for span in self._spans)
 
     def add(self, span: Span) -> None:
@@ -268,7 +264,6 @@ class Prefixes:
         return max(found, key=lambda span: len(span.tokens), default=None)
 
     def touch(self, span: Span) -> None:
-        """Note that a span is of use."""
         span.used_at = next(self._clock)
 
     def trim(self, waiting: Iterable[Sequence[int]]) -> None:

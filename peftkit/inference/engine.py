@@ -222,7 +222,6 @@ class Engine(ABC):
 
     @property
     def num_waiting(self) -> int:
-        """Requests of which nothing is computed yet."""
         return len(self._waiting)
 
     @property
@@ -240,7 +239,6 @@ class Engine(ABC):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is left to do."""
         return not (self._waiting or self.num_running)
 
     def submit(self, request: Request) -> Running:
@@ -298,7 +296,6 @@ class Engine(ABC):
         return [[one.answer for one in made[index]] for index in range(len(prompts))]
 
     def run(self) -> None:
-        """Make all answers that were submitted."""
         while not self.is_idle:
             self.step()
 

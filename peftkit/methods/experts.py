@@ -114,7 +114,6 @@ class LoRAExperts(AdapterModule):
         return tuple(self.stacks)
 
     def parts(self) -> dict[str, LoRAStack]:
-        """Return the stacks by parameter name."""
         return {name: cast(LoRAStack, stack) for name, stack in self.stacks.items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

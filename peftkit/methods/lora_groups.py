@@ -51,7 +51,6 @@ class SharedInputGroup(ABC):
 
     @property
     def is_broken(self) -> bool:
-        """Whether the layers are called with different inputs."""
         return self._misses >= MISSES and len(self._layers) > 1
 
     def part(self, layer: nn.Module, x: Tensor) -> Tensor:
@@ -158,7 +157,6 @@ class LoRAGroup(SharedInputGroup):
         return [m.lora_A for m in self.members] + [m.full_b() for m in self.members]
 
     def release(self) -> None:
-        """Let every layer compute by itself again."""
         for member in self.members:
             member.group = None
 

@@ -81,7 +81,6 @@ class TunedModule(AdapterModule):
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias, likewise."""
         return self._used("bias")
 
     def _used(self, name: str) -> Any:

@@ -51,7 +51,6 @@ class VirtualTokens(AdapterModule):
 
     @property
     def prompt_embeddings(self) -> Tensor:
-        """The trained tensor."""
         return self.trained[NAME]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -230,7 +229,6 @@ class StackInputs:
 
 
 def arguments(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of a module's forward arguments."""
     return tuple(inspect.signature(module.forward).parameters)
 
 

@@ -68,7 +68,6 @@ def fused_modules(model: nn.Module) -> Iterator[None]:
 
 
 def num_fused(model: nn.Module) -> int:
-    """Return how many modules are computed by one kernel now."""
     return sum(hasattr(type(module), "peftkit_fused") for module in model.modules())
 
 

@@ -44,7 +44,6 @@ class AuditRow:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether these are in 4 or 8 bits."""
         return not self.why
 
 
@@ -74,12 +73,10 @@ class Audit:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all parameters, without the kept copies."""
         return sum(row.num_bytes for row in self.rows)
 
     @property
     def bits_per_parameter(self) -> float:
-        """Mean over all parameters, scales counted in."""
         return 8 * self.num_bytes / max(self.num_parameters, 1)
 
     @property

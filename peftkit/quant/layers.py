@@ -138,7 +138,6 @@ class QuantizedLinear(nn.Module):
 
     @property
     def kind(self) -> str:
-        """How the weight is kept: "nf4", "fp4" or "int8"."""
         return self.packing.form.kind
 
     @property

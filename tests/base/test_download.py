@@ -9,16 +9,9 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import torch
-import transformers
 
 from peftkit.base import locate
-from peftkit.base.build import build
 from peftkit.base.load import load_base
-from peftkit.base.locate import Location
-from peftkit.base.purpose import CAUSAL_LM
-from peftkit.base.request import StorageFormat, request_of
-from peftkit.errors import BaseError
 from peftkit.events import Event, Progress
 from tests.formats.hub_server import Hub, Repo, running_hub
 
@@ -72,24 +65,3 @@ def test_download_is_told_in_bytes_and_goes_on_where_it_broke(hub, model_folder)
     _, told = loaded()
     assert told == []
     assert hub.ranges == []
-
-
-def test_shards_that_came_whole_are_not_fetched_again(hub, model_folder, tmp_path) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_folder)
-    model.save_pretrained(tmp_path / "shards", max_shard_size="60KB")
-    shards = sorted(path.name for path in (tmp_path / "shards").glob("*.safetensors"))
-    assert len(shards) > 2
-    publish(hub, tmp_path / "shards")
-    where, seen = Location(NAME, NAME, hub_id=NAME), list[Event]()
-    form = StorageFormat("none", False, torch.float32, torch.device("cpu"))
-    wanted = request_of(where, CAUSAL_LM, form)
-    hub.failing[f"GET /{NAME}/resolve/{hub.repos[NAME].main}/{shards[-1]}"] = 403
-    with pytest.raises(BaseError):
-        build(wanted)
-    hub.failing.clear()
-    hub.ranges.clear()
-    built = build(wanted, on_event=seen.append)
-    assert [name for name, _ in hub.ranges if "safetensors" in name] == [shards[-1]]
-    assert torch.equal(built.model.lm_head.weight, model.lm_head.weight)
-    told = [e for e in seen if isinstance(e, Progress) and "Downloading" in e.text]
-    assert told[-1].done == told[-1].total

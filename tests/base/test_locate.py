@@ -140,19 +140,6 @@ def test_short_name_is_converted_once_and_is_the_same_model(tiny_known, package,
     assert torch.equal(logits(plain.eval()), logits(again.model))
 
 
-def test_short_name_of_a_folder_in_a_package_loads_it_where_it_lies(
-    tiny_known, package, model_folder, monkeypatch
-) -> None:
-    shutil.copytree(model_folder, package / "inside", dirs_exist_ok=True)
-    known = locate.Known("org/inside", "tiny_llm", "tiny-llm==1", "inside")
-    monkeypatch.setitem(locate.KNOWN, "inside", known)
-    base = load_base("inside")
-    assert (base.name, base.hub_id) == ("inside", "org/inside")
-    assert base.fingerprint == load_base(str(model_folder)).fingerprint
-    assert not (tiny_known / "bases").exists()
-    assert "tiny_llm" not in sys.modules
-
-
 def test_hub_id_of_a_short_name_is_never_the_converted_copy(tiny_known) -> None:
     load_base("tiny")
     with pytest.raises(BaseError, match="by its short name: tiny"):
@@ -179,24 +166,3 @@ def test_hub_model_in_the_hubs_cache_loads_without_the_hub(
 
 def cached_in(cache: Path) -> Callable[..., Any]:
     return lambda *args, **kwargs: cached_file(*args, cache_dir=cache, **kwargs)
-
-
-def test_hub_is_asked_unless_the_environment_or_the_network_forbids(monkeypatch) -> None:
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", *locate._PROXIES):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.lower(), raising=False)
-    hosts: list[str] = []
-
-    def resolve(host: str, port: int) -> list[Any]:
-        hosts.append(host)
-        if host != "hub.example":
-            raise OSError("Name or service not known")
-        return []
-
-    monkeypatch.setattr(locate.socket, "getaddrinfo", resolve)
-    assert not locate.hub_answers()
-    monkeypatch.setenv("HF_ENDPOINT", "https://hub.example/api")
-    assert locate.hub_answers()
-    assert hosts == ["huggingface.co", "hub.example"]
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert not locate.hub_answers()

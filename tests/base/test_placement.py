@@ -168,19 +168,6 @@ def test_experts_come_a_group_at_a_time(family, how, way, monkeypatch, tmp_path)
     assert stream_of(base).experts.bytes_moved > 0
 
 
-def test_a_token_moves_its_own_experts_alone(tmp_path) -> None:
-    torch.manual_seed(0)
-    model: Any = FAMILIES["mixtral"]()
-    model.save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    base = based(tmp_path, "stream")
-    stacks = [stack for block in stream_of(base)._blocks for stack in block.stacks]
-    whole = sum(stack.packed.nbytes for stack in stacks)
-    with torch.no_grad():
-        base.model(input_ids=ids()[:1, :1])
-    assert stream_of(base).experts.bytes_moved == whole // 2  # two of four for a token
-
-
 def test_inference_is_the_same_with_two_blocks_on_the_device(folder) -> None:
     resident, streamed = based(folder, "device"), based(folder, "stream")
     with torch.no_grad():

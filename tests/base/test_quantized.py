@@ -18,10 +18,8 @@ from peftkit.base.locate import Location
 from peftkit.base.pretrained import quiet
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.request import StorageFormat, request_of
-from peftkit.base.skeleton import read_config
-from peftkit.errors import BaseError
 from peftkit.quant.quantize import quantize_model
-from tests.base.test_packing_loader import peak_of, state_of
+from tests.base.test_packing_loader import state_of
 from tests.families import ARCHITECTURES, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -53,36 +51,6 @@ def in_fp8(folder: Path) -> None:
 
     change(folder, "llama", replace)
     mark(folder, quant_method="fp8", weight_block_size=[16, 16], activation_scheme="dynamic")
-
-
-def test_fp8_whose_last_block_is_partial_is_codes_times_the_scale_of_their_block(tmp_path) -> None:
-    """192 and 200 rows were read with other blocks in silence, 576 rows not at all."""
-    block, heads = 128, {"hidden_size": 96, "num_attention_heads": 6, "head_dim": 96}
-    sizes = heads | {"num_key_value_heads": 2, "intermediate_size": 200, "vocab_size": 64}
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, tie_word_embeddings=False)
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
-    path, expected = tmp_path / "model.safetensors", {}
-    tensors = safetensors.torch.load_file(path)
-    for name in [name for name in tensors if "_proj" in name]:
-        codes = tensors[name].to(torch.float8_e4m3fn)
-        rows, columns = (-(-side // block) for side in codes.shape)
-        scales = torch.rand(rows, columns) + 0.5
-        row, column = (torch.arange(side) // block for side in codes.shape)
-        expected[name] = (codes.float() * scales[row][:, column]).bfloat16()
-        tensors |= {name: codes, f"{name}_scale_inv": scales}
-    assert {weight.shape[0] for weight in expected.values()} == {96, 192, 200, 576}
-    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
-    mark(tmp_path, quant_method="fp8", weight_block_size=[block, block])
-    where = Location(str(tmp_path), str(tmp_path))
-    form = StorageFormat("none", True, torch.bfloat16, CPU)
-    found = build(request_of(where, CAUSAL_LM, form)).model
-    for name, weight in expected.items():
-        layer = found.get_submodule(name.removesuffix(".weight"))
-        assert torch.equal(layer.weight, weight), name
-    mark(tmp_path, quant_method="fp8", weight_block_size=[64, 64])
-    with pytest.raises(BaseError, match="1 x 2 scales for 2 x 4 blocks"):
-        build(request_of(where, CAUSAL_LM, form))
 
 
 def in_mxfp4(folder: Path) -> None:
@@ -154,29 +122,3 @@ def test_bits_of_bitsandbytes_are_taken_over(kind, nested, storage, model_folder
         if nested:
             assert torch.equal(module.packing.scales[1], files[f"{name}.nested_absmax"])
             assert torch.equal(module.packing.scales[2], files[f"{name}.nested_quant_map"])
-
-
-@pytest.mark.parametrize("method", ["hqq", "aqlm", "vptq", "spqr", "quanto"])
-def test_what_is_quantised_otherwise_is_refused_by_name(method, tmp_path) -> None:
-    ARCHITECTURES["llama"]().save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    mark(tmp_path, quant_method=method, bits=4)
-    with pytest.raises(BaseError) as error:
-        load_base(str(tmp_path))
-    assert f"quantised by {method}" in str(error.value)
-    assert "torchao int8 and float8, bitsandbytes" in str(error.value)
-    with pytest.raises(BaseError, match=f"quantised by {method}"):
-        read_config(str(tmp_path), None, CAUSAL_LM)  # so does a plan
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's figures")
-def test_peak_of_a_packed_checkpoint_is_less_than_its_file(tmp_path) -> None:
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=8, vocab_size=512)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "dense")
-    in_bitsandbytes(
-        tmp_path / "dense", tmp_path / "nf4", load_in_4bit=True, bnb_4bit_quant_type="nf4"
-    )
-    size = (tmp_path / "nf4" / "model.safetensors").stat().st_size
-    assert peak_of(tmp_path / "nf4") < size

@@ -5,10 +5,7 @@ The reference is always the adapter attached alone, as everywhere else in peftki
 
 from __future__ import annotations
 
-import gc
 import json
-import shutil
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,15 +205,6 @@ def test_over_a_quantised_base_too(
         torch.testing.assert_close(logits(base.model, ids), expected, atol=TOLERANCE, rtol=0)
 
 
-def test_an_infinite_product_of_one_adapter_stays_in_its_row(way: str) -> None:
-    ranks = by_row.RowRanks.of([0, 1], [1, 1], torch.device("cpu"))
-    a = ranks.stack([torch.full((1, 2), 3e38), torch.ones(1, 2)])
-    b = ranks.stack([torch.ones(1, 3), torch.ones(1, 3)])
-    out = by_row.add_lora_by_row(torch.zeros(2, 1, 3), torch.full((2, 1, 2), 5.0), a, b, ranks)
-    assert out[0].isinf().all()
-    assert torch.equal(out[1], torch.full((1, 3), 10.0))
-
-
 # ------------------------------------------------------------------- generation
 
 PROMPTS = [[9, 41, 77, 20, 33], [50], [80, 81, 82], [9, 41, 77, 20, 33], [60, 61], [7, 8, 9, 10]]
@@ -258,17 +246,6 @@ def test_each_adapter_is_asked_as_it_learnt_to_be(
 
 
 # ------------------------------------------------------------------- a lookup, and memory
-
-
-def test_what_a_mixed_batch_needed_is_gone_after_it(bank: AdapterBank, model: nn.Module) -> None:
-    with bank.use(["plain", "ffn"]):
-        routing = bank._switch.routing
-        logits(model, some_ids(2))
-        kept = weakref.ref(next(stack for stack in routing.stacks.values() if stack).a)
-        del routing
-        assert kept() is not None
-    gc.collect()
-    assert kept() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -323,27 +300,6 @@ def test_adapters_come_and_go_while_others_are_in_use(
         bank.drop(name)
     expected = rows_alone(model, paths, ["plain", None], ids)
     torch.testing.assert_close(late, expected, atol=TOLERANCE, rtol=0)
-
-
-def test_a_layer_without_an_adapter_is_the_bases_own_again(
-    model: nn.Module, paths: dict[str, Path]
-) -> None:
-    modules = dict(model.named_modules())
-    bank = AdapterBank(a_base(model), {"q": paths["rslora"], "down": paths["ffn"]})
-
-    def wrapped() -> set[str]:
-        return {
-            path.rpartition(".")[2]
-            for path, module in model.named_modules()
-            if isinstance(module, BankLinear)
-        }
-
-    assert wrapped() == {"q_proj", "v_proj", "down_proj"}
-    bank.drop("q")
-    assert wrapped() == {"down_proj"}
-    bank.drop("down")
-    assert dict(model.named_modules()) == modules
-    assert list(model.named_modules())[-1][1] is modules[list(modules)[-1]]
 
 
 # ------------------------------------------------------------------- bad input
@@ -423,24 +379,3 @@ def test_an_adapter_of_other_sizes_or_with_missing_layers_is_refused(
     model.model.layers[1].self_attn.q_proj = wide  # type: ignore[union-attr,index]
     with pytest.raises(AdapterError, match=r"misshapen: model\.layers\.1\.self_attn\.q_proj"):
         AdapterBank(a_base(model), {"a": paths["rslora"]})
-
-
-def test_no_adapter_no_folder_and_a_base_that_is_taken_are_refused(
-    model: nn.Module, paths: dict[str, Path], tmp_path: Path
-) -> None:
-    base = a_base(model)
-    with pytest.raises(AdapterError, match="no adapter folder"):
-        AdapterBank(base, {"a": tmp_path / "nowhere"})
-    shutil.rmtree(tmp_path / "twin")
-    (tmp_path / "twin").mkdir()
-    with pytest.raises(AdapterError, match=r"adapter_config\.json"):
-        AdapterBank(base, {"a": tmp_path / "twin"})
-    bank = AdapterBank(base, {"a": paths["plain"]})
-    with pytest.raises(AdapterError, match="carries an adapter already"):
-        AdapterBank(base, {"b": paths["plain"]})
-    bank.drop("a")
-    attach(model, METHODS["plain"])
-    with pytest.raises(AdapterError, match="carries an adapter already"):
-        AdapterBank(base)
-    with pytest.raises(AdapterError, match=r"not of this bank"):
-        bank.add("a", paths["plain"])

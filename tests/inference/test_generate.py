@@ -110,22 +110,6 @@ def test_a_seed_repeats_and_leaves_the_generators_alone(
     assert sample(2) != first
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_every_module_keeps_its_mode(
-    streaming: bool, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    llama.train()
-    llama.model.layers[1].eval()
-    modes = [module.training for module in llama.modules()]
-    if streaming:
-        list(stream(llama, tokenizer, PROMPTS[0], max_new_tokens=3))
-    else:
-        generate_ids(llama, tokenizer, PROMPTS, max_new_tokens=3)
-    assert [module.training for module in llama.modules()] == modes
-    assert True in modes
-    assert False in modes
-
-
 def test_pieces_of_a_stream_are_the_whole_answer(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.adapter import Adapter, attach
-from peftkit.errors import AdapterError, ConfigError, TargetError
-from peftkit.formats.peft.folder import load_adapter, save_adapter
-from peftkit.methods.bottleneck import Bottleneck, BottleneckModule
+from peftkit.errors import ConfigError, TargetError
+from peftkit.methods.bottleneck import Bottleneck
 from peftkit.model.blocks import blocks, find_sublayers
 from tests.families import ARCHITECTURES
-from tests.kinds import inputs, loss, outputs
-from tests.methods import cell
+from tests.kinds import loss
 from tests.methods.cell import built as build
 
 STYLES = ("houlsby", "pfeiffer", "parallel")
@@ -169,20 +165,6 @@ def test_an_adapter_takes_the_first_of_a_tuple_and_keeps_the_rest() -> None:
     assert torch.equal(scores, scores_before)
 
 
-def test_dropout_is_of_the_inner_activations_and_in_training_only() -> None:
-    model, x = build("llama"), torch.randn(400, 32)
-    disturbed(attach(model, Bottleneck(style="parallel", size=8, dropout=0.5)))
-    module: Any = model.model.layers[0].mlp.down_proj
-    exact = module.update(x, x.dtype) - module.up_bias
-    assert torch.equal(exact + module.up_bias, by_hand(module, x))
-    module.train()
-    torch.manual_seed(0)
-    dropped = torch.stack([module.update(x, x.dtype) - module.up_bias for _ in range(400)])
-    assert (dropped - exact).abs().max() > 0.1
-    # a mean over 400 draws is within a twentieth of each draw's own spread, five times over
-    assert ((dropped.mean(0) - exact).abs() < 0.25 * dropped.std(0) + 1e-6).all()
-
-
 # ------------------------------------------------------------------- laws
 
 
@@ -205,46 +187,7 @@ def test_recomputing_blocks_changes_no_gradient_and_keeps_no_input(family, reent
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_an_adapter_in_bf16_trains_under_a_base_in_bf16() -> None:
-    model = build("t5").to(torch.bfloat16)
-    before = outputs(model)
-    adapter = attach(model, Bottleneck(style="houlsby", reduction=4, dtype="bf16"))
-    assert torch.equal(outputs(model), before)
-    assert model.encoder.block[0].layer[1].DenseReluDense.wo.weight.dtype == torch.bfloat16
-    assert {p.dtype for p in adapter.parameters()} == {torch.bfloat16}
-    losses = cell.losses(adapter, inputs(model))
-    assert losses[-1] < losses[0]
-
-
 # ------------------------------------------------------------------- what it cannot
-
-
-def test_peft_refuses_our_file(tmp_path) -> None:
-    adapter = attach(build("llama"), Bottleneck())
-    save_adapter(adapter, tmp_path)
-    with pytest.raises(KeyError, match="BOTTLENECK"):
-        PeftModel.from_pretrained(build("llama"), str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"style": "sideways"}, "config is not valid"),
-        ({"style": None}, "config is not valid"),
-        ({"gating": True}, "'gating': True"),
-        ({"size": 5}, "misshapen"),
-    ],
-)
-def test_a_config_that_does_not_fit_is_refused(changed, message, tmp_path) -> None:
-    adapter = attach(build("llama"), Bottleneck())
-    save_adapter(adapter, tmp_path)
-    adapter.detach()
-    (tmp_path / "peftkit.json").unlink()
-    path = tmp_path / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
-    with pytest.raises(AdapterError, match=message):
-        load_adapter(adapter.model, tmp_path)
-    assert not any(isinstance(m, BottleneckModule) for m in adapter.model.modules())
 
 
 def test_a_part_whose_input_is_not_known_has_no_parallel_adapter() -> None:

@@ -26,8 +26,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:lora with eva initialization used with low_cpu_mem_usage:UserWarning",
 )
 EVA = LoRA(rank=4, alpha=8, init="eva", targets=("q", "k", "v", "o", "down"))
-TOLERANCE = 1e-5
-"""float32 sums in another order; logits are of order one."""
 
 
 def rows(number: int = 24, length: int = 50) -> list[dict[str, Tensor]]:
@@ -169,20 +167,6 @@ def test_a_fresh_adapter_leaves_the_base_unchanged(
     assert torch.equal(outputs(model), before)
     load_adapter(model, tmp_path)  # without data
     assert torch.equal(outputs(model), trained)
-
-
-@pytest.mark.parametrize("family", ["gpt2"])
-def test_peft_loads_the_file_with_its_many_ranks(family: str, tmp_path: Path) -> None:
-    model = FAMILIES[family]().eval()
-    theirs = copy.deepcopy(model)
-    adapter = with_bos(model, EVA.model_copy(update={"targets": ("q", "v", "o", "down")}))
-    assert len({module.rank for module in adapter.modules.values()}) > 1
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    save_adapter(adapter, tmp_path)
-    loaded = peft.PeftModel.from_pretrained(theirs, tmp_path).eval()
-    torch.testing.assert_close(outputs(loaded), outputs(model), atol=TOLERANCE, rtol=0)
 
 
 def test_without_its_start_it_is_refused_by_the_name_of_what_makes_it() -> None:

@@ -21,8 +21,6 @@ from peftkit.methods.lora_groups import LoRAGroup
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.model.modes import refresh_layouts
 from peftkit.quant.quantize import quantize_model
-from peftkit.train.memory.blocks import Blocks
-from peftkit.train.model import paths
 from tests.families import ARCHITECTURES
 
 FAMILIES = ("llama", "gpt2", "qwen2", "gpt_neox", "phi3", "gemma2", "deepseek_v3", "qwen3_moe")
@@ -233,14 +231,6 @@ def test_autocast_has_its_groups_beside_a_wide_base(monkeypatch: pytest.MonkeyPa
     assert all(group.takes(torch.zeros(1)) is False for group in groups_of(adapter))  # outside
 
 
-def test_the_header_of_a_run_says_what_is_computed_together() -> None:
-    model = built("llama", torch.float32)
-    adapter = filled(model, LoRA(rank=3, alpha=6), prepared=False)
-    assert "LoRA: 14 layers each on its own" in paths(model, Blocks(model), {})
-    adapter.prepare_training()
-    assert "LoRA: 8 groups of 14 layers" in paths(model, Blocks(model), {})
-
-
 def test_a_layer_with_another_input_breaks_its_group_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -255,16 +245,3 @@ def test_a_layer_with_another_input_breaks_its_group_up(
     torch.testing.assert_close(torch.stack([loss, again]), torch.stack([want, want]))
     torch.testing.assert_close(grads, wanted, rtol=1e-4, atol=1e-5)
     assert sorted(len(group.members) for group in groups_of(adapter)) == [1] * 10 + [2] * 2
-
-
-def test_dropout_drops_from_the_input_of_a_alone() -> None:
-    losses = []
-    for dropout in (0.0, 0.5):
-        adapter = filled(built("llama", torch.float32), LoRA(rank=3, alpha=6, dropout=dropout))
-        losses.append(gradients(adapter)[0])
-        with torch.no_grad():
-            for module in adapter.modules.values():
-                module.lora_B.zero_()
-        losses.append(gradients(adapter)[0])
-    assert losses[0] != losses[2]
-    torch.testing.assert_close(losses[1], losses[3])  # the base's part is never dropped

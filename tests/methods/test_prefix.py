@@ -5,7 +5,6 @@ from __future__ import annotations
 import peft
 import pytest
 import torch
-from transformers import BartConfig, BartForConditionalGeneration
 
 from peftkit.adapter import attach
 from peftkit.errors import TargetError
@@ -50,20 +49,6 @@ def test_each_layer_has_the_keys_and_values_that_the_file_has_for_it() -> None:
         for row in range(2):
             assert torch.equal(layer.keys[row, :, :4].transpose(0, 1), rows[:, index, 0])
             assert torch.equal(layer.values[row, :, :4].transpose(0, 1), rows[:, index, 1])
-
-
-def test_decoders_deeper_than_their_encoders_have_a_prefix_in_every_layer() -> None:
-    torch.manual_seed(0)
-    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 320}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    config = BartConfig(encoder_layers=1, decoder_layers=3, **sizes, **heads)
-    model = BartForConditionalGeneration(config).eval()
-    before = logits(model)
-    module = prefix_of(model)
-    assert module.shape == (3, 2, 8)
-    slots = {keys.data_ptr() for keys, _ in module.slots()}
-    assert len(slots) == 3
-    assert not torch.allclose(logits(model), before)
 
 
 def test_a_prefix_that_peft_made_with_a_network_is_read(tmp_path) -> None:

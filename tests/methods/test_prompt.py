@@ -10,7 +10,7 @@ from torch import nn
 
 from peftkit.adapter import attach
 from peftkit.errors import TargetError
-from peftkit.formats.peft.folder import load_adapter, read_adapter, save_adapter
+from peftkit.formats.peft.folder import load_adapter, read_adapter
 from peftkit.methods.prompt import PromptTuning
 from tests.families import ARCHITECTURES, VOCAB
 from tests.methods.test_virtual import IDS, build, logits
@@ -65,44 +65,6 @@ def test_classifiers_that_pool_the_last_token_find_it_behind_the_prompt() -> Non
     torch.testing.assert_close(logits(model, padded), logits(model), atol=1e-5, rtol=0)
     hidden = model.model(IDS).last_hidden_state
     torch.testing.assert_close(model.score(hidden)[:, -1], logits(model), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_classifiers_that_pool_the_mean_take_that_of_the_real_tokens(pooling) -> None:
-    torch.manual_seed(0)
-    config = ARCHITECTURES["modernbert"]().config
-    config.classifier_pooling = pooling
-    model = transformers.ModernBertForSequenceClassification(config).eval()
-    attach(model, PROMPT)
-    rows = []
-    model.head.register_forward_pre_hook(lambda _, args: rows.append(args[0]))
-    mask = torch.ones_like(IDS)
-    with torch.no_grad():
-        model(input_ids=IDS, attention_mask=mask)
-        hidden = model.model(input_ids=IDS, attention_mask=mask).last_hidden_state
-    first, mean = hidden[:, 0], hidden[:, -9:].mean(1)
-    expected = mean if pooling == "mean" else first
-    torch.testing.assert_close(rows[0], expected, atol=1e-5, rtol=0)
-
-
-def test_a_file_with_a_second_half_that_nothing_uses_is_kept_as_it_is(tmp_path) -> None:
-    config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="SEQ_2_SEQ_LM")
-    peft.get_peft_model(build("t5"), config).save_pretrained(tmp_path)
-    model = build("t5")
-    adapter = load_adapter(model, tmp_path, trainable=True)
-    (parameter,) = adapter.parameters()
-    assert parameter.shape == (6, 32)
-    before = logits(model)
-    with torch.no_grad():
-        parameter[3:] = 7.0
-    assert torch.equal(logits(model), before)
-    save_adapter(adapter, tmp_path / "again")
-    assert torch.equal(read_adapter_tensor(tmp_path / "again"), parameter)
-
-
-def read_adapter_tensor(folder) -> torch.Tensor:
-    adapter = load_adapter(build("t5"), folder, trainable=True)
-    return next(iter(adapter.parameters()))
 
 
 def test_a_prompt_that_peft_made_of_a_text_is_read(tmp_path) -> None:

@@ -24,7 +24,6 @@ from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.protocol import Method
 from peftkit.quant.quantize import quantize_model
 from peftkit.tasks.isolation import check_packing
-from peftkit.tasks.loss import target_rows, token_loss
 from peftkit.train.memory.blocks import Blocks
 from tests.families import ARCHITECTURES, PAD
 from tests.methods.cell import built as build
@@ -130,23 +129,6 @@ def test_gradient_checkpointing_changes_nothing(name, family) -> None:
     torch.testing.assert_close(found[0], found[1], atol=TOLERANCE, rtol=1e-4)
     flags = {getattr(m, "_can_checkpoint_with_cache", False) for m in model.modules()}
     assert flags == {False}  # as it was
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_step_leaves_no_cache_behind_and_the_loss_sees_the_real_tokens(name) -> None:
-    model = build("llama")
-    attach(model, METHODS[name])
-    inputs = {"input_ids": IDS, "use_cache": False}
-    assert model(**inputs).past_key_values is None
-    index, targets = torch.tensor([0, 3, 8, 12]), torch.tensor([7, 8, 9, 10])
-    expected = nn.functional.cross_entropy(
-        logits(model).flatten(0, 1)[index], targets, reduction="sum"
-    )
-    torch.testing.assert_close(token_loss(model, None, inputs, index, targets), expected)
-    assert target_rows(model, inputs, index).shape == (4, 32)
-    labels = model(**inputs, labels=IDS).loss
-    own = nn.functional.cross_entropy(logits(model)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
-    torch.testing.assert_close(labels, own)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 
-from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.request import StorageFormat
@@ -19,8 +18,6 @@ from peftkit.errors import ConfigError
 from peftkit.execution.environment import gpu_of_size
 from peftkit.kernels import packed as kernel
 from peftkit.kernels.packed import pieces_of, unpack, unpack_rows
-from peftkit.merging.fold import Tally, merge_dequantized
-from peftkit.methods.lora import LoRA
 from peftkit.planning.memory import MemoryEstimator
 from peftkit.quant.layers import QuantizedEmbedding, QuantizedLinear, pack
 from peftkit.run.config import Recipe
@@ -108,23 +105,6 @@ def test_skeleton_and_plan_have_the_same_bytes(folder: Path) -> None:
     recipe = from_dict(Recipe, given | {"base": {**given["base"], "dtype": "fp32"}}, "test")
     estimator = MemoryEstimator(recipe, model.config, gpu_of_size(10**9))
     assert estimator.steps.base.resident == expected
-
-
-def test_cache_keeps_it_and_a_merge_dequantises_it(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PEFTKIT_CACHE", str(tmp_path))
-    monkeypatch.setattr("peftkit.base.packed_bases.WORTH_KEEPING", 0)
-    base = opened(folder, "nf4", store="auto")
-    again = opened(folder, "nf4", store="auto")
-    with torch.no_grad():
-        assert torch.equal(base.model(IDS).logits, again.model(IDS).logits)
-        expected = base.model.get_input_embeddings().weight.clone()
-        head = base.model.get_output_embeddings().weight.clone()
-        adapter = attach(base.model, LoRA(rank=2, targets=("q",)), seed=0)
-        merged: Any = merge_dequantized(adapter, torch.float32, tally=Tally())
-    assert torch.equal(merged.get_input_embeddings().weight, expected)
-    assert torch.equal(merged.get_output_embeddings().weight, head)
 
 
 @pytest.mark.parametrize(

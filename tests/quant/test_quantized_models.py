@@ -106,15 +106,6 @@ def test_quantised_experts_pass_gradients_on(name) -> None:
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
-def test_quantised_experts_work_in_every_implementation(implementation) -> None:
-    model = ARCHITECTURES["mixtral"]().eval()
-    quantize_model(model, "nf4")
-    expected = outputs(model)
-    model.set_experts_implementation(implementation)
-    torch.testing.assert_close(outputs(model), expected, rtol=1e-4, atol=1e-4)
-
-
 def test_subclass_that_is_a_plain_linear_becomes_one_and_another_keeps_its_class() -> None:
     class Spelt(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
