@@ -24,7 +24,7 @@ from peftkit.base.pretrained import quiet
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.request import StorageFormat, request_of
 from peftkit.quant.quantize import quantize_model
-from tests.base.test_packing_loader import peak_of, state_of
+from tests.base.test_packing_loader import state_of
 from tests.families import ARCHITECTURES, VOCAB
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need: pip install gguf")
@@ -177,32 +177,3 @@ def test_every_architecture_loads_as_by_transformers(architecture, tmp_path) -> 
                 quantize_model(expected, form.quantize)
             same(built.model, expected)
             assert built.fingerprint == identity
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's figures")
-@pytest.mark.slow
-def test_peak_is_what_is_kept_and_the_tensor_in_hand(tmp_path) -> None:
-    config = transformers.LlamaConfig(
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=8,
-        vocab_size=512,
-        tie_word_embeddings=True,
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
-    writer.add_name("x")
-    for key, field in GGUF_TO_TRANSFORMERS_MAPPING["config"]["llama"].items():
-        if isinstance(value := getattr(config, field, None), int):
-            writer.add_uint32(f"llama.{key}", value)
-    writer.add_layer_norm_rms_eps(1e-6)
-    half = torch.zeros(2048, 512, dtype=torch.float16).numpy()
-    for name, value in file_tensors("llama", model).items():
-        rows = half[: value.shape[0], :1] if value.ndim == 1 else half.reshape(-1)[: value.numel()]
-        writer.add_tensor(name, rows.reshape(tuple(value.shape)))
-    finish(writer)
-    size = 4 * sum(p.numel() for p in model.parameters())
-    kept = size * 0.6 / 4 + 512 * 512 * 4
-    assert peak_of(tmp_path, "x.gguf") < kept + 80e6 < 0.8 * size

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from peftkit.base import build
 from peftkit.base.load import load_base
-from peftkit.base.request import fast_dtype
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import BaseError
 from peftkit.events import Event, Notice, Progress, Stage
@@ -70,10 +69,13 @@ def test_folder_loads_frozen_in_eval_mode_and_unchanged(model_folder, capfd) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)],
+    ("name", "dtype", "quantize"),
+    [
+        ("bf16", torch.bfloat16, "nf4"),
+        ("fp16", torch.float16, "int8"),
+        ("fp32", torch.float32, "none"),
+    ],
 )
-@pytest.mark.parametrize("quantize", ["none", "nf4", "int8"])
 def test_everything_computes_in_the_dtype_asked_for(model_folder, name, dtype, quantize) -> None:
     base = load_base(str(model_folder), dtype=name, quantize=quantize)
     plain = [p for n, p in base.model.named_parameters() if ".pack" not in n]
@@ -82,21 +84,6 @@ def test_everything_computes_in_the_dtype_asked_for(model_folder, name, dtype, q
     assert logits(base.model).dtype == dtype
     # computed in float32 by the models, whatever they are loaded in
     assert {b.dtype for b in base.model.buffers()} == {torch.float32}
-
-
-@pytest.mark.parametrize(
-    ("flags", "dtype"),
-    [
-        ("flags : sse avx2 avx512f", torch.float32),
-        ("flags : avx512f avx512_bf16", torch.bfloat16),
-        ("flags : amx_bf16 amx_tile", torch.bfloat16),
-        ("Features : asimd bf16", torch.bfloat16),
-    ],
-)
-def test_cpu_computes_in_bf16_where_it_has_instructions_for_it(flags, dtype, monkeypatch) -> None:
-    monkeypatch.setattr(Path, "exists", lambda path: True)
-    monkeypatch.setattr(Path, "read_text", lambda path: flags)
-    assert fast_dtype(torch.device("cpu")) == dtype
 
 
 def test_what_a_model_keeps_in_float32_stays_so_in_fp16() -> None:

@@ -29,10 +29,7 @@ CLASSES = (
     *("CausalLM", "Seq2SeqLM", "MaskedLM", "SequenceClassification", "TokenClassification"),
     *("ImageClassification", "ImageTextToText", "SpeechSeq2Seq"),
 )
-FAST = (
-    *("llama", "gpt2", "t5", "bert", "vit", "phi3", "falcon_new", "mpt"),
-    *("mixtral", "gpt_oss", "deepseek_v3", "idefics"),
-)
+FAST = (*("llama", "gpt2", "t5", "vit", "gpt_oss", "deepseek_v3"),)
 """Plain, transposed, tied, shared, fused and stacked weights; the others are in the whole grid."""
 
 

@@ -98,9 +98,9 @@ def in_bitsandbytes(source: Path, folder: Path, **settings: Any) -> Any:
     return theirs
 
 
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
-@pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "nested", "storage"), [("nf4", True, "bfloat16"), ("fp4", False, "uint8")]
+)
 def test_bits_of_bitsandbytes_are_taken_over(kind, nested, storage, model_folder, tmp_path) -> None:
     in_bitsandbytes(
         model_folder,

@@ -88,12 +88,3 @@ def test_what_transformers_would_not_take_is_refused(
 ) -> None:
     with pytest.raises(BaseError, match=words):
         recipe.run(settings(model_folder, tmp_path, scaling))
-
-
-def test_positions_that_are_not_rotary_cannot_be_scaled(tmp_path: Path, tokenizer: Any) -> None:
-    from tests.families import ARCHITECTURES
-
-    ARCHITECTURES["gpt2"]().save_pretrained(tmp_path / "gpt2")
-    tokenizer.save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(BaseError, match="no rope_parameters"):
-        recipe.run(settings(tmp_path / "gpt2", tmp_path, YARN))

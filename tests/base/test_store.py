@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -19,16 +18,15 @@ from peftkit.base.build import build
 from peftkit.base.load import Base, load_base
 from peftkit.base.locate import Location
 from peftkit.base.packed_bases import pack_base
-from peftkit.base.purpose import CAUSAL_LM, ClassHead, Purpose
-from peftkit.base.request import StorageFormat, fast_dtype, request_of
+from peftkit.base.purpose import ClassHead, Purpose
+from peftkit.base.request import StorageFormat, request_of
 from peftkit.base.store import stored_bases
-from peftkit.errors import BaseError, OutputError, RunError
+from peftkit.errors import RunError
 from peftkit.events import Event, Notice
 from peftkit.files import disk
 from peftkit.quant.audit import audit
 from peftkit_cli.app import run
 from tests.base.test_packing_loader import purpose_of, state_of
-from tests.base.test_quantized import in_fp8
 from tests.families import ARCHITECTURES
 
 CPU = torch.device("cpu")
@@ -160,41 +158,6 @@ def test_run_leaves_room_on_the_disk_and_packing_takes_what_fits(folder, monkeyp
     assert stored_bases() == []
     pack_base(str(folder))
     assert len(stored_bases()) == 1
-
-
-def test_disk_that_fills_up_while_writing_leaves_nothing(folder, cache, monkeypatch) -> None:
-    def full(path: Path, *args: object) -> None:
-        path.write_bytes(b"a part")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(disk, "write_tensor_stream", full)
-    with pytest.raises(OutputError, match="No space left"):
-        pack_base(str(folder))
-    assert stored_bases() == []
-
-
-def test_gguf_file_and_dequantised_checkpoint_are_kept_packed_too(cache, tmp_path) -> None:
-    pytest.importorskip("gguf")
-    from tests.base.test_gguf import write_random
-
-    where = write_random(tmp_path, "llama", "AutoModelForCausalLM")
-    in_fp8(tmp_path)
-    for time, source in enumerate((where.name, str(tmp_path))):
-        kept = pack_base(source)
-        gguf = where.gguf if ".g" in source else None
-        form = StorageFormat("nf4", True, fast_dtype(CPU), CPU, False)
-        wanted = request_of(Location(source, str(tmp_path), gguf=gguf), CAUSAL_LM, form)
-        built = build(wanted)
-        again = store.open_stored(kept, wanted)
-        assert again.fingerprint == built.fingerprint
-        assert all(
-            torch.equal(tensor, state_of(again.model)[name])
-            for name, tensor in state_of(built.model).items()
-        )
-        for file in (where.gguf_path, tmp_path / "model.safetensors"):
-            os.utime(file, ns=(time, time))
-        with pytest.raises(BaseError, match="have changed"):
-            store.open_stored(kept, wanted)
 
 
 def test_commands_pack_list_and_remove(folder, capsys) -> None:

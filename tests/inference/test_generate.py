@@ -63,38 +63,6 @@ def test_an_answer_ends_at_any_end_token_and_leaves_it_out(
     assert generate_ids(llama, tokenizer, PROMPTS, max_new_tokens=5) == [[200] * 5] * 4
 
 
-def test_a_models_own_sampling_settings_are_not_used(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    plain = generate_ids(llama, tokenizer, PROMPTS, max_new_tokens=9)
-    llama.generation_config = own = GenerationConfig(
-        do_sample=True, temperature=3.0, top_k=2, repetition_penalty=9.0, max_length=3, min_length=8
-    )
-    assert generate_ids(llama, tokenizer, PROMPTS, max_new_tokens=9) == plain
-    assert llama.generation_config is own
-
-
-def test_sampling_follows_the_temperature(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    with torch.no_grad():
-        logits = llama(torch.tensor([PROMPTS[0]])).logits[0, -1]
-    expected = torch.softmax(logits / 1.5, dim=-1)
-    drawn = generate_ids(
-        llama, tokenizer, [PROMPTS[0]] * 512, max_new_tokens=1, temperature=1.5, seed=1,
-        batch_size=512,
-    )  # fmt: skip
-    found = torch.bincount(torch.tensor([ids[0] if ids else EOS for ids in drawn]), minlength=384)
-    # The mean of 512 draws: three standard deviations of the likeliest token's share.
-    top = int(expected.argmax())
-    share = float(expected[top])
-    assert abs(float(found[top]) / 512 - share) < 3 * (share * (1 - share) / 512) ** 0.5
-    narrow = generate_ids(
-        llama, tokenizer, [PROMPTS[0]] * 64, max_new_tokens=1, temperature=1.5, top_p=share / 2
-    )
-    assert {tuple(ids) for ids in narrow} == {(top,)}
-
-
 def test_a_seed_repeats_and_leaves_the_generators_alone(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from peftkit.adapter import Adapter, attach
@@ -77,20 +77,3 @@ def test_generating_within_training_leaves_its_groups(tokenizer: Tokenizer) -> N
     after = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
     adapter.end_training()
     assert after == generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7) != before
-
-
-def test_the_head_is_given_rows_without_gaps(tokenizer: Tokenizer) -> None:
-    model: Any = FAMILIES["llama"]().eval()
-    assert why_plain(model, tokenizer) is None
-    given: list[bool] = []
-
-    def look(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        given.append(args[0].is_contiguous())
-
-    handle = model.lm_head.register_forward_hook(look)
-    generate_ids(model, tokenizer, PROMPTS, max_new_tokens=3)
-    assert given == [True] * 4  # the prompts, and three tokens
-    with torch.no_grad():
-        model(input_ids=torch.tensor([[3, 4, 5]] * 2), logits_to_keep=1)
-    assert given[4:] == [False]  # as transformers gives them
-    handle.remove()

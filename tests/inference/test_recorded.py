@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
 
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Request, Running
@@ -104,15 +103,3 @@ def test_a_model_that_waits_for_the_host_is_not_recorded(
         assert (engine.recorder.is_able, engine.recorder.num_recorded) == (False, 0)
     (record,) = caplog.records
     assert "not recorded: CUDA error" in record.message
-
-
-def test_memory_of_slots_that_are_empty_goes_where_others_grow() -> None:
-    model: Any = FAMILIES["llama"]().eval()
-    with simulated(), on_card(model) as engine:
-        engine.answers([[5, 6]] * 5, Sampling(10))
-        assert [(size, len(one.rows)) for size, one in engine._arenas.items()] == [(128, 0)]
-        engine.answers([list(range(5, 205))], Sampling(3))
-        assert list(engine._arenas) == [128, 256]  # one row more needs no more memory there
-        engine.answers([list(range(5, 205))] * 2, Sampling(3))
-        assert list(engine._arenas) == [256]
-        assert torch.cuda.memory_allocated() > 0

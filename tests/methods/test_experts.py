@@ -72,12 +72,9 @@ def test_gradients_are_those_of_the_weight_with_its_update(
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch.compile's own
 @pytest.mark.parametrize(
-    ("family", "implementation"),
-    [
-        ("mixtral", "batched_mm"),
-        pytest.param("gpt_oss", "grouped_mm", marks=pytest.mark.slow),
-    ],
+    ("family", "implementation"), [("mixtral", "batched_mm"), ("gpt_oss", "grouped_mm")]
 )
+@pytest.mark.slow
 def test_a_compiled_block_with_adapted_experts_is_one_graph(
     family: str, implementation: str
 ) -> None:

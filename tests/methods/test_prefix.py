@@ -26,17 +26,6 @@ def prefix_of(model, method: PrefixTuning = PREFIX) -> Prefix:
     return module
 
 
-@pytest.mark.parametrize(
-    ("family", "shape"),
-    [("llama", (2, 2, 8)), ("gpt2", (2, 4, 8)), ("falcon_mq", (2, 1, 8)), ("t5", (2, 4, 8))],
-)
-def test_the_tensor_has_the_size_of_what_the_layers_keep(family, shape) -> None:
-    module = prefix_of(build(family))
-    assert module.shape == shape
-    layers, heads, size = shape
-    assert module.prompt_embeddings.shape == (4, layers * 2 * heads * size)
-
-
 def test_each_layer_has_the_keys_and_values_that_the_file_has_for_it() -> None:
     model = build("llama")
     module = prefix_of(model)

@@ -12,7 +12,7 @@ from peftkit.adapter import attach
 from peftkit.errors import TargetError
 from peftkit.formats.peft.folder import load_adapter, read_adapter
 from peftkit.methods.prompt import PromptTuning
-from tests.families import ARCHITECTURES, VOCAB
+from tests.families import ARCHITECTURES
 from tests.methods.test_virtual import IDS, build, logits
 
 pytestmark = pytest.mark.filterwarnings(
@@ -38,21 +38,6 @@ def test_embeddings_in_place_of_tokens_get_the_prompt_too() -> None:
     embeds = model.get_input_embeddings()(IDS)
     found = model(inputs_embeds=embeds).logits
     torch.testing.assert_close(found, logits(model), atol=1e-6, rtol=0)
-
-
-def test_an_image_stays_where_its_tokens_are() -> None:
-    model = build("llava")
-    image = VOCAB - 1
-    ids = torch.cat([IDS[:1, :2], torch.full((1, 4), image), IDS[:1, 2:]], 1)
-    inputs = {"input_ids": ids, "pixel_values": torch.ones(1, 3, 8, 8)}
-    seen: list[torch.Tensor] = []
-    layer = model.model.language_model.layers[0]
-    with torch.no_grad():
-        layer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-        model(**inputs)
-        attach(model, PROMPT)
-        assert model(**inputs).logits.shape[1] == ids.shape[1]
-    assert torch.equal(seen[1][:, 4:], seen[0])
 
 
 def test_classifiers_that_pool_the_last_token_find_it_behind_the_prompt() -> None:

@@ -14,8 +14,7 @@ from peftkit.adapter import attach
 from peftkit.base.load import Base, load_base
 from peftkit.base.new_tokens import add_tokens, restore_tokens, save_tokenizer, token_rows
 from peftkit.errors import AdapterError, DataError, TargetError
-from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS, load_adapter
-from peftkit.formats.peft.low_rank import read_low_rank
+from peftkit.formats.peft.folder import CONFIG, TENSORS, load_adapter
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import Method
@@ -73,22 +72,6 @@ def test_the_file_has_the_rows_once_in_the_order_of_the_tokens(tmp_path: Path) -
 def test_what_is_no_row_is_refused_by_name(family: str, method: Method, message: str) -> None:
     with pytest.raises(TargetError, match=message):
         attach(built(family), method)
-
-
-def test_a_config_with_other_tokens_is_refused(tmp_path: Path) -> None:
-    saved(trained(built("llama"), LoRA(rank=2, token_rows=TOKENS)), tmp_path)
-    fields = json.loads((tmp_path / CONFIG).read_text())
-    wrong: dict[str, Any]
-    for wrong in ({"trainable_token_indices": [40, 12]}, {"trainable_token_indices": ["a"]}):
-        (tmp_path / CONFIG).write_text(json.dumps(fields | wrong))
-        with pytest.raises(AdapterError, match=r"was changed after|is not valid"):
-            load_adapter(built("llama"), tmp_path)
-    (tmp_path / CONFIG).write_text(json.dumps(fields | {"trainable_token_indices": [40, 12]}))
-    (tmp_path / NOTES).unlink()
-    with pytest.raises(AdapterError, match=r"misshapen: model\.embed_tokens"):
-        load_adapter(built("llama"), tmp_path)
-    with pytest.raises(AdapterError, match=r"trainable_token_indices: \[40, 12\]"):
-        read_low_rank(tmp_path)
 
 
 # ------------------------------------------------------------------- tokens that are new

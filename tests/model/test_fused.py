@@ -95,23 +95,6 @@ def test_only_where_there_is_a_kernel_and_nobody_else_makes_one() -> None:
     assert type(norm) is Norm
 
 
-def test_blocks_are_still_compiled_once() -> None:
-    torch._dynamo.reset()
-    blocks = nn.ModuleList(Norm() for _ in range(3))
-    graphs: list[Any] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    with fused_modules(blocks):
-        x = torch.randn(3, 8)
-        for block in blocks:
-            found = torch.compile(type(block).forward, backend=backend)(block, x)
-            torch.testing.assert_close(found, block(x))
-    assert len(graphs) == 1
-
-
 class Layer(nn.Module):
     """A gated feed-forward layer, or nearly."""
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import pytest
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from peftkit.errors import TargetError
 from peftkit.model import roles as table
@@ -112,18 +111,6 @@ def test_experts_are_stacks_with_the_rows_of_each_role() -> None:
     assert stacked_shape(experts, "down_proj") == (4, 64, 32)
 
 
-def test_dense_shared_and_routed_layers_of_deepseek_are_told_apart() -> None:
-    model = build("deepseek_v3")
-    assert paths(model, "gate") == ["model.layers.0.mlp.gate_proj"]
-    assert paths(model, "shared_gate") == ["model.layers.1.mlp.shared_experts.gate_proj"]
-    assert paths(model, "expert_gate") == ["model.layers.1.mlp.experts"]
-    assert len(paths(model, "ffn")) == 6
-    assert paths(model, "q", "kv")[:3] == [
-        f"model.layers.0.self_attn.{leaf}_proj{rest}"
-        for leaf, rest in (("q_a", ""), ("q_b", ""), ("kv_a", "_with_mqa"))
-    ]
-
-
 # ------------------------------------------------------------------- sides and halves
 
 
@@ -224,14 +211,6 @@ def test_an_adapter_of_peft_is_refused() -> None:
     layer.q_proj = nn.ModuleDict({"base_layer": layer.q_proj})
     with pytest.raises(TargetError, match="carries an adapter of PEFT at model"):
         resolve(model, "q")
-
-
-def test_cross_attention_of_gpt2_holds_keys_and_values_alone() -> None:
-    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4, add_cross_attention=True))
-    cross = "transformer.h.0.crossattention"
-    assert paths(model, "cross_q", "cross_o") == [f"{cross}.q_attn", f"{cross}.c_proj"]
-    rows = {"cross_k": [*range(32)], "cross_v": [*range(32, 64)]}
-    assert rows_of(resolve(model, ["cross_k", "cross_v"])[0].rows) == rows
 
 
 # ------------------------------------------------------------------- unknown architectures

@@ -170,20 +170,6 @@ def test_autocast_computes_in_its_dtype_and_gives_gradients_in_that_of_the_input
     assert x.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize(("kind", "double"), FORMS)
-def test_casting_changes_the_compute_dtype_and_no_bit_of_the_weight(kind, double) -> None:
-    _, quantized = layer(kind, double=double)
-    before = {name: p.clone() for name, p in quantized.named_parameters() if name != "bias"}
-    weight = quantized.weight
-    for cast in (quantized.half, quantized.bfloat16, quantized.float):
-        cast()
-        after = dict(quantized.named_parameters())
-        assert all(torch.equal(after[name], p) for name, p in before.items())
-        assert {after[name].dtype for name in before} == {p.dtype for p in before.values()}
-        assert quantized.weight.dtype == quantized.bias.dtype == quantized.packing.dtype
-    assert torch.equal(quantized.weight, weight)
-
-
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch of its own tracing
 @pytest.mark.parametrize(("kind", "double"), FORMS)
 def test_compiled_layer_computes_the_same_without_a_graph_break(kind, double) -> None:

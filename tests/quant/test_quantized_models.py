@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from peftkit.errors import BaseError
-from peftkit.kernels.packing import keep_copies, packed_tensors
+from peftkit.kernels.packing import packed_tensors
 from peftkit.model.places import is_linear
 from peftkit.quant.audit import audit
 from peftkit.quant.layers import QuantizedLinear
@@ -171,19 +171,3 @@ def test_what_makes_no_sense_is_refused(model, kind, words) -> None:
 
 
 # ------------------------------------------------------------------- kept copies
-
-
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_copies_are_kept_where_all_fit_and_change_nothing(name) -> None:
-    model = ARCHITECTURES[name]().eval()
-    found = quantize_model(model, "nf4")
-    expected = outputs(model)
-    size = 4 * sum(row.num_parameters for row in found.rows if row.is_quantized)
-    assert keep_copies(model, size - 1) == 0
-    assert audit(model).copy_bytes == 0
-    assert keep_copies(model, size) == size
-    assert audit(model).copy_bytes == size
-    assert audit(model).table().rows[-1][0] == "copies kept for speed"
-    assert torch.equal(outputs(model), expected)
-    assert keep_copies(model, 0) == 0
-    assert audit(model).copy_bytes == 0
