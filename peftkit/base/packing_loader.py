@@ -29,12 +29,9 @@ from peftkit.kernels.packing import Packing
 from peftkit.quant.layers import pack
 from peftkit.quant.quantize import (
     Job,
-    embedding_jobs,
     install_packed,
     is_turned,
     not_quantizable,
-    quantizable,
-    tower_paths,
 )
 
 TRIM_BYTES = 1 << 26
@@ -67,10 +64,9 @@ class PackingLoader:
         self.form, self.has_head, self.on_event = form, has_head, on_event
         self.settings, self._put = settings, put or (lambda tensor: tensor)
         self.taken: dict[int, bytes] = {}
-        self._jobs: list[Job] = []
+        self._jobs: dict[Job, str] = {}
         self._by_name: dict[str, Job] = {}
         self._packings: dict[int, Packing] = {}
-        self._tables: set[nn.Module] = set()
         self._kept: list[Tensor] = []  # an id is only known while its tensor lives
         self._shapes: dict[str, torch.Size] = {}
         self._misshapen: set[str] = set()
@@ -89,24 +85,14 @@ class PackingLoader:
         self._head = head_of_classes(model) if self.has_head else ()
         if self.kind != "none" or self.settings is not None:
             with _as_tied(model):
-                kept = (
-                    () if self.form.quantize_towers or self.kind == "none" else tower_paths(model)
-                )
-                too = self.form.embeddings != "none"
-                self._jobs = quantizable(model, keep=(*self._head, *kept), embeddings=too)
-                self._tables = {module for _, module, _ in embedding_jobs(model)} if too else set()
+                self._jobs = self.form.jobs(model, self._head)
         self._by_name = {f"{job[0]}.{job[2]}": job for job in self._jobs}
 
     def bytes_per_value(self, name: str) -> float | None:
         """Return what a value of a parameter that is packed takes, scales included."""
-        if self.kind == "none":
+        if self.kind == "none" or name not in self._by_name:
             return None
-        if name not in self._by_name:
-            return None
-        return 1.01 if self._kind_of(name) == "int8" else 0.57
-
-    def _kind_of(self, name: str) -> str:
-        return self.form.kind_of(self._by_name[name][1], self._tables)
+        return 1.01 if self._jobs[self._by_name[name]] == "int8" else 0.57
 
     def wants(self, name: str) -> bool:
         """Tell whether a parameter passes through here."""
@@ -161,12 +147,13 @@ class PackingLoader:
     def _packed(self, name: str, value: Tensor) -> Tensor:
         if name not in self._by_name or self.kind == "none":
             return nn.Parameter(self._put(value), requires_grad=False)
-        _, module, leaf = self._by_name[name]
+        job = self._by_name[name]
+        _, module, leaf = job
         if is_turned(module, leaf):
             value = value.t()
         try:
             packed, packing = pack(
-                value.to(self.device), self._kind_of(name), double_quant=self.form.double_quant
+                value.to(self.device), self._jobs[job], double_quant=self.form.double_quant
             )
         except ValueError as error:
             self._problems[name] = f"{name} of {type(module).__name__}: {error}"

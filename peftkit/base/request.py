@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from peftkit.base.locate import Location
 from peftkit.base.pretrained import check_config
 from peftkit.base.purpose import Purpose
 from peftkit.kernels.device import gpu_of
+from peftkit.quant.quantize import Job, quantizable, tower_paths
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -38,9 +39,19 @@ class StorageFormat:
     quantize_towers: bool = False
     embeddings: str = "none"
 
-    def kind_of(self, module: nn.Module, tables: Collection[nn.Module]) -> str:
-        """Return the kind that a weight is packed in: that of embedding and head is their own."""
-        return self.embeddings if module in tables else self.quantize
+    def jobs(self, model: nn.Module, head: Sequence[str]) -> dict[Job, str]:
+        """Return the weights of a model that are packed, and in which kind.
+
+        Args:
+            head: Paths of the modules of its head, which are not.
+        """
+        packs_towers = self.quantize_towers or self.quantize == "none"  # as its files have them
+        keep = head if packs_towers else (*head, *tower_paths(model))
+        found = dict.fromkeys(quantizable(model, keep), self.quantize)
+        if self.embeddings != "none":
+            both = quantizable(model, keep, embeddings=True)
+            found |= dict.fromkeys(both[len(found) :], self.embeddings)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,9 @@ from peftkit.base.request import StorageFormat
 from peftkit.kernels.packing import Packing
 from peftkit.quant.layers import empty_packed
 from peftkit.quant.quantize import (
-    embedding_jobs,
     has_plain_forward,
     install_packed,
     is_turned,
-    quantizable,
-    tower_paths,
 )
 
 DEPTHS = (
@@ -121,15 +118,11 @@ def packed_skeleton(
     if form.quantize == "none" and settings is None:
         return model
     head = head_of_classes(model) if purpose.head is not None else ()
-    packs_towers = form.quantize_towers or settings is not None
-    too = form.embeddings != "none"
-    left = head if packs_towers else (*head, *tower_paths(model))
-    jobs = quantizable(model, keep=left, embeddings=too)
-    tables = {module for _, module, _ in embedding_jobs(model)} if too else set()
+    jobs = form.jobs(model, head)
     device = torch.device("cpu" if counted else "meta")
     made: dict[int, nn.Parameter] = {}  # of each weight, which may be tied
     packings = {}
-    for path, module, name in jobs:
+    for (path, module, name), kind in jobs.items():
         weight = module._parameters[name]
         if settings is not None and not has_codes(settings, weight):
             continue
@@ -144,7 +137,6 @@ def packed_skeleton(
                     packed, kept, scales = empty_codes(shape, scheme_of(settings, path))
                     packing = Packing(kept, form.dtype, scales)
                 else:
-                    kind = form.kind_of(module, tables)
                     packed, packing = empty_packed(
                         shape, kind, form.dtype, double_quant=form.double_quant
                     )
