@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -26,12 +25,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from peftkit.errors import AdapterError, TargetError, did_you_mean
+from peftkit.errors import AdapterError, TargetError, did_you_mean, first_few
 from peftkit.methods.peft_format import LAYERS, PeftFormat
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method
 from peftkit.model import roles as table
 from peftkit.model.blocks import Sublayer, find_sublayers, width_of
-from peftkit.model.targets import Site, resolve
+from peftkit.model.targets import Site, matches, resolve
 
 ALL = "blocks"
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -206,9 +205,7 @@ def _chosen(model: nn.Module, parts: list[Sublayer], target: str) -> set[str]:
     if target in table.QUALIFIERS:
         there = _on_side(model, target)
         return {p.path for p in parts if any(path.startswith(f"{p.block}.") for path in there)}
-    return {
-        part.path for part in parts if any(_matches(n, target) for n in (part.path, part.block))
-    }
+    return {part.path for part in parts if any(matches(n, target) for n in (part.path, part.block))}
 
 
 def _on_side(model: nn.Module, side: str) -> list[str]:
@@ -218,10 +215,6 @@ def _on_side(model: nn.Module, side: str) -> list[str]:
         return []
 
 
-def _matches(path: str, pattern: str) -> bool:
-    return fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}")
-
-
 def _no_match(model: nn.Module, parts: list[Sublayer], failed: list[str]) -> TargetError:
     name, blocks = type(model).__name__, list(dict.fromkeys(part.block for part in parts))
     if not blocks:
@@ -229,14 +222,9 @@ def _no_match(model: nn.Module, parts: list[Sublayer], failed: list[str]) -> Tar
             f"{name} has no blocks with a feed-forward part for bottleneck adapters.",
             fix="Use a method that sits on linear layers, such as lora.",
         )
-    sides = [side for side in table.QUALIFIERS if _chosen(model, parts, side)]
-    counts = {block.rpartition(".")[0]: 0 for block in blocks}
-    for block in blocks:
-        counts[block.rpartition(".")[0]] += 1
-    there = ", ".join(f"{path}.* ({count})" for path, count in counts.items())
-    hint = did_you_mean(failed[0], [ALL, *sides]) if failed else ""
+    hint = did_you_mean(failed[0], [ALL, *table.QUALIFIERS]) if failed else ""
     return TargetError(
         f"no block matches {', '.join(map(repr, failed)) or 'no target'} in {name}.",
-        found=f"Its blocks: {there}. Sides: {', '.join(sides)}. {hint}".rstrip(),
+        found=f"Its blocks: {first_few(blocks, 4, ', ')}. {hint}".rstrip(),
         fix=f"Use '{ALL}' for all of them.",
     )

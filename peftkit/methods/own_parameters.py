@@ -13,7 +13,6 @@ Shapes: in, out features of a layer.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from peftkit.methods.protocol import (
     Method,
 )
 from peftkit.model.places import find_places, is_conv1d, is_linear, linear_shape, walk
-from peftkit.model.targets import Site, resolve
+from peftkit.model.targets import Site, matches, resolve
 
 NORMS = "norms"
 
@@ -88,7 +87,7 @@ def is_norm(module: nn.Module) -> bool:
 
 def has_name(path: str, target: str) -> bool:
     """True if a target names the norm at a path."""
-    return target == NORMS or fnmatchcase(path, target) or fnmatchcase(path, f"*.{target}")
+    return target == NORMS or matches(path, target)
 
 
 ALL = "all"

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import cast
@@ -169,8 +169,8 @@ def resolve(model: nn.Module, targets: Sequence[str] | str, *, stacks: bool = Tr
     named: set[int] = set()
     failed: list[str] = []
     for target in asked:
-        matches = _matcher(target)
-        hits = [(i, found) for i, place in enumerate(places) if (found := matches(place))]
+        chooses = _matcher(target)
+        hits = [(i, found) for i, place in enumerate(places) if (found := chooses(place))]
         for index, found in hits:
             chosen.setdefault(index, set()).update(found)
             if target.rpartition(".")[2] not in table.GROUPS:
@@ -218,7 +218,7 @@ def _matcher(target: str) -> Callable[[ModelWeight], set[str]]:
         return lambda place: {""} if not place.is_embedding and _has_name(place, target) else set()
     wanted = table.GROUPS.get(rest, (rest,))
 
-    def matches(place: ModelWeight) -> set[str]:
+    def chooses(place: ModelWeight) -> set[str]:
         if qualifier:
             return {r for r in place.roles if r in wanted} if _on(place, qualifier) else set()
         if rest == table.ALL_LINEAR:
@@ -226,7 +226,7 @@ def _matcher(target: str) -> Callable[[ModelWeight], set[str]]:
         names = zip(place.roles, place.names, strict=True)
         return {role for role, name in names if name in wanted}
 
-    return matches
+    return chooses
 
 
 def _is_role(word: str) -> bool:
@@ -253,17 +253,18 @@ def _find_unsplit_fused(places: list[ModelWeight], target: str) -> ModelWeight |
     found = re.fullmatch(r"(.*[._])?(q|k|v|gate|up)", target)
     if not found:
         return None
-    matches = _matcher((found[1] or "") + table.WHOLES[found[2]])
-    return next((place for place in places if matches(place) - {""}), None)
+    chooses = _matcher((found[1] or "") + table.WHOLES[found[2]])
+    return next((place for place in places if chooses(place) - {""}), None)
 
 
 def _has_name(place: ModelWeight, pattern: str) -> bool:
     names = [place.path, f"{place.path}.{place.parameter}"]
-    return _matches(names if place.parameter else names[:1], pattern)
+    return any(matches(name, pattern) for name in (names if place.parameter else names[:1]))
 
 
-def _matches(names: Iterable[str], pattern: str) -> bool:
-    return any(fnmatchcase(n, pattern) or fnmatchcase(n, f"*.{pattern}") for n in names)
+def matches(path: str, pattern: str) -> bool:
+    """Tell whether a pattern, with a shell's wildcards, names a path or its end from a dot on."""
+    return fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}")
 
 
 # ------------------------------------------------------------------- errors
@@ -305,7 +306,7 @@ def _why(model: nn.Module, places: list[ModelWeight], target: str) -> str:
         )
     if _is_role(target) or _is_role(target.partition(".")[2]):
         return ""
-    others = Counter(type(m).__name__ for path, m, _ in walk(model) if _matches([path], target))
+    others = Counter(type(m).__name__ for path, m, _ in walk(model) if matches(path, target))
     if others:
         kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common(4))
         return f"'{target}' matches modules, but none of them is linear: {kinds}."
