@@ -71,7 +71,6 @@ class AdapterBank:
         self._switch = Switch()
         self._layers: dict[str, BankLinear] = {}
         self._files: dict[str, AdapterFile] = {}
-        self._held: list[Routing] = []
         if any(unwrap_adapter(module) is not module for module in base.model.modules()):
             raise AdapterError(
                 f"{type(base.model).__name__} carries an adapter already",
@@ -129,7 +128,7 @@ class AdapterBank:
             AdapterError: There is none of this name, or a batch uses it.
         """
         self._known(name)
-        if any(name in routing.names for routing in self._held):
+        if any(name in routing.names for routing in self._switch.held):
             raise AdapterError(
                 f"the adapter '{name}' is in use", fix="Leave the `with bank.use(...)` block first."
             )
@@ -154,7 +153,7 @@ class AdapterBank:
         routing = Routing.of(rows)
         for name in routing.names:
             self._known(name)
-        return InUse(self._switch, self._held, routing)
+        return InUse(self._switch, routing)
 
     def num_bytes(self, name: str) -> int:
         """Return the memory that an adapter takes.

@@ -116,32 +116,29 @@ class Routing:
         return self.ranks[key]
 
 
-@dataclass(slots=True)
 class Switch:
-    """The current routing, shared by all layers of a bank."""
+    """The routings that hold, the last of them for all layers of a bank."""
 
-    routing: Routing = field(default_factory=Routing)
+    def __init__(self) -> None:
+        self.held: list[Routing] = []
+        self._bare = Routing()
+
+    @property
+    def routing(self) -> Routing:
+        return self.held[-1] if self.held else self._bare
 
 
 class InUse:
-    """A context within which a routing holds, and what was made for it stays.
+    """A context within which a routing holds, and what was made for it stays."""
 
-    Args:
-        held: Of the bank: the routings that hold.
-    """
-
-    def __init__(self, switch: Switch, held: list[Routing], routing: Routing) -> None:
-        self._switch, self._held, self._routing = switch, held, routing
-        self._before: list[Routing] = []
+    def __init__(self, switch: Switch, routing: Routing) -> None:
+        self._held, self._routing = switch.held, routing
 
     def __enter__(self) -> None:
-        self._before.append(self._switch.routing)
         self._held.append(self._routing)
-        self._switch.routing = self._routing
 
     def __exit__(self, *raised: object) -> None:
-        self._switch.routing = self._before.pop()
-        self._held.remove(self._routing)
+        self._held.pop()
 
 
 @dataclass(frozen=True, slots=True)

@@ -305,8 +305,6 @@ class Engine(ABC):
 
 def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
     """Return how many tokens may follow the longest prompt."""
-    if max_new_tokens < 1:
-        raise DataError(f"max_new_tokens is {max_new_tokens}.", fix="Give a number above 0.")
     if not all(prompts):
         raise DataError("the prompt is empty: it has no tokens.", fix="Give at least one word.")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
