@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from peftkit.tasks.causal_lm import CausalLM as CausalLM
     from peftkit.tasks.causal_lm import CausalLMConfig as CausalLMConfig
     from peftkit.tasks.ctc import CTCConfig as CTCConfig
-    from peftkit.tasks.distill.config import DistillConfig as DistillConfig
+    from peftkit.tasks.distill.task import DistillConfig as DistillConfig
     from peftkit.tasks.embedding import EmbeddingConfig as EmbeddingConfig
     from peftkit.tasks.image_classification import ImageClassification as ImageClassification
     from peftkit.tasks.image_classification import (
@@ -98,8 +98,8 @@ if TYPE_CHECKING:
     from peftkit.tasks.media_text import ImageTextConfig as ImageTextConfig
     from peftkit.tasks.media_text import MediaText as ImageText
     from peftkit.tasks.media_text import MediaText as MediaText
-    from peftkit.tasks.on_policy.config import GRPOConfig as GRPOConfig
     from peftkit.tasks.on_policy.rewards import RewardTerm as RewardTerm
+    from peftkit.tasks.on_policy.task import GRPOConfig as GRPOConfig
     from peftkit.tasks.preference.config import PreferenceConfig as PreferenceConfig
     from peftkit.tasks.reranker import RerankerConfig as RerankerConfig
     from peftkit.tasks.reward import RewardConfig as RewardConfig

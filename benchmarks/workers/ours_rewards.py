@@ -17,9 +17,9 @@ from peftkit.data.load import DataConfig
 from peftkit.events import Event, RolledOut, StepDone
 from peftkit.formats.peft.folder import load_adapter
 from peftkit.run.config import Recipe
-from peftkit.tasks.on_policy.config import GRPOConfig
 from peftkit.tasks.on_policy.rewards import RewardTerm
 from peftkit.tasks.on_policy.rows import Group
+from peftkit.tasks.on_policy.task import GRPOConfig
 
 APART = 0.2
 """Standard deviation of old log-probabilities around those now."""

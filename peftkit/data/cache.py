@@ -15,7 +15,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from functools import lru_cache
 from importlib.metadata import version
@@ -30,8 +29,6 @@ from peftkit.errors import DataError, RunError
 from peftkit.events import Listener, Notice, Progress, ignore
 from peftkit.files.folders import alone
 
-TOLD_ROWS = 10_000
-"""Encoding fewer rows is not worth a word."""
 REREAD_BYTES = 256 << 20
 """A larger file with wrong rows is not read again to count them all."""
 CODE_OF_OTHERS = ("transformers", "tokenizers")
@@ -55,12 +52,12 @@ def encoded(
         if name is None:  # nothing tells its content: mapped, and gone with the process
             return _encode(where, None, num_lines, encoder, on_event, processes)
         folder = cache_folder() / name
-        if (found := _kept(where, folder, encoder, on_event)) is not None:
+        if (found := _kept(where, folder, encoder)) is not None:
             return found
         folder.parent.mkdir(parents=True, exist_ok=True)
         waiting = Notice(f"Another process encodes {where}; waiting for it.")
         with alone(folder, lambda: on_event(waiting)):
-            if (found := _kept(where, folder, encoder, on_event)) is not None:
+            if (found := _kept(where, folder, encoder)) is not None:
                 return found  # another process was at it
             return _encode(where, folder, num_lines, encoder, on_event, processes)
     except OSError as problem:
@@ -77,17 +74,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("HF_DATASETS_CACHE") or Path(home) / "datasets") / "peftkit"
 
 
-def _kept(where: str, folder: Path, encoder: RowEncoder, on_event: Listener) -> StoredRows | None:
+def _kept(where: str, folder: Path, encoder: RowEncoder) -> StoredRows | None:
     """Open the rows of a folder; None where they are not there, harmed, or of other files."""
     try:
         found = open_rows(where, folder, columns_of(encoder.kind))
     except (OSError, ValueError, KeyError):
         return None
-    if not found.is_current:
-        return None
-    if found.num_read >= TOLD_ROWS:
-        on_event(Notice(f"{where}: {found.num_read:,} rows were encoded before."))
-    return found
+    return found if found.is_current else None
 
 
 def _encode(
@@ -106,15 +99,8 @@ def _encode(
         shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
     temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
-        began = time.perf_counter()
         found = _told(blocks(where, encoder, processes), where, num_lines, on_event)
-        number = write_rows(where, temporary, columns, found)
-        seconds = time.perf_counter() - began
-        if number >= TOLD_ROWS:
-            rate = number / max(seconds, 1e-9)
-            on_event(
-                Notice(f"{where}: encoded {number:,} rows in {seconds:.0f} s, {rate:,.0f} rows/s.")
-            )
+        write_rows(where, temporary, columns, found)
         if folder is None:
             return open_rows(where, temporary, columns)
         shutil.rmtree(folder, ignore_errors=True)  # harmed, or of other files

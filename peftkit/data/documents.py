@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from peftkit.data.cache import tokenizer_key
 from peftkit.data.columns import Dropped
-from peftkit.data.encode import STYLES, Encoder, Style
+from peftkit.data.encode import Encoder, Style
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import FieldNames, ParsedRow, parse
 from peftkit.data.load import FormatName, Record
@@ -70,12 +70,6 @@ class DocumentEncoder(RowEncoder):
         counts.update(encoder.counts)
         style: str = encoder.style(read.examples[0]).kind
         return EncodedRows(rows, {"format": str(read.format), "style": style}, counts, read.unused)
-
-
-def style_of(agreed: Mapping[str, str], template: str | None, reasoning: str) -> Style:
-    """Return how generation has to prompt a model that learnt from rows that agreed on this."""
-    kind = next(one for one in STYLES if one == agreed["style"])
-    return Style(kind, template, reasoning) if kind == "chat" else Style(kind)
 
 
 def agreed_style(known: Style | None, style: Style, where: str) -> Style:

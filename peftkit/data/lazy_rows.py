@@ -68,13 +68,6 @@ class LazyRows(Sequence[Any]):
                 self._tokens_in_hand -= OBJECT + num_tokens(oldest)
         return found
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence) or len(other) != len(self):
-            return NotImplemented if not isinstance(other, Sequence) else False
-        return all(one == two for one, two in zip(self, other, strict=True))
-
-    __hash__ = None  # type: ignore[assignment]
-
     def row(self, place: int) -> Any:
         """Make a row."""
         raise NotImplementedError
@@ -240,8 +233,8 @@ def _numbers(column: Any) -> Tensor:
     return torch.tensor(column.to_numpy())
 
 
-def write_rows(where: str, folder: Path, columns: Columns, found: Iterator[Block]) -> int:
-    """Write blocks, and what was counted, into a folder; return the number of records.
+def write_rows(where: str, folder: Path, columns: Columns, found: Iterator[Block]) -> None:
+    """Write blocks, and what was counted, into a folder.
 
     Raises:
         DataError: There are none.
@@ -275,7 +268,6 @@ def write_rows(where: str, folder: Path, columns: Columns, found: Iterator[Block
         "checksum": checksum(folder / ROWS),
     }
     (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
-    return num_read
 
 
 def open_rows(where: str, folder: Path, columns: Columns) -> StoredRows:

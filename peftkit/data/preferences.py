@@ -40,6 +40,8 @@ from peftkit.data.messages import (
 from peftkit.errors import DataError
 
 SIDES = ("chosen", "rejected")
+PAIRS = "pairs of a chosen and a rejected answer"
+"""The rows' format, in words."""
 LABEL = "label"
 ANSWERERS = ("assistant", "gpt", "model", "bot", "chatgpt", "function_call")
 """Whose turn begins an answer that is given without its prompt."""
@@ -74,10 +76,8 @@ class Verdict:
     source: str
 
 
-def read_pairs_of(
-    records: Sequence[Record], where: str, *, margin: str | None = None
-) -> tuple[list[Pair | Dropped], tuple[str, ...]]:
-    """Return the pairs of a file, and the fields that were not used.
+def read_pair(record: Record, margin: str | None = None) -> tuple[Pair | Dropped, Sequence[str]]:
+    """Return the pair of a row, and the fields that it was made of.
 
     A row with an empty answer, or with two equal ones, is dropped.
 
@@ -85,18 +85,25 @@ def read_pairs_of(
         margin: Field with the margin, if there is to be one.
 
     Raises:
+        WrongField: It is no pair.
+    """
+    if _is_useless(record):
+        return Dropped(record.source, USELESS), ()
+    pair, own = _pair(record)
+    if margin is None:
+        return pair, [*own]
+    return replace(pair, margin=_number(record.fields, margin)), [*own, margin]
+
+
+def read_pairs_of(
+    records: Sequence[Record], where: str
+) -> tuple[list[Pair | Dropped], tuple[str, ...]]:
+    """Return the pairs of a file, and the fields that were not used.
+
+    Raises:
         DataError: With file, line and field of the first few rows that are no pairs.
     """
-
-    def read(record: Record) -> tuple[Pair | Dropped, set[str]]:
-        if _is_useless(record):
-            return Dropped(record.source, USELESS), set()
-        pair, own = _pair(record)
-        if margin is None:
-            return pair, own
-        return replace(pair, margin=_number(record.fields, margin)), {*own, margin}
-
-    return read_each(records, read, "pairs of a chosen and a rejected answer", where)
+    return read_each(records, read_pair, PAIRS, where)
 
 
 def read_verdicts(

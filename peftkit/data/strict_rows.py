@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,12 +26,7 @@ _TO_UTF8 = "Convert it: iconv -f {} -t UTF-8 {} > utf8{}"
 _SIGNATURES = (
     (b"\x1f\x8b", "It is compressed with gzip.", "Unpack it first: gunzip FILE."),
     (b"PK\x03\x04", "It is a zip archive.", "Unpack it and give the file inside."),
-    (b"BZh", "It is compressed with bzip2.", "Unpack it first: bunzip2 FILE."),
-    (b"\xfd7zXZ", "It is compressed with xz.", "Unpack it first: unxz FILE."),
-    (b"\x28\xb5\x2f\xfd", "It is compressed with zstd.", "Unpack it first: unzstd FILE."),
     (b"PAR1", "It is a Parquet file.", "Rename it to .parquet."),
-    (b"ARROW1", "It is an Arrow file.", "Save it as Parquet or JSON Lines."),
-    (b"%PDF", "It is a PDF.", "Give JSON Lines, JSON, CSV or Parquet."),
     (b"\x80\x04", "It is a pickle; peftkit never opens one.", "Save the rows as JSON Lines."),
     (b"\x80\x05", "It is a pickle; peftkit never opens one.", "Save the rows as JSON Lines."),
     (
@@ -101,17 +95,20 @@ def line_parts(path: Path) -> Iterator[tuple[int, int, int]]:
 
 
 def read_json(path: Path) -> Iterator[tuple[int, Fields]]:
-    """Yield (line, object) of a JSON file that holds an array of objects."""
+    """Yield (number from 1, object) of a JSON file that holds an array of objects."""
     raw = path.read_bytes()
     _check_text(path, raw[:4096])
     text = _decoded(path, raw, 1)
-    if not text.lstrip().startswith("["):
-        raise _not_an_array(path, text)
-    line, counted = 1, 0
-    for start, value in _elements(path, text):
-        line += text.count("\n", counted, start)
-        counted = start
-        yield line, _object(value, f"{path}:{line}")
+    rows, end = _decode(text, len(text) - len(text.lstrip()), str(path), skip_lines=True)
+    if not isinstance(rows, list) or text[end:].strip():
+        lines = "JSON Lines" if isinstance(rows, dict) and text[end:].strip() else "something else"
+        raise DataError(
+            f"Cannot read {path} as a JSON array.",
+            found=f"It holds {lines}, or more than one value.",
+            fix="A .json file holds an array of rows, [{...}, {...}]; JSON Lines end in .jsonl.",
+        )
+    for number, value in enumerate(rows, start=1):
+        yield number, _object(value, f"{path}:{number}")
 
 
 def read_csv(path: Path) -> Iterator[tuple[int, Fields]]:
@@ -176,15 +173,10 @@ def _check_header(path: Path, header: list[str]) -> None:
 
 def _check_text(path: Path, head: bytes) -> None:
     what = named_for_what_it_is(head)
-    if what is None and (head.startswith((b"\xff\xfe", b"\xfe\xff")) or _looks_like_utf16(head)):
+    if what is None and head.startswith((b"\xff\xfe", b"\xfe\xff")):
         what = "It is UTF-16, not UTF-8.", _TO_UTF8.format("UTF-16", path, path.suffix)
     if what is not None:
         raise DataError(f"Cannot read {path}.", found=what[0], fix=what[1])
-
-
-def _looks_like_utf16(head: bytes) -> bool:
-    """Every second byte of mostly Latin text is NUL in UTF-16, even without a byte order mark."""
-    return len(head) > 3 and max(head[0::2].count(0), head[1::2].count(0)) * 4 > len(head)
 
 
 def _decoded(path: Path, raw: bytes, line: int) -> str:
@@ -211,34 +203,6 @@ def _decoded(path: Path, raw: bytes, line: int) -> str:
 def _place(before: str, line: int) -> str:
     """Return "line:column" of what follows `before`, whose first line has the number `line`."""
     return f"{line + before.count(chr(10))}:{len(before) - before.rfind(chr(10))}"
-
-
-def _elements(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """Yield (offset, value) of each element of a JSON array that is the whole text."""
-
-    def skip(at: int) -> int:
-        found = _BLANK.match(text, at)
-        return found.end() if found else at
-
-    def broken(at: int, words: str) -> DataError:
-        return DataError(f"Cannot read {path}:{_place(text[:at], 1)} as JSON.", found=words)
-
-    at = skip(skip(0) + 1)
-    closed = text[at : at + 1] == "]"
-    while not closed:
-        value, end = _decode(text, at, f"{path}", skip_lines=True)
-        yield at, value
-        at = skip(end)
-        closed = text[at : at + 1] == "]"
-        if not closed:
-            if text[at : at + 1] != ",":
-                raise broken(at, "Expecting ',' or ']' after an element.")
-            at = skip(at + 1)
-    if skip(at + 1) != len(text):
-        raise broken(skip(at + 1), "There is more after the end of the array.")
-
-
-_BLANK = re.compile(r"[ \t\r\n]*")
 
 
 def _parsed(line: str, where: str) -> Any:
@@ -283,17 +247,3 @@ def _object(value: Any, where: str) -> Fields:
         fix = 'A row is an object with fields, such as {"prompt": "...", "completion": "..."}.'
         raise DataError(f"Cannot use {where} as a row.", found=f"It is {kind}.", fix=fix)
     return value
-
-
-def _not_an_array(path: Path, text: str) -> DataError:
-    start = len(text) - len(text.lstrip())
-    value, end = _decode(text, start, str(path), skip_lines=True)
-    asked = f"Cannot read {path} as a JSON array."
-    if text[end:].strip():
-        return DataError(asked, found="It holds JSON Lines.", fix="Rename it to .jsonl.")
-    keys = f" with the keys {', '.join(list(value)[:8])}" if isinstance(value, dict) else ""
-    return DataError(
-        asked,
-        found=f"It holds a single value{keys}.",
-        fix="A .json file holds an array of rows: [{...}, {...}].",
-    )

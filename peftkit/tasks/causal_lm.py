@@ -19,9 +19,8 @@ from peftkit.errors import PeftkitError
 from peftkit.events import Notice
 from peftkit.kernels.context import Context
 from peftkit.tasks.context_parallel import ContextParallelTask
-from peftkit.tasks.isolation import Isolation, check_causal, check_packing, isolating_mask
-from peftkit.tasks.protocol import TaskConfig
-from peftkit.tasks.token_task import AnswerTask
+from peftkit.tasks.isolation import check_causal, check_packing
+from peftkit.tasks.token_task import AnswerConfig, AnswerTask
 
 
 class CausalLM(AnswerTask):
@@ -48,31 +47,37 @@ class CausalLM(AnswerTask):
         config: CausalLMConfig | None = None,
         **more: Any,
     ) -> None:
+        super().__init__(model, tokenizer, config or CausalLMConfig(), data, **more)
+
+    def build(self, model: nn.Module) -> None:
         check_causal(model)
-        config = config or CausalLMConfig()
-        super().__init__(model, tokenizer, config, data, **more)
-        self.isolation = self._isolation_in(model)
+        super().build(model)
+        self._check_packing(model)
         self.row_encoder = DocumentEncoder(
-            tokenizer, self.template, data.format, self.max_length, config.fields, self.reasoning
+            self.tokenizer,
+            self.template,
+            self.data.format,
+            self.max_length,
+            self.config.fields,
+            self.reasoning,
         )
 
-    def _isolation_in(self, model: nn.Module) -> Isolation | None:
-        """Return how packed documents are kept apart; None where they are not to be packed."""
+    def _check_packing(self, model: nn.Module) -> None:
+        """Leave packing out where it is only the default, and the model cannot do it."""
         if not self.data.packing:
-            return None
+            return
         try:
-            return check_packing(model)
+            check_packing(model)
         except PeftkitError as error:
             if self.data.asks_to_pack:
                 raise
             self.data = self.data.without_packing()
             found = error.found or str(error)
             self._on_event(Notice(f"Rows are not packed, which only takes longer. {found}"))
-            return None
 
     def prepare_rows(self, rows: LazyRows) -> LazyRows:
         """Return the rows packed, if asked."""
-        if self.isolation is None or not len(rows):
+        if not self.data.packing or not len(rows):
             return rows
         packed = PackedRows(rows, self.max_length)
         share = int(rows.num_tokens.sum()) / (len(packed) * self.max_length)
@@ -92,22 +97,13 @@ class CausalLM(AnswerTask):
 
         A causal model needs no mask of padding, and without positions it looks for no documents.
         """
-        inputs: dict[str, Any] = {"input_ids": batch["input_ids"]}
-        if self.isolation is not None:
-            inputs["position_ids"] = batch["position_ids"]
-        if self.isolation == "mask":
-            inputs["attention_mask"] = isolating_mask(model, batch["position_ids"])
-        return inputs
+        names = ("input_ids", "position_ids") if self.data.packing else ("input_ids",)
+        return {name: batch[name] for name in names}
 
 
-class CausalLMConfig(TaskConfig):
+class CausalLMConfig(AnswerConfig):
     """Causal language modelling: chat, instructions, completions, plain text."""
 
-    task_type: ClassVar[str] = "CAUSAL_LM"
-    auto_class: ClassVar[str] = "AutoModelForCausalLM"
-    command: ClassVar[str] = "peftkit chat {folder}"
-    generates: ClassVar[bool] = True
-    writes_text: ClassVar[bool] = True
     takes_parts: ClassVar[bool] = True
     data_fields: ClassVar[frozenset[str]] = frozenset(
         {"format", "max_length", "packing", *CHAT, "reasoning", "max_dropped"}

@@ -65,7 +65,6 @@ class ContextParallelTask(loop.Task):
                 self._attention = None
 
     def num_positions(self, rows: Sequence[Any]) -> int:
-        """Return how many tokens this process reads."""
         longest = max((len(row.input_ids) for row in rows), default=0)
         return len(rows) * 2 * -(-longest // (2 * self._context.size))
 
@@ -76,7 +75,6 @@ class ContextParallelTask(loop.Task):
         return batch["targets"].numel()
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the cross entropy summed over the targets here, in fp32."""
         assert self._attention is not None, "the model is not being trained"
         self._attention.layout = self._context
         inputs = accepted(model, _inputs(batch))

@@ -12,7 +12,6 @@ Shapes: B rows of a batch, N of the step, m texts of a row (anchor, positive, ne
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,19 +23,18 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.data.encoding import EncodedRows, RowEncoder
-from peftkit.data.format import read_each
+from peftkit.data.encoding import EncodedRows
 from peftkit.data.lazy_rows import StoredRows
-from peftkit.data.load import DataConfig, Record
+from peftkit.data.load import Record
 from peftkit.data.messages import WrongField, full_text, texts_of
 from peftkit.errors import DataError
 from peftkit.events import Listener, ignore
-from peftkit.tasks.labels import FIX, said_in
+from peftkit.tasks.labels import said_in
 from peftkit.tasks.loss import accepted, unwrapped
 from peftkit.tasks.measure import over_batches
 from peftkit.tasks.pooling import Pooled, pooled, pooling_for, pooling_of, write_modules
 from peftkit.tasks.protocol import Task, TaskConfig
-from peftkit.tasks.texts import Texts, TextsRow, TextTask, joined_texts
+from peftkit.tasks.texts import TextsEncoder, TextsRow, TextTask, joined_texts
 
 RECALL_AT = (1, 5, 10)
 BITS = 23
@@ -56,51 +54,37 @@ class EmbeddingRow(TextsRow):
     source: str
 
 
-class EmbeddingEncoder(RowEncoder):
-    """Makes a row of each record with an anchor, a positive and maybe negatives.
-
-    Args:
-        fields: The names of these three.
-    """
+class EmbeddingEncoder(TextsEncoder):
+    """Makes a row of each record with an anchor, a positive and maybe negatives."""
 
     kind: ClassVar[type[EmbeddingRow]] = EmbeddingRow
+    what: ClassVar[str] = "an anchor and a positive"
 
-    def __init__(self, texts: Texts, fields: tuple[str, str, str]) -> None:
-        self._encode, self._key = texts.encode, texts.key
-        self._anchor, self._positive, self._negatives = self._fields = fields
-
-    def key(self, where: str) -> object:
-        return (*self._key, *self._fields)
-
-    def read(self, records: Sequence[Record], where: str) -> list[tuple[list[str], str]]:
-        found, _ = read_each(records, self._texts, "an anchor and a positive", where, FIX)
-        first, where_first = found[0]
-        for texts, source in found:
-            if len(texts) != len(first):
+    def rows(self, read: tuple[list[EmbeddingRow], tuple[str, ...]]) -> EncodedRows:
+        found = super().rows(read)
+        first = found.rows[0]
+        for row in found.rows:
+            if len(row.lengths) != len(first.lengths):
                 raise DataError(
-                    f"Cannot use {where}: rows have other numbers of negatives.",
-                    found=f"{where_first} has {len(first) - 2}, {source} has {len(texts) - 2}.",
+                    "Cannot use rows with other numbers of negatives.",
+                    found=f"{first.source} has {len(first.lengths) - 2}, "
+                    f"{row.source} has {len(row.lengths) - 2}.",
                     fix="Give every row as many.",
                 )
+        found.agreed = {"number of negatives": str(len(first.lengths) - 2)}
         return found
 
-    def rows(self, read: list[tuple[list[str], str]]) -> EncodedRows:
-        counts, rows = Counter[str](), list[Any]()
-        for texts, source in read:
-            encoded = [self._encode(text) for text in texts]
-            counts["cut"] += any(text.is_cut for text in encoded)
-            names = tuple(map(_name, texts))
-            rows.append(EmbeddingRow(**joined_texts(encoded), names=names, source=source))
-        return EncodedRows(rows, {"number of negatives": str(len(read[0][0]) - 2)}, counts)
-
-    def _texts(self, record: Record) -> tuple[tuple[list[str], str], Sequence[str]]:
-        """Return anchor, positive and negatives of a row, with its source."""
-        fields = record.fields
-        texts = [full_text(fields, name) for name in (self._anchor, self._positive)]
-        texts += texts_of(fields, self._negatives) if fields.get(self._negatives) else []
+    def row(self, record: Record) -> tuple[EmbeddingRow, Sequence[str]]:
+        config, fields = self.config, record.fields
+        texts = [full_text(fields, name) for name in (config.anchor, config.positive)]
+        texts += texts_of(fields, config.negatives) if fields.get(config.negatives) else []
         if texts[1] in texts[2:]:
-            raise WrongField(self._negatives, f"one is equal to {self._positive}")
-        return (texts, record.source), self._fields
+            raise WrongField(config.negatives, f"one is equal to {config.positive}")
+        encoded = [self.texts.encode(text) for text in texts]
+        self.counts["cut"] += any(text.is_cut for text in encoded)
+        names = tuple(map(_name, texts))
+        row = EmbeddingRow(**joined_texts(encoded), names=names, source=record.source)
+        return row, (config.anchor, config.positive, config.negatives)
 
 
 def _name(text: str) -> tuple[int, int]:
@@ -118,22 +102,14 @@ class Embedding(TextTask):
     num_metrics: ClassVar[int] = 2
     needs_whole_step: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        config: EmbeddingConfig,
-        data: DataConfig,
-        **more: Any,
-    ) -> None:
-        super().__init__(model, tokenizer, config, data, **more)
-        fields = (config.anchor, config.positive, config.negatives)
-        self.row_encoder = EmbeddingEncoder(self.texts, fields)
-        self.pooled: Pooled = pooling_of(unwrapped(model), config.pooling, config.normalize)
+    def build(self, model: nn.Module) -> None:
+        super().build(model)
+        self.row_encoder = EmbeddingEncoder(self.texts, self.config)
+        asked = (self.config.pooling, self.config.normalize)
+        self.pooled: Pooled = pooling_of(unwrapped(model), *asked)
 
     @property
     def paths(self) -> dict[str, str]:
-        """How a text becomes one vector."""
         return {"pooling": self.pooled.mode + ", normalized" * self.pooled.normalize}
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
@@ -145,7 +121,6 @@ class Embedding(TextTask):
         return {**self.tokens(rows), "names": names}
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
-        """Return the number of anchors."""
         return len(batch["names"])
 
     def embed(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -157,9 +132,6 @@ class Embedding(TextTask):
     def row_values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the vectors of each row's texts, and their names (B, m * (D + 2))."""
         return _joined(self.embed(model, batch), batch["names"])
-
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return self.loss_and_metric_sums(model, batch)[0]
 
     def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the summed loss, right anchors, and texts left out; see `figures`.

@@ -2,8 +2,7 @@
 
 transformers isolates packed documents where position_ids restart, for some architectures, some
 attention implementations, some batch sizes. No table is trusted: the model in hand is run on two
-documents, packed and alone. Where positions do not isolate them, an explicit mask is tried; where
-that fails too, packing is refused.
+documents, packed and alone; where positions do not isolate them, packing is refused.
 
 Shapes: B rows, T tokens.
 """
@@ -11,20 +10,15 @@ Shapes: B rows, T tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from peftkit.errors import BaseError, DataError
-from peftkit.kernels.attention import additive
 from peftkit.model.modes import evaluating
 from peftkit.tasks.loss import accepted, unwrapped
-
-Isolation = Literal["positions", "mask"]
-
-_MAX_WINDOW = 1024
 
 
 def are_apart(
@@ -108,84 +102,29 @@ def check_causal_answer(
         )
 
 
-def check_packing(model: nn.Module) -> Isolation:
-    """Return how packed documents are kept apart in this model.
-
-    "positions": by position_ids that restart. "mask": by an explicit additive mask besides.
+def check_packing(model: nn.Module) -> None:
+    """Make sure that position_ids which restart keep packed documents apart in this model.
 
     Raises:
-        DataError: By neither.
+        DataError: They do not.
     """
-    bare = unwrapped(model)
-    first: Isolation = "positions"
-    for mode in (first, "mask"):
-        if mode == "mask" and not _mask_can_be_tried(bare):
-            continue
-        with evaluating(model):
-            if _isolates(model, mode):
-                return mode
-    raise DataError(
-        f"Cannot pack documents for {type(bare).__name__}.",
-        found="One document of a row changes what the model says of the next, "
-        "with restarted positions and with an explicit mask.",
-        fix="Set data.packing: false.",
-    )
+    with evaluating(model):
+        if not _isolates(model):
+            raise DataError(
+                f"Cannot pack documents for {type(unwrapped(model)).__name__}.",
+                found="One document of a row changes what the model says of the next.",
+                fix="Set data.packing: false.",
+            )
 
 
-def isolating_mask(model: nn.Module, position_ids: Tensor) -> Tensor | dict[str, Tensor]:
-    """Return the additive mask (B, 1, T, T) of documents that begin where position_ids is 0.
-
-    It is float: eager attention adds a mask, and a boolean one would add 0 and 1. Models that mix
-    full and sliding-window layers take one mask for each kind.
-    """
-    bare = unwrapped(model)
-    document = (position_ids == 0).cumsum(1)
-    place = torch.arange(position_ids.shape[1], device=position_ids.device)
-    distance = place[:, None] - place[None, :]  # (T, T), query minus key
-    seen = ((document[:, :, None] == document[:, None, :]) & (distance >= 0))[:, None]
-    window = _window(bare)
-    if window is None:
-        return additive(seen, bare.dtype)
-    return {
-        "full_attention": additive(seen, bare.dtype),
-        "sliding_attention": additive(seen & (distance < window), bare.dtype),
-    }
-
-
-def _window(model: Any) -> int | None:
-    """Return the attention window of a model that has layers with one."""
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    return config.sliding_window if "sliding_attention" in kinds else None
-
-
-def _mask_can_be_tried(model: Any) -> bool:
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds:  # a kind of layer that we know no mask for would silently lose its own
-        known = kinds <= {"full_attention", "sliding_attention"}
-        return known and (_window(model) or 0) <= _MAX_WINDOW
-    # one mask would take the place of the model's own window
-    return getattr(config, "sliding_window", None) is None
-
-
-def _isolates(model: nn.Module, mode: Isolation) -> bool:
+def _isolates(model: nn.Module) -> bool:
     """Run two rows of two documents each, packed and alone, and compare the second documents."""
     bare = unwrapped(model)
-    # a mask must also keep the model's window, which only a document longer than it can show
-    longer = (_window(bare) or 0) if mode == "mask" else 0
-    splits = ((9, 8 + longer), (6, 11 + longer))  # two rows: some kernels isolate only one
+    splits = ((9, 8), (6, 11))  # two rows: some kernels isolate only one
     ids = torch.cat(_probe_ids(bare, splits))  # (4, T): the rows, and the same rows changed
     each = [torch.cat([torch.arange(n, device=ids.device) for n in split]) for split in splits]
-    packed: dict[str, Any] = {"position_ids": torch.stack(each * 2)}
-    if mode == "mask":
-        packed["attention_mask"] = isolating_mask(model, packed["position_ids"])
-    try:
-        here, other = _seconds(logits_of(model, ids, packed), splits)
-    except Exception:  # a model's own way of saying that it takes no such mask
-        if mode == "mask":
-            return False
-        raise
+    packed = {"position_ids": torch.stack(each * 2)}
+    here, other = _seconds(logits_of(model, ids, packed), splits)
     documents = [ids[row, first:] for row, (first, _) in enumerate(splits)]
     padded = logits_of(model, pad_sequence(documents, batch_first=True), {})
     alone = [padded[row, : len(document)] for row, document in enumerate(documents)]

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 from peftkit.execution.plan import plan_of
 from peftkit.kernels.cross_entropy import LossChunks, chunked_cross_entropy
@@ -32,11 +31,8 @@ TOLERANCE = 2e-3
 
 
 def unwrapped(model: nn.Module) -> Any:
-    """Return the model itself, out of DistributedDataParallel and torch.compile."""
-    inner: Any = model
-    while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
-        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod
-    return inner
+    """Return the model itself, out of torch.compile."""
+    return getattr(model, "_orig_mod", model)
 
 
 def accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from peftkit.data.encode import SpecialTokens
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import ParsedRow, Text, parse
 from peftkit.data.lazy_rows import StoredRows
-from peftkit.data.load import DataConfig, Record
+from peftkit.data.load import Record
 from peftkit.data.pack import padded_rows
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore
@@ -131,15 +131,9 @@ class MaskedLM(TokenTask):
 
     draws_in_collate = True  # what is hidden of a row, anew each time
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        config: MaskedLMConfig,
-        data: DataConfig,
-        **more: Any,
-    ) -> None:
-        super().__init__(model, tokenizer, config, data, **more)
+    def build(self, model: nn.Module) -> None:
+        super().build(model)
+        tokenizer, config = self.tokenizer, self.config
         self.model = model
         if tokenizer.mask_token_id is None:
             raise BaseError(
@@ -148,10 +142,10 @@ class MaskedLM(TokenTask):
                 fix="Give an encoder that was trained with one (BERT, RoBERTa, ...), or name it in "
                 "tokenizer_config.json.",
             )
-        self.max_length = longest(model, tokenizer, data.max_length)
+        self.max_length = longest(model, tokenizer, self.data.max_length)
         splits = config.long_texts == "split"
         self.row_encoder = MaskedEncoder(
-            tokenizer, data.format, self.max_length, splits=splits, share=config.share
+            tokenizer, self.data.format, self.max_length, splits=splits, share=config.share
         )
         known = unwrapped(model).get_input_embeddings().weight.shape[0]
         self._num_words = min(len(tokenizer), known)
@@ -214,7 +208,6 @@ class MaskedLM(TokenTask):
         }
 
     def inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the tokens, and which of them are padding."""
         return accepted(model, {name: batch[name] for name in ("input_ids", "attention_mask")})
 
     def _hidden(self, row: MaskedRow, *, fixed: bool = False) -> tuple[Tensor, Tensor]:

@@ -12,41 +12,26 @@ from torch import Tensor, nn
 
 from peftkit.data.pack import tokens_of_each
 from peftkit.events import Listener, Progress, ignore
-from peftkit.tasks.protocol import Task
 from peftkit.train.batches import split_micro_batches
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory, too_large
+from peftkit.train.task import Task
 
 BATCH_SIZE = 8
 _FIX = "Cut the rows (data.max_length), or load the base quantised (nf4)."
 
 
 @torch.no_grad()
-def mean_loss(
-    task: Task, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
-) -> tuple[float, int]:
-    """Return the mean loss of rows and the number of targets: what most metrics begin with."""
-    total, num_targets = 0.0, 0
-    measured = over_batches(
-        task, model, rows, "Measuring the loss", on_event, partial(task.loss_sum, model)
-    )
-    for _, batch, loss in measured:
-        total += float(loss)
-        num_targets += task.num_targets(batch)
-    return total / num_targets, num_targets
-
-
-@torch.no_grad()
 def mean_metrics(
-    task: Task, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
-) -> dict[str, float]:
-    """Return the mean loss of rows, and what is told at each step of training."""
-    total, num_targets = torch.zeros(1 + task.num_metrics), 0
+    task: Task, model: nn.Module, rows: Sequence[Any], on_event: Listener = ignore
+) -> tuple[dict[str, float], int]:
+    """Return the mean loss of rows with what is told at each step of training, and the targets."""
+    total, num_targets = torch.zeros(1 + task.num_metrics, dtype=torch.float64), 0
     compute = partial(task.loss_and_metric_sums, model)
-    for _, batch, sums in over_batches(task, model, rows, "Comparing", on_event, compute):
+    for _, batch, sums in over_batches(task, model, rows, "Measuring", on_event, compute):
         total += sums.cpu()
         num_targets += task.num_targets(batch)
     loss, *means = (total / num_targets).tolist()
-    return {"loss": loss, **task.metric_means(means)}
+    return {"loss": loss, **task.metric_means(means)}, num_targets
 
 
 def over_batches(

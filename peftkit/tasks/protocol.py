@@ -22,8 +22,8 @@ from peftkit.base.purpose import Processor, Purpose
 from peftkit.config.schema import Config
 from peftkit.data.cache import encoded
 from peftkit.data.chat import choose_template
-from peftkit.data.documents import agreed_style, style_of
-from peftkit.data.encode import Style
+from peftkit.data.documents import agreed_style
+from peftkit.data.encode import STYLES, Style
 from peftkit.data.encoding import RowEncoder
 from peftkit.data.lazy_rows import LazyRows, StoredRows, weighted
 from peftkit.data.load import DataConfig, Record
@@ -34,6 +34,7 @@ from peftkit.model.side_adapter import SideAdapter
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.length import check_vocabulary
 from peftkit.tasks.loss import unwrapped
+from peftkit.tasks.measure import mean_metrics
 from peftkit.tasks.rows import NO_TEMPLATE, check_dropped, named, off_prompt
 from peftkit.train import task as loop
 
@@ -80,6 +81,15 @@ class Task(loop.Task, ABC):
             self.template = choose_template(
                 processor, data.chat_template, data.chat_template_kwargs
             )
+        self.build(model)
+
+    def build(self, model: nn.Module) -> None:
+        """Make what the task needs of a model, its encoder of rows above all.
+
+        Raises:
+            PeftkitError: The model or the settings do not suit the task.
+        """
+        return None
 
     @property
     def paths(self) -> Mapping[str, str]:
@@ -175,6 +185,8 @@ class Task(loop.Task, ABC):
             yield f"dropped: {reason}", named(rows.dropped(number))
         if tokens := int(rows.num_tokens.sum()):
             yield "tokens", f"{tokens:,}"
+            sizes = rows.num_tokens.sort().values[[len(rows) // 2, len(rows) * 19 // 20, -1]]
+            yield "tokens of a row: median, 95 %, longest", ", ".join(map("{:,}".format, sizes))
         if "targets" in rows.counts:
             yield "learnt tokens", f"{rows.counts['targets']:,}"
         if rows.unused:
@@ -191,8 +203,10 @@ class Task(loop.Task, ABC):
             DataError: Too many rows were dropped, or they are not of one kind.
         """
         if "style" in rows.agreed:
-            style = style_of(rows.agreed, self.template, self.reasoning)
-            if self._style is None and style.kind == "alpaca":
+            kind = next(one for one in STYLES if one == rows.agreed["style"])
+            is_chat = kind == "chat"
+            style = Style(kind, self.template, self.reasoning) if is_chat else Style(kind)
+            if self._style is None and kind == "alpaca":
                 self._on_event(Notice(NO_TEMPLATE))
             self._style = agreed_style(self._style, style, rows.where)
         check_dropped(rows, self.data, self.row_encoder.drops)
@@ -251,11 +265,11 @@ class Task(loop.Task, ABC):
     def spans(self, row: Any) -> list[tuple[str, str]]:
         """Return a row as the loss sees it, in pieces: what each is, and its text."""
 
-    @abstractmethod
     def metrics(
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return the loss and what else this task is measured by; the model is in eval mode."""
+        return mean_metrics(self, model, rows, on_event)[0]
 
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore

@@ -14,8 +14,10 @@ Shapes: B rows, n texts of all rows together.
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -26,19 +28,115 @@ from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, Purpose
 from peftkit.data.lazy_rows import StoredRows
-from peftkit.data.load import DataConfig, Record
-from peftkit.data.messages import full_text, texts_of
+from peftkit.data.load import Record
+from peftkit.data.messages import WrongField, full_text, texts_of
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.tasks.labels import said_in
 from peftkit.tasks.measure import over_batches
 from peftkit.tasks.metrics import ranking_metrics
 from peftkit.tasks.protocol import Task, TaskConfig
-from peftkit.tasks.reranker_rows import QUERY, TEXT, RerankEncoder, RerankRow
-from peftkit.tasks.texts import TextTask, head_logits
+from peftkit.tasks.texts import (
+    Encoded,
+    Texts,
+    TextsEncoder,
+    TextsRow,
+    TextTask,
+    head_logits,
+    joined_texts,
+)
 
 OUTPUT = "relevance"
 """Name of the head's one output."""
+QUERY, TEXT = "{query}", "{text}"
+"""Where in a template the two stand."""
+
+
+@dataclass(frozen=True, slots=True)
+class RerankRow(TextsRow):
+    """A query with each of its texts.
+
+    Args:
+        relevance: Of each text, from 0 to 1.
+        query: A number that is the same for the same query.
+        source: "train.jsonl:7".
+    """
+
+    relevance: tuple[float, ...]
+    query: int
+    source: str
+
+
+class RerankEncoder(TextsEncoder):
+    """Makes a row of each query and its texts."""
+
+    kind: ClassVar[type[RerankRow]] = RerankRow
+    what: ClassVar[str] = "a query and its texts"
+
+    def __init__(self, texts: Texts, config: RerankerConfig) -> None:
+        super().__init__(texts, config)
+        self._before, _, self._after = (config.template or "").partition(TEXT)
+
+    def row(self, record: Record) -> tuple[RerankRow, Sequence[str]]:
+        query = full_text(record.fields, self.config.query)
+        texts, relevance, used = self._ranked(record.fields)
+        if self.config.loss != "pointwise" and not max(relevance) > min(relevance):
+            raise WrongField(
+                "", f"all texts are as relevant, and the loss {self.config.loss} compares them"
+            )
+        encoded = [self.encode(query, text) for text in texts]
+        self.counts.update(cut=sum(text.is_cut for text in encoded), texts=len(encoded))
+        digest = hashlib.sha256(query.strip().encode("utf-8", "replace")).digest()
+        row = RerankRow(
+            **joined_texts(encoded),
+            relevance=tuple(relevance),
+            query=int.from_bytes(digest[:8], "big") >> 1,
+            source=record.source,
+        )
+        return row, (self.config.query, *used)
+
+    def _ranked(self, fields: Mapping[str, Any]) -> tuple[list[str], list[float], Sequence[str]]:
+        """Return a row's texts, the relevance of each, and the fields that say so."""
+        config = self.config
+        if config.positive in fields:
+            positives = texts_of(fields, config.positive)
+            negatives = texts_of(fields, config.negatives) if fields.get(config.negatives) else []
+            if both := set(positives) & set(negatives):
+                raise WrongField(config.negatives, f"holds a positive: {min(both)!r:.60}")
+            relevance = [1.0] * len(positives) + [0.0] * len(negatives)
+            return [*positives, *negatives], relevance, (config.positive, config.negatives)
+        texts, scores = texts_of(fields, config.text), fields.get(config.score)
+        listed = [_number(value) for value in (scores if isinstance(scores, list) else [scores])]
+        known = [value for value in listed if value is not None]
+        if len(known) < len(listed):
+            raise WrongField(config.score, f"expected numbers from 0 to 1, found {scores!r:.40}")
+        if len(known) != len(texts):
+            raise WrongField(config.score, f"{len(known)} scores of {len(texts)} texts")
+        return texts, known, (config.text, config.score)
+
+    def encode(self, query: str, text: str) -> Encoded:
+        """Return the tokens of a query and a text; where they are too long the text is cut."""
+        if not self.config.template:
+            return self.texts.encode(query, text)
+        before = self.texts.bare(self._before.replace(QUERY, query))
+        after = self.texts.bare(self._after.replace(QUERY, query))
+        ids, room = self.texts.bare(text), self.texts.max_length - len(before) - len(after)
+        if room < 1:
+            raise DataError(
+                f"Cannot use data.max_length: {self.texts.max_length}.",
+                found=f"The template and a query have {len(before) + len(after)} tokens already.",
+                fix="Raise data.max_length, or shorten task.template.",
+            )
+        return Encoded((*before, *ids[:room], *after), (), len(ids) > room)
+
+
+def _number(value: object) -> float | None:
+    """Return a number from 0 to 1, which a text may hold, as in CSV; None where it is none."""
+    try:
+        found = None if isinstance(value, bool) else float(str(value))
+    except ValueError:
+        return None
+    return found if found is not None and 0 <= found <= 1 else None
 
 
 class Reranker(TextTask):
@@ -50,16 +148,9 @@ class Reranker(TextTask):
 
     row_encoder: RerankEncoder
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        config: RerankerConfig,
-        data: DataConfig,
-        **more: Any,
-    ) -> None:
-        super().__init__(model, tokenizer, config, data, **more)
-        self.row_encoder = RerankEncoder(self.texts, config)
+    def build(self, model: nn.Module) -> None:
+        super().build(model)
+        self.row_encoder = RerankEncoder(self.texts, self.config)
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
         return [("texts", f"{rows.counts['texts']:,}")]
@@ -86,7 +177,6 @@ class Reranker(TextTask):
         return head_logits(model, batch)[:, 0]
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss summed over texts, pairs or queries, in fp32."""
         return self._loss(self.scores(model, batch), batch["relevance"], batch["owner"])
 
     def _loss(self, scores: Tensor, relevance: Tensor, owner: Tensor) -> Tensor:
@@ -101,7 +191,6 @@ class Reranker(TextTask):
         return -(shares * (scores - log_sums)).sum()
 
     def names(self, row: RerankRow) -> Sequence[str]:
-        """Return the relevance of each text."""
         return [f"{value:g}" for value in row.relevance]
 
     @torch.no_grad()

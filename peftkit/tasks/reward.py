@@ -21,14 +21,21 @@ from peftkit.base.purpose import ClassHead, Purpose
 from peftkit.data.chat import Chat
 from peftkit.data.columns import Dropped
 from peftkit.data.encode import Encoder
-from peftkit.data.encoding import EncodedRows, RowEncoder
+from peftkit.data.encoding import EncodedRows
 from peftkit.data.format import Completion, Conversation, Example, Instruction, Text, parse
-from peftkit.data.load import CHAT, DataConfig, Record
-from peftkit.data.preferences import NOTHING_TO_COMPARE, SIDES, Pair, read_pairs_of
+from peftkit.data.load import CHAT, Record
+from peftkit.data.preferences import NOTHING_TO_COMPARE, PAIRS, SIDES, read_pair
 from peftkit.events import Listener, ignore
-from peftkit.tasks.measure import mean_metrics
 from peftkit.tasks.protocol import Task, TaskConfig
-from peftkit.tasks.texts import Encoded, Texts, TextsRow, TextTask, head_logits, joined_texts
+from peftkit.tasks.texts import (
+    Encoded,
+    Texts,
+    TextsEncoder,
+    TextsRow,
+    TextTask,
+    head_logits,
+    joined_texts,
+)
 
 OUTPUT = "reward"
 """Name of the head's one output."""
@@ -42,51 +49,49 @@ class RewardRow(TextsRow):
     source: str
 
 
-class RewardEncoder(RowEncoder):
+class RewardEncoder(TextsEncoder):
     """Makes a row of each pair; of one that does not fit none: its value is read at its end."""
 
     kind: ClassVar[type[RewardRow]] = RewardRow
+    what: ClassVar[str] = PAIRS
+    _agreed: Mapping[str, str] = {}
     drops: Mapping[str, str] = {
         **NOTHING_TO_COMPARE,
         "an answer ends beyond data.max_length": "raise data.max_length",
     }
 
-    def __init__(self, texts: Texts, template: str | None, margin: str | None) -> None:
-        self._texts, self._template, self._margin = texts, template, margin
-        tokenizer = texts.tokenizer
+    def __init__(self, texts: Texts, config: RewardConfig, template: str | None) -> None:
+        super().__init__(texts, config)
+        self._template, tokenizer = template, texts.tokenizer
         self._encoder, self._chat = Encoder(tokenizer, template), Chat(tokenizer, template)
         bare = tokenizer("a", add_special_tokens=False)["input_ids"]
         self._frames = tokenizer("a")["input_ids"][-1] != bare[-1]  # an encoder's, as BERT's [SEP]
 
     def key(self, where: str) -> object:
-        return (*self._texts.key, self._template, self._margin)
+        return (super().key(where), self._template)
 
-    def read(
-        self, records: Sequence[Record], where: str
-    ) -> tuple[list[Pair | Dropped], tuple[str, ...]]:
-        return read_pairs_of(records, where, margin=self._margin)
+    def rows(self, read: tuple[list[Any], tuple[str, ...]]) -> EncodedRows:
+        found = super().rows(read)
+        found.agreed = {**self._agreed}
+        return found
 
-    def rows(self, read: tuple[list[Pair | Dropped], tuple[str, ...]]) -> EncodedRows:
-        pairs, unused = read
-        styles = (self._encoder.style(pair.chosen) for pair in pairs if isinstance(pair, Pair))
-        agreed: dict[str, str] = next(({"style": style.kind} for style in styles), {})
-        return EncodedRows([self._row(pair) for pair in pairs], agreed, unused=unused)
-
-    def _row(self, pair: Pair | Dropped) -> RewardRow | Dropped:
+    def row(self, record: Record) -> tuple[RewardRow | Dropped, Sequence[str]]:
+        pair, used = read_pair(record, self.config.margin)
         if isinstance(pair, Dropped):
-            return pair
+            return pair, used
+        self._agreed = {"style": self._encoder.style(pair.chosen).kind}
         chosen, rejected = self.encoded(pair.chosen), self.encoded(pair.rejected)
         if chosen.is_cut or rejected.is_cut:
-            return Dropped(pair.source, 1)
+            return Dropped(pair.source, 1), used
         both = joined_texts([chosen, rejected])
-        return RewardRow(**both, margin=pair.margin or 0.0, source=pair.source)
+        return RewardRow(**both, margin=pair.margin or 0.0, source=pair.source), used
 
     def encoded(self, example: Example) -> Encoded:
         """Return the tokens of a prompt and its answer: as training reads them all."""
         if self._frames:
-            return self._texts.encode(self._as_text(example))
+            return self.texts.encode(self._as_text(example))
         ids = self._encoder.encode(example).input_ids
-        return Encoded(ids[: self._texts.max_length], (), len(ids) > self._texts.max_length)
+        return Encoded(ids[: self.texts.max_length], (), len(ids) > self.texts.max_length)
 
     def _as_text(self, example: Example) -> str:
         if isinstance(example, Conversation):
@@ -110,11 +115,9 @@ class Reward(TextTask):
 
     row_encoder: RewardEncoder
 
-    def __init__(
-        self, model: nn.Module, tokenizer: Any, config: RewardConfig, data: DataConfig, **more: Any
-    ) -> None:
-        super().__init__(model, tokenizer, config, data, **more)
-        self.row_encoder = RewardEncoder(self.texts, self.template, config.margin)
+    def build(self, model: nn.Module) -> None:
+        super().build(model)
+        self.row_encoder = RewardEncoder(self.texts, self.config, self.template)
 
     @property
     def paths(self) -> dict[str, str]:
@@ -128,14 +131,9 @@ class Reward(TextTask):
         return {**self.texts.collate(ordered), "margins": margins}
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
-        """Return the number of pairs."""
         return batch["margins"].numel()
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return self.loss_and_metric_sums(model, batch)[0]
-
     def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the summed loss, rewards and right pairs; see `figures`."""
         chosen, rejected = self.values(model, batch).chunk(2)
         losses = -functional.logsigmoid(chosen - rejected - batch["margins"])
         if self.config.centring:
@@ -160,11 +158,6 @@ class Reward(TextTask):
     def names(self, row: RewardRow) -> Sequence[str]:
         return SIDES
 
-    def metrics(
-        self, model: nn.Module, rows: Sequence[RewardRow], *, on_event: Listener = ignore
-    ) -> dict[str, float]:
-        return mean_metrics(self, model, rows, on_event=on_event)
-
     def scores(
         self, model: nn.Module, examples: Sequence[Example], on_event: Listener = ignore
     ) -> list[float]:
@@ -183,7 +176,6 @@ class Reward(TextTask):
     def predict_texts(
         self, model: nn.Module, texts: Sequence[str | tuple[str, str]]
     ) -> list[dict[str, float]]:
-        """Return the score of each text, or of each prompt and its answer."""
         return [{"score": value} for value in self.scores(model, [*map(self._example, texts)])]
 
     def _example(self, text: str | tuple[str, str]) -> Example:

@@ -25,7 +25,7 @@ from peftkit.data.encode import SpecialTokens
 from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import Completion, Example, FieldNames, Instruction, ParsedRow, parse
 from peftkit.data.lazy_rows import StoredRows
-from peftkit.data.load import DataConfig, Record
+from peftkit.data.load import Record
 from peftkit.data.pack import padded_rows
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, Progress, ignore
@@ -185,16 +185,10 @@ class Seq2Seq(EncoderDecoder):
 
     row_encoder: PairEncoder
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        config: Seq2SeqConfig,
-        data: DataConfig,
-        **more: Any,
-    ) -> None:
+    def build(self, model: nn.Module) -> None:
         self._start = decoder_start(unwrapped(model), "seq2seq")
-        super().__init__(model, tokenizer, config, data, **more)
+        super().build(model)
+        tokenizer, config, data = self.tokenizer, self.config, self.data
         self.max_source = longest(model, tokenizer, data.max_length or UNLIMITED)
         self.max_target = longest(model, tokenizer, config.max_target_length)
         self.row_encoder = PairEncoder(
@@ -238,7 +232,6 @@ class Seq2Seq(EncoderDecoder):
         return {name: batch[name] for name in names}
 
     def spans(self, row: PairRow) -> list[tuple[str, str]]:
-        """Return a row's two texts as the model gets them."""
         source, target = self.tokenizer.decode(row.input_ids), self.tokenizer.decode(row.labels)
         return [("source", source), ("learnt", target)]
 

@@ -5,7 +5,6 @@ Shapes: B rows, L labels.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,15 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, ProblemType, Purpose, labels_of
-from peftkit.data.encoding import EncodedRows, RowEncoder
-from peftkit.data.format import read_each
 from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import DataConfig, Record
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.files.strict_json import shown
 from peftkit.tasks.labels import (
-    FIX,
     Problem,
     check_names,
     field_of,
@@ -47,6 +43,7 @@ from peftkit.tasks.texts import (
     Classifier,
     ClassifierConfig,
     Texts,
+    TextsEncoder,
     TextsRow,
     TextTask,
     joined_texts,
@@ -75,58 +72,42 @@ class LabelledRow(TextsRow):
     source: str
 
 
-class LabelledEncoder(RowEncoder):
-    """Makes a row of each record with a text, or a pair of texts, and what is to be said of it.
-
-    Args:
-        fields: Names of those with the text, the second text, and the label.
-    """
+class LabelledEncoder(TextsEncoder):
+    """Makes a row of each record with a text, or a pair of texts, and what is to be said of it."""
 
     kind: ClassVar[type[LabelledRow]] = LabelledRow
+    what: ClassVar[str] = "a text and its label"
 
-    def __init__(
-        self,
-        texts: Texts,
-        fields: tuple[str, str | None, str],
-        problem: Problem,
-        labels: Sequence[str],
-    ) -> None:
-        self._texts, self._problem = texts, problem
-        self._text, self._pair, self._label = self._fields = fields
-        self._numbers = {label: number for number, label in enumerate(labels)}
+    def __init__(self, texts: Texts, config: Any, labels: Sequence[str], problem: Problem) -> None:
+        super().__init__(texts, config, labels)
+        self._problem = problem
 
     def key(self, where: str) -> object:
-        return (*self._texts.key, *self._fields, self._problem, tuple(self._numbers))
+        return (super().key(where), self._problem)
 
-    def read(self, records: Sequence[Record], where: str) -> Any:
-        return read_each(records, self._labelled, "a text and its label", where, FIX)
+    def row(self, record: Record) -> tuple[LabelledRow, Sequence[str]]:
+        config, target = self.config, self._target(record.fields)
+        text = self.texts.encode(*self.texts_of(record.fields))
+        self.counts["cut"] += text.is_cut
+        row = LabelledRow(**joined_texts([text]), target=target, source=record.source)
+        return row, (config.text, config.pair or "", config.label)
 
-    def rows(self, read: Any) -> EncodedRows:
-        (found, unused), counts, rows = read, Counter[str](), list[Any]()
-        for texts, target, source in found:
-            text = self._texts.encode(*texts)
-            counts["cut"] += text.is_cut
-            rows.append(LabelledRow(**joined_texts([text]), target=target, source=source))
-        return EncodedRows(rows, counts=counts, unused=unused)
-
-    def texts(self, fields: Mapping[str, Any]) -> tuple[str, str | None]:
+    def texts_of(self, fields: Mapping[str, Any]) -> tuple[str, str | None]:
         """Return the text, or the two, of a row."""
-        second = None if self._pair is None else text_of(fields, self._pair, "task.pair")
-        return text_of(fields, self._text, "task.text"), second
-
-    def _labelled(self, record: Record) -> tuple[Any, list[str]]:
-        said = self.texts(record.fields), self._target(record.fields), record.source
-        return said, [name for name in self._fields if name]
+        pair = self.config.pair
+        second = None if pair is None else text_of(fields, pair, "task.pair")
+        return text_of(fields, self.config.text, "task.text"), second
 
     def _target(self, fields: Mapping[str, Any]) -> tuple[float, ...]:
-        value = field_of(fields, self._label, "task.label")
+        name = self.config.label
+        value = field_of(fields, name, "task.label")
         if self._problem == "regression":
             return (value_of(value),)
         if self._problem == "single_label":
-            return (number_of(label_name(value), self._numbers),)
-        there = label_names(list_of(fields, self._label, "task.label"))
-        found = {number_of(label, self._numbers) for label in there}
-        return tuple(float(number in found) for number in range(len(self._numbers)))
+            return (number_of(label_name(value), self.numbers),)
+        there = label_names(list_of(fields, name, "task.label"))
+        found = {number_of(label, self.numbers) for label in there}
+        return tuple(float(number in found) for number in range(len(self.numbers)))
 
 
 class SequenceClassification(Classifier, TextTask):
@@ -138,15 +119,8 @@ class SequenceClassification(Classifier, TextTask):
 
     row_encoder: LabelledEncoder
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        config: SequenceClassificationConfig,
-        data: DataConfig,
-        **more: Any,
-    ) -> None:
-        super().__init__(model, tokenizer, config, data, **more)
+    def build(self, model: nn.Module) -> None:
+        super().build(model)
         settings = unwrapped(model).config
         ends = settings.eos_token_id if settings.is_encoder_decoder else None
         if ends is not None and self.texts.encode("a").input_ids[-1] != ends:
@@ -157,8 +131,7 @@ class SequenceClassification(Classifier, TextTask):
             )
         self.labels = labels_of(settings)
         self.problem = _problem(settings, len(self.labels))
-        fields = (config.text, config.pair, config.label)
-        self.row_encoder = LabelledEncoder(self.texts, fields, self.problem, self.labels)
+        self.row_encoder = LabelledEncoder(self.texts, self.config, self.labels, self.problem)
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
         return [self._of_each(rows)]
@@ -183,7 +156,6 @@ class SequenceClassification(Classifier, TextTask):
         return {**self.tokens(rows), "targets": targets}
 
     def names(self, row: LabelledRow) -> Sequence[str]:
-        """Return the label or number that is learnt."""
         if self.problem == "multi_label":
             there = [name for name, on in zip(self.labels, row.target, strict=True) if on]
             label = ", ".join(there) or "none"
@@ -193,7 +165,6 @@ class SequenceClassification(Classifier, TextTask):
         return [label]
 
     def measured(self, logits: Tensor, targets: Tensor, rows: Sequence[Any]) -> dict[str, float]:
-        """Return accuracy and F1, or squared error and correlation."""
         if self.problem == "regression":
             return number_metrics(logits[:, 0], targets)
         if self.problem == "multi_label":
@@ -246,12 +217,11 @@ class SequenceClassification(Classifier, TextTask):
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
         """Return the probabilities of each row's text, or its value, as `prediction`."""
-        found = [texts for texts, _ in said_in(records, self.row_encoder.texts)]
+        found = [texts for texts, _ in said_in(records, self.row_encoder.texts_of)]
         given = [text if pair is None else (text, pair) for text, pair in found]
         return [{"prediction": found} for found in self.predict_texts(model, given)]
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return cross entropy, binary cross entropy, or squared error, summed."""
         if self.problem == "regression":
             return functional.mse_loss(logits[:, 0], targets, reduction="sum")
         if self.problem == "multi_label":

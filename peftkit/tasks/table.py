@@ -9,12 +9,12 @@ from pydantic import BeforeValidator, Field
 from peftkit.tasks.audio_classification import AudioClassificationConfig
 from peftkit.tasks.causal_lm import CausalLMConfig
 from peftkit.tasks.ctc import CTCConfig
-from peftkit.tasks.distill.config import DistillConfig
+from peftkit.tasks.distill.task import DistillConfig
 from peftkit.tasks.embedding import EmbeddingConfig
 from peftkit.tasks.image_classification import ImageClassificationConfig
 from peftkit.tasks.masked_lm import MaskedLMConfig
 from peftkit.tasks.media_text import AudioTextConfig, ImageTextConfig
-from peftkit.tasks.on_policy.config import GRPOConfig
+from peftkit.tasks.on_policy.task import GRPOConfig
 from peftkit.tasks.preference.config import PreferenceConfig
 from peftkit.tasks.protocol import TaskConfig
 from peftkit.tasks.reranker import RerankerConfig

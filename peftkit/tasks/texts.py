@@ -6,6 +6,7 @@ Shapes: B texts, T tokens of the longest, n targets of the batch, L labels.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +19,13 @@ from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, ProblemType, Purpose
 from peftkit.data.cache import tokenizer_key
-from peftkit.data.load import DataConfig
+from peftkit.data.encoding import EncodedRows, RowEncoder
+from peftkit.data.format import read_each
+from peftkit.data.load import Record
 from peftkit.data.pack import padded_rows, rounded_up
 from peftkit.errors import BaseError
 from peftkit.events import Listener, Progress, ignore
+from peftkit.tasks.labels import FIX
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import accepted, unwrapped
 from peftkit.tasks.measure import BATCH_SIZE, over_batches
@@ -142,6 +146,44 @@ class Texts:
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
+class TextsEncoder(RowEncoder):
+    """Makes a row of each record by itself.
+
+    Args:
+        config: Of the task; names the fields. labels: In the order of the head's outputs.
+
+    Attributes:
+        what: The rows' format, in words.
+        counts: What is added up over the records in hand.
+    """
+
+    what: ClassVar[str]
+
+    def __init__(self, texts: Texts, config: Any, labels: Sequence[str] = ()) -> None:
+        self.texts, self.config = texts, config
+        self.numbers = {label: number for number, label in enumerate(labels)}
+        self.counts = Counter[str]()
+
+    def key(self, where: str) -> object:
+        return (*self.texts.key, self.config.model_dump_json(), tuple(self.numbers))
+
+    def read(self, records: Sequence[Record], where: str) -> tuple[list[Any], tuple[str, ...]]:
+        self.counts = Counter[str]()
+        return read_each(records, self.row, self.what, where, FIX)
+
+    def rows(self, read: tuple[list[Any], tuple[str, ...]]) -> EncodedRows:
+        rows, unused = read
+        return EncodedRows(rows, counts=self.counts, unused=unused)
+
+    @abstractmethod
+    def row(self, record: Record) -> tuple[Any, Sequence[str]]:
+        """Return a record's row, and the fields that it was made of.
+
+        Raises:
+            WrongField: It cannot be made.
+        """
+
+
 def head_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Return what a model with a head of labels, or of one number, says of a batch, in fp32."""
     logits: Tensor = model(**accepted(model, {**batch, "use_cache": False})).logits
@@ -155,15 +197,12 @@ class TextTask(Task):
         texts: Makes their tokens.
     """
 
-    def __init__(
-        self, model: nn.Module, tokenizer: Any, config: Any, data: DataConfig, **more: Any
-    ) -> None:
-        super().__init__(model, tokenizer, config, data, **more)
-        self.texts = Texts(model, tokenizer, data.max_length)
+    def build(self, model: nn.Module) -> None:
+        super().build(model)
+        self.texts = Texts(model, self.tokenizer, self.data.max_length)
         self.max_length = self.texts.max_length
 
     def num_positions(self, rows: Sequence[Any]) -> int:
-        """Return how many tokens all texts of the rows take in one batch."""
         lengths = [length for row in rows for length in row.lengths]
         return len(lengths) * rounded_up(max(lengths))
 
@@ -176,7 +215,6 @@ class TextTask(Task):
         raise NotImplementedError
 
     def spans(self, row: Any) -> list[tuple[str, str]]:
-        """Return each text of a row, after what it is."""
         pairs = zip(self.names(row), row.texts, strict=True)
         return [(name, self.texts.pieces(text.input_ids)) for name, text in pairs]
 

@@ -8,30 +8,28 @@ Shapes: B rows, T tokens, n tagged words of the batch, L tags.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from itertools import accumulate
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
 from peftkit.base.purpose import labels_of
-from peftkit.data.encoding import EncodedRows, RowEncoder
-from peftkit.data.format import read_each
 from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import DataConfig, Record
 from peftkit.data.messages import WrongField, texts_of
 from peftkit.errors import BaseError, DataError
-from peftkit.tasks.labels import FIX, check_names, label_names, list_of, names_in, number_of
+from peftkit.tasks.labels import check_names, label_names, list_of, names_in, number_of
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.metrics import are_spans, entity_metrics, tag_metrics
 from peftkit.tasks.protocol import Task
 from peftkit.tasks.texts import (
     Classifier,
     ClassifierConfig,
-    Texts,
+    TextsEncoder,
     TextsRow,
     TextTask,
     joined_texts,
@@ -53,57 +51,33 @@ class TaggedRow(TextsRow):
     source: str
 
 
-class TaggedEncoder(RowEncoder):
+class TaggedEncoder(TextsEncoder):
     """Makes a row of each record with words and their tags."""
 
     kind: ClassVar[type[TaggedRow]] = TaggedRow
+    what: ClassVar[str] = "words and their tags"
 
-    def __init__(
-        self, texts: Texts, config: TokenClassificationConfig, labels: Sequence[str]
-    ) -> None:
-        self._texts, self._config = texts, config
-        self._numbers = {label: number for number, label in enumerate(labels)}
-
-    def key(self, where: str) -> object:
-        return (*self._texts.key, self._config.words, self._config.tags, tuple(self._numbers))
-
-    def read(self, records: Sequence[Record], where: str) -> Any:
-        return read_each(records, self._tagged, "words and their tags", where, FIX)
-
-    def rows(self, read: Any) -> EncodedRows:
-        (found, unused), counts, rows = read, Counter[str](), list[Any]()
-        for words, tags, source in found:
-            row, is_cut = self._encode(words, tags, source)
-            counts.update(words=len(words), tagged=len(row.places), cut=is_cut)
-            rows.append(row)
-        return EncodedRows(rows, counts=counts, unused=unused)
-
-    def _encode(self, words: list[str], tags: list[int], source: str) -> tuple[TaggedRow, bool]:
+    def row(self, record: Record) -> tuple[TaggedRow, Sequence[str]]:
         """Tokenise the words as one text; a token belongs to the word that its last letter is in.
 
         So the tokens are those of the text, whatever the tokenizer makes of the spaces.
         """
-        starts = [0]
-        for word in words[:-1]:
-            starts.append(starts[-1] + len(word) + 1)
-        text = self._texts.encode(" ".join(words), offsets=True)
+        names, fields = (self.config.words, self.config.tags), record.fields
+        list_of(fields, names[0], "task.words")
+        words = texts_of(fields, names[0])
+        tags = label_names(list_of(fields, names[1], "task.tags"))
+        if len(words) != len(tags):
+            raise WrongField(names[1], f"{len(words)} words and {len(tags)} tags")
+        numbers = [number_of(tag, self.numbers) for tag in tags]
+        starts = [0, *accumulate(len(word) + 1 for word in words[:-1])]
+        text = self.texts.encode(" ".join(words), offsets=True)
         places: dict[int, int] = {}  # word -> its first token
         for place, (start, end) in enumerate(text.offsets):
             if end > start:  # special tokens are nowhere in the text
                 places.setdefault(bisect_right(starts, end - 1) - 1, place)
-        numbers = tuple(tags[word] for word in places)
-        found = {"places": tuple(places.values()), "tags": numbers}
-        return TaggedRow(**joined_texts([text]), **found, source=source), text.is_cut
-
-    def _tagged(self, record: Record) -> tuple[tuple[list[str], list[int], str], list[str]]:
-        """Return a row's words, the numbers of their tags, and where it is."""
-        names = [self._config.words, self._config.tags]
-        list_of(record.fields, names[0], "task.words")
-        words = texts_of(record.fields, names[0])
-        tags = label_names(list_of(record.fields, names[1], "task.tags"))
-        if len(words) != len(tags):
-            raise WrongField(names[1], f"{len(words)} words and {len(tags)} tags")
-        return (words, [number_of(tag, self._numbers) for tag in tags], record.source), names
+        self.counts.update(words=len(words), tagged=len(places), cut=text.is_cut)
+        found = {"places": tuple(places.values()), "tags": tuple(numbers[word] for word in places)}
+        return TaggedRow(**joined_texts([text]), **found, source=record.source), names
 
 
 class TokenClassification(Classifier, TextTask):
@@ -118,23 +92,16 @@ class TokenClassification(Classifier, TextTask):
 
     progress: ClassVar[str] = "Tagging"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        config: TokenClassificationConfig,
-        data: DataConfig,
-        **more: Any,
-    ) -> None:
-        if not tokenizer.is_fast:
+    def build(self, model: nn.Module) -> None:
+        if not self.tokenizer.is_fast:
             raise BaseError(
                 "Cannot tag words with this base.",
                 found="Its tokenizer does not say where in the text a token stands.",
                 fix="Put a tokenizer.json into its folder.",
             )
-        super().__init__(model, tokenizer, config, data, **more)
+        super().build(model)
         self.labels = labels_of(unwrapped(model).config)
-        self.row_encoder = TaggedEncoder(self.texts, config, self.labels)
+        self.row_encoder = TaggedEncoder(self.texts, self.config, self.labels)
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
         return [

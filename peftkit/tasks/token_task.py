@@ -30,8 +30,8 @@ from peftkit.tasks.loss import (
     token_losses,
     unwrapped,
 )
-from peftkit.tasks.measure import mean_loss
-from peftkit.tasks.protocol import Task
+from peftkit.tasks.measure import mean_metrics
+from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.unpadding import (
     can_unpad,
     faster,
@@ -52,8 +52,8 @@ class TokenTask(Task):
     _attention: TrainingAttention | None = None
     """While documents are in one row: the model's."""
 
-    def __init__(self, model: nn.Module, processor: Any, *config: Any, **more: Any) -> None:
-        super().__init__(model, processor, *config, **more)
+    def build(self, model: nn.Module) -> None:
+        super().build(model)
         self._head = head_of(model, self.model_example(unwrapped(model)))
         pads = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         self._pad_id: int = next(int(token) for token in pads if token is not None)
@@ -101,7 +101,6 @@ class TokenTask(Task):
             self._attention = None
 
     def num_positions(self, rows: Sequence[Any]) -> int:
-        """Return how many positions rows take that go through the model at once."""
         padded = super().num_positions(rows)
         if self._attention is None:
             return padded
@@ -131,7 +130,6 @@ class TokenTask(Task):
         """Return what the model is called with for a padded batch, as far as it takes that."""
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the cross entropy summed over the learnt tokens of a batch, in fp32."""
         inputs = self.model_inputs(model, batch)
         loss = token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
         if not loss.requires_grad and self._attention:  # there is no backward pass that asks again
@@ -184,8 +182,8 @@ class TokenTask(Task):
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return loss (nats per learnt token) and perplexity."""
-        loss, num_tokens = mean_loss(self, model, rows, on_event=on_event)
-        return {"loss": loss, "perplexity": perplexity(loss), "num_tokens": num_tokens}
+        found, num_tokens = mean_metrics(self, model, rows, on_event)
+        return {**found, "perplexity": perplexity(found["loss"]), "num_tokens": num_tokens}
 
     def _text(self, ids: Sequence[int]) -> str:
         """Return tokens as text, special ones too."""
@@ -206,8 +204,8 @@ class AnswerTask(TokenTask):
     exact_name: ClassVar[str] = "exact_match"
     """What the share of answers is called that equal what is learnt."""
 
-    def __init__(self, model: nn.Module, processor: Any, *config: Any, **more: Any) -> None:
-        super().__init__(model, processor, *config, **more)
+    def build(self, model: nn.Module) -> None:
+        super().build(model)
         self.max_length = exact_length(model, self.tokenizer, self.data.max_length)
 
     @property
@@ -225,7 +223,6 @@ class AnswerTask(TokenTask):
         return {"input_ids": batch["input_ids"]}
 
     def spans(self, row: Any) -> list[tuple[str, str]]:
-        """Return a row's text in pieces, each with "learnt" or "" before it."""
         return labelled_pieces(row, self._text, "learnt")
 
     def answer_text(self, ids: Sequence[int]) -> str:
@@ -247,6 +244,16 @@ class AnswerTask(TokenTask):
     def other_reference(self, row: Any) -> str | None:
         """Return what else the answer to a row is compared with, as exact_match."""
         return None
+
+
+class AnswerConfig(TaskConfig):
+    """What configs have whose adapters go on from a prompt."""
+
+    task_type: ClassVar[str] = "CAUSAL_LM"
+    auto_class: ClassVar[str] = "AutoModelForCausalLM"
+    command: ClassVar[str] = "peftkit chat {folder}"
+    generates: ClassVar[bool] = True
+    writes_text: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,9 +282,9 @@ class DocumentTask(AnswerTask):
     predicts_tokens: ClassVar[bool] = False
     is_causal: ClassVar[bool] = True
 
-    def __init__(self, model: nn.Module, processor: Any, *config: Any, **more: Any) -> None:
+    def build(self, model: nn.Module) -> None:
         check_causal(model)
-        super().__init__(model, processor, *config, **more)
+        super().build(model)
         self.reference = Reference(partial(adapters_off, model))
 
     def set_reference(self, state: Callable[[], AbstractContextManager[None]], key: str) -> None:
@@ -311,3 +318,8 @@ class DocumentTask(AnswerTask):
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         return self.loss_and_metric_sums(model, batch)[0]
+
+    def metrics(
+        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        return mean_metrics(self, model, rows, on_event)[0]

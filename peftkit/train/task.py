@@ -113,12 +113,15 @@ class Task(Protocol):
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         """Return the number that the summed loss is divided by; must not wait for the GPU."""
 
-    @abstractmethod
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss summed over the targets of a batch, in fp32."""
+        return self.loss_and_metric_sums(model, batch)[0]
 
     def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return (1 + num_metrics,): the summed loss, and what is told beside it, summed too."""
+        """Return (1 + num_metrics,): the summed loss, and what is told beside it, summed too.
+
+        A task says this or `loss_sum`.
+        """
         return self.loss_sum(model, batch)[None]
 
     def metric_means(self, means: Sequence[float]) -> dict[str, float]:

@@ -151,23 +151,6 @@ def test_thinking_is_learnt_read_or_left_out(
         assert (encoder.counts["thoughts"], encoder.counts["unwritten"]) == counts
 
 
-def test_a_thought_before_several_calls_is_told_from_them(tokenizer: Any) -> None:
-    own = with_template(tokenizer, QWEN3)
-    calls = [{"name": name, "arguments": {"n": 1}} for name in ("find", "count")]
-    turns = [
-        {"role": "user", "content": Q1},
-        {"role": "assistant", "tool_calls": calls, "reasoning_content": "both"},
-        *({"role": "tool", "content": said} for said in ("3 foxes", "4")),
-        {"role": "assistant", "content": "three"},
-    ]
-    parsed = parse([Record({"messages": turns}, "a.jsonl:7")], "auto", where="a.jsonl")
-    both = '<tool_call>find{"n": 1}</tool_call><tool_call>count{"n": 1}</tool_call><|im_end|>'
-    answer = "<think>\n\n</think>\n\nthree<|im_end|>"
-    for reasoning, lead in (("learn", "<think>\nboth\n</think>\n\n"), ("context", "")):
-        row = Encoder(own, reasoning=reasoning).encode(parsed.examples[0])
-        assert learnt(own, row) == [lead + both, answer]
-
-
 def test_what_a_developer_says_is_the_systems_where_the_template_knows_no_other(
     tokenizer: Any,
 ) -> None:
@@ -266,19 +249,6 @@ def test_rows_that_begin_otherwise_than_generation_are_counted(
         record = Record({"messages": messages(TURNS[:2])}, "a.jsonl:1")
         encoder.encode(parse([record], "auto", where="a.jsonl").examples[0])
         assert encoder.counts["off_prompt"] == count
-
-
-@pytest.mark.parametrize("template", [CHATML, TEMPLATES["chatml"]])
-def test_chatml_of_our_own_writes_what_chatml_writes(tokenizer: Any, template: str) -> None:
-    own = with_template(tokenizer, template)
-    text = own.apply_chat_template(
-        messages([("system", "s"), *TURNS[:3]]), add_generation_prompt=True, tokenize=False
-    )
-    assert text == (
-        f"<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n{Q1}<|im_end|>\n"
-        f"<|im_start|>assistant\n{A1}<|im_end|>\n<|im_start|>user\n{Q2}<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
 
 
 CALL = {"name": "find", "arguments": {"what": "fox"}}

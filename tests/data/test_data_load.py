@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from peftkit.data.load import DataConfig, read_records
+from peftkit.data.load import read_records
 from peftkit.data.survey import survey
-from peftkit.errors import ConfigError, DataError
+from peftkit.errors import DataError
 
 
 def refused(where: str) -> str:
@@ -94,21 +94,6 @@ def test_other_endings_are_named(tmp_path: Path) -> None:
     assert "'.txt' says nothing about its format" in refused(str(tmp_path / "a.txt"))
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}"))
     assert "compressed with gzip" in refused(str(tmp_path / "a.jsonl.gz"))
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"max_length": 0}, {"max_dropped": 1.5}, {"format": "chat"}, {"pack": True}]
-)
-def test_the_config_is_strict(wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError):
-        DataConfig(train="a.jsonl", **wrong)  # type: ignore[arg-type]
-
-
-def test_a_folder_with_a_broken_file_says_what_is_broken(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": [1\n')
-    said = refused(str(tmp_path))
-    assert "An error occurred while generating" not in said
-    assert "Mend the folder's files" in said
 
 
 def test_a_file_of_several_formats_is_told_without_a_model(tmp_path: Path) -> None:

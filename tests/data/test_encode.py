@@ -84,7 +84,7 @@ PAIRS = [
 TOKENIZERS: dict[str, Callable[[], Any]] = {
     "tiny": tiny_tokenizer,
     "merging": merging_tokenizer,
-    **{scheme: partial(sentencepiece_tokenizer, scheme) for scheme in ("first", "always", "never")},
+    **{scheme: partial(sentencepiece_tokenizer, scheme) for scheme in ("first", "never")},
 }
 
 

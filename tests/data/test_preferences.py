@@ -9,9 +9,11 @@ import pytest
 from peftkit.data.columns import Dropped
 from peftkit.data.format import Completion, Conversation, Instruction, Text
 from peftkit.data.load import Record
+from peftkit.data.messages import WrongField
 from peftkit.data.preferences import (
     USELESS,
     check_both_labels,
+    read_pair,
     read_pairs_of,
     read_verdicts,
 )
@@ -134,10 +136,10 @@ def test_all_bad_rows_are_listed_in_a_file(tmp_path: Any, monkeypatch: Any) -> N
 
 def test_a_margin_is_a_number() -> None:
     row = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    (pair,), _ = read_pairs_of(records({**row, "by": 2}), "a.jsonl", margin="by")
-    assert pair.margin == 2.0
-    with pytest.raises(DataError, match=r"a\.jsonl:1: by: expected a number"):
-        read_pairs_of(records({**row, "by": "much"}), "a.jsonl", margin="by")
+    pair, used = read_pair(*records({**row, "by": 2}), "by")
+    assert (pair.margin, "by" in used) == (2.0, True)
+    with pytest.raises(WrongField, match="by: expected a number"):
+        read_pair(*records({**row, "by": "much"}), "by")
 
 
 def test_verdicts_are_examples_with_a_label() -> None:

@@ -19,11 +19,10 @@ from peftkit.data.columns import labels_of
 from peftkit.data.documents import BEYOND, NOTHING, DocumentEncoder
 from peftkit.data.encode import Encoder
 from peftkit.data.format import parse
-from peftkit.data.lazy_rows import PackedRows, View
 from peftkit.data.load import read_records
 from peftkit.data.pack import IGNORE
 from peftkit.errors import DataError, RunError
-from peftkit.events import Event, Notice, Progress
+from peftkit.events import Event, Notice
 
 
 def write(path: Path, number: int) -> Path:
@@ -70,18 +69,6 @@ def test_stored_rows_are_the_encoders(
     assert rows[-1] == rows[82]
     assert [row.source for row in rows[1:9:3]] == [rows[n].source for n in (1, 4, 7)]
     assert rows[5] is rows[5]
-
-
-def test_processes_make_the_same_rows(
-    tmp_path: Path, encoder: DocumentEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write(tmp_path / "a.jsonl", 83)
-    alone = encoded(str(path), encoder)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "other"))
-    monkeypatch.setattr(strict_rows, "PART_BYTES", 700)
-    together = encoded(str(path), encoder, processes=2)
-    assert list(together) == list(alone)
-    assert together.fingerprint == alone.fingerprint
 
 
 def test_a_second_start_encodes_nothing(
@@ -159,16 +146,7 @@ def test_of_two_that_need_one_cache_one_encodes_and_the_other_waits(
     assert len(list(cache_folder().glob("[!.]*"))) == 1
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path, encoder: DocumentEncoder) -> None:
-    path = write(tmp_path / "a.jsonl", 9)
-    encoded(str(path), encoder)
-    (folder,) = cache_folder().glob("[!.]*")
-    folder.rename(folder.with_name(f"making-{folder.name}-left"))
-    encoded(str(path), encoder)
-    assert list(cache_folder().glob("[!.]*")) == [folder]
-
-
-@pytest.mark.parametrize("kind", ["csv", "parquet", "json", "folder"])
+@pytest.mark.parametrize("kind", ["csv", "json", "folder"])
 def test_rows_of_any_file_are_encoded_in_processes_and_once(
     kind: str, tmp_path: Path, encoder: DocumentEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,40 +229,6 @@ def test_what_is_dropped_keeps_its_source(
     assert [row.source for row in found] == [f"{path}:{n}" for n in (3, 4, 5, 6)]
     assert found.num_duplicates == 2
     assert found.num_shared(found) == 4
-
-
-def test_stored_rows_are_packed_as_rows_in_memory(tmp_path: Path, encoder: DocumentEncoder) -> None:
-    rows = encoded(str(write(tmp_path / "a.jsonl", 83)), encoder)
-    packed = PackedRows(rows, 100)
-    assert list(packed) == list(PackedRows(View([list(rows)]), 100))
-    assert list(packed.num_tokens) == [len(row.input_ids) for row in packed]
-    assert packed.fingerprint != rows.fingerprint
-    assert list(packed.document_lengths) == list(rows.num_tokens)
-
-
-def test_other_files_are_stored_too(tmp_path: Path, encoder: DocumentEncoder) -> None:
-    plain = list(encoded(str(write(tmp_path / "a.jsonl", 9)), encoder))
-    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().split("\n") if line]
-    (tmp_path / "a.json").write_text(json.dumps(rows))
-    again = encoded(str(tmp_path / "a.json"), encoder)
-    assert [row.input_ids for row in again] == [row.input_ids for row in plain]
-
-
-def test_progress_and_speed_are_told(
-    tmp_path: Path, encoder: DocumentEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DocumentEncoder, "at_once", 10)
-    monkeypatch.setattr(cache, "TOLD_ROWS", 50)
-    path, events = write(tmp_path / "a.jsonl", 83), list[Event]()
-    encoded(str(path), encoder, on_event=events.append)
-    told = [event for event in events if isinstance(event, Progress)]
-    assert len(told) == 9
-    assert told[-1].done == told[-1].total
-    assert told[0].done < told[-1].done
-    encoded(str(path), encoder, on_event=events.append)
-    notices = [event.text for event in events if isinstance(event, Notice)]
-    assert "rows/s" in notices[0]
-    assert "encoded before" in notices[1]
 
 
 def test_labels_are_tokens_between_their_bounds() -> None:

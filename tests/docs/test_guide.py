@@ -216,7 +216,7 @@ def read(block: Block, folder: Path, model: Any = None, tokenizer: Any = None) -
     elif task.type == "distill":
         read_prompts(records, where=where)
     elif task.type == "reward":
-        read_pairs_of(records, where, margin=task.margin)
+        read_pairs_of(records, where)
     elif task.type == "seq2seq":
         parse_rows(records, "auto", where=where, fields=task.fields)
     elif task.type in ("image_text", "audio_text"):

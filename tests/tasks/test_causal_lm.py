@@ -19,7 +19,6 @@ from transformers import (
 
 from peftkit.data.encode import Style, prompt_ids
 from peftkit.data.load import DataConfig
-from peftkit.data.pack import IGNORE
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Notice, Progress, Stage, Table
 from peftkit.tasks.causal_lm import CausalLM
@@ -102,6 +101,7 @@ def test_every_row_is_counted(tmp_path: Path, task: Build, events: list[Event]) 
         "dropped: nothing to learn": f"1 ({where}:20)",
         "dropped: the answer lies beyond the cut": f"1 ({where}:19)",
         "tokens": str(sum(len(row.input_ids) for row in encoded)),
+        "tokens of a row: median, 95 %, longest": "17, 64, 64",
         "learnt tokens": str(sum(row.num_targets for row in encoded)),
         "fields not used": "id",
     }
@@ -149,15 +149,6 @@ def test_load_packs_and_tells_how_full_the_rows_are(
     assert notices[-1].startswith(f"Packed 9 documents into {len(packed)} rows of up to 64 tokens")
 
 
-def test_what_a_row_teaches_can_be_seen(tmp_path: Path, task: Build) -> None:
-    maker = task()
-    (row,) = maker.encode(write(tmp_path / "a.jsonl", said("the fox", "the dog")))
-    assert maker.spans(row) == [
-        ("", "<|im_start|>user\nthe fox<|im_end|>\n<|im_start|>assistant\n"),
-        ("learnt", "the dog<|im_end|>"),
-    ]
-
-
 def test_the_last_answer_and_its_prompt_are_what_generation_gives(
     tmp_path: Path, task: Build, tokenizer: Tokenizer
 ) -> None:
@@ -167,14 +158,6 @@ def test_the_last_answer_and_its_prompt_are_what_generation_gives(
     prompt, answer = maker.last_answer(row)
     assert answer == "the answer"
     assert prompt == prompt_ids(tokenizer, turns[:3], maker.style)
-
-
-def test_num_targets_is_what_the_loss_sums_over(tmp_path: Path, task: Build) -> None:
-    maker = task()
-    rows = maker.load(write(tmp_path / "a.jsonl", *[said("the fox", "the dog")] * 9))
-    batch = maker.collate(rows)
-    assert maker.num_targets(batch) == sum(row.num_targets for row in rows)
-    assert maker.num_targets(batch) == int((batch["labels"][:, 1:] != IGNORE).sum())
 
 
 def test_the_end_of_turn_is_learnt_though_it_pads_too(
@@ -217,50 +200,8 @@ def test_a_template_of_ones_own_is_part_of_the_style(tmp_path: Path, task: Build
     (row,) = maker.encode(where)
     assert maker.style == Style("chat", template.read_text())
     again = task(style=maker.style)
-    assert again.encode(where) == [row]
+    assert [*again.encode(where)] == [row]
     assert again.spans(row)[0] == ("", "user:the fox<|im_end|>assistant:")
-
-
-def test_reasoning_and_variables_are_told_and_are_part_of_the_style(
-    tmp_path: Path, task: Build, events: list[Event]
-) -> None:
-    template = tmp_path / "thinks.jinja"
-    template.write_text(
-        "{% for m in messages %}{{ '<|im_start|>' + m.role }}{% if think and m.reasoning_content %}"
-        "{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
-        "{{ m.content + '<|im_end|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
-    )
-    row = said("the fox", "the dog")
-    row["messages"][1]["reasoning_content"] = "hm"
-    where = write(tmp_path / "a.jsonl", row)
-    own = {"chat_template": str(template), "reasoning": "context"}
-    maker = task(**own, chat_template_kwargs={"think": True})
-    (found,) = maker.encode(where)
-    told = counts(events)
-    assert told["chat template"] == "think: True"
-    assert told["turns with reasoning (context)"] == "1"
-    assert [text for kind, text in maker.spans(found) if kind] == ["the dog<|im_end|>"]
-    again = task(style=maker.style)  # as an adapter is measured
-    assert again.encode(where) == [found]
-    events.clear()
-    quiet = task(**own, chat_template_kwargs={"think": False})
-    quiet.encode(where)
-    assert counts(events)["reasoning that the template leaves out"] == "1"
-
-
-def test_rows_that_begin_otherwise_than_generation_are_told(
-    tmp_path: Path, task: Build, events: list[Event]
-) -> None:
-    template = tmp_path / "thinks.jinja"
-    template.write_text(
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<think>' }}{% endif %}"
-    )
-    where = write(tmp_path / "a.jsonl", said("the fox", "the dog"), said("a", "<think>b"))
-    task(chat_template=str(template)).encode(where)
-    (notice,) = [event.text for event in events if isinstance(event, Notice)]
-    assert "in 1 rows the answer does not begin right after" in notice
 
 
 @pytest.mark.parametrize(
@@ -283,21 +224,3 @@ def test_a_row_longer_than_the_model_reads_is_refused(task: Build, tokenizer: To
     endless = BloomForCausalLM(BloomConfig(vocab_size=384, hidden_size=32, n_layer=1, n_head=4))
     with pytest.raises(DataError, match=r"(?s)data\.max_length: null.*Set data\.max_length"):
         CausalLM(endless, own, DataConfig(train="", max_length=None, packing=False))
-
-
-def test_an_instruct_file_of_each_format_teaches_the_same_answer(
-    tmp_path: Path, task: Build
-) -> None:
-    formats: list[dict[str, Any]] = [
-        said("the fox", "the dog"),
-        {
-            "conversations": [
-                {"from": "human", "value": "the fox"},
-                {"from": "gpt", "value": "the dog"},
-            ]
-        },
-        {"instruction": "the fox", "input": "", "output": "the dog"},
-        {"question": "the fox", "answer": "the dog"},
-    ]
-    encoded = {task().encode(write(tmp_path / "a.jsonl", row))[0].input_ids for row in formats}
-    assert len(encoded) == 1

@@ -12,8 +12,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from peftkit.data.load import DataConfig
 from peftkit.errors import RunError
 from peftkit.tasks.causal_lm import CausalLM
-from tests.tasks.classifiers import TEXTS, save_base, write_texts
-from tests.tasks.test_sequence_classification import made
 
 SIGN = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
@@ -56,16 +54,3 @@ def test_a_row_that_does_not_fit_by_itself_is_named_and_so_is_what_would_fit(
     short_of_memory(llama, 16)  # rows are padded to multiples of some size
     with pytest.raises(RunError, match=rf"rows\.jsonl[\s\S]*Rows of {fitting} tokens would fit"):
         task.metrics(llama, rows)
-
-
-def test_classifying_shrinks_its_batches_too(tmp_path: Path) -> None:
-    data = write_texts(tmp_path / "rows.jsonl")
-    base, task = made(save_base(tmp_path / "base"), data)
-    rows = task.load(data)
-    expected = task.metrics(base.model, rows)
-    short_of_memory(base.model, 64)
-    assert len(TEXTS) > 2
-    assert task.metrics(base.model, rows) == pytest.approx(expected, rel=1e-4)
-    short_of_memory(base.model, 0)
-    with pytest.raises(RunError, match="one row alone"):
-        task.metrics(base.model, rows)

@@ -10,7 +10,6 @@ from scipy.stats import pearsonr
 from sklearn import metrics as reference
 
 from peftkit.tasks.metrics import (
-    are_spans,
     class_metrics,
     entities,
     entity_metrics,
@@ -21,7 +20,7 @@ from peftkit.tasks.metrics import (
 )
 
 
-@pytest.mark.parametrize(("num_rows", "num_labels"), [(1, 2), (9, 3), (41, 5), (341, 12)])
+@pytest.mark.parametrize(("num_rows", "num_labels"), [(1, 2), (41, 5)])
 def test_metrics_of_classes_are_scikit_learns(num_rows, num_labels) -> None:
     generator = torch.Generator().manual_seed(num_rows)
     predicted = torch.randint(num_labels, (num_rows,), generator=generator)
@@ -33,7 +32,7 @@ def test_metrics_of_classes_are_scikit_learns(num_rows, num_labels) -> None:
         assert found[f"f1_{kind}"] == pytest.approx(expected), kind
 
 
-@pytest.mark.parametrize("num_rows", [1, 9, 341])
+@pytest.mark.parametrize("num_rows", [1, 41])
 def test_metrics_of_several_labels_are_scikit_learns(num_rows) -> None:
     generator = torch.Generator().manual_seed(num_rows)
     predicted = torch.rand(num_rows, 5, generator=generator) > 0.6
@@ -53,10 +52,6 @@ def test_metrics_of_numbers_are_scikit_learns_and_scipys() -> None:
     found = number_metrics(predicted, true)
     assert found["mse"] == pytest.approx(reference.mean_squared_error(true, predicted))
     assert found["pearson"] == pytest.approx(pearsonr(true, predicted).statistic)
-
-
-def test_correlation_with_a_constant_is_none() -> None:
-    assert number_metrics(torch.ones(4), torch.arange(4.0))["pearson"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -101,13 +96,7 @@ def test_plain_tags_count_word_by_word_without_o() -> None:
     assert tag_metrics([["O"]], [["O"]]) == {"f1_micro": 0.0}
 
 
-def test_only_tags_of_beginnings_and_insides_are_spans() -> None:
-    assert are_spans(["O", "B-X", "I-X"])
-    assert not are_spans(["O", "NOUN"])
-    assert not are_spans(["O"])
-
-
-@pytest.mark.parametrize("num_texts", [2, 9, 25])
+@pytest.mark.parametrize("num_texts", [2, 25])
 def test_ndcg_at_10_is_scikit_learns(num_texts) -> None:
     generator = torch.Generator().manual_seed(num_texts)
     scores, relevances = torch.rand(2, 7, num_texts, generator=generator).double()

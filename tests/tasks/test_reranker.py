@@ -19,8 +19,7 @@ from peftkit.inference.evaluate import evaluate
 from peftkit.inference.predict import predict, predict_file
 from peftkit.recipe import run
 from peftkit.run.config import Recipe
-from peftkit.tasks.reranker import Reranker, RerankerConfig
-from peftkit.tasks.reranker_rows import RerankRow
+from peftkit.tasks.reranker import Reranker, RerankerConfig, RerankRow
 from tests.cli.conftest import peftkit
 from tests.tasks.classifiers import save_base, task_for, write_rows
 
@@ -41,9 +40,9 @@ SCORED = [
 ]
 
 
-@pytest.fixture(scope="module", params=["bert", "llama"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_base(tmp_path_factory.mktemp(request.param), request.param)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("bert"))
 
 
 def made(folder: Path, file: str, **settings: Any) -> tuple[Any, Reranker, Any]:
@@ -62,10 +61,13 @@ def plain_loss(loss: str, scores: list[torch.Tensor], row: RerankRow) -> tuple[t
     return sum((-logsigmoid(own[i] - own[j]) for i, j in pairs), torch.tensor(0.0)), len(pairs)
 
 
-@pytest.mark.parametrize("loss", ["pointwise", "pairwise", "listwise"])
+@pytest.mark.parametrize(
+    ("loss", "family"), [("pointwise", "bert"), ("pairwise", "llama"), ("listwise", "llama")]
+)
 def test_loss_and_gradient_are_those_of_each_text_alone(
-    loss: Any, folder: Path, tmp_path: Path
+    loss: Any, family: str, tmp_path: Path
 ) -> None:
+    folder = save_base(tmp_path / family, family)
     model, task, rows = made(folder, write_rows(tmp_path / "a.jsonl", ROWS), loss=loss)
     head = next(p for name, p in model.named_parameters() if p.shape[0] == 1 and p.ndim == 2)
     head.requires_grad_()
@@ -186,9 +188,8 @@ def test_a_run_learns_to_rank_and_says_what_it_was_before(
     ],
 )
 def test_rows_that_cannot_be_ranked_are_named(
-    row: dict[str, Any], settings: dict[str, Any], found: str, tmp_path: Path
+    row: dict[str, Any], settings: dict[str, Any], found: str, folder: Path, tmp_path: Path
 ) -> None:
-    folder = save_base(tmp_path / "base")
     wrong = {**ROWS[0], **row}
     if wrong["positive"] is None:
         del wrong["positive"]
@@ -196,8 +197,8 @@ def test_rows_that_cannot_be_ranked_are_named(
         made(folder, write_rows(tmp_path / "a.jsonl", [ROWS[1], wrong]), **settings)
 
 
-def test_rows_kept_for_one_loss_are_read_anew_for_another(tmp_path: Path) -> None:
-    folder, file = save_base(tmp_path / "base"), write_rows(tmp_path / "a.jsonl", SCORED)
+def test_rows_kept_for_one_loss_are_read_anew_for_another(folder: Path, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "a.jsonl", SCORED)
     made(folder, file, loss="pointwise")
     with pytest.raises(DataError, match="as relevant, and the loss listwise"):
         made(folder, file, loss="listwise")

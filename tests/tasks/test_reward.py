@@ -37,11 +37,6 @@ def write_rows(file: Path) -> str:
     return write(file, rows)
 
 
-@pytest.fixture(params=["decoder", "encoder"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path, model_folder: Path) -> Path:
-    return model_folder if request.param == "decoder" else save_base(tmp_path / "bert")
-
-
 def reward(folder: Path, file: str, **asked: Any) -> tuple[Any, Reward, list[Any]]:
     settings = RewardConfig(**asked)
     base = load_base(str(folder), dtype="fp32", purpose=settings.purpose)
@@ -50,7 +45,9 @@ def reward(folder: Path, file: str, **asked: Any) -> tuple[Any, Reward, list[Any
     return base.model, task, task.load(file)
 
 
-def test_the_loss_is_its_formula(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_the_loss_is_its_formula(kind: str, model_folder: Path, tmp_path: Path) -> None:
+    folder = model_folder if kind == "decoder" else save_base(tmp_path / "bert")
     file = write_rows(tmp_path / "a.jsonl")
     model, task, rows = reward(folder, file, margin="by", centring=0.3)
     expected = []
@@ -65,12 +62,12 @@ def test_the_loss_is_its_formula(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_learns_and_scores_texts_and_files(
-    folder: Path, tmp_path: Path, peftkit: Any
+    model_folder: Path, tmp_path: Path, peftkit: Any
 ) -> None:
     file = write_rows(tmp_path / "train.jsonl")
     told = {
         "task": {"type": "reward"},
-        "base": {"model": str(folder), "dtype": "fp32"},
+        "base": {"model": str(model_folder), "dtype": "fp32"},
         "method": {"type": "lora", "rank": 4},
         "data": {"train": file, "eval": file, "max_length": 64},
         "train": {"output_dir": str(tmp_path / "run"), "max_steps": 15, "batch_size": 5}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,25 +10,23 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from peftkit.data import cache, strict_rows
-from peftkit.data.cache import cache_folder, encoded
+from peftkit.data import cache
+from peftkit.data.cache import encoded
 from peftkit.data.columns import Dropped
 from peftkit.data.documents import DocumentEncoder
 from peftkit.data.encoding import RowEncoder
-from peftkit.data.load import DataConfig, read_records
-from peftkit.tasks.embedding import EmbeddingEncoder
-from peftkit.tasks.image_classification import ImageClassificationConfig
+from peftkit.data.load import read_records
+from peftkit.tasks.embedding import EmbeddingConfig, EmbeddingEncoder
 from peftkit.tasks.masked_lm import MaskedEncoder
 from peftkit.tasks.preference.kto import JudgedEncoder
-from peftkit.tasks.preference.pairs import ComparedEncoder
-from peftkit.tasks.reward import RewardEncoder
+from peftkit.tasks.preference.task import ComparedEncoder
+from peftkit.tasks.reward import RewardConfig, RewardEncoder
 from peftkit.tasks.seq2seq import PairEncoder
-from peftkit.tasks.sequence_classification import LabelledEncoder
+from peftkit.tasks.sequence_classification import LabelledEncoder, SequenceClassificationConfig
 from peftkit.tasks.texts import Texts
 from peftkit.tasks.token_classification import TaggedEncoder, TokenClassificationConfig
 from tests.families import ARCHITECTURES
 from tests.tasks.classifiers import write_rows as write
-from tests.tasks.test_image_classification import model_of, png
 
 Tokenizer = PreTrainedTokenizerFast
 FOX = "the quick brown fox jumps over the lazy dog"
@@ -47,8 +44,8 @@ def of_text(row: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def labelled(problem: Any) -> Callable[[Tokenizer], RowEncoder]:
-    fields = ("text", None, "label")
-    return lambda tokenizer: LabelledEncoder(texts(tokenizer), fields, problem, ("a", "b"))
+    asked = SequenceClassificationConfig(problem=problem)
+    return lambda tokenizer: LabelledEncoder(texts(tokenizer), asked, ("a", "b"), problem)
 
 
 CASES: dict[str, tuple[Callable[[Tokenizer], RowEncoder], list[dict[str, Any]]]] = {
@@ -71,9 +68,9 @@ CASES: dict[str, tuple[Callable[[Tokenizer], RowEncoder], list[dict[str, Any]]]]
     ),
     "preferences": (lambda t: ComparedEncoder(t, None, 9), PAIRS),
     "verdicts": (lambda t: JudgedEncoder(t, None, 9), VERDICTS),
-    "rewards": (lambda t: RewardEncoder(texts(t), None, None), PAIRS),
+    "rewards": (lambda t: RewardEncoder(texts(t), RewardConfig(), None), PAIRS),
     "embeddings": (
-        lambda t: EmbeddingEncoder(texts(t), ("anchor", "positive", "negatives")),
+        lambda t: EmbeddingEncoder(texts(t), EmbeddingConfig()),
         [{"anchor": f"{n} a", "positive": "b", "negatives": [f"{n} c"]} for n in range(30)],
     ),
 }  # fmt: skip
@@ -99,40 +96,7 @@ def test_rows_come_back_as_they_were_encoded_and_only_once(
     rows = encoded(where, made(copy.deepcopy(tokenizer)))
     assert list(rows) == kept
     assert list(rows.dropped(0)) == [r.source for r in plain if r == Dropped(r.source, 0)]
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "other"))
-    monkeypatch.setattr(strict_rows, "PART_BYTES", 700)
-    together = encoded(where, made(copy.deepcopy(tokenizer)), processes=2)
-    assert list(together) == kept
-    assert together.fingerprint == rows.fingerprint
-    assert (together.counts, together.agreed) == (rows.counts, rows.agreed)
     monkeypatch.setattr(cache, "blocks", never)
     again = encoded(where, made(tokenizer))
     assert list(again) == kept
     assert again.counts == rows.counts
-
-
-def test_images_that_changed_are_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = ImageClassificationConfig(labels=("dark", "light"))
-    model = model_of(labels=("dark", "light"))
-    for name, colour in (("dark", 0), ("light", 255)):
-        (tmp_path / "train" / name).mkdir(parents=True)
-        (tmp_path / "train" / name / "1.png").write_bytes(png((colour,) * 3))
-    encoder = config.on(model, None, DataConfig(train="")).row_encoder
-    where = str(tmp_path / "train")
-    before = encoded(where, encoder)
-    with monkeypatch.context() as patched:
-        patched.setattr(cache, "blocks", never)
-        again = encoded(where, encoder)
-        assert [repr(row.media) for row in again] == [repr(row.media) for row in before]
-        assert again[0].media.decode().getpixel((0, 0)) == (0, 0, 0)
-    changed = tmp_path / "train" / "dark" / "1.png"
-    changed.write_bytes(png((9, 9, 9)))
-    os.utime(changed, ns=(1, 1))
-    after = encoded(where, encoder)
-    assert after[0].media.decode().getpixel((0, 0)) == (9, 9, 9)
-    assert after.fingerprint != before.fingerprint
-    assert len(list(cache_folder().glob("[!.]*"))) == 1
-    changed.unlink()
-    assert len(encoded(where, encoder)) == 1

@@ -24,8 +24,7 @@ from peftkit.events import Event, Table
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
 from peftkit.methods.lora import LoRA
-from peftkit.tasks.causal_lm import CausalLM
-from peftkit.tasks.metrics import longest_common_subsequence, rouge_l
+from peftkit.tasks.metrics import rouge_l
 from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
@@ -34,7 +33,6 @@ from tests.families import ARCHITECTURES, EOS, PAD
 from tests.tasks.classifiers import write_rows as write
 
 Tokenizer = PreTrainedTokenizerFast
-FAMILIES = ("t5", "t5_gated", "mt5", "bart", "pegasus")
 ROWS = [
     {"prompt": "the quick brown fox", "completion": "the fox"},
     {"prompt": "what is the answer? what?", "completion": "the answer is in the question"},
@@ -68,8 +66,9 @@ def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "chunked"), [("t5", False), ("t5_gated", True), ("bart", True), ("pegasus", False)]
+)
 def test_loss_and_gradients_are_the_models_own(
     name: str, chunked: bool, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: Any
 ) -> None:
@@ -161,16 +160,6 @@ def test_a_decoder_is_no_base_for_seq2seq(model_folder: Path, llama: Any, tokeni
         task_on(llama, tokenizer)
 
 
-def test_t5_is_no_base_for_causal_lm(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    folder = tmp_path / "t5"
-    build("t5").save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    with pytest.raises(BaseError, match="is not a causal_lm model"):
-        load_base(str(folder))
-    with pytest.raises(BaseError):
-        CausalLM(build("t5"), tokenizer, DataConfig(train=""))
-
-
 def test_a_model_must_say_what_its_decoder_starts_with(tokenizer: Tokenizer) -> None:
     model = build("t5")
     model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = None
@@ -178,7 +167,7 @@ def test_a_model_must_say_what_its_decoder_starts_with(tokenizer: Tokenizer) -> 
         task_on(model, tokenizer)
 
 
-@pytest.mark.parametrize("name", ["t5", "bart"])
+@pytest.mark.parametrize("name", ["t5", pytest.param("bart", marks=pytest.mark.slow)])
 def test_what_is_learnt_by_heart_is_answered(
     name: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -230,23 +219,8 @@ def test_a_recipe_trains_saves_and_is_measured(tmp_path: Path, tokenizer: Tokeni
 def test_rouge_l_is_the_packages() -> None:
     rng, scorer = random.Random(0), RougeScorer(["rougeL"], use_stemmer=False)
     words = ["the", "fox", "Dog,", "it's", "3.5", "--", "over", "a_b"]
-    for _ in range(300):
+    for _ in range(100):
         text, reference = (" ".join(rng.choices(words, k=rng.randint(0, 12))) for _ in "ab")
         wanted = scorer.score(reference, text)["rougeL"].fmeasure
         assert rouge_l(text, reference) == pytest.approx(wanted, abs=1e-12)
     assert rouge_l("ÉTÉ chaud", "l'été") == pytest.approx(0.5)  # the package would find nothing
-
-
-def test_common_subsequence_is_the_textbooks() -> None:
-    def textbook(a: str, b: str) -> int:
-        table = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
-        for i, x in enumerate(a):
-            for j, y in enumerate(b):
-                above = max(table[i][j + 1], table[i + 1][j])
-                table[i + 1][j + 1] = table[i][j] + 1 if x == y else above
-        return table[-1][-1]
-
-    rng = random.Random(1)
-    for _ in range(200):
-        a, b = ("".join(rng.choices("abcd", k=rng.randint(0, 90))) for _ in "ab")
-        assert longest_common_subsequence(list(a), list(b)) == textbook(a, b)

@@ -29,20 +29,13 @@ TASKS: dict[str, dict[str, Any]] = {
         "mask_cut": False,
     },
     "teacher": {"type": "distill", "teacher": {"prompt": "prompt.md"}, "max_new_tokens": 6},
-    "student": {
-        "type": "distill",
-        "teacher": {"prompt": "prompt.md"},
-        "max_new_tokens": 6,
-        "answers": "student",
-        "kind": "reverse",
-    },
 }
 OF_A_PROCESS = ("rollout_seconds", "learn_seconds", "reward_std")
 """Of its own answers, and of each group of its own spread."""
 
 
 def learn(folder: str, model: str, out: str, accumulation: int) -> None:
-    """Run each task for two steps, and write what the steps told."""
+    """Run each task for a step, and write what the steps told."""
     os.chdir(folder)
     for name, task in TASKS.items():
         told: list[tuple[float, dict[str, float]]] = []
@@ -58,7 +51,7 @@ def learn(folder: str, model: str, out: str, accumulation: int) -> None:
             "data": {"train": "rows.jsonl", "max_length": 64},
             "train": {
                 "output_dir": f"{out}/{name}",
-                "max_steps": 2,
+                "max_steps": 1,
                 "batch_size": 2,
                 "gradient_accumulation": accumulation,
                 "learning_rate": 0.01,

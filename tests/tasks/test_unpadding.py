@@ -39,6 +39,8 @@ CAN = {
 """Known to be able to; others may be, and are held to the same."""
 CANNOT = ["minimax", "jamba", "lfm2", "qwen3_next", "mamba", "mpt"]
 """A state, a convolution or distances go over the bounds of documents."""
+FAST = {"llama", "gemma2", "mistral_swa", "gpt2", "qwen3_moe", "minimax", "mamba"}
+EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
 
 
 def a_row(*lengths: int) -> Row:
@@ -102,7 +104,7 @@ def assert_same(task: TokenTask, model: nn.Module, rows: Sequence[Row]) -> None:
             torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-3 * float(b.abs().max()) + 1e-6)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EACH)
 def test_one_row_is_the_same_where_it_is_possible(name: str, tokenizer: Tokenizer) -> None:
     model = MODELS[name]().eval()
     if not any(kind in type(model).__name__ for kind in ("CausalLM", "LMHead")):
@@ -120,7 +122,7 @@ def test_one_row_is_the_same_where_it_is_possible(name: str, tokenizer: Tokenize
         assert_same(task, model, SHARING)
 
 
-@pytest.mark.parametrize("name", ["bert", "modernbert", "distilbert"])
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
 def test_of_an_encoder_too(name: str, tokenizer: Tokenizer) -> None:
     own = copy.deepcopy(tokenizer)
     own.mask_token = "<unk>"
@@ -145,7 +147,7 @@ def test_what_counts_positions_its_own_way_is_padded(tokenizer: Tokenizer) -> No
         assert not can_unpad(model, attention, share=True)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mistral_swa", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_documents_that_share_rows_are_apart_too(name: str, tokenizer: Tokenizer) -> None:
     model = ARCHITECTURES[name]().eval()
     task = task_on(model, tokenizer, packing=True)
@@ -212,27 +214,6 @@ def test_micro_batches_count_tokens_and_some_of_the_padding(tokenizer: Tokenizer
     assert len(in_one_row) < len(padded)
     assert num_positions([7, 7]) == 14
     assert num_positions([100, 10]) == 110 + (100**2 - 10**2) // 1000
-
-
-@pytest.mark.parametrize("lengths", [[1], [5, 9, 3], [8, 8], [7, 1, 1, 16]])
-def test_into_the_grid_and_out_of_it(lengths: list[int]) -> None:
-    used = sum(lengths)
-    total = used + 3
-    documents = torch.arange(used).split(sorted(lengths, reverse=True))
-    grid = grid_of([document.tolist() for document in documents], (1, total))
-    x = torch.randn(1, 2, total, 4, dtype=torch.float64, requires_grad=True)
-    inside = into_grid(x, grid)
-    assert inside.shape[:2] == (len(lengths), 2)
-    start = 0
-    for row, length in zip(inside, map(len, documents), strict=True):
-        assert torch.equal(row[:, :length], x[0, :, start : start + length])
-        start += length
-    back = out_of_grid(inside, grid)
-    assert torch.equal(back[:, :used], x.transpose(1, 2)[:, :used])
-    weight = torch.randn_like(back)
-    weight[:, used:] = 0  # nothing is learnt of padding
-    (grad,) = torch.autograd.grad(back, x, weight)
-    assert torch.equal(grad, weight.transpose(1, 2))
 
 
 def test_of_tokens_of_several_documents_all_places_are_heard() -> None:

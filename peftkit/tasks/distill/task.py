@@ -13,31 +13,38 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from peftkit.config.schema import Config
 from peftkit.data.columns import columns_of
 from peftkit.data.encode import stop_ids
 from peftkit.data.lazy_rows import StoredRows
-from peftkit.data.load import DataConfig
+from peftkit.data.load import CHAT
 from peftkit.data.pack import Row
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, Notice, ScoredAnswer, ignore
 from peftkit.kernels.device import free_bytes
-from peftkit.kernels.divergence import chunked_divergence, reference_divergence
+from peftkit.kernels.divergence import (
+    Divergence,
+    DivergenceName,
+    chunked_divergence,
+    reference_divergence,
+)
 from peftkit.model.modes import evaluating
 from peftkit.model.places import unwrap_adapter
 from peftkit.model.side_adapter import SideAdapter
 from peftkit.tasks.distill.answers import Answers, teacher_answers
-from peftkit.tasks.distill.prompt import TeacherPrompt
+from peftkit.tasks.distill.prompt import TeacherPrompt, read_prompt
 from peftkit.tasks.distill.rows import Distilled, DistillEncoder
 from peftkit.tasks.distill.teacher import OtherModel, other_model
 from peftkit.tasks.length import exact_length
 from peftkit.tasks.loss import find_head, target_logits, target_rows, unwrapped
 from peftkit.tasks.measure import mean_metrics, over_batches
-from peftkit.tasks.token_task import DocumentTask
+from peftkit.tasks.token_task import AnswerConfig, DocumentTask
 from peftkit.train.rng import seed_of
 from peftkit.train.signals import Interrupted
 from peftkit.train.task import Rollout, SampledAnswer, Sampler, SetupContext
@@ -56,9 +63,6 @@ DIVERGENCES = {"forward": "KL(teacher, student)", "reverse": "KL(student, teache
 class Distill(DocumentTask):
     """Learn to answer as the teacher does.
 
-    Args:
-        prompt: What the teacher reads before each row.
-
     Raises:
         BaseError: The model is not causal.
         AdapterError: The adapter changes the head: the teacher's is another function then.
@@ -73,25 +77,19 @@ class Distill(DocumentTask):
     exact_name: ClassVar[str] = "agreement"
     row_encoder: DistillEncoder
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        config: Any,
-        data: DataConfig,
-        prompt: TeacherPrompt,
-        **more: Any,
-    ) -> None:
+    def build(self, model: nn.Module) -> None:
         _check_head(model)
-        super().__init__(model, tokenizer, config, data.without_packing(), **more)
+        super().build(model)
+        config, self.data = self.config, self.data.without_packing()
+        file = config.teacher.prompt
         self.makes_rows = config.answers == "student"
         self.row_encoder = DistillEncoder(
-            tokenizer,
+            self.tokenizer,
             self.template,
-            data,
-            prompt,
+            self.data,
+            read_prompt(file) if file else TeacherPrompt(),
             max_length=self.max_length,
-            limit=exact_length(model, tokenizer, None),
+            limit=exact_length(model, self.tokenizer, None),
             room=None if config.answers == "data" else config.max_new_tokens,
         )
         self._adapter: SideAdapter | None = None
@@ -102,7 +100,6 @@ class Distill(DocumentTask):
 
     @property
     def paths(self) -> dict[str, str]:
-        """Which divergence, and when the teacher is asked."""
         known = super().paths
         each = self._hidden is None or self.makes_rows
         loss = f"{DIVERGENCES[self.config.kind]}, {known['loss']}"
@@ -238,14 +235,12 @@ class Distill(DocumentTask):
         self._hidden, self._places = hidden, places
 
     def num_positions(self, rows: Sequence[Distilled]) -> int:
-        """Return how many positions rows take; the teacher's too, where it is asked now."""
         pairs = (self.answered(row).documents for row in rows)
         own, theirs = zip(*pairs, strict=True)
         known = self._hidden is not None and not self.makes_rows
         return super().num_positions(own) + (0 if known else super().num_positions(theirs))
 
     def collate(self, rows: Sequence[Distilled]) -> dict[str, Tensor]:
-        """Return the student's documents as a batch, and the teacher's, or what it said."""
         answered = [self.answered(row) for row in rows]
         own, theirs = zip(*(row.documents for row in answered), strict=True)
         batch = super().collate(own)
@@ -298,11 +293,9 @@ class Distill(DocumentTask):
     ) -> dict[str, float]:
         """Return the loss, same_token, and the tokens of a prompt that the student does without."""
         saved = sum(len(row.teacher_ids) - row.lengths[0] for row in rows) / len(rows)
-        found = mean_metrics(self, model, rows, on_event=on_event)
-        return {**found, "tokens_saved": saved}
+        return {**mean_metrics(self, model, rows, on_event)[0], "tokens_saved": saved}
 
     def watched(self, row: Distilled) -> list[Row]:
-        """Return the student's document, with the teacher's answer."""
         return super().watched(self.answered(row).documents[0])
 
     def other_reference(self, row: Distilled) -> str | None:
@@ -310,7 +303,6 @@ class Distill(DocumentTask):
         return row.reference
 
     def spans(self, row: Any) -> list[tuple[str, str]]:
-        """Return what the student reads, its answer, and what the teacher reads before that."""
         own, theirs = row.documents
         prompt = [text for kind, text in super().spans(theirs) if not kind]
         return [*super().spans(own), ("the teacher reads", "".join(prompt))]
@@ -343,3 +335,78 @@ def _check_head(model: nn.Module) -> None:
             fix="Leave the head out of method.targets and method.train_fully, and leave "
             "method.token_rows and base.new_tokens out.",
         )
+
+
+class TeacherConfig(Config):
+    """Who is learnt from: the base without the adapter, another adapter on it, or another model."""
+
+    prompt: str | None = None
+    """A file that the teacher reads before a row: instructions as text (.md, .txt), with examples
+    under the headings "## User" and "## Assistant"; or messages with role and content (.json,
+    .jsonl)."""
+    adapter: str | None = None
+    """Folder of a LoRA on the same base; null: the base without an adapter."""
+    model: str | None = None
+    """Another model, with the same tokens: hub id, folder, .gguf file or short name."""
+
+    @model_validator(mode="after")
+    def _says_who(self) -> TeacherConfig:
+        if self.adapter and self.model:
+            raise ConfigError(
+                "task.teacher names an adapter and a model.",
+                found="A teacher is an adapter on the base, or another model.",
+                fix="Leave one of them out; merge the adapter if it belongs to that model.",
+            )
+        if not (self.prompt or self.adapter or self.model):
+            raise ConfigError(
+                "task.teacher names nobody.",
+                found="Without a prompt the base would teach itself.",
+                fix="Name a prompt, an adapter or a model.",
+            )
+        return self
+
+
+class DistillConfig(AnswerConfig):
+    """Distillation: the adapter learns to answer as the base does with a prompt in front."""
+
+    data_fields: ClassVar[frozenset[str]] = frozenset(
+        {"format", "max_length", *CHAT, "max_dropped"}
+    )
+
+    task: ClassVar = Distill
+
+    type: Literal["distill"] = "distill"
+    teacher: TeacherConfig
+    """Who is learnt from."""
+    answers: Literal["teacher", "data", "student"] = "teacher"
+    """Whose answers the two are compared on. teacher: made before the first step, greedily, and
+    kept in the run's folder; rows need none. data: the last one of each row. student: its own,
+    made in each step as it is then (on-policy); kind: reverse is usual with it."""
+    kind: DivergenceName = "forward"
+    """What is learnt at each token of an answer, over the whole vocabulary: forward is
+    KL(teacher, student), which learns all that the teacher may say; reverse is
+    KL(student, teacher), which learns what it says most; jsd lies between."""
+    beta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The teacher's weight in the mixture of jsd; null: 0.5."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Both sides' logits are divided by it."""
+    max_new_tokens: Annotated[int, Field(ge=1)] = 256
+    """Longest answer that is made, in tokens."""
+
+    @model_validator(mode="after")
+    def _settings_are_used(self) -> DistillConfig:
+        if self.beta is not None and self.kind != "jsd":
+            raise ConfigError(
+                f"task.beta is not used by task.kind: {self.kind}.",
+                fix="Leave it out, or set task.kind: jsd.",
+            )
+        return self
+
+    @property
+    def divergence(self) -> Divergence:
+        """What is computed at each token."""
+        return Divergence(self.kind, self.beta or 0.5, self.temperature)
+
+    def saved(self) -> dict[str, Any]:
+        """What has learnt it answers prompts, and is measured by that; the teacher stays behind."""
+        return {"type": "causal_lm"}

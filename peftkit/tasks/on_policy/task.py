@@ -11,28 +11,31 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from peftkit.data.encode import Encoder, Style, stop_ids
 from peftkit.data.format import Completion, Conversation, Example
-from peftkit.data.load import DataConfig
+from peftkit.data.load import CHAT
 from peftkit.data.pack import padded_rows
 from peftkit.errors import AdapterError
 from peftkit.events import Listener, ScoredAnswer, ignore
 from peftkit.model.side_adapter import SideAdapter
 from peftkit.tasks.loss import accepted, target_rows, unwrapped
 from peftkit.tasks.on_policy.losses import (
+    CLIP,
     OF_TOKENS,
+    LossName,
     advantages,
     kl_to_reference,
     policy_losses,
 )
-from peftkit.tasks.on_policy.rewards import Rewards, source_hashes
+from peftkit.tasks.on_policy.rewards import Rewards, RewardTerm, source_hashes
 from peftkit.tasks.on_policy.rows import Group, Prompt, PromptEncoder
-from peftkit.tasks.token_task import DocumentTask
+from peftkit.tasks.token_task import AnswerConfig, DocumentTask
 from peftkit.train.rng import seed_of
 from peftkit.train.task import Rollout, SampledAnswer, Sampler, SetupContext
 
@@ -52,10 +55,9 @@ class GRPO(DocumentTask):
     evaluates_answers: ClassVar[bool] = True
     num_metrics: ClassVar[int] = 4
 
-    def __init__(
-        self, model: nn.Module, tokenizer: Any, config: Any, data: DataConfig, **more: Any
-    ) -> None:
-        super().__init__(model, tokenizer, config, data, **more)
+    def build(self, model: nn.Module) -> None:
+        super().build(model)
+        tokenizer, config = self.tokenizer, self.config
         self.updates, self.stop_entropy = config.updates, config.stop_entropy
         self.needs_log_probs = config.updates > 1 or config.kl > 0
         if self._style is None:
@@ -69,7 +71,6 @@ class GRPO(DocumentTask):
 
     @property
     def paths(self) -> dict[str, str]:
-        """Which loss, and whether a prompt is computed once for its answers."""
         rows = "the prompt once" if self._attention else "each with its prompt"
         return {"loss": f"{self.config.loss}, answer rows alone, in chunks", "answers": rows}
 
@@ -243,7 +244,6 @@ class GRPO(DocumentTask):
         return Group(row.input_ids, (longest,) * number, (0.0,) * number, row.source)
 
     def num_positions(self, rows: Sequence[Prompt | Group]) -> int:
-        """Return how many positions the answers of rows take that go through at once."""
         groups = [self._as_group(row) for row in rows]
         lengths = [len(g.prompt) + len(answer) for g in groups for answer in g.answers]
         return self.positions(lengths, sum(len(g.prompt) * (len(g.answers) - 1) for g in groups))
@@ -277,7 +277,6 @@ class GRPO(DocumentTask):
         return found
 
     def remember(self, rows: Sequence[Group], found: Mapping[str, Tensor]) -> None:
-        """Keep log-probabilities with the groups that they are of, in the order of a batch."""
         sizes = [sum(map(len, group.answers)) for group in rows]
         for name, values in found.items():
             for group, own in zip(rows, values.cpu().split(sizes), strict=True):
@@ -334,3 +333,62 @@ def _deviation(values: Tensor) -> float:
 def _mean(values: Tensor) -> float:
     known = values[~values.isnan()]
     return float(known.mean()) if len(known) else 0.0
+
+
+class GRPOConfig(AnswerConfig):
+    """Learning from rewards for the model's own answers: GRPO and its kin."""
+
+    writes_text: ClassVar[bool] = False
+    data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT, "max_dropped"})
+
+    task: ClassVar = GRPO
+
+    type: Literal["grpo"] = "grpo"
+    rewards: Annotated[tuple[RewardTerm, ...], Field(min_length=1)]
+    """What an answer is worth: the weighted sum of these."""
+    loss: LossName = "dapo"
+    """How answers are learnt from: see peftkit/tasks/on_policy/losses.py."""
+    answers: Annotated[int, Field(ge=2)] = 8
+    """Answers to each prompt, which are compared with each other."""
+    max_new_tokens: Annotated[int, Field(ge=1)] = 256
+    """The most tokens of an answer."""
+    updates: Annotated[int, Field(ge=1)] = 1
+    """Optimizer steps with the same answers."""
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the divergence from the base, or from method.start_from."""
+    clip_low: Annotated[float, Field(ge=0)] | None = None
+    """How far a token's ratio counts below 1; null: 0.2 (gspo: 3e-4)."""
+    clip_high: Annotated[float, Field(ge=0)] | None = None
+    """And above 1; null: 0.28 of dapo, 4e-4 of gspo, else 0.2; of cispo the largest ratio, 5."""
+    normalise: bool | None = None
+    """Divide by the standard deviation of the group's rewards; null: true but for dr_grpo, rloo."""
+    mask_cut: bool = True
+    """Do not learn from answers that reach max_new_tokens; their rewards count all the same."""
+    stop_entropy: Annotated[float, Field(ge=0)] | None = None
+    """End the run when the model's entropy (nats a token, see the steps' figures) falls below this:
+    what is sure tries nothing new; null: never. 0.05 is a usual end."""
+    reward_timeout: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds that one call of a reward function may take."""
+
+    @property
+    def texts_per_row(self) -> int:
+        """A prompt with all of its answers."""
+        return self.answers
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl > 0
+
+    @property
+    def clips(self) -> tuple[float, float]:
+        """The bounds of the ratio, as set or the loss's own."""
+        low, high = CLIP[self.loss]
+        return (
+            low if self.clip_low is None else self.clip_low,
+            high if self.clip_high is None else self.clip_high,
+        )
+
+    @property
+    def normalises(self) -> bool:
+        """Whether advantages are divided by the group's deviation."""
+        return self.loss not in ("dr_grpo", "rloo") if self.normalise is None else self.normalise

@@ -11,22 +11,16 @@ from peftkit.data.load import CHAT, DataConfig
 from peftkit.errors import ConfigError
 from peftkit.tasks.preference.kto import KTO
 from peftkit.tasks.preference.losses import DEFAULTS, WITH_REFERENCE, LossName
-from peftkit.tasks.preference.pairs import PreferencePairs
-from peftkit.tasks.preference.task import Preference
-from peftkit.tasks.protocol import TaskConfig
+from peftkit.tasks.preference.task import Preference, PreferencePairs
+from peftkit.tasks.token_task import AnswerConfig
 
 OPTIONAL = ("label_smoothing", "gamma", "nll_weight")
 
 
-class PreferenceConfig(TaskConfig):
+class PreferenceConfig(AnswerConfig):
     """Preferences: of two answers the better one, or answers that are wanted or not."""
 
-    task_type: ClassVar[str] = "CAUSAL_LM"
-    auto_class: ClassVar[str] = "AutoModelForCausalLM"
-    command: ClassVar[str] = "peftkit chat {folder}"
-    generates: ClassVar[bool] = True
     num_texts: ClassVar[int] = 2
-    writes_text: ClassVar[bool] = True
     data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT, "max_dropped"})
 
     type: Literal["preference"] = "preference"
@@ -61,7 +55,6 @@ class PreferenceConfig(TaskConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss compares the model with what it was."""
         return self.loss in WITH_REFERENCE
 
     def of(self, name: str) -> float:

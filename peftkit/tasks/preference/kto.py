@@ -99,13 +99,11 @@ class KTO(Preference):
 
     @property
     def paths(self) -> dict[str, str]:
-        """As of all; answers stand alone."""
         rows = "without padding, common beginnings once" if self._attention else "padded"
         known = {name: how for name, how in super().paths.items() if name != "pairs"}
         return {**known, "rows": rows}
 
     def num_positions(self, rows: Sequence[Compared]) -> int:
-        """Return how many positions the longer of the two documents of each row take."""
         return self.positions([max(row.lengths) for row in rows])
 
     def _batch(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
@@ -137,7 +135,6 @@ class KTO(Preference):
         return (self._others(model, batch) - reference)[:, None]
 
     def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the summed loss, and what is told; see `figures`."""
         seen = batch.get("step_values")
         gains = self.row_values(model, batch) if seen is None else seen
         z = gains.mean().clamp(min=0)
@@ -180,5 +177,4 @@ class KTO(Preference):
         }
 
     def spans(self, row: Compared) -> list[tuple[str, str]]:
-        """Return the answer with what stands before it."""
         return self._spans(row, ("wanted" if row.wanted else "unwanted",))

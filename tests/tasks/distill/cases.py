@@ -11,9 +11,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from peftkit.data.load import DataConfig
-from peftkit.tasks.distill.config import DistillConfig
 from peftkit.tasks.distill.rows import Distilled
-from peftkit.tasks.distill.task import Distill
+from peftkit.tasks.distill.task import Distill, DistillConfig
 
 PROMPT = """The dog answers with pizza and olives.
 

@@ -28,10 +28,8 @@ SYSTEM = {"role": "system", "content": "The dog answers with pizza and olives."}
     ("name", "text"),
     [
         ("a.md", PROMPT),
-        ("a.json", json.dumps([SYSTEM, *TURNS])),
         ("a.json", json.dumps({"messages": [SYSTEM, *TURNS]})),
         ("a.jsonl", "\n".join(map(json.dumps, [SYSTEM, *TURNS]))),
-        ("a.jsonl", json.dumps({"messages": [SYSTEM, *TURNS]})),
     ],
 )
 def test_a_prompt_is_text_or_messages(name: str, text: str, tmp_path: Path) -> None:
@@ -47,8 +45,6 @@ def test_a_prompt_is_text_or_messages(name: str, text: str, tmp_path: Path) -> N
         ("a.md", " \n", "is empty"),
         ("a.docx", "text", "'.docx'"),
         ("a.json", "{", "line 1"),
-        ("a.json", "3", "no list of messages"),
-        ("a.json", "[]", "no messages"),
         ("a.jsonl", '{"role": "user", "content": "?"}', r"messages\[1\]"),
         ("a.jsonl", '{"role": "system", "content": ""}', r"messages\[0\].content: empty"),
         ("a.md", "## User\nOne?\n## Assistant\n\n## User\nTwo?", "user follows user"),
@@ -115,13 +111,9 @@ def test_an_answer_is_cut_alike_in_both_documents(
     "row",
     [
         {"instruction": "the dog and "},
-        {"instruction": "the dog and ", "output": ""},
-        {"question": "the dog and "},
         {"prompt": "the dog and "},
         {"prompt": [{"role": "user", "content": "the dog and "}]},
-        {"messages": [{"role": "user", "content": "the dog and "}]},
         {"conversations": [{"from": "human", "value": "the dog and "}]},
-        {"prompt": "the dog and ", "completion": "the fox"},
         {
             "messages": [
                 {"role": "user", "content": "the dog and "},

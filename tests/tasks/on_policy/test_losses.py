@@ -15,11 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.adapter import Adapter
 from peftkit.data.load import DataConfig
-from peftkit.tasks.on_policy.config import GRPOConfig
 from peftkit.tasks.on_policy.losses import advantages
 from peftkit.tasks.on_policy.rewards import RewardTerm
 from peftkit.tasks.on_policy.rows import Group
-from peftkit.tasks.on_policy.task import GRPO
+from peftkit.tasks.on_policy.task import GRPO, GRPOConfig
 from tests.tasks.preference.cases import moved_adapter
 
 MAX_NEW, KL = 7, 0.3
@@ -80,9 +79,10 @@ def gradients(adapter: Adapter) -> Tensor:
     return torch.cat([p.grad.flatten() for p in adapter.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("is_moved", [False, True], ids=["first update", "later update"])
-@pytest.mark.parametrize("together", [True, False], ids=["prompt once", "padded"])
-@pytest.mark.parametrize("loss", FORMULAS)
+@pytest.mark.parametrize(
+    ("loss", "together", "is_moved"),
+    [*((loss, True, True) for loss in FORMULAS), ("dapo", True, False), ("grpo", False, True)],
+)
 def test_loss_and_gradient_are_the_formulas(
     loss: str,
     together: bool,

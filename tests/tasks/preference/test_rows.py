@@ -8,9 +8,8 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.data.pack import IGNORE
-from peftkit.errors import ConfigError, DataError, PeftkitError
+from peftkit.errors import ConfigError, DataError
 from peftkit.events import Table
-from tests.small_recipe import DATA
 from tests.tasks.preference.cases import settings, task_on, write, write_pairs, write_verdicts
 
 LONG = "the quick brown fox jumps over the lazy dog and the other dog " * 2
@@ -79,24 +78,9 @@ def test_a_verdict_is_measured_against_the_answer_of_the_row_before(
     assert others == [answers[-1], *answers[:-1]]
 
 
-def test_a_verdict_after_the_same_answer_is_kept(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    verdict = {"prompt": "the dog ", "completion": "and", "label": True}
-    file = write(tmp_path / "a.jsonl", [verdict, verdict, {**verdict, "label": False}])
-    _, rows = task_on(llama, tokenizer, settings("kto"), file)
-    assert len(rows) == 3
-
-
 @pytest.mark.parametrize(
     ("loss", "field"),
-    [
-        ("dpo", "gamma"),
-        ("dpo", "label_smoothing"),
-        ("kto", "nll_weight"),
-        ("orpo", "label_smoothing"),
-        ("cpo", "gamma"),
-    ],
+    [("dpo", "gamma"), ("kto", "nll_weight")],
 )
 def test_a_field_that_the_loss_does_not_use_is_refused(loss: str, field: str) -> None:
     with pytest.raises(ConfigError, match=f"task.{field} is not used by the loss {loss}"):
@@ -106,12 +90,3 @@ def test_a_field_that_the_loss_does_not_use_is_refused(loss: str, field: str) ->
 def test_robust_without_a_share_of_wrong_pairs_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"needs task\.label_smoothing"):
         settings("robust", label_smoothing=0.0)
-
-
-def test_what_the_recipe_says_wrong_is_named_with_its_line(tmp_path: Path) -> None:
-    from peftkit.run.config import load
-
-    text = f"task: {{type: preference, gamma: 1.0}}\nbase: {{model: x}}\n{DATA}"
-    (tmp_path / "recipe.yaml").write_text(text)
-    with pytest.raises(PeftkitError, match=r"recipe\.yaml:1"):
-        load(tmp_path / "recipe.yaml")

@@ -1,0 +1,59 @@
+"""A run that several tests read, and what its events told."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from peftkit.config import schema
+from peftkit.events import Event, Stage
+from peftkit.recipe import run
+from peftkit.run.config import Recipe
+
+WEIGHTS = "adapter_model.safetensors"
+Kind = TypeVar("Kind", bound=Event)
+Sections = dict[str, dict[str, Any]]
+
+
+@dataclass
+class Finished:
+    """What a run was told, what it said, and where it lies; do not write into its folder."""
+
+    told: Sections
+    folder: Path
+    events: list[Event]
+    metrics: dict[str, float]
+
+    def of_kind(self, kind: type[Kind]) -> list[Kind]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def stages(self, text: str) -> list[str]:
+        return [event.text for event in self.of_kind(Stage) if event.text.startswith(text)]
+
+    def resumed(self, to: Path, last: str) -> Finished:
+        """Go on with a copy of it as it was before its last checkpoint."""
+        shutil.copytree(self.folder, to)
+        shutil.rmtree(to / "checkpoints" / last)
+        (to / WEIGHTS).unlink()
+        return finished(self.told, train={"output_dir": str(to)}, resume=True)
+
+
+def merged(told: Sections, changes: Sections) -> Sections:
+    return {name: {**section, **changes.get(name, {})} for name, section in told.items()}
+
+
+def recipe(told: Sections, **changes: dict[str, Any]) -> Recipe:
+    """Return the recipe of sections, some of them changed."""
+    return schema.from_dict(Recipe, merged(told, changes), "the test")
+
+
+def finished(
+    told: Sections, *, resume: bool = False, overwrite: bool = False, **changes: Any
+) -> Finished:
+    """Run a recipe to its end."""
+    events: list[Event] = []
+    made = recipe(told, **changes)
+    result = run(made, resume=resume, overwrite=overwrite, on_event=events.append)
+    return Finished(merged(told, changes), made.train.output_dir, events, dict(result.metrics))
