@@ -65,10 +65,9 @@ class MaskedEncoder(RowEncoder):
     kind: ClassVar[type[MaskedRow]] = MaskedRow
     drops: Mapping[str, str] = {"no words": "give these rows a text"}
 
-    def __init__(
-        self, tokenizer: Any, name: Any, max_length: int, *, splits: bool, share: float
-    ) -> None:
-        self._tokenizer, self._name, self._splits, self._share = tokenizer, name, splits, share
+    def __init__(self, tokenizer: Any, config: MaskedLMConfig, name: Any, max_length: int) -> None:
+        self._tokenizer, self._name = tokenizer, name
+        self._splits, self._share = config.long_texts == "split", config.share
         self._frame = SpecialTokens(tokenizer)
         self._special = set(tokenizer.all_special_ids)
         self._room = self._frame.room(max_length)
@@ -143,10 +142,7 @@ class MaskedLM(TokenTask):
                 "tokenizer_config.json.",
             )
         self.max_length = longest(model, tokenizer, self.data.max_length)
-        splits = config.long_texts == "split"
-        self.row_encoder = MaskedEncoder(
-            tokenizer, self.data.format, self.max_length, splits=splits, share=config.share
-        )
+        self.row_encoder = MaskedEncoder(tokenizer, config, self.data.format, self.max_length)
         known = unwrapped(model).get_input_embeddings().weight.shape[0]
         self._num_words = min(len(tokenizer), known)
 

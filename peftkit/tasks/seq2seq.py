@@ -67,8 +67,6 @@ class PairEncoder(RowEncoder):
 
     Args:
         name: The format, or "auto".
-        fields: Names of the fields with the source and the target, instead of a format.
-        prefix: Put before every source.
         max_source, max_target: Longest in tokens; longer ones are cut.
     """
 
@@ -76,26 +74,19 @@ class PairEncoder(RowEncoder):
     drops: Mapping[str, str] = {"source or target is empty": "give these rows both"}
 
     def __init__(
-        self,
-        tokenizer: Any,
-        name: Any,
-        fields: FieldNames | None,
-        *,
-        prefix: str,
-        max_source: int,
-        max_target: int,
+        self, tokenizer: Any, config: Seq2SeqConfig, name: Any, max_source: int, max_target: int
     ) -> None:
-        self._tokenizer, self._name, self._fields = tokenizer, name, fields
-        self._end, self._prefix = tokenizer.eos_token_id, prefix
+        self._tokenizer, self._config, self._name = tokenizer, config, name
+        self._end, self._prefix = tokenizer.eos_token_id, config.prefix
         self._frame = SpecialTokens(tokenizer)
         self._room, self._max_target = self._frame.room(max_source), max_target
 
     def key(self, where: str) -> object:
-        known = (self._name, self._fields, self._prefix, self._room, self._max_target)
+        known = (self._name, self._config.model_dump_json(), self._room, self._max_target)
         return (*tokenizer_key(self._tokenizer), *known)
 
     def read(self, records: Sequence[Record], where: str) -> ParsedRow:
-        parsed = parse(records, self._name, where=where, fields=self._fields)
+        parsed = parse(records, self._name, where=where, fields=self._config.fields)
         for example in parsed.examples:
             if not isinstance(example, Completion | Instruction):
                 raise DataError(
@@ -192,12 +183,7 @@ class Seq2Seq(EncoderDecoder):
         self.max_source = longest(model, tokenizer, data.max_length or UNLIMITED)
         self.max_target = longest(model, tokenizer, config.max_target_length)
         self.row_encoder = PairEncoder(
-            tokenizer,
-            data.format,
-            config.fields,
-            prefix=config.prefix,
-            max_source=self.max_source,
-            max_target=self.max_target,
+            tokenizer, config, data.format, self.max_source, self.max_target
         )
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:

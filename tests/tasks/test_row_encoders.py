@@ -17,11 +17,11 @@ from peftkit.data.documents import DocumentEncoder
 from peftkit.data.encoding import RowEncoder
 from peftkit.data.load import read_records
 from peftkit.tasks.embedding import EmbeddingConfig, EmbeddingEncoder
-from peftkit.tasks.masked_lm import MaskedEncoder
+from peftkit.tasks.masked_lm import MaskedEncoder, MaskedLMConfig
 from peftkit.tasks.preference.kto import JudgedEncoder
 from peftkit.tasks.preference.task import ComparedEncoder
 from peftkit.tasks.reward import RewardConfig, RewardEncoder
-from peftkit.tasks.seq2seq import PairEncoder
+from peftkit.tasks.seq2seq import PairEncoder, Seq2SeqConfig
 from peftkit.tasks.sequence_classification import LabelledEncoder, SequenceClassificationConfig
 from peftkit.tasks.texts import Texts
 from peftkit.tasks.token_classification import TaggedEncoder, TokenClassificationConfig
@@ -51,11 +51,11 @@ def labelled(problem: Any) -> Callable[[Tokenizer], RowEncoder]:
 CASES: dict[str, tuple[Callable[[Tokenizer], RowEncoder], list[dict[str, Any]]]] = {
     "documents": (lambda t: DocumentEncoder(t, None, "auto", 12), YES),
     "pairs": (
-        lambda t: PairEncoder(t, "auto", None, prefix="q: ", max_source=9, max_target=5),
+        lambda t: PairEncoder(t, Seq2SeqConfig(prefix="q: "), "auto", 9, 5),
         YES,
     ),
     "masked": (
-        lambda t: MaskedEncoder(t, "auto", 9, splits=True, share=0.2),
+        lambda t: MaskedEncoder(t, MaskedLMConfig(share=0.2), "auto", 9),
         [*of_text(lambda n: {}), {"text": ""}],
     ),
     "label": (labelled("single_label"), of_text(lambda n: {"label": "ab"[n % 2]})),
