@@ -144,9 +144,60 @@ GEMMA4_HEARING = Family(
     config=AudioTextConfig,
     rows=_SEEN_TOO,
 )
+_KINDS = ("image", "audio", "video")
+_OMNI = {
+    "image_token": "<|IMAGE|>",
+    "audio_token": "<|AUDIO|>",
+    "video_token": "<|VIDEO|>",
+    "vision_bos_token": "<|vision_bos|>",
+    "vision_eos_token": "<|vision_eos|>",
+    "audio_bos_token": "<|audio_bos|>",
+    "audio_eos_token": "<|audio_eos|>",
+}
+QWEN2_5_OMNI = Family(
+    made(
+        "Qwen2_5OmniThinker",
+        text_config={
+            **TEXT,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "out_hidden_size": 32,
+            "num_heads": 4,
+            "intermediate_size": 64,
+            "patch_size": 4,
+            "window_size": 16,
+            "fullatt_block_indexes": [0],
+            **WIDE,
+        },
+        audio_config={**_ENCODER, "n_window": 25, "output_dim": 32},
+        **{f"{n}_token_index": token_id(_OMNI[f"{n}_token"], **_OMNI) for n in _KINDS},
+        **{
+            f"{n}_{end}_token_id": token_id(_OMNI[f"{n}_{own}_token"], **_OMNI)
+            for n in ("audio", "vision")
+            for end, own in (("start", "bos"), ("end", "eos"))
+        },
+    ),
+    lambda: blind_to_videos(transformers.Qwen2_5OmniProcessor)(
+        image_processor=transformers.Qwen2VLImageProcessorPil(
+            patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
+        ),
+        video_processor=UnreadVideos({}),
+        feature_extractor=_extractor(),
+        tokenizer=tokenizer(**_OMNI),
+        chat_template=template(
+            "<|vision_bos|><|IMAGE|><|vision_eos|>", audio="<|audio_bos|><|AUDIO|><|audio_eos|>"
+        ),
+    ),
+    ("feature_attention_mask",),
+    rows=_SEEN_TOO,
+)
 HEARING: dict[str, Family] = {
     "qwen2_audio": QWEN2_AUDIO,
     "glmasr": GLMASR,
     "gemma4_hearing": GEMMA4_HEARING,
+    "qwen2_5_omni": QWEN2_5_OMNI,
 }
 FAMILIES = {**SEEING, **HEARING}

@@ -127,8 +127,9 @@ def test_answers_alone_are_learnt_token_by_token(name: str, folder: Path) -> Non
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_loss_and_gradients_are_those_of_a_plain_loop(name: str, folder: Path) -> None:
-    steps = 10 if name == "qwen2_audio" else 3
-    _compare(name, model_of(name), model_of(name), folder, num_steps=steps)
+    # of Gemma 4 with random weights each step makes differences of rounding ten times larger
+    steps = {"qwen2_audio": 10, "gemma4_hearing": 1}.get(name, 2)
+    _compare(name, model_of(name), model_of(name), folder, steps)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "mllama"])
@@ -139,7 +140,7 @@ def test_in_four_bits_too(name: str, folder: Path) -> None:
     _compare(name, *models, folder)
 
 
-def _compare(name: str, ours: Any, theirs: Any, folder: Path, num_steps: int = 3) -> None:
+def _compare(name: str, ours: Any, theirs: Any, folder: Path, num_steps: int = 2) -> None:
     """Train two equal models, one by the task, the other by transformers' own forward."""
     sides = []
     for model in (ours, theirs):
@@ -173,7 +174,7 @@ def _compare(name: str, ours: Any, theirs: Any, folder: Path, num_steps: int = 3
             if other is None:
                 assert parameter.grad is None or not parameter.grad.any()
                 continue
-            atol = max(1e-5, 2e-4 * float(other.abs().max()))  # sums of another order
+            atol = max(1e-5, 1e-4 * float(other.abs().max()))  # sums of another order
             torch.testing.assert_close(parameter.grad, other, rtol=1e-3, atol=atol)
         for optimizer in optimizers:
             optimizer.step()
@@ -210,7 +211,7 @@ def test_rows_of_a_batch_lose_what_they_lose_alone(name: str, folder: Path) -> N
     assert together == pytest.approx(alone, rel=1e-5)
     assert sum(map(len, parts)) == len(rows)
     if name in CHATTING:
-        alone = task.encoder.asked.is_nested or name == "gemma4_hearing"
+        alone = task.encoder.asked.is_nested or name in ("gemma4_hearing", "qwen2_5_omni")
         assert len(parts) == (3 if alone else 2)
 
 
