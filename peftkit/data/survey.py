@@ -27,6 +27,10 @@ TASKS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("audio", "label"), ("audio_classification",)),
     (("images",), ("image_text",)),
     (("image",), ("image_text",)),
+    (("audios",), ("audio_text",)),
+    (("audio",), ("audio_text",)),
+    (("videos",), ("image_text",)),
+    (("video",), ("image_text",)),
 )
 """What rows with these fields are for, the first that fits; see docs/data.md."""
 OF_FORMATS: dict[FormatName | None, tuple[str, ...]] = {

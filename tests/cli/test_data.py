@@ -45,6 +45,7 @@ def test_fields_are_counted_without_a_model(tmp_path: Path) -> None:
         ({"query": "a", "positive": "b", "negatives": ["c"]}, ["reranker"]),
         ({"query": "a", "text": "b", "score": 1}, ["reranker"]),
         ({"image": "a.png", "label": "b"}, ["image_classification"]),
+        ({"audio": "a.wav", "question": "a", "answer": "b"}, ["audio_text"]),
         ({"audio": "a.wav", "text": "b"}, ["transcription", "ctc"]),
         ({"foo": 1}, []),
     ],
