@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftkit.data.images import MAX_PIXELS
 from peftkit.data.media import Limits, Media
 from peftkit.errors import DataError
 
+MAX_PIXELS = 36_000_000
+"""Of a frame: 8K."""
 MAX_SECONDS = 3600
 """Of a video."""
 MAX_FRAMES = 200_000
