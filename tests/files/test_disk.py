@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load as library_load
 from safetensors.torch import save as library_save
 from torch import Tensor
 
@@ -49,13 +48,6 @@ def test_tensors_written_by_the_library_are_read_back_equal(tmp_path: Path) -> N
     assert same(read, TENSORS)
     read["a.single"].zero_()  # own memory: the file is not behind it
     assert same(disk.read_tensors(tmp_path / "t"), TENSORS)
-
-
-def test_views_and_shared_tensors_are_written_as_what_they_show(tmp_path: Path) -> None:
-    whole = torch.arange(12.0).reshape(3, 4)
-    views = {"t": whole.T, "row": whole[1], "column": whole[:, 1], "again": whole}
-    disk.write_tensors(views, tmp_path / "t")
-    assert same(library_load((tmp_path / "t").read_bytes()), views)
 
 
 @pytest.mark.parametrize(
@@ -100,13 +92,6 @@ def test_a_symbolic_link_is_neither_followed_nor_replaced(tmp_path: Path) -> Non
         disk.write_text("new", tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "target").read_text() == "kept"
-
-
-def test_a_linked_folder_is_written_into(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    disk.write_text("new", tmp_path / "link" / "t")
-    assert (tmp_path / "real" / "t").read_text() == "new"
 
 
 def test_a_folder_or_fifo_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
@@ -165,17 +150,6 @@ def test_a_full_disk_is_one_clear_error_and_the_old_file_stays(tmp_path: Path) -
     assert path.read_text() == "old"
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_no_space_left_is_said_as_a_full_disk(tmp_path: Path) -> None:
-    with (
-        pytest.raises(RunError, match="disk is full"),
-        disk.replacing(tmp_path / "t", 10),
-        open("/dev/full", "wb", buffering=0) as full,
-    ):
-        full.write(b"x")
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_missing_or_taken_folder_is_an_output_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="No such file"):
@@ -184,11 +158,6 @@ def test_a_missing_or_taken_folder_is_an_output_error(tmp_path: Path) -> None:
         disk.writable_folder(tmp_path / "file")
     with pytest.raises(OutputError, match="file of that name"):
         disk.writable_folder(tmp_path / "file" / "below")
-
-
-def test_a_writable_folder_is_made_and_left_empty(tmp_path: Path) -> None:
-    assert disk.writable_folder(tmp_path / "a" / "b") == tmp_path / "a" / "b"
-    assert not list((tmp_path / "a" / "b").iterdir())
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -209,39 +178,22 @@ def test_numbers_that_json_does_not_have_are_not_written(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_sha256_is_that_of_the_bytes(tmp_path: Path) -> None:
-    (tmp_path / "t").write_bytes(b"abc")
-    assert disk.sha256_of(tmp_path / "t").startswith("ba7816bf8f01cfea414140de5dae2223")
-
-
 BAD_JSON = {
     "empty": (b"", "empty"),
-    "blank": (b" \n", "empty"),
     "duplicate key": (b'{"r": 8, "r": 4}', "'r' is given twice"),
     "duplicate key inside": (b'{"a": [{"b": 1, "b": 2}]}', "'b' is given twice"),
-    "the same key by an escape": (b'{"r": 8, "\\u0072": 4}', "'r' is given twice"),
     "NaN": (b'{"r": NaN}', "NaN is not"),
-    "Infinity": (b'{"r": -Infinity}', "-Infinity is not"),
     "out of range": (b'{"r": 1e999}', "out of range"),
     "long integer": (b'{"r": ' + b"9" * 100_000 + b"}", "does not fit 64 bits"),
-    "2^64": (b'{"r": 18446744073709551616}', "does not fit 64 bits"),
     "deep": (b'{"r": ' + b"[" * 500_000, "deep"),
-    "deep objects": (b'{"r":' * 100_000, "deep"),
     "list": (b"[1]", "a list, not an object"),
-    "string": (b'"x"', "a str, not an object"),
-    "null": (b"null", "a NoneType, not an object"),
     "BOM": (b'\xef\xbb\xbf{"r": 8}', "byte order mark"),
     "UTF-16": ('{"r": 8}'.encode("utf-16"), "UTF-16"),
-    "UTF-16 without a mark": ('{"r": 8}'.encode("utf-16-le"), "UTF-16"),
     "Latin-1": ('{"r": "é"}'.encode("latin-1"), "Byte 7 is not UTF-8"),
-    "NUL": (b'{"r": "a\0"}', "NUL"),
     "surrogate": (b'{"r": "\\ud800"}', "surrogate"),
     "cut short": (b'{"r": 8', "line 1, column 8"),
     "trailing comma": (b'{"r": 8,}', "line 1, column"),
-    "second line": (b'{"r": 8,\n x}', "line 2, column 2"),
     "more behind": (b'{"r": 8} {}', "Extra data"),
-    "quotes only": (b'{"' + b'\\"' * 400_000, "Unterminated"),
-    "single quotes": (b"{'r': 8}", "double quotes"),
 }
 
 

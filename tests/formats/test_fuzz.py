@@ -51,23 +51,8 @@ def overwrite(data: bytearray, rng: random.Random) -> None:
     data[start : start + length] = rng.randbytes(length)
 
 
-def insert(data: bytearray, rng: random.Random) -> None:
-    position = rng.randrange(len(data) + 1)
-    data[position:position] = rng.randbytes(rng.randrange(1, 9))
-
-
-def remove(data: bytearray, rng: random.Random) -> None:
-    start = rng.randrange(len(data))
-    del data[start : start + rng.randrange(1, 17)]
-
-
 def truncate(data: bytearray, rng: random.Random) -> None:
     del data[rng.randrange(len(data)) :]
-
-
-def repeat(data: bytearray, rng: random.Random) -> None:
-    start = rng.randrange(len(data))
-    data[start:start] = data[start : start + rng.randrange(1, 200)]
 
 
 def set_length(data: bytearray, rng: random.Random) -> None:
@@ -127,10 +112,7 @@ def change_field(fields: dict[str, Any], rng: random.Random) -> None:
 MUTATIONS: tuple[Callable[[bytearray, random.Random], None], ...] = (
     flip_bit,
     overwrite,
-    insert,
-    remove,
     truncate,
-    repeat,
     set_length,
     change_number,
     change_word,

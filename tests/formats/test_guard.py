@@ -132,11 +132,6 @@ def test_a_false_header_is_refused(tmp_path: Path, name: str) -> None:
     assert reason in refusal(tmp_path / "t")
 
 
-def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "t").write_bytes(file_of({"__metadata__": {"format": "pt"}}))
-    assert "no tensors" in refusal(tmp_path / "t")
-
-
 def test_too_many_tensors_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "MAX_TENSORS", 500)
     many = {f"t{i}": entry(2 * i, 2 * i + 2, [1], "F16") for i in range(guard.MAX_TENSORS + 1)}
@@ -242,15 +237,3 @@ def test_a_config_of_another_kind_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "t").write_bytes(KINDS[name][0])
     with pytest.raises(AdapterError, match=r"git-lfs|web page|not UTF-8|binary"):
         read_json(tmp_path / "t")
-
-
-def test_a_config_over_the_limit_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "t").write_bytes(b'{"r": 8}' + b" " * (1 << 20))
-    with pytest.raises(AdapterError, match="larger than 1,048,576 bytes"):
-        read_json(tmp_path / "t")
-
-
-def test_a_config_is_read(tmp_path: Path) -> None:
-    (tmp_path / "t").write_text('{"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}')
-    expected = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}
-    assert read_json(tmp_path / "t") == expected

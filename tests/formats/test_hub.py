@@ -207,13 +207,6 @@ def test_without_a_token_nothing_is_asked(
     assert hub.requests == []
 
 
-def test_a_damaged_adapter_does_not_go_up(hub: Hub, run_folder: Path) -> None:
-    (run_folder / "adapter_model.safetensors").write_bytes(b"x" * 100)
-    with pytest.raises(AdapterError):
-        push_adapter(run_folder, NAME)
-    assert hub.requests == []
-
-
 def test_a_base_that_only_this_machine_has_is_said(
     hub: Hub, run_folder: Path, tmp_path: Path
 ) -> None:
