@@ -169,12 +169,9 @@ def new_model_folder(out: Path, overwrite: bool, sources: Sequence[Path]) -> Ite
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         names = first_few(sorted(path.name for path in out.iterdir()), 5, ", ")
         raise OutputError(asked, found=f"it holds {names}", fix="Choose a new or an empty folder.")
-    with new_folder(out, last="config.json", replaced=_is_weight) as folder:
+    weights = (".safetensors", ".safetensors.index.json", ".bin")
+    with new_folder(out, last="config.json", replaced=lambda n: n.endswith(weights)) as folder:
         yield folder
-
-
-def _is_weight(name: str) -> bool:
-    return name.endswith((".safetensors", ".safetensors.index.json", ".bin"))
 
 
 def _facts(merged: Merged) -> dict[str, str]:

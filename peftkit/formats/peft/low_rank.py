@@ -254,21 +254,14 @@ def uniform(modules: Mapping[str, LowRank]) -> tuple[dict[str, LowRank], int, fl
     """
     rank = max(module.rank for module in modules.values())
     scaling = Counter(module.scaling for module in modules.values()).most_common(1)[0][0]
-    return (
-        {path: _as(module, rank, scaling) for path, module in modules.items()},
-        rank,
-        scaling,
-    )
-
-
-def _as(module: LowRank, rank: int, scaling: float) -> LowRank:
-    missing = rank - module.rank
-    b = module.b
-    if module.scaling != scaling:  # in float64, so that there is one rounding only
-        b = (b.double() * (module.scaling / scaling)).to(b.dtype)
-    return replace(
-        module, a=pad(module.a, (0, 0, 0, missing)), b=pad(b, (0, missing)), scaling=scaling
-    )
+    even = {}
+    for path, module in modules.items():
+        b, missing = module.b, rank - module.rank
+        if module.scaling != scaling:  # in float64, so that there is one rounding only
+            b = (b.double() * (module.scaling / scaling)).to(b.dtype)
+        a, b = pad(module.a, (0, 0, 0, missing)), pad(b, (0, missing))
+        even[path] = replace(module, a=a, b=b, scaling=scaling)
+    return even, rank, scaling
 
 
 @dataclass(frozen=True, slots=True)
