@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import peft
 import pytest
@@ -30,25 +30,29 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
     return path
 
 
-@pytest.fixture
-def settings(tmp_path: Path, model_folder: Path) -> dict[str, Any]:
+def settings_in(folder: Path, model: Path) -> dict[str, Any]:
     return {
-        "base": {"model": str(model_folder), "dtype": "fp32"},
+        "base": {"model": str(model), "dtype": "fp32"},
         "method": {"type": "lora", "rank": 4, "alpha": 8},
         "data": {
-            "train": str(write_rows(tmp_path / "train.jsonl", ROWS)),
-            "eval": str(write_rows(tmp_path / "eval.jsonl", ROWS[:3])),
+            "train": str(write_rows(folder / "train.jsonl", ROWS)),
+            "eval": str(write_rows(folder / "eval.jsonl", ROWS[:3])),
             "max_length": 128,
         },
         "train": {
-            "output_dir": str(tmp_path / "run"),
-            "max_steps": 6,
+            "output_dir": str(folder / "run"),
+            "max_steps": 4,
             "batch_size": 2,
             "learning_rate": 5e-3,
-            "eval_every": 3,
-            "save_every": 3,
+            "eval_every": 2,
+            "save_every": 2,
         },
     }
+
+
+@pytest.fixture
+def settings(tmp_path: Path, model_folder: Path) -> dict[str, Any]:
+    return settings_in(tmp_path, model_folder)
 
 
 def parse(settings: dict[str, Any], **sections: dict[str, Any]) -> Recipe:
@@ -56,20 +60,41 @@ def parse(settings: dict[str, Any], **sections: dict[str, Any]) -> Recipe:
     return from_dict(Recipe, merged, "test")
 
 
-@pytest.mark.parametrize(("quantize", "packing"), [("none", True), ("nf4", False), ("int8", True)])
-def test_a_run_learns_and_its_folder_is_an_adapter(
-    settings: dict[str, Any], quantize: str, packing: bool, tmp_path: Path
-) -> None:
+class Trained(NamedTuple):
+    """A run, what it told, and which fields of which config classes it read by their names."""
+
+    recipe: Recipe
+    settings: dict[str, Any]
+    events: list[Event]
+    reads: set[tuple[type, str]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Trained:
+    """A run of 4 steps with a checkpoint at the second."""
+    settings = settings_in(tmp_path_factory.mktemp("trained"), model_folder)
+    asked = parse(settings)
     events: list[Event] = []
-    asked = parse(settings, base={"quantize": quantize}, data={"packing": packing})
-    recipe.run(asked, on_event=events.append)
-    losses = [event.loss for event in events if isinstance(event, StepDone)]
+    reads: set[tuple[type, str]] = set()
+
+    def read(self: Config, name: str) -> Any:
+        reads.update((cls, name) for cls in type(self).__mro__)
+        return object.__getattribute__(self, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Config, "__getattribute__", read)
+        recipe.run(asked, on_event=events.append)
+    return Trained(asked, settings, events, reads)
+
+
+def test_a_run_learns_and_its_folder_is_an_adapter(trained: Trained) -> None:
+    losses = [event.loss for event in trained.events if isinstance(event, StepDone)]
     assert losses[-1] < losses[0]
-    assert any(isinstance(event, EvalDone) and event.best for event in events)
-    started = next(event for event in events if isinstance(event, RunStarted))
+    assert any(isinstance(event, EvalDone) and event.best for event in trained.events)
+    started = next(event for event in trained.events if isinstance(event, RunStarted))
     assert started.num_trainable < started.num_parameters / 4
-    folder = tmp_path / "run"
-    assert Saved("adapter", folder) in events
+    folder = trained.recipe.train.output_dir
+    assert Saved("adapter", folder) in trained.events
     found = {path.name for path in folder.iterdir()}
     assert {
         "adapter_config.json",
@@ -83,20 +108,24 @@ def test_a_run_learns_and_its_folder_is_an_adapter(
         "checkpoints",
         ".locks",
     } == found
-    assert load(folder / "recipe.yaml") == asked
-    opened = open_adapter(folder)
-    assert opened.base.audit.quantized_as == quantize
-    assert opened.style.kind == "chat"
+    assert load(folder / "recipe.yaml") == trained.recipe
+    assert open_adapter(folder).style.kind == "chat"
+
+
+@pytest.mark.parametrize("quantize", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
+def test_a_quantised_run_is_opened_as_it_was_trained(
+    settings: dict[str, Any], quantize: str, tmp_path: Path
+) -> None:
+    recipe.run(parse(settings, base={"quantize": quantize}, train={"max_steps": 1}))
+    assert open_adapter(tmp_path / "run").base.audit.quantized_as == quantize
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_peft_loads_the_run_and_gives_its_logits(
-    settings: dict[str, Any], model_folder: Path, tmp_path: Path
-) -> None:
-    recipe.run(parse(settings))
-    ours = open_adapter(tmp_path / "run", dtype="fp32").base.model
+def test_peft_loads_the_run_and_gives_its_logits(trained: Trained, model_folder: Path) -> None:
+    folder = trained.recipe.train.output_dir
+    ours = open_adapter(folder, dtype="fp32").base.model
     base = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "run").eval()
+    theirs = peft.PeftModel.from_pretrained(base, folder).eval()
     ids = torch.arange(20)[None] + 3
     with torch.no_grad():
         torch.testing.assert_close(
@@ -104,67 +133,36 @@ def test_peft_loads_the_run_and_gives_its_logits(
         )
 
 
-def test_a_checkpoint_is_an_adapter_folder_too(settings: dict[str, Any], tmp_path: Path) -> None:
-    recipe.run(parse(settings))
-    opened = open_adapter(tmp_path / "run" / "checkpoints" / "step-3")
-    final = open_adapter(tmp_path / "run")
-    assert opened.adapter.state().keys() == final.adapter.state().keys()
+def test_a_checkpoint_is_an_adapter_folder_too(trained: Trained) -> None:
+    folder = trained.recipe.train.output_dir
+    opened = open_adapter(folder / "checkpoints" / "step-2")
+    assert opened.adapter.state().keys() == open_adapter(folder).adapter.state().keys()
 
 
-def test_a_resumed_run_ends_where_the_whole_run_does(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    recipe.run(parse(settings, train={"output_dir": str(whole)}))
-
+def test_a_resumed_run_ends_where_the_whole_run_does(trained: Trained, tmp_path: Path) -> None:
     class Stopped(Exception):
         pass
 
     def stop(event: Event) -> None:
-        if isinstance(event, StepDone) and event.step == 4:
+        if isinstance(event, StepDone) and event.step == 3:
             raise Stopped
 
-    asked = parse(settings, train={"output_dir": str(part)})
+    asked = parse(trained.settings, train={"output_dir": str(tmp_path)})
     with pytest.raises(Stopped):
         recipe.run(asked, on_event=stop)
     recipe.run(asked, resume=True)
     name = "adapter_model.safetensors"
-    assert (whole / name).read_bytes() == (part / name).read_bytes()
+    whole = trained.recipe.train.output_dir
+    assert (whole / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
-class _Reads:
-    """Which fields of which config classes are read by their names."""
-
-    def __init__(self) -> None:
-        self.seen: set[tuple[type, str]] = set()
-
-    def __call__(self, config: Config, name: str) -> Any:
-        if not name.startswith("_"):
-            self.seen |= {(cls, name) for cls in type(config).__mro__}
-        return object.__getattribute__(config, name)
-
-
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> _Reads:
-    recorder = _Reads()
-    monkeypatch.setattr(Config, "__getattribute__", lambda self, name: recorder(self, name))
-    return recorder
-
-
-def test_every_field_of_a_recipe_is_read_by_something(
-    settings: dict[str, Any], reads: _Reads
-) -> None:
-    asked = parse(settings)
-    recipe.run(asked)
-    sections = [
-        Recipe,
-        *(type(getattr(asked, name)) for name in ("base", "method", "data", "train")),
-    ]
+def test_every_field_of_a_recipe_is_read_by_something(trained: Trained) -> None:
+    parts = (getattr(trained.recipe, name) for name in ("base", "method", "data", "train"))
     unread = {
         f"{section.__name__}.{name}"
-        for section in sections
+        for section in (Recipe, *map(type, parts))
         for name in section.model_fields
-        if (section, name) not in reads.seen
+        if (section, name) not in trained.reads
     }
     assert not unread
 
@@ -173,11 +171,11 @@ def test_new_tokens_are_trained_saved_and_there_again_when_it_is_opened(
     settings: dict[str, Any],
 ) -> None:
     tokens = ["<think>", "<done>"]
-    asked = parse(settings, base={"new_tokens": tokens})
+    asked = parse(settings, base={"new_tokens": tokens}, train={"max_steps": 2})
     recipe.run(asked)
     folder = asked.train.output_dir
     assert (folder / "tokenizer.json").is_file()
-    for place in (folder, folder / "checkpoints" / "step-6"):
+    for place in (folder, folder / "checkpoints" / "step-2"):
         opened = open_adapter(place)
         ids = opened.base.tokenizer.convert_tokens_to_ids(tokens)
         assert len(set(ids)) == 2
@@ -199,9 +197,8 @@ def test_virtual_tokens_and_packed_rows_are_refused_before_anything_is_loaded(
 def test_packing_that_was_not_asked_for_gives_way(settings: dict[str, Any]) -> None:
     settings["method"] = {"type": "prompt_tuning", "num_virtual_tokens": 3}
     events: list[Event] = []
-    asked = parse(settings)
+    asked = parse(settings, train={"max_steps": 1})
     recipe.run(asked, on_event=events.append)
     assert [e for e in events if isinstance(e, Notice) and "not packed" in e.text]
     kept = load(asked.train.output_dir / "recipe.yaml")  # and can be trained again
     assert not kept.data.packing
-    recipe.run(kept, overwrite=True)

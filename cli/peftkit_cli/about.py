@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import runpy
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,8 +19,6 @@ LIBRARIES = (
     "torch", "transformers", "bitsandbytes", "accelerate", "datasets", "safetensors", "tokenizers",
     "pydantic", "PyYAML", "typer", "rich", "peft", "gguf", "triton", "flash-attn",
 )  # fmt: skip
-CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "sve", "bf16")
-BF16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
 RecipeName = Annotated[str, typer.Argument(metavar="NAME")]
 
 
@@ -150,12 +147,9 @@ def environment() -> dict[str, Any]:
         "peftkit": _version("peftkit") or "not installed",
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": f"{platform.processor()} {torch.backends.cpu.get_cpu_capability()}",
         "cores": _cores(),
-        "memory": _memory(),
         "torch threads": torch.get_num_threads(),
-        "cpu features": _cpu_features(),
-        "bf16 on the cpu": _bf16(),
         "c++ compiler": cpp_compiler() or "none: blocks are not compiled on a CPU",
         "accelerators": _accelerators(),
         "cuda": torch.version.cuda or "not in this torch",
@@ -172,41 +166,11 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _memory() -> str:
-    if not hasattr(os, "sysconf"):  # Windows
-        return "unknown"
-    return f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
-
-
 def _cores() -> int:
     """Count the cores this process may use, which in a container are fewer than the machine's."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _processor() -> str:
-    found = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
-    return found[1] if found else platform.processor() or "unknown"
-
-
-def _cpu_features() -> list[str]:
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
-    flags = set(found[1].split()) if found else set()
-    return [feature for feature in CPU_FEATURES if feature in flags]
-
-
-def _bf16() -> str:
-    """Say whether matrix products in bf16 are done by the processor itself."""
-    found = [feature for feature in _cpu_features() if feature in BF16_FEATURES]
-    return f"fast ({', '.join(found)})" if found else "slow: train with base.dtype: fp32"
-
-
-def _cpuinfo() -> str:
-    try:
-        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def _accelerators() -> list[str]:

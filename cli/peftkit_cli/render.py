@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from itertools import pairwise
 from typing import IO, Any, cast
 
 from rich import box
@@ -22,7 +20,6 @@ from peftkit import events
 from peftkit.events import Event, Listener
 from peftkit.report.figures import count, duration, metric, size
 
-SPARKS, SPARK_COLUMNS = "▁▂▃▄▅▆▇█", 24
 SHOWN = ("accuracy", "margin", "reward", "entropy")  # of a task's; metrics.jsonl has all
 PLAIN_LINES = 40  # about as many lines of steps as a log should hold
 PLAIN_SECONDS = 60.0  # and a sign of life at least this often
@@ -162,7 +159,6 @@ class LiveScreen(Progress):
         self._work: TaskID | None = None
         self._training: TaskID | None = None
         self._step: events.StepDone | None = None
-        self._losses: list[float] = []
         super().__init__(
             SpinnerColumn(style="cyan"),
             TextColumn("{task.description}", markup=False),
@@ -176,8 +172,7 @@ class LiveScreen(Progress):
     def get_renderables(self) -> Iterable[RenderableType]:
         """Return what is redrawn: the figures of the last step, above the bar."""
         if self._step is not None:
-            curve = Text(sparkline(self._losses), style="cyan")
-            yield curve + Text("  ".join(["", *step_parts(self._step)]))
+            yield Text("  ".join(step_parts(self._step)))
         yield self.make_tasks_table(self.tasks)
 
     def on_event(self, event: Event) -> None:
@@ -185,7 +180,6 @@ class LiveScreen(Progress):
         if isinstance(event, events.StepDone):
             self._end_stage()
             self._step = event
-            self._losses.append(event.loss)
             step = events.Progress("step", event.step, event.num_steps)
             self._training = self._bar(self._training, step)
         elif isinstance(event, events.Progress):
@@ -228,21 +222,6 @@ class LiveScreen(Progress):
             done = ("✓ ", "green"), text.rstrip(". "), (took, "dim")
             self.console.print(Text.assemble(*done))
         self._stage = None
-
-
-def sparkline(values: Sequence[float], columns: int = SPARK_COLUMNS) -> str:
-    """Return numbers as one line of bars, each the mean of as many numbers in turn."""
-    columns = min(columns, len(values))
-    edges = [len(values) * n // columns for n in range(columns + 1)] if columns else []
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    finite = [value for value in means if math.isfinite(value)]
-    low = min(finite, default=0.0)
-    spread = max(finite, default=0.0) - low or 1.0
-    last = len(SPARKS) - 1
-    return "".join(
-        SPARKS[round(last * (value - low) / spread)] if math.isfinite(value) else " "
-        for value in means
-    )
 
 
 def print_table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:

@@ -178,13 +178,6 @@ def predict(
     text: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="What to classify. Repeatable.")
     ] = None,
-    pair: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT",
-            help="The second text of each, if the adapter was trained on pairs. Repeatable.",
-        ),
-    ] = None,
     data: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Predict every row of this file instead.")
     ] = None,
@@ -208,15 +201,10 @@ def predict(
         _predict_file(adapter, data, out, base, force)
         return
     assert text is not None
-    if pair is not None and len(pair) != len(text):
-        raise DataError(
-            f"there are {len(text)} texts and {len(pair)} second texts.",
-            fix="Give --pair as often as --text.",
-        )
     opened = _open(adapter, base, force)
     from peftkit.inference.predict import predict as classify
 
-    found = classify(opened, text if pair is None else list(zip(text, pair, strict=True)))
+    found = classify(opened, text)
     if as_json:
         typer.echo(json.dumps(found))
         return

@@ -11,6 +11,7 @@ from typing import Any
 
 from peftkit.report.history import History
 from peftkit.report.html import code, histogram, paragraph, table, text
+from peftkit.train.checkpoints.identity import flat
 
 MAX_SAMPLE_STEPS = 12
 
@@ -118,7 +119,7 @@ def recipe(run: History) -> str:
 
 def differing(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Return of each recipe the settings in which not all agree; of an empty one nothing."""
-    settings = [flat(recipe) if recipe else {} for recipe in recipes]
+    settings = [shown(recipe) for recipe in recipes]
     keys = dict.fromkeys(key for known in settings for key in known if key != "train.output_dir")
     told = [key for key in keys if len({known.get(key) for known in settings if known}) > 1]
     return [{key: known[key] for key in told if key in known} for known in settings]
@@ -134,21 +135,15 @@ def differences(runs: Sequence[History]) -> str:
     return table(("setting", *(run.name for run in runs)), rows)
 
 
-def flat(values: Any, prefix: str = "") -> dict[str, str]:
-    """Return nested settings as one mapping, names joined by dots, values as JSON."""
-    if not isinstance(values, Mapping):
-        if isinstance(values, float):
-            return {prefix: f"{values:.6g}"}
-        return {prefix: values if isinstance(values, str) else json.dumps(values)}
-    found: dict[str, str] = {}
-    for name, value in values.items():
-        found |= flat(value, f"{prefix}.{name}" if prefix else str(name))
-    return found
+def shown(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return nested settings as one mapping, names joined by dots, values as text."""
+    texts = {n: v if isinstance(v, str) else json.dumps(v) for n, v in flat(values).items()}
+    return texts | {n: f"{v:.6g}" for n, v in flat(values).items() if isinstance(v, float)}
 
 
 def machine(run: History) -> str:
     """Return where it was trained, with which versions, and what identifies its parts."""
-    rows = flat(run.facts.machine).items()
+    rows = shown(run.facts.machine).items()
     return f"<h2>Machine, versions, hashes</h2>{table(('', ''), rows)}" if rows else ""
 
 

@@ -1,10 +1,9 @@
-"""The server as an ASGI application: routes, limits, and what it counts."""
+"""The server as an ASGI application: routes and limits."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from peftkit.data.encode import Style, prompt_ids, stop_ids
@@ -25,10 +24,9 @@ from peftkit.inference.engine import Limits as EngineLimits
 from peftkit.inference.engine import Request as Wanted
 from peftkit.inference.engine import room_left
 from peftkit.inference.open_engine import tokens_that_fit
-from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
-from peftkit.serve.answers import ReplyFormat, Told, refusal, status_of, streamed, whole_answers
+from peftkit.inference.sampling import Sampling, seed_of
+from peftkit.serve.answers import ReplyFormat, Told, refusal, streamed, whole_answers
 from peftkit.serve.gate import Gate
-from peftkit.serve.json_answers import JsonAnswers
 from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
 from peftkit.serve.worker import Job, Piece, Worker
 
@@ -91,14 +89,13 @@ def make_app(
     app = Starlette(
         routes=[
             Route("/health", service.health),
-            Route("/metrics", service.metrics),
             Route("/v1/models", service.models),
             Route("/v1/models/{name}", service.model),
             Route("/v1/chat/completions", service.chat, methods=["POST"]),
             Route("/v1/completions", service.complete, methods=["POST"]),
         ],
         middleware=[Middleware(Gate, key=key)],
-        exception_handlers={PeftkitError: service.refuse, HTTPException: _no_such_route},
+        exception_handlers={PeftkitError: _refuse, HTTPException: _no_such_route},
         lifespan=life,
     )
     app.state.worker = worker
@@ -109,16 +106,11 @@ class _Service:
     def __init__(self, bank: AdapterBank, worker: Worker, limits: Limits) -> None:
         self._bank, self._worker, self._limits = bank, worker, limits
         self._began = time.time()
-        self._requests: Counter[tuple[str, int]] = Counter()
-        self._json: dict[tuple[int, ...], JsonAnswers] = {}
         self._stops = cache(lambda style: tuple(stop_ids(bank.base.tokenizer, style)))
 
     async def health(self, request: Request) -> Response:
         alive = self._worker.is_alive
         return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
-
-    async def metrics(self, request: Request) -> Response:
-        return PlainTextResponse(self._metrics(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
         names = [*self._bank.names, BARE]
@@ -149,11 +141,6 @@ class _Service:
             request, body, adapter, [self._ids(prompt) for prompt in body.prompts()]
         )
 
-    async def refuse(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, PeftkitError)
-        self._requests["", status_of(error)] += 1
-        return refusal(error)
-
     async def _respond(
         self, request: Request, body: Body, adapter: str | None, prompts: Sequence[list[int]]
     ) -> Response:
@@ -163,11 +150,9 @@ class _Service:
         num_prompt = sum(map(len, prompts))
         self._worker.submit(jobs)
         if body.stream:
-            self._requests[body.model, 200] += 1
             chunks = streamed(form, jobs, told, num_prompt, body.wants_usage)
             return StreamingResponse(chunks, media_type="text/event-stream", headers=_UNCACHED)
         answers = await whole_answers(request, jobs, told)
-        self._requests[body.model, 200] += 1
         return JSONResponse(form.whole(answers, num_prompt))
 
     def _jobs(
@@ -205,7 +190,6 @@ class _Service:
                 seed_of(sampling, index),
                 adapter,
                 log_probs=body.num_top is not None,
-                constraint=self._constraint(body, sampling),
             )
             jobs.append(Job(wanted, tell, body.stop_texts))
         return jobs
@@ -220,18 +204,6 @@ class _Service:
                 param="prompt",
             )
         return room if most is None else min(room, most - len(ids))
-
-    def _constraint(self, body: Body, sampling: Sampling) -> Constraint | None:
-        """Return what holds an answer to the JSON that is asked for."""
-        if body.schema_of_answer is None:
-            return None
-        base = self._bank.base
-        stops = tuple(sampling.stops)
-        if stops not in self._json:
-            ends = sorted({*end_tokens(base.model, base.tokenizer), *stops})
-            size = base.model.get_output_embeddings().weight.shape[0]
-            self._json[stops] = JsonAnswers(base.tokenizer, size, ends)
-        return self._json[stops].constraint(body.schema_of_answer)
 
     def _token_text(self, token: int) -> str:
         return str(self._bank.base.tokenizer.decode([token]))
@@ -285,41 +257,17 @@ class _Service:
         }
         return described if name == BARE else {**described, "parent": BARE}
 
-    def _metrics(self) -> str:
-        counts = self._worker.counts
-        lines = [
-            _metric("requests_total", "counter", "Requests by model and status.")
-            + "".join(
-                f'\npeftkit_requests_total{{model="{model}",status="{status}"}} {number}'
-                for (model, status), number in sorted(self._requests.items())
-            )
-        ]
-        for name, what in _COUNTED.items():
-            lines += [_metric(f"{name}_total", "counter", what)]
-            lines += [f"peftkit_{name}_total {counts[name]}"]
-        for name, what, value in (
-            ("waiting", "Prompts that wait.", self._worker.num_waiting),
-            ("running", "Prompts that are being answered.", self._worker.num_running),
-            ("uptime_seconds", "Since the start.", round(time.time() - self._began, 1)),
-        ):
-            lines += [_metric(name, "gauge", what), f"peftkit_{name} {value}"]
-        return "\n".join(lines) + "\n"
-
 
 _UNCACHED = {"Cache-Control": "no-cache"}
-_COUNTED = {
-    "prompt_tokens": "Tokens of prompts.",
-    "generated_tokens": "Tokens of answers.",
-    "answers": "Answers begun.",
-}
-
-
-def _metric(name: str, kind: str, what: str) -> str:
-    return f"# HELP peftkit_{name} {what}\n# TYPE peftkit_{name} {kind}"
 
 
 def _given(value: float | None, default: float) -> float:
     return default if value is None else value
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, PeftkitError)
+    return refusal(error)
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:

@@ -15,32 +15,6 @@ from peftkit.errors import PeftkitError, did_you_mean, first_few
 from peftkit.files.strict_json import parse_json
 
 MAX_TOKENS = 1 << 20
-_UNREAD = {
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-}
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-}
-"""Fields of what is not done, for one kind of request or both, with the values that ask for
-nothing, as null does."""
 
 
 class RequestError(PeftkitError):
@@ -98,12 +72,44 @@ class _Message(_Strict):
         return {"role": self.role, "content": text, **told}
 
 
+class _Text(_Strict):
+    type: Literal["text"]
+
+
 class _StreamOptions(_Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class Body(_Strict):
+class _NotDone(_Strict):
+    """Fields of what is not done here, with the values that ask for nothing."""
+
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    echo: Literal[False] | None = None
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    modalities: list[Literal["text"]] | None = None
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    response_format: _Text | None = None
+    suffix: Annotated[str, Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class _Unread(_Strict):
+    """Fields that change no answer."""
+
+    metadata: Any = None
+    parallel_tool_calls: Any = None
+    prompt_cache_key: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+    user: Any = None
+
+
+class Body(_NotDone, _Unread):
     """Fields that both kinds of requests have; None where the client leaves the choice."""
 
     model: str
@@ -127,11 +133,6 @@ class Body(_Strict):
         raise NotImplementedError
 
     @property
-    def schema_of_answer(self) -> dict[str, Any] | None:
-        """A JSON schema that the answer has to follow."""
-        raise NotImplementedError
-
-    @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with the numbers of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -142,24 +143,6 @@ class Body(_Strict):
         return self.max_tokens
 
 
-class _JsonSchema(_Strict):
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-
-
-class _ResponseFormat(_Strict):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: _JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _has_a_schema(self) -> _ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema is for the type json_schema")
-        return self
-
-
 class ChatBody(Body):
     """A request to /v1/chat/completions."""
 
@@ -167,7 +150,6 @@ class ChatBody(Body):
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: _ResponseFormat | None = None
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     """Variables of the chat template, in place of those that the adapter learnt with."""
 
@@ -180,13 +162,6 @@ class ChatBody(Body):
     @property
     def num_top(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
-
-    @property
-    def schema_of_answer(self) -> dict[str, Any] | None:
-        if self.response_format is None or self.response_format.type == "text":
-            return None
-        asked = self.response_format.json_schema
-        return {"type": "object"} if asked is None else asked.schema_
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -208,10 +183,6 @@ class TextBody(Body):
     def num_top(self) -> int | None:
         return self.logprobs
 
-    @property
-    def schema_of_answer(self) -> dict[str, Any] | None:
-        return None
-
     def prompts(self) -> Sequence[str | list[int]]:
         """Return the prompts: texts, or token ids."""
         prompt = self.prompt
@@ -230,49 +201,28 @@ def read_body(data: bytes, kind: type[Body]) -> Body:
             something that is not done here.
     """
     fields = parse_json(data, "the request's body cannot be read.", error=RequestError)
-    kept = {}
-    for name, value in fields.items():
-        if name in _WITHOUT_EFFECT and name not in kind.model_fields:
-            _refuse_effect(name, value)
-        elif name not in _UNREAD:
-            kept[name] = value
     try:
-        return kind.model_validate(kept)
+        return kind.model_validate(fields)
     except ValidationError as problem:
         raise _told(problem, kind) from None
 
 
-def _refuse_effect(name: str, value: object) -> None:
-    nothing = _WITHOUT_EFFECT[name]
-    if value is None or any(
-        value == one and isinstance(value, bool) == isinstance(one, bool) for one in nothing
-    ):
-        return
-    raise RequestError(
-        f"this server does not do '{name}'.",
-        fix="Leave the field out.",
-        param=name,
-        code="unsupported_parameter",
-    )
-
-
 def _told(problem: ValidationError, kind: type[Body]) -> RequestError:
     lines: dict[str, None] = {}
-    names = []
-    for error in problem.errors(include_url=False, include_input=False):
+    errors = problem.errors(include_url=False, include_input=False)
+    fields = [str(error["loc"][0]) if error["loc"] else "" for error in errors]
+    for field, error in zip(fields, errors, strict=True):
         # of a union's branches pydantic names the types too; the field and place are enough
-        place = [str(part) for part in error["loc"] if str(part).isidentifier() or _is_index(part)]
-        name = ".".join(place)
-        names.append(str(error["loc"][0]) if error["loc"] else "")
-        hint = did_you_mean(name, kind.model_fields) if error["type"] == "extra_forbidden" else ""
-        said = "unknown field." if error["type"] == "extra_forbidden" else error["msg"]
-        lines[f"{name}: {said} {hint}".rstrip()] = None
+        place = [part for part in error["loc"] if isinstance(part, int) or part.isidentifier()]
+        said = error["msg"]
+        if field in _NotDone.model_fields:
+            said = "this server does not do it; leave the field out."
+        elif error["type"] == "extra_forbidden":
+            said = f"unknown field. {did_you_mean(field, kind.model_fields)}"
+        lines[f"{'.'.join(map(str, place))}: {said}".rstrip()] = None
     return RequestError(
         "the request has fields that cannot be used.",
         found=first_few(lines, 5),
-        param=names[0] if names else None,
+        param=fields[0],
+        code="unsupported_parameter" if fields[0] in _NotDone.model_fields else None,
     )
-
-
-def _is_index(part: object) -> bool:
-    return isinstance(part, int)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -71,7 +70,6 @@ class Worker:
         self, bank: AdapterBank, *, limits: Limits | None = None, max_waiting: int = 64
     ) -> None:
         self.bank, self.limits, self.max_waiting = bank, limits or Limits(), max_waiting
-        self.counts: Counter[str] = Counter()
         self._new: list[Job] = []
         self._jobs: list[Job] = []
         self._engine: Engine | None = None
@@ -170,8 +168,6 @@ class Worker:
         request = replace(job.request, on_token=self._teller(job))
         try:
             job.running = engine.submit(request)
-            self.counts["prompt_tokens"] += len(request.ids)
-            self.counts["answers"] += 1
         except PeftkitError as error:
             job.tell(error)
             job.is_cancelled = True
@@ -184,7 +180,6 @@ class Worker:
 
         def tell(running: Running) -> None:
             nonlocal num_told
-            self.counts["generated_tokens"] += 1
             new, number = text.take(running), len(running.ids)
             chosen = tuple(running.chosen[num_told:number]) if job.request.log_probs else ()
             num_told += len(chosen)

@@ -22,10 +22,7 @@ from peftkit.train.checkpoints.checkpoint import Checkpoints
 from peftkit.train.diagnosis import NonFiniteError
 from peftkit.train.run import Run
 from peftkit.train.signals import Interrupted, StopRequest
-from peftkit.train.state import Result, StepFacts
-
-THIRDS = 3
-"""Successive halving looks at the members after each third of their steps."""
+from peftkit.train.state import StepFacts
 
 
 @dataclass(slots=True)
@@ -37,7 +34,6 @@ class Live:
     run: Run
     outcome: Outcome
     report: LiveReport
-    looked: int = 0
 
 
 def has_checkpoints(member: Member) -> bool:
@@ -55,11 +51,10 @@ class Loop:
         out: Path,
         outcomes: Mapping[str, Outcome],
         stop: StopRequest,
-        halve: bool,
         on_event: Listener,
     ) -> None:
         self.live, self.routing, self.out = live, mounted.routing, out
-        self.outcomes, self.stop, self.halve, self.on_event = outcomes, stop, halve, on_event
+        self.outcomes, self.stop, self.on_event = outcomes, stop, on_event
         first = next(iter(live.values()))
         runs = {name: one.run for name, one in live.items()}
         self.learner = JointLearner(runs, cast(TokenTask, first.ready.task), mounted)
@@ -88,8 +83,6 @@ class Loop:
             seconds = (time.perf_counter() - began) / len(asked)
             for name, facts in done.items():
                 self._stepped(self.live[name], facts, asked[name][1], seconds)
-            if self.halve and not self.stop.signum:
-                self._halve()
             self._end_those_done()
             if self.stop.signum:
                 write_outcomes(self.out, self.outcomes)
@@ -133,39 +126,14 @@ class Loop:
             with self.routing.alone(one.member.name):
                 result = one.run.result()
                 self._note(one)
-                self._save(one, result)
+                save_result(one.member.recipe, one.ready, result, on_event=ignore)
+            one.report.write()
+            self.on_event(Saved("adapter", one.member.recipe.train.output_dir))
             one.outcome.state = "done"
             self._leave(one)
-
-    def _save(self, one: Live, result: Result) -> None:
-        save_result(one.member.recipe, one.ready, result, on_event=ignore)
-        one.report.write()
-        self.on_event(Saved("adapter", one.member.recipe.train.output_dir))
 
     def _leave(self, one: Live) -> None:
         """Take a member out of the steps: the next ones have room for the others."""
         self.live.pop(one.member.name)
         one.run.learner.optimizer.zero_grad(set_to_none=True)
         write_outcomes(self.out, self.outcomes)
-
-    def _halve(self) -> None:
-        """Stop the worse half of the members, once all have done another third of their steps."""
-        third = min(
-            THIRDS * o.run.learner.state.step // o.run.num_steps for o in self.live.values()
-        )
-        if not 0 < third < THIRDS or any(one.looked >= third for one in self.live.values()):
-            return
-        for name, one in self.live.items():
-            one.looked = third
-            if one.run.learner.state.evaluated_step != one.run.learner.state.step:
-                with self.routing.alone(name):
-                    one.run.evaluate()
-            self._note(one)
-        worse = sorted(self.live.values(), key=lambda one: one.outcome.rank)
-        for one in worse[(len(worse) + 1) // 2 :]:
-            with self.routing.alone(one.member.name):
-                one.run.saver.save()
-                self._save(one, one.run.result())
-            one.outcome.state = "halved"
-            self.on_event(Notice(f"{one.member.name} was stopped by successive halving."))
-            self._leave(one)

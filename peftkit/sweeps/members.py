@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 from peftkit.config.strict_yaml import SourceLocation, parse, written_values
 from peftkit.errors import ConfigError
 from peftkit.run.config import Recipe, load
-from peftkit.run.rules import SWEPT, broken
+from peftkit.run.rules import why_alone
+from peftkit.train.checkpoints.identity import flat
 
 SAME = (
     *("data.max_length", "data.packing", "data.format", "data.reasoning"),
@@ -38,11 +39,10 @@ class Member:
     settings: Mapping[str, Any]
 
 
-def folder_of(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Path:
-    """Return where a sweep goes that is not told: train.output_dir of its one recipe, if set."""
-    trains = [load(path, overrides).train for path in paths]
-    asked = len(trains) == 1 and "output_dir" in trains[0].model_fields_set
-    return trains[0].output_dir if asked else Path("runs/sweep")
+def folder_of(path: str | Path, overrides: Sequence[str] = ()) -> Path:
+    """Return where a sweep goes that is not told: train.output_dir of its recipe, if set."""
+    train = load(path, overrides).train
+    return train.output_dir if "output_dir" in train.model_fields_set else Path("runs/sweep")
 
 
 def grid(
@@ -101,32 +101,13 @@ def pick(
             fix="Write a line for each: NAME: {method.rank: 8, train.learning_rate: 1e-4}",
         )
     picked = {
-        str(name): {str(key): _text(value) for key, value in settings.items()}
+        str(name): {
+            str(key): value if isinstance(value, str) else json.dumps(value)
+            for key, value in settings.items()
+        }
         for name, settings in data.items()
     }
     return _members(path, picked, overrides, out)
-
-
-def each(paths: Sequence[str | Path], overrides: Sequence[str] = (), *, out: Path) -> list[Member]:
-    """Return a member for each recipe, named after its file.
-
-    Raises:
-        ConfigError: As `load`; or two files have one name.
-    """
-    names = [Path(path).stem for path in paths]
-    if len(set(names)) < len(names):
-        raise ConfigError("two recipes of the sweep have one name", found=", ".join(names))
-    recipes = [
-        load(path, [*overrides, _output_dir(out / name)])
-        for path, name in zip(paths, names, strict=True)
-    ]
-    flat = [dict(_flat(recipe.model_dump(mode="json"))) for recipe in recipes]
-    keys = dict.fromkeys(key for settings in flat for key in settings)
-    own = [key for key in keys if len({json.dumps(s.get(key)) for s in flat}) > 1]
-    return [
-        Member(name, recipe, {k: s[k] for k in own if k in s and k != "train.output_dir"})
-        for name, recipe, s in zip(names, recipes, flat, strict=True)
-    ]
 
 
 def check_members(members: Sequence[Member]) -> None:
@@ -139,14 +120,17 @@ def check_members(members: Sequence[Member]) -> None:
         raise ConfigError(
             f"a sweep has from 2 to {MAX_MEMBERS} members", found=f"There are {len(members)}."
         )
-    flat = [dict(_flat(member.recipe.model_dump(mode="json"))) for member in members]
-    for key in dict.fromkeys(key for settings in flat for key in settings):
+    settings = [flat(member.recipe.model_dump(mode="json")) for member in members]
+    for key in dict.fromkeys(key for own in settings for key in own):
         if key.startswith(("base.", "task.")) or key in SAME:
-            _same(members, key, [settings.get(key) for settings in flat])
+            _same(members, key, [own.get(key) for own in settings])
     for member in members:
-        for error in broken(member.recipe, rules=SWEPT):
-            asked = f"{member.name} cannot be trained together with others: {error.asked}"
-            raise ConfigError(asked, found=error.found, fix=error.fix)
+        if (why := why_alone(member.recipe)) is not None:
+            raise ConfigError(
+                f"{member.name} cannot be trained together with others: {why[0]}",
+                found=why[1],
+                fix="Train it with peftkit train.",
+            )
 
 
 def _same(members: Sequence[Member], key: str, values: Sequence[Any]) -> None:
@@ -167,16 +151,11 @@ def _members(
         if not re.fullmatch(r"\w[\w.=+-]*", name):
             raise ConfigError(f"'{name}' cannot be the name of a member, and of its folder")
         own = [f"{key}={value}" for key, value in settings.items()]
-        recipe = load(path, [*overrides, *own, _output_dir(out / name)])
-        flat = dict(_flat(recipe.model_dump(mode="json")))
-        members.append(
-            Member(name, recipe, {key: flat.get(key, settings[key]) for key in settings})
-        )
+        folder = json.dumps(str(out / name))
+        recipe = load(path, [*overrides, *own, f"train.output_dir={folder}"])
+        known = flat(recipe.model_dump(mode="json"))
+        members.append(Member(name, recipe, {k: known.get(k, settings[k]) for k in settings}))
     return members
-
-
-def _output_dir(folder: Path) -> str:
-    return f"train.output_dir={json.dumps(str(folder))}"
 
 
 def _axis(text: str) -> tuple[str, list[str]]:
@@ -192,15 +171,3 @@ def _name(settings: Mapping[str, str]) -> str:
     """Return "rank=8-learning_rate=1e-4", fit for the name of a folder."""
     pairs = (f"{key.rpartition('.')[2]}={value}" for key, value in settings.items())
     return re.sub(r"[^\w.=+-]+", "_", "-".join(pairs)).strip("_")
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, inner in value.items():
-        if isinstance(inner, dict):
-            yield from _flat(inner, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", inner

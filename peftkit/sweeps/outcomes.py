@@ -26,7 +26,7 @@ class Outcome:
     """What became of a member, as sweep.json has it.
 
     Attributes:
-        state: "waiting", "done", "halved" (stopped as one of the worse half), or "failed".
+        state: "waiting", "done" or "failed".
         eval_loss: The last one, or None. loss: Of the last step. error: Why it failed.
     """
 
@@ -72,7 +72,7 @@ def open_sweep(members: Sequence[Member], out: Path, resume: bool) -> dict[str, 
             fix="Resume it with the settings that it was begun with, or give another folder.",
         )
     for name, entry in known.items():
-        if entry["state"] in ("done", "halved"):
+        if entry["state"] == "done":
             fresh[name] = Outcome(**{key: entry[key] for key in Outcome.__slots__})
     return fresh
 

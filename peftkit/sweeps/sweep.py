@@ -38,17 +38,14 @@ def sweep(
     out: str | Path,
     *,
     resume: bool = False,
-    halve: bool = False,
     on_event: Listener = ignore,
 ) -> list[Outcome]:
     """Train all members together; each has a folder below `out`, `best` is a copy of the best.
 
     Args:
-        members: Of `grid`, `pick` or `each`.
+        members: Of `grid` or `pick`.
         out: The folder of the sweep; sweep.json in it tells what became of each member.
         resume: Go on where a sweep in that folder stopped.
-        halve: Successive halving: after each third of the steps stop the half whose eval
-            loss is worse.
 
     Returns:
         The members, the best first: by eval loss, or by the last loss where there are no eval rows.
@@ -60,10 +57,6 @@ def sweep(
         Interrupted: SIGINT or SIGTERM came; what was reached is saved.
     """
     check_members(members)
-    if halve and not all(member.recipe.data.eval for member in members):
-        raise ConfigError(
-            "halving compares eval losses, and there are no eval rows", fix="Set data.eval."
-        )
     out = Path(out)
     outcomes = open_sweep(members, out, resume)
     waiting = [m for m in members if outcomes[m.name].state == "waiting"]
@@ -72,7 +65,7 @@ def sweep(
     with locked(out):
         for part in rounds([member.recipe for member in waiting], on_event) if waiting else ():
             some = waiting[part.start : part.stop]
-            _train(some, outcomes, out, resume=resume, halve=halve, on_event=on_event)
+            _train(some, outcomes, out, resume=resume, on_event=on_event)
     return tell_outcomes(out, outcomes, on_event)
 
 
@@ -82,7 +75,6 @@ def _train(
     out: Path,
     *,
     resume: bool,
-    halve: bool,
     on_event: Listener,
 ) -> None:
     settings = members[0].recipe.task.resolve(members[0].recipe.data)
@@ -106,7 +98,7 @@ def _train(
             stack.enter_context(one.run.recorded())
             if task is not tasks[0]:
                 stack.enter_context(task.training_with(tasks[0]))
-        loop = Loop(live, mounted, out, outcomes, stop, halve, on_event)
+        loop = Loop(live, mounted, out, outcomes, stop, on_event)
         write_outcomes(out, outcomes)
         loop.start(resume)
         loop.go()

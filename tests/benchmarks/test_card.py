@@ -18,7 +18,13 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SHAPES, "tiny", shapes._llama(32, 64, 2, 4, 2, 512))
 
 
-@pytest.mark.parametrize("part", ["environment", "operators", "activations", "training", "memory"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        *("environment", "operators", "activations"),
+        *(pytest.param(part, marks=pytest.mark.slow) for part in ("training", "memory")),
+    ],
+)
 def test_every_part_is_well_and_written(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ def shape(monkeypatch: pytest.MonkeyPatch) -> shapes.Shape:
     return tiny
 
 
+@pytest.mark.slow
 def test_products_are_those_of_the_shape_and_the_card_waits_once(
     shape: shapes.Shape, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

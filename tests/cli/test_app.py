@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +23,7 @@ COMMANDS: dict[str, list[str]] = {
     ],
     "check": ["RECIPE.yaml", "--set", "--quiet"],
     "sweep": [
-        "RECIPE.yaml...", "--over", "--pick", "--each", "--set", "--out", "--resume", "--halve",
-        "--json", "--quiet",
+        "RECIPE.yaml", "--over", "--pick", "--set", "--out", "--resume", "--json", "--quiet",
     ],
     "distill": [
         "PROMPT.md", "--base", "--data", "--out", "--questions", "--set", "--resume", "--overwrite",
@@ -39,7 +37,7 @@ COMMANDS: dict[str, list[str]] = {
         "[ADAPTER]", "--adapter", "--base", "--max-new-tokens", "--temperature", "--seed",
         "--force",
     ],
-    "predict": ["ADAPTER", "--text", "--pair", "--data", "--out", "--base", "--force", "--json"],
+    "predict": ["ADAPTER", "--text", "--data", "--out", "--base", "--force", "--json"],
     "eval": [
         "ADAPTER", "--data", "--tasks", "--include", "--limit", "--fewshot", "--chat-template",
         "--base", "--force", "--json",
@@ -66,7 +64,6 @@ COMMANDS: dict[str, list[str]] = {
         "--candidates", "--negatives", "--margin", "--for", "--json",
     ],
     "report": ["RUN...", "--out", "--serve", "--port"],
-    "runs": ["DIR", "--json"],
     "base ls": ["--json"],
     "base rm": ["NAME"],
     "base pack": ["MODEL", "--quantize", "--dtype", "--revision"],
@@ -95,31 +92,26 @@ def test_commands_and_flags_are_frozen() -> None:
     assert names == COMMANDS
 
 
-@pytest.mark.parametrize("args", [["--help"], ["train", "--help"], ["recipes", "--help"]])
-def test_help_comes_in_under_half_a_second(args: list[str]) -> None:
-    seconds = []  # of the processor: other work on the machine does not count
-    for _ in range(5):
-        began = os.times()
-        command = [sys.executable, "-m", "peftkit_cli", *args]
-        done = subprocess.run(command, env=environment(), capture_output=True, check=True)
-        ended = os.times()
-        seconds.append(sum(ended[2:4]) - sum(began[2:4]))
-        assert b"Usage: peftkit" in done.stdout
-        assert done.stderr == b""
-    assert min(seconds) < 0.5
+def test_every_command_has_help_that_loads_no_torch(peftkit: Run) -> None:
+    for command in COMMANDS:
+        done = peftkit(*command.split(), "--help")
+        assert (done.code, done.err) == (0, "")
+        assert f"Usage: peftkit {command}" in done.out
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_that_loads_no_torch(command: str) -> None:
+def test_help_of_a_fresh_program_loads_no_torch_and_comes_soon() -> None:
     code = (
-        "import sys; from peftkit_cli.app import run\n"
-        f"assert run({[*command.split(), '--help']!r}) == 0\n"
-        "print([name for name in ('torch', 'transformers', 'yaml') if name in sys.modules])"
+        "import os, sys; from peftkit_cli.app import run\n"
+        f"codes = [run([*command.split(), '--help']) for command in {list(COMMANDS)!r}]\n"
+        "codes += [run(['chat', './run/demo']), run(['merge', './run/demo', '--out', 'x'])]\n"
+        "slow = [name for name in ('torch', 'transformers', 'yaml') if name in sys.modules]\n"
+        "print(set(codes), slow, sum(os.times()[:2]) < 4)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
     )
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert done.stdout.splitlines()[-1] == "{0, 2} [] True"
+    assert done.stderr.startswith("AdapterError: there is no adapter folder './run/demo'.")
 
 
 @pytest.mark.parametrize(
@@ -247,21 +239,6 @@ def test_a_recipe_that_is_not_there_but_shipped_is_offered(peftkit: Run) -> None
     done = peftkit("train", "dora.yaml")
     assert done.code == 2
     assert "peftkit recipes cp dora dora.yaml" in done.err
-
-
-@pytest.mark.parametrize(
-    "command", [["generate", "--prompt", "hi"], ["chat"], ["merge", "--out", "merged"]]
-)
-def test_a_misspelt_adapter_is_told_before_torch_is_loaded(command: list[str]) -> None:
-    args = [command[0], "./run/demo", *command[1:]]  # without the dot it is a name on the hub
-    code = f"import sys; from peftkit_cli.app import run; c = run({args!r}); " + (
-        "sys.exit(100 if 'torch' in sys.modules else c)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("AdapterError: there is no adapter folder './run/demo'.")
 
 
 def test_an_adapter_near_to_a_misspelt_one_is_offered(peftkit: Run, tmp_path: Path) -> None:

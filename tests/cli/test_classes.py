@@ -104,11 +104,6 @@ def test_check_shows_labels_beside_texts(peftkit: Run, classifier, tmp_path) -> 
         (("chat", "{out}"), "does not complete prompts"),
         (("chat", "--adapter", "a={out}"), "does not complete prompts"),
         (("predict", "{out}", "--text", " "), "cannot classify ' '"),
-        (("predict", "{out}", "--text", "a", "--pair", "b"), "Give one text"),
-        (
-            ("predict", "{out}", "--text", "a", "--pair", "b", "--pair", "c"),
-            "1 texts and 2 second texts",
-        ),
         (("eval", "{out}", "--data", "{new}"), "Did you mean 'animal'?"),
         (("eval", "{out}", "--data", "{none}"), "label: missing"),
     ],

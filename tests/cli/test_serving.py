@@ -42,6 +42,7 @@ def test_a_server_prints_its_address_answers_and_ends_on_ctrl_c(trained: Path) -
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGTERM")
 def test_sigterm_ends_an_answer_and_the_server_without_a_traceback(trained: Path) -> None:
     process = start("serve", "demo=runs/demo", "--port", "0", cwd=trained)

@@ -31,23 +31,33 @@ def commands(page: str, *names: str) -> list[list[str]]:
     return found
 
 
-@pytest.fixture
-def here(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the start page's recipe and rows, over the tiny base."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """A folder with the start page's recipe and rows over the tiny base, checked and trained."""
+    folder = tmp_path_factory.mktemp("here")
     recipe = blocks("index.md", "yaml").replace("smollm2-135m", str(model_folder))
     recipe = recipe.replace("max_length: 512", "max_length: 256")  # it reads no more
-    (tmp_path / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
     for name in ("train.jsonl", "eval.jsonl"):
-        (tmp_path / name).write_text(blocks("index.md", "jsonl"), encoding="utf-8")
-    return tmp_path
+        (folder / name).write_text(blocks("index.md", "jsonl"), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for call in commands("index.md", "check", "plan", "train"):
+            assert run(call) == 0, call
+    return folder
 
 
-def test_the_start_page_from_check_to_eval(
+@pytest.fixture
+def here(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(trained)
+    return trained
+
+
+def test_the_start_page_from_train_to_eval(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("How do I reset my badge?\n/base\n/quit\n"))
-    for call in commands("index.md", "check", "plan", "train", "report", "chat", "eval"):
+    for call in commands("index.md", "report", "chat", "eval"):
         assert run(call) == 0, (call, capsys.readouterr().err)
     assert (here / "runs/demo/adapter_model.safetensors").is_file()
     assert (here / "runs/demo/report.html").is_file()
@@ -56,7 +66,6 @@ def test_the_start_page_from_check_to_eval(
 def test_the_adapter_is_used_as_the_guide_says(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (train,) = commands("index.md", "train")
     (anew,) = [call for call in commands("continue.md", "train") if "--from" in call]
     (merge, _, again) = commands("use.md", "merge")
     assert merge == again
@@ -65,7 +74,7 @@ def test_the_adapter_is_used_as_the_guide_says(
     assert any("gguf" in call for call in exports)
     looks = commands("continue.md", "runs", "report", "inspect")
     looks = [call for call in looks if "--serve" not in call]  # until it is stopped
-    for call in [train, anew, ask, merge, *exports, *looks]:
+    for call in [anew, ask, merge, *exports, *looks]:
         assert run(call) == 0, (call, capsys.readouterr().err)
     for made in ("merged/config.json", "served/adapter_config.json", "mlx/adapters.safetensors"):
         assert (here / made).is_file()

@@ -42,19 +42,6 @@ ASKED: Any = {"model": "one", "messages": [{"role": "user", "content": "Hi"}]}
         (TEXT, {**GOOD, "logprobs": 6}, 400, "logprobs"),
         (TEXT, {**GOOD, "response_format": {"type": "json_object"}}, 400, "response_format"),
         (CHAT, {**ASKED, "top_logprobs": 2}, 400, "needs logprobs"),
-        (CHAT, {**ASKED, "response_format": {"type": "json_schema"}}, 400, "json_schema"),
-        (
-            CHAT,
-            {
-                **ASKED,
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"schema": {"type": "nothing"}},
-                },
-            },
-            400,
-            "nothing",
-        ),
         (CHAT, {"model": "one", "messages": []}, 400, "messages"),
         (CHAT, {"model": "one", "messages": [{"role": "user"}]}, 400, "content"),
         (
@@ -84,7 +71,6 @@ def test_a_request_that_cannot_be_answered(
     error = done.json()["error"]
     assert told in error["message"]
     assert error["type"] == "invalid_request_error"
-    assert "peftkit_answers_total 0" in client.get("/metrics").text
 
 
 def test_fields_that_ask_for_nothing_are_no_error(client: Any) -> None:
@@ -130,7 +116,7 @@ def test_a_key_opens_to_any_host(header: str, status: int, bank: AdapterBank) ->
     from peftkit.serve.app import make_app
 
     with TestClient(make_app(bank, key="sesame"), base_url="http://example.org") as client:
-        assert client.get("/metrics", headers={"authorization": header}).status_code == status
+        assert client.get("/v1/models", headers={"authorization": header}).status_code == status
         assert client.post(TEXT, json=GOOD).status_code == 401
         assert client.get("/health").status_code == 200
 

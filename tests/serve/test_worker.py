@@ -60,11 +60,10 @@ def test_two_adapters_and_the_base_share_a_batch(bank: AdapterBank) -> None:
         Asked(name, ids, max_new_tokens=length)
         for name, ids, length in zip(names, prompts, lengths, strict=True)
     ]
-    answers, worker = answered(bank, asked)
+    answers, _ = answered(bank, asked)
     assert [answer.text for answer in answers] == expected
     assert len(set(expected)) == 4
     assert [answer.num_tokens for answer in answers] == lengths
-    assert worker.counts["generated_tokens"] == sum(lengths)
 
 
 def test_each_row_has_its_own_settings_and_seed(bank: AdapterBank) -> None:
@@ -142,7 +141,6 @@ def test_who_goes_leaves_at_the_next_token_while_the_others_go_on(bank: AdapterB
     assert stays.end().num_tokens == 9
     worker.stop()
     assert len(told) == 1
-    assert worker.counts["generated_tokens"] <= 11
 
 
 def test_a_text_that_may_become_a_stop_text_is_held_back(tokenizer: Any) -> None:

@@ -20,7 +20,7 @@ from peftkit.model.modes import evaluating
 from peftkit.recipe import run
 from peftkit.run.config import load
 from peftkit.sweeps.layers import Mounted, Routing
-from peftkit.sweeps.members import check_members, each, grid, pick
+from peftkit.sweeps.members import check_members, grid, pick
 from peftkit.sweeps.sweep import sweep
 from tests.families import FAMILIES, tiny_tokenizer
 
@@ -59,7 +59,7 @@ def write(folder: Path, model: Path, **sections: dict[str, Any]) -> Path:
         "base": {"model": str(model), "dtype": "fp32"},
         "method": {"type": "lora", "rank": 4, "targets": ["attention"]},
         "data": {"train": str(data), "eval": str(data), "max_length": 64, "packing": False},
-        "train": {"max_steps": 4, "batch_size": 3, "learning_rate": 5.0e-3, "eval_every": 2},
+        "train": {"max_steps": 2, "batch_size": 3, "learning_rate": 5.0e-3, "eval_every": 2},
     }
     merged = {n: {**settings.get(n, {}), **sections.get(n, {})} for n in {**settings, **sections}}
     merged = {n: {k: v for k, v in own.items() if v is not None} for n, own in merged.items()}
@@ -89,6 +89,8 @@ SLOW: list[tuple[str, list[str], dict[str, dict[str, Any]]]] = [
     ("llama", ["method.init=loftq,olora"], NF4),
     ("llama", ["method.type=dora,vera"], {"method": {"rank": None}, **NF4}),
     ("gpt2", ["method.type=ia3,lora"], {"method": {"rank": None}}),
+    ("llama", ["method.rank=2,7", "train.learning_rate=1e-3,1e-2"], {}),
+    ("llama", ["method.init=default,pissa,olora"], NF4),
 ]
 """Families and methods, each with another member beside it."""
 
@@ -96,19 +98,19 @@ SLOW: list[tuple[str, list[str], dict[str, dict[str, Any]]]] = [
 @pytest.mark.parametrize(
     ("family", "over", "sections"),
     [
-        ("llama", ["method.rank=2,7", "train.learning_rate=1e-3,1e-2"], {}),
-        ("llama", ["method.type=lora,dora,ia3,vera"], {"method": {"rank": None}}),
-        ("gpt2", ["method.targets=[q],[v,o],attention"], {}),
-        ("llama", ["method.init=default,pissa,olora"], NF4),
+        ("llama", ["method.type=lora,dora,vera"], {"method": {"rank": None}}),
         (
-            "llama",
-            ["train.gradient_accumulation=1,3"],
-            {"data": {"packing": True}, "train": {"gradient_checkpointing": True}},
+            "gpt2",
+            ["method.targets=[q],attention"],
+            {
+                "data": {"packing": True},
+                "train": {"gradient_checkpointing": True, "gradient_accumulation": 2},
+            },
         ),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
     ids=[
-        *("rank", "method", "fused", "init-nf4", "accumulation-packed"),
+        *("method", "fused-packed"),
         *(f"{case[0]}-{case[1][-1].partition('.')[2]}" for case in SLOW),
     ],
 )
@@ -168,26 +170,24 @@ def test_a_member_that_breaks_stops_alone(bases: Bases, tmp_path: Path) -> None:
     outcomes = sweep(members, tmp_path / "out", on_event=heard.append)
     assert [outcome.state for outcome in outcomes] == ["done", "failed"]
     assert any(isinstance(e, Notice) and "the others go on" in e.text for e in heard)
-    expected = alone(recipe, ["train.learning_rate=1e-3"], tmp_path / "alone")
-    assert losses(Path(outcomes[0].folder)) == pytest.approx(expected, rel=1e-5)
+    assert len(losses(Path(outcomes[0].folder))) == 2
+    assert math.isfinite(outcomes[0].eval_loss or math.inf)
+    assert load(Path(outcomes[0].folder) / "recipe.yaml") == members[0].recipe
 
 
 def test_a_stopped_sweep_is_resumed_to_the_same_end(
     bases: Bases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = write(tmp_path / "data", bases["llama"], train={"save_every": 1})
-    over = ["train.max_steps=3,5", "method.rank=2,3"]
+    over = ["train.max_steps=2,3"]
     whole = sweep(grid(recipe, over, out=tmp_path / "whole"), tmp_path / "whole")
 
-    class Stop:
-        signum = 0
-
-    def stop_after_two(event: Event) -> None:
-        if isinstance(event, Progress) and event.done == 2 and "Training" in event.text:
+    def stop_after_one(event: Event) -> None:
+        if isinstance(event, Progress) and event.done == 1 and "Training" in event.text:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sweep(grid(recipe, over, out=tmp_path / "out"), tmp_path / "out", on_event=stop_after_two)
+        sweep(grid(recipe, over, out=tmp_path / "out"), tmp_path / "out", on_event=stop_after_one)
     members = grid(recipe, over, out=tmp_path / "out")
     with pytest.raises(OutputError, match="already holds a sweep"):
         sweep(members, tmp_path / "out")
@@ -203,7 +203,7 @@ def test_memory_that_runs_out_makes_passes_smaller(
     bases: Bases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = write(tmp_path / "data", bases["llama"])
-    over = ["method.rank=2,3,4,5"]
+    over = ["method.rank=2,3,4"]
     whole = sweep(grid(recipe, over, out=tmp_path / "whole"), tmp_path / "whole")
     real = Routing.to
 
@@ -216,16 +216,6 @@ def test_memory_that_runs_out_makes_passes_smaller(
     less = sweep(grid(recipe, over, out=tmp_path / "less"), tmp_path / "less")
     for a, b in zip(whole, less, strict=True):
         assert losses(Path(a.folder)) == pytest.approx(losses(Path(b.folder)), rel=1e-5)
-
-
-def test_halving_stops_the_worse_half(bases: Bases, tmp_path: Path) -> None:
-    recipe = write(tmp_path / "data", bases["llama"], train={"max_steps": 6, "eval_every": None})
-    over = ["train.learning_rate=1e-6,1e-3,3e-3,1e-2"]
-    outcomes = sweep(grid(recipe, over, out=tmp_path / "out"), tmp_path / "out", halve=True)
-    assert sorted(outcome.steps for outcome in outcomes) == [2, 2, 4, 6]
-    assert [outcome.state for outcome in outcomes].count("halved") == 3
-    slowest = next(o for o in outcomes if o.settings["train.learning_rate"] == 1e-6)
-    assert slowest.steps == 2
 
 
 @pytest.mark.parametrize(
@@ -270,27 +260,12 @@ def test_what_is_not_a_piece_of_the_batch_is_refused_by_name(
     assert not (tmp_path / "out" / "sweep.json").exists()
 
 
-def test_members_are_picked_by_name_or_are_recipes(bases: Bases, tmp_path: Path) -> None:
+def test_members_are_picked_by_name(bases: Bases, tmp_path: Path) -> None:
     recipe = write(tmp_path / "data", bases["llama"])
     file = tmp_path / "members.yaml"
     file.write_text("small: {method.rank: 2}\nlarge: {method.rank: 9, train.seed: 3}\n")
     found = {m.name: dict(m.settings) for m in pick(recipe, file, out=tmp_path)}
     assert found == {"small": {"method.rank": 2}, "large": {"method.rank": 9, "train.seed": 3}}
-    other = tmp_path / "other.yaml"
-    other.write_text(recipe.read_text().replace("rank: 4", "rank: 6"))
-    first, second = each([recipe, other], out=tmp_path)
-    assert (first.name, second.name) == ("recipe", "other")
-    assert first.settings == {"method.rank": 4}
     file.write_text("- 1\n")
     with pytest.raises(ConfigError, match="does not name the members"):
         pick(recipe, file, out=tmp_path)
-
-
-def test_a_recipe_of_a_member_is_trained_alone_just_as_well(bases: Bases, tmp_path: Path) -> None:
-    recipe = write(tmp_path / "data", bases["llama"])
-    members = grid(recipe, ["method.rank=2,3"], out=tmp_path / "out")
-    sweep(members, tmp_path / "out")
-    found, _ = json.loads((tmp_path / "out/sweep.json").read_text())["members"]
-    assert math.isfinite(found["eval_loss"])
-    again = load(Path(found["folder"]) / "recipe.yaml")
-    assert again == members[0].recipe
