@@ -131,61 +131,32 @@ def env(as_json: Json = False) -> None:
     for name, value in facts.items():
         if isinstance(value, dict):
             value = ", ".join(f"{key} {text}" for key, text in value.items())
-        elif isinstance(value, list):
-            value = "; ".join(value) or "none"
         typer.echo(f"{name + ':':{width}}{value}")
 
 
 def environment() -> dict[str, Any]:
-    """Return what a bug report needs: versions, processor, memory, accelerators."""
+    """Return what a bug report needs: versions, processor, accelerators."""
+    from importlib.metadata import distributions
+
     import torch
 
     from peftkit.train.memory.compiled import cpp_compiler
 
-    libraries = {name: found for name in LIBRARIES if (found := _version(name)) is not None}
+    known = {found.metadata["Name"]: found.version for found in distributions()}
+    cards = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+    cards_told = [
+        f"{c.name}, {c.total_memory / 2**30:.1f} GiB, sm_{c.major}{c.minor}" for c in cards
+    ]
+    others = [name for name in ("mps", "xpu") if getattr(torch, name).is_available()]
     return {
-        "peftkit": _version("peftkit") or "not installed",
+        "peftkit": known.get("peftkit", "not installed"),
         "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "processor": f"{platform.processor()} {torch.backends.cpu.get_cpu_capability()}",
-        "cores": _cores(),
+        "system": platform.platform(),
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
         "torch threads": torch.get_num_threads(),
         "c++ compiler": cpp_compiler() or "none: blocks are not compiled on a CPU",
-        "accelerators": _accelerators(),
+        "accelerators": "; ".join([*shown, *others]) or "none",
         "cuda": torch.version.cuda or "not in this torch",
-        "libraries": libraries,
+        "libraries": {name: known[name] for name in LIBRARIES if name in known},
     }
-
-
-def _version(name: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _cores() -> int:
-    """Count the cores this process may use, which in a container are fewer than the machine's."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _accelerators() -> list[str]:
-    import torch
-
-    found = []
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        memory = f"{device.total_memory / 2**30:.1f} GiB"
-        found.append(f"cuda:{index} {device.name}, {memory}, sm_{device.major}{device.minor}")
-    if torch.backends.mps.is_available():
-        found.append("mps")
-    if hasattr(torch, "xpu") and torch.xpu.is_available():
-        found += [
-            f"xpu:{index} {torch.xpu.get_device_name(index)}"
-            for index in range(torch.xpu.device_count())
-        ]
-    return found

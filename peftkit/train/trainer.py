@@ -337,7 +337,7 @@ class Trainer:
         counts = self.ranks.sum(torch.cat([counts, sums.float()]))
         both = torch.cat([total[None], grad_norm.float()[None], counts])
         targets, norm, tokens, interrupts, terminations, short, *summed = both.tolist()
-        if short:
+        if ran_out or (short and self.ranks.world_size > 1):
             return None
         if targets == 0:
             raise DataError(
