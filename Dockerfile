@@ -10,7 +10,7 @@ ARG BASE=python:3.12-slim
 FROM ${BASE}
 
 ARG TORCH_INDEX=
-ARG EXTRAS=gguf,images,serve
+ARG EXTRAS=gguf,images,json,serve
 ENV PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1 HF_HOME=/cache/huggingface PEFTKIT_CACHE=/cache/peftkit
 
 WORKDIR /src

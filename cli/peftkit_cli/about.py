@@ -144,9 +144,7 @@ def environment() -> dict[str, Any]:
 
     known = {found.metadata["Name"]: found.version for found in distributions()}
     cards = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
-    cards_told = [
-        f"{c.name}, {c.total_memory / 2**30:.1f} GiB, sm_{c.major}{c.minor}" for c in cards
-    ]
+    shown = [f"{c.name}, {c.total_memory / 2**30:.1f} GiB, sm_{c.major}{c.minor}" for c in cards]
     others = [name for name in ("mps", "xpu") if getattr(torch, name).is_available()]
     return {
         "peftkit": known.get("peftkit", "not installed"),

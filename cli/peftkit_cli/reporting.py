@@ -1,14 +1,18 @@
-"""`peftkit report`: what runs did, to look at and to compare."""
+"""`peftkit report` and `peftkit runs`: what runs did, to look at and to compare."""
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from peftkit_cli.arguments import note
+from peftkit_cli.arguments import Json, note
+
+SHOWN_SETTINGS = 6
 
 
 def report(
@@ -48,3 +52,43 @@ def _serve(runs: list[Path], port: int) -> None:
         note(f"Ctrl-C ends it. From another machine: ssh -L {to} THIS_MACHINE")
         with suppress(KeyboardInterrupt):
             server.serve_forever()
+
+
+def runs(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder with runs in it, at any depth.")
+    ] = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """List the runs below a folder, newest first: state, steps, losses, differing settings."""
+    from peftkit.report.runs import list_runs
+
+    found = list_runs(folder)
+    if as_json:
+        typer.echo(json.dumps([asdict(run) for run in found], indent=2))
+        return
+    from peftkit.report.figures import duration
+    from peftkit_cli.render import print_table
+
+    settings = list(dict.fromkeys(key for run in found for key in run.differs))
+    shown, more = settings[:SHOWN_SETTINGS], settings[SHOWN_SETTINGS:]
+    columns = ("run", "state", "steps", "loss", "eval", "best", "at", "time")
+    rows = [
+        (
+            run.run,
+            run.state,
+            f"{run.step:,}/{run.num_steps:,}",
+            *(_figure(value) for value in (run.loss, run.eval_loss, run.best_eval_loss)),
+            "-" if run.best_step is None else f"{run.best_step:,}",
+            duration(run.seconds),
+            *(run.differs.get(key, "-") for key in shown),
+        )
+        for run in found
+    ]
+    print_table("", (*columns, *shown), rows)
+    if more:
+        note(f"They also differ in {', '.join(more)}: see --json, or peftkit report RUN RUN.")
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

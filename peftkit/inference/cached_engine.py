@@ -328,7 +328,7 @@ class _Batch:
 
     def step(self) -> None:
         """Choose the next tokens, keep them as the model's next input, and give each its answer."""
-        chosen = self._table.choose(self._run())
+        chosen = self._table.choose(masked(self._run(), self._owners))
         self.decode.advance(chosen[:, :1])
         told = self._table.told(chosen.tolist())  # the one wait for the device
         for owner, one in zip(self._owners, told, strict=True):

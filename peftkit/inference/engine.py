@@ -25,6 +25,7 @@ from peftkit.errors import DataError
 from peftkit.execution.plan import plan_of
 from peftkit.inference.sampling import (
     Chosen,
+    Constraint,
     Sampling,
     SamplingTable,
     end_tokens,
@@ -77,6 +78,7 @@ class Request:
         seed: Of its sampling; `sampling.seed` is not read.
         adapter: A name in the engine's bank; None is the model as it is.
         log_probs: Whether log-probabilities are wanted.
+        constraint: What the answer may consist of.
         on_token: Called after each token, and at the end, in the thread that steps the engine.
         inputs: All that a model with images reads of the prompt, (1, T); for `PlainEngine` alone,
             which answers it by itself.
@@ -87,6 +89,7 @@ class Request:
     seed: int = 0
     adapter: str | None = None
     log_probs: bool = False
+    constraint: Constraint | None = None
     on_token: Callable[[Running], None] | None = None
     inputs: Mapping[str, Tensor] | None = None
 
@@ -122,6 +125,8 @@ class Running:
             self.end, self.ended_by = chosen.token, "stop"
         else:
             self.ids.append(chosen.token)
+            if self.request.constraint is not None:
+                self.request.constraint.take(chosen.token)
             if len(self.ids) >= self.max_new_tokens:
                 self.ended_by = "length"
         self.tell()
@@ -142,6 +147,16 @@ class Running:
         assert self.ended_by is not None, "it goes on"
         told = [one.log_prob for one in self.chosen] if self.request.log_probs else []
         return Answer(self.ids, told, self.ended_by, self.end)
+
+
+def masked(logits: Tensor, rows: Sequence[Running | None]) -> Tensor:
+    """Return logits (B, V) in which what a row's constraint does not allow is -inf."""
+    for index, row in enumerate(rows):
+        constraint = None if row is None else row.request.constraint
+        if constraint is not None and row is not None and row.ended_by is None:
+            allowed = constraint.allowed().to(logits.device)
+            logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
+    return logits
 
 
 def table_of(rows: Sequence[Running | None], device: torch.device) -> SamplingTable:

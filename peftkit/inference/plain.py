@@ -25,7 +25,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from peftkit.inference.engine import Engine, Running, table_of
+from peftkit.inference.engine import Engine, Running, masked, table_of
 
 MAX_ROWS = 16
 """Rows of a batch: all of them run until the last has ended."""
@@ -90,7 +90,7 @@ class _Choose(LogitsProcessor):
         self._table = table_of(rows, device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        chosen = self._table.choose(scores)
+        chosen = self._table.choose(masked(scores, self._rows))
         for row, one in zip(self._rows, self._table.told(chosen.tolist()), strict=True):
             row.take(one)
         found = torch.full_like(scores, -torch.inf)

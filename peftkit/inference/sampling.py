@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -64,6 +64,16 @@ class Sampling:
         if self.top_k < 0 or self.top_logprobs < 0:
             low = min(self.top_k, self.top_logprobs)
             raise DataError(f"top_k or top_logprobs is {low}.", fix="Give 0 or more.")
+
+
+class Constraint(Protocol):
+    """What an answer may consist of, token by token."""
+
+    def allowed(self) -> Tensor:
+        """Return (V,) bool, on the CPU: the tokens that may come next."""
+
+    def take(self, token: int) -> None:
+        """Go on by a token."""
 
 
 class Chosen(NamedTuple):

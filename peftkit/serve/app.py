@@ -24,9 +24,10 @@ from peftkit.inference.engine import Limits as EngineLimits
 from peftkit.inference.engine import Request as Wanted
 from peftkit.inference.engine import room_left
 from peftkit.inference.open_engine import tokens_that_fit
-from peftkit.inference.sampling import Sampling, seed_of
+from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
 from peftkit.serve.answers import ReplyFormat, Told, refusal, streamed, whole_answers
 from peftkit.serve.gate import Gate
+from peftkit.serve.json_answers import JsonAnswers
 from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
 from peftkit.serve.worker import Job, Piece, Worker
 
@@ -106,6 +107,7 @@ class _Service:
     def __init__(self, bank: AdapterBank, worker: Worker, limits: Limits) -> None:
         self._bank, self._worker, self._limits = bank, worker, limits
         self._began = time.time()
+        self._json: dict[tuple[int, ...], JsonAnswers] = {}
         self._stops = cache(lambda style: tuple(stop_ids(bank.base.tokenizer, style)))
 
     async def health(self, request: Request) -> Response:
@@ -190,6 +192,7 @@ class _Service:
                 seed_of(sampling, index),
                 adapter,
                 log_probs=body.num_top is not None,
+                constraint=self._constraint(body, sampling),
             )
             jobs.append(Job(wanted, tell, body.stop_texts))
         return jobs
@@ -204,6 +207,18 @@ class _Service:
                 param="prompt",
             )
         return room if most is None else min(room, most - len(ids))
+
+    def _constraint(self, body: Body, sampling: Sampling) -> Constraint | None:
+        """Return what holds an answer to the JSON that is asked for."""
+        if body.schema_of_answer is None:
+            return None
+        base = self._bank.base
+        stops = tuple(sampling.stops)
+        if stops not in self._json:
+            ends = sorted({*end_tokens(base.model, base.tokenizer), *stops})
+            size = base.model.get_output_embeddings().weight.shape[0]
+            self._json[stops] = JsonAnswers(base.tokenizer, size, ends)
+        return self._json[stops].constraint(body.schema_of_answer)
 
     def _token_text(self, token: int) -> str:
         return str(self._bank.base.tokenizer.decode([token]))

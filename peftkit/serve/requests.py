@@ -72,10 +72,6 @@ class _Message(_Strict):
         return {"role": self.role, "content": text, **told}
 
 
-class _Text(_Strict):
-    type: Literal["text"]
-
-
 class _StreamOptions(_Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -91,7 +87,6 @@ class _NotDone(_Strict):
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     modalities: list[Literal["text"]] | None = None
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    response_format: _Text | None = None
     suffix: Annotated[str, Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -133,6 +128,11 @@ class Body(_NotDone, _Unread):
         raise NotImplementedError
 
     @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """A JSON schema that the answer has to follow."""
+        return None
+
+    @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with the numbers of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -143,6 +143,24 @@ class Body(_NotDone, _Unread):
         return self.max_tokens
 
 
+class _JsonSchema(_Strict):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class _ResponseFormat(_Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> _ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is for the type json_schema")
+        return self
+
+
 class ChatBody(Body):
     """A request to /v1/chat/completions."""
 
@@ -150,6 +168,7 @@ class ChatBody(Body):
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: _ResponseFormat | None = None
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     """Variables of the chat template, in place of those that the adapter learnt with."""
 
@@ -162,6 +181,13 @@ class ChatBody(Body):
     @property
     def num_top(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        if self.response_format is None or self.response_format.type == "text":
+            return None
+        asked = self.response_format.json_schema
+        return {"type": "object"} if asked is None else asked.schema_
 
     @property
     def max_new_tokens(self) -> int | None:

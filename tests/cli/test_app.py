@@ -64,6 +64,7 @@ COMMANDS: dict[str, list[str]] = {
         "--candidates", "--negatives", "--margin", "--for", "--json",
     ],
     "report": ["RUN...", "--out", "--serve", "--port"],
+    "runs": ["DIR", "--json"],
     "base ls": ["--json"],
     "base rm": ["NAME"],
     "base pack": ["MODEL", "--quantize", "--dtype", "--revision"],

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
+from peftkit.errors import DataError
 from peftkit.events import EvalDone, Event, Notice, StepDone
 from peftkit.report.live import LiveReport
+from peftkit.report.runs import list_runs
 from peftkit_cli.app import app
 from tests.report.story import STARTED, step, write_run
 
@@ -52,6 +57,29 @@ def test_what_goes_wrong_costs_one_notice(tmp_path: Path) -> None:
         live.on_event(STEP)
     live.write()
     assert len([event for event in heard if isinstance(event, Notice)]) == 1
+
+
+def test_runs_are_listed_newest_first_with_what_differs(tmp_path: Path) -> None:
+    for number, name in enumerate(("old", "deep/new")):
+        folder = write_run(tmp_path / name)
+        facts = json.loads((folder / "run.json").read_text())
+        facts["recipe"]["method"]["rank"] = 8 * (number + 1)
+        (folder / "run.json").write_text(json.dumps(facts))
+        os.utime(folder / "metrics.jsonl", (1e9 + number, 1e9 + number))
+    found = list_runs(tmp_path)
+    assert [Path(run.run).name for run in found] == ["new", "old"]
+    assert [run.differs for run in found] == [{"method.rank": "16"}, {"method.rank": "8"}]
+    assert (found[0].best_eval_loss, found[0].best_step) == (0.05, 40)
+    shown = CliRunner().invoke(app, ["runs", str(tmp_path)])
+    assert "method.rank" in shown.stdout
+    listed = json.loads(CliRunner().invoke(app, ["runs", str(tmp_path), "--json"]).stdout)
+    assert [row["state"] for row in listed] == ["finished", "finished"]
+
+
+def test_a_folder_without_runs_is_one_message(tmp_path: Path) -> None:
+    for folder, told in ((tmp_path, "no runs in"), (tmp_path / "absent", "no folder")):
+        with pytest.raises(DataError, match=told):
+            list_runs(folder)
 
 
 def test_report_prints_where_it_is(tmp_path: Path) -> None:

@@ -170,6 +170,38 @@ def test_log_probabilities_are_told_as_openai_tells_them(client: Any, bank: Adap
     assert list(told["top_logprobs"][0].values()) == [told["token_logprobs"][0]]
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"type": "json_object"},
+        {
+            "type": "json_schema",
+            "json_schema": {
+                "name": "order",
+                "schema": {
+                    "type": "object",
+                    "properties": {"size": {"enum": ["small", "large"]}},
+                    "required": ["size"],
+                    "additionalProperties": False,
+                },
+            },
+        },
+    ],
+)
+def test_an_answer_is_held_to_json(asked: Any, client: Any) -> None:
+    pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
+    body = chat("one", "the fox", response_format=asked, max_tokens=90, seed=3)
+    texts = []
+    for temperature in (0, 2.0):
+        (choice,) = client.post(CHAT, json={**body, "temperature": temperature}).json()["choices"]
+        if choice["finish_reason"] == "stop":
+            texts.append(json.loads(choice["message"]["content"]))
+        else:  # of no schema a model that knows nothing may go on and on
+            assert choice["message"]["content"].lstrip().startswith("{")
+    if asked["type"] == "json_schema":
+        assert [text["size"] in ("small", "large") for text in texts] == [True, True]
+
+
 def test_models_are_the_adapters_and_the_base(client: Any) -> None:
     listed = client.get("/v1/models").json()["data"]
     assert [model["id"] for model in listed] == ["one", "two", "base"]

@@ -42,6 +42,19 @@ ASKED: Any = {"model": "one", "messages": [{"role": "user", "content": "Hi"}]}
         (TEXT, {**GOOD, "logprobs": 6}, 400, "logprobs"),
         (TEXT, {**GOOD, "response_format": {"type": "json_object"}}, 400, "response_format"),
         (CHAT, {**ASKED, "top_logprobs": 2}, 400, "needs logprobs"),
+        (CHAT, {**ASKED, "response_format": {"type": "json_schema"}}, 400, "json_schema"),
+        (
+            CHAT,
+            {
+                **ASKED,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"type": "nothing"}},
+                },
+            },
+            400,
+            "nothing",
+        ),
         (CHAT, {"model": "one", "messages": []}, 400, "messages"),
         (CHAT, {"model": "one", "messages": [{"role": "user"}]}, 400, "content"),
         (
