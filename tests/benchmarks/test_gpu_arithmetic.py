@@ -35,12 +35,6 @@ def test_parameters_are_those_of_the_model(tiny: shapes.Shape) -> None:
     assert shapes.adapter_parameters(tiny, 5) == attach(model, LoRA(rank=5)).num_trainable
 
 
-def test_attention_counts_half_of_its_square(tiny: shapes.Shape) -> None:
-    length = 10
-    square = 2 * 2 * length * length * 6 * 8 * 3  # Q K^T and P V, of 6 heads in 3 layers
-    assert shapes.attention_flop(tiny, length) == square // 2 // length
-
-
 def test_the_arithmetic_of_a_released_model_is_the_published_one() -> None:
     flop = shapes.lora_flop(shapes.LARGE["llama-3.1-8b"], 4096, 16)
     assert flop == pytest.approx(33.5e9, rel=0.005)  # 34.0e9 with flash attention's 3.5 a
@@ -67,12 +61,6 @@ def test_the_longest_row_under_a_cap_is_found_within_a_step(room: int) -> None:
         assert found == 0
 
 
-def test_one_length_alone_is_tried_where_no_longer_one_is_asked() -> None:
-    tried: list[int] = []
-    assert gpu.longest(lambda n: not tried.append(n), 8192, 8192, 4096) == 8192
-    assert tried == [8192]
-
-
 def test_a_model_made_block_by_block_computes(tiny: shapes.Shape) -> None:
     seen: list[nn.Module] = []
     model = shapes.build(tiny, dtype=torch.bfloat16, each_block=seen.append)
@@ -81,9 +69,3 @@ def test_a_model_made_block_by_block_computes(tiny: shapes.Shape) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert torch.get_default_dtype() == torch.float32
     assert model(torch.arange(7)[None]).logits.isfinite().all()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.main([]) == 2
-    assert "needs a CUDA GPU" in capsys.readouterr().out

@@ -40,6 +40,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     monkeypatch.setattr(gpu, "work", work)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_all_parts_give_their_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = tmp_path / "figures.json"

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from pathlib import Path
 from statistics import median
 
@@ -15,10 +14,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import families, growth
+from benchmarks import families
 from benchmarks.orders import make_rows
 from benchmarks.profile import kind_of, shares
-from benchmarks.shapes import FAMILIES, build
 from benchmarks.workers import run_group
 from benchmarks.workers.peft_loop import collate
 
@@ -51,36 +49,6 @@ def test_rows_learn_what_their_task_learns(task: str) -> None:
     assert int((batch["labels"] != -100).sum()) == sum(
         label != -100 for row in rows for label in row["labels"]
     )
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_shapes_are_of_about_100_million_parameters(family: str) -> None:
-    parameters = build(FAMILIES[family], device="meta").parameters()
-    assert 90e6 < sum(parameter.numel() for parameter in parameters) < 140e6
-
-
-def test_both_sides_of_a_family_adapt_the_same_layers() -> None:
-    args = Namespace(
-        sizes={},
-        rows=2,
-        rank=4,
-        device="cpu",
-        batch_size=2,
-        learning_rate=1e-3,
-    )
-    job = families.make_job("qwen3_moe", args)
-    assert "model.layers.0.mlp.experts.gate_up_proj" in job["target_parameters"]
-    assert "model.layers.7.self_attn.q_proj" in job["target_modules"]
-    without = families.make_job(families.WITHOUT_EXPERTS, args)
-    assert without["target_parameters"] is None
-    assert without["target_modules"] == job["target_modules"]
-
-
-def test_a_point_grows_in_one_thing_alone() -> None:
-    args = Namespace(steps=3, dtype="fp32", quantize="none", device="cpu", train={})
-    job = growth.make_job("model", "rank", 64, args)
-    assert (job["rank"], job["num_layers"]) == (64, growth.LAYERS)
-    assert [len(row["labels"]) for row in job["rows"]] == [growth.LENGTH] * 3
 
 
 def test_time_is_sorted_by_what_was_called_for() -> None:

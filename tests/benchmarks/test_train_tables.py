@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report import Spread, disagreement, table
+from benchmarks.report import Spread, table
 from benchmarks.train import (
     arguments,
     num_beginnings,
-    problems,
-    summary,
     tell,
-    tokens_of_steps,
 )
 from benchmarks.workers import WorkerFailed, work
 
@@ -76,14 +73,6 @@ def test_no_speed_is_told_of_a_run_that_cannot_be_compared(
     assert " x" not in told.replace(" x86", "")
 
 
-def test_the_later_half_counts_the_tokens_of_its_own_steps() -> None:
-    ours = run(4.0, [2.0, 1.0]) | {"step_seconds": [3.0, 1.0]}
-    figures = summary({"ours": [ours]}, tokens_of_steps(ROWS, 1), {})
-    assert figures["ours"]["steady"] == 150
-    assert figures["ours"]["tokens_per_second"] == 50
-    assert tokens_of_steps(ROWS, 8) == [200]
-
-
 def test_what_rows_begin_with_counts_once_in_a_batch() -> None:
     rows = [{"input_ids": ids} for ids in ([1, 2, 3], [1, 2, 4, 3], [2, 3], [1, 2, 3])]
     assert num_beginnings(rows, 1) == 3 + 4 + 2 + 3
@@ -91,28 +80,11 @@ def test_what_rows_begin_with_counts_once_in_a_batch() -> None:
     assert num_beginnings(rows, 4) == 3 + 2 + 2
 
 
-def test_no_speed_is_told_of_anyone_when_ours_failed() -> None:
-    runs = {"ours": [{"failed": "out of memory"}], "trl": [run(9.0, [2.0])]}
-    assert all("problem" in found for found in summary(runs, [200], problems(runs)).values())
-
-
-def test_curves_differ_by_their_mean_difference_over_the_mean() -> None:
-    assert disagreement([1.0, 2.0], [1.5, 2.5]) == pytest.approx(0.25)
-    with pytest.raises(ValueError, match="2 and 1 steps"):
-        disagreement([1.0, 2.0], [1.0])
-
-
 def test_a_table_is_markdown_whose_columns_line_up() -> None:
     lines = table(("", "speed"), [("ours", "1"), ("a peer", "100 (1-200)")]).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[1].endswith("-: |")
     assert Spread.of([3.0, 1.0, 2.0]).show(1) == "2.0 (1.0-3.0)"
-
-
-def test_an_unknown_peer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        arguments(["--against", "axolotl"])
-    assert "known are trl" in capsys.readouterr().err
 
 
 def test_a_worker_that_breaks_says_why(tmp_path: Path) -> None:

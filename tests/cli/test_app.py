@@ -137,12 +137,6 @@ def test_a_wrong_command_line_is_told_in_one_message(
     assert done.err.splitlines()[-1].startswith("  See: peftkit")
 
 
-def test_without_a_command_help_goes_to_stderr(peftkit: Run) -> None:
-    done = peftkit()
-    assert (done.code, done.out) == (2, "")
-    assert "Usage: peftkit" in done.err
-
-
 def test_version_is_the_installed_one(peftkit: Run) -> None:
     done = peftkit("--version")
     assert done.code == 0
@@ -181,17 +175,6 @@ def test_an_unknown_error_is_one_message_and_a_traceback_in_a_file(
     (file,) = tmp_path.glob("peftkit-*.txt")
     assert str(file) in done.err
     assert "in broken" in file.read_text(encoding="utf-8")
-
-
-def test_debug_shows_the_traceback(
-    peftkit: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PEFTKIT_DEBUG", "1")
-    fails_with(monkeypatch, KeyError("loss"))
-    done = peftkit("recipes", "ls")
-    assert done.code == 1
-    assert "Traceback (most recent call last)" in done.err
-    assert not list(tmp_path.iterdir())
 
 
 def test_ctrl_c_is_130(peftkit: Run, monkeypatch: pytest.MonkeyPatch) -> None:

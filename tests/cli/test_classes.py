@@ -90,13 +90,6 @@ def test_train_says_what_to_do_next(peftkit: Run, classifier, tmp_path) -> None:
     assert "vllm" not in card
 
 
-def test_check_shows_labels_beside_texts(peftkit: Run, classifier, tmp_path) -> None:
-    done = peftkit("check", write_recipe(tmp_path, classifier / "base"))
-    assert done.code == 0, done.err
-    assert "animal" in done.out
-    assert "<s>the quick brown fox jumps<|im_end|>" in done.out
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -123,44 +116,3 @@ def test_an_adapter_that_answers_does_not_classify(peftkit: Run, trained: Path) 
     done = peftkit("predict", trained / "runs" / "demo", "--text", "hello")
     assert done.code == 2
     assert "predicts nothing of this" in done.err
-
-
-@pytest.mark.parametrize(
-    ("task", "sets", "words"),
-    [
-        ("sequence_clasification", [], "Did you mean 'sequence_classification'"),
-        ("{type: sequence_classification, txt: a}", [], "Did you mean 'text'"),
-        ("sequence_classification", ["data.packing=false"], "data.packing is not used"),
-        ("sequence_classification", ["data.format=text"], "data.format is not used"),
-        ("{type: sequence_classification, label: class}", [], "class: missing"),
-        ("{type: sequence_classification, labels: [a, a]}", [], "'a' is there twice"),
-        (
-            "{type: sequence_classification, labels: [animal, food]}",
-            [],
-            "rows.jsonl:3: the head does not know the label",
-        ),
-        ("token_classification", [], "tags: missing"),
-    ],
-)
-def test_recipes_that_cannot_be_are_exit_2(
-    peftkit: Run, classifier, task, sets, words, tmp_path
-) -> None:
-    file = write_recipe(tmp_path, classifier / "base", task)
-    done = peftkit("check", file, *(a for s in sets for a in ("--set", s)))
-    assert done.code == 2
-    assert words in done.err
-
-
-def test_labels_that_disagree_with_the_head_are_exit_2(peftkit: Run, classifier, tmp_path) -> None:
-    config = json.loads((classifier / "base" / "config.json").read_text())
-    config["id2label"] = {"0": "positive", "1": "negative"}
-    config["label2id"] = {"positive": 0, "negative": 1}
-    base = tmp_path / "base"
-    base.mkdir()
-    for file in (classifier / "base").iterdir():
-        (base / file.name).write_bytes(file.read_bytes())
-    (base / "config.json").write_text(json.dumps(config))
-    done = peftkit("check", write_recipe(tmp_path, base))
-    assert done.code == 2
-    assert "The head's: positive, negative" in done.err
-    assert "The task's: animal, food, question" in done.err

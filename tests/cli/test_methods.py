@@ -64,7 +64,7 @@ def test_inspect_shows_what_each_method_would_train(peftkit: Run, model_folder: 
     assert "it adds tokens to the input and changes no weight" in shown
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5", "vit", "deberta_v2", "mllama"])
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "vit"])
 def test_a_skeleton_of_any_kind_has_its_table(name: str) -> None:
     model = on_meta(ARCHITECTURES[name])
     before = {path: type(module) for path, module in model.named_modules()}

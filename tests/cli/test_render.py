@@ -89,14 +89,6 @@ def test_a_log_has_tenths_of_a_long_piece_of_work_and_none_of_a_short_one() -> N
     assert plain(work, seconds_each=0.004) == []
 
 
-def test_a_quiet_log_has_notices_alone() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    screen = PlainScreen(console, console, quiet=True)
-    for event in RUN:
-        screen.on_event(event)
-    assert console.file.getvalue() == "note: labels of 2 rows were cut\n"
-
-
 def test_a_terminal_keeps_what_is_done() -> None:
     text = live(RUN)
     assert "✓ Loading the base" in text
@@ -108,13 +100,6 @@ def test_brackets_in_texts_are_no_markup() -> None:
     happened: list[Event] = [events.Stage("Reading [red]x[/red].jsonl"), events.Stage("next")]
     assert "Reading [red]x[/red].jsonl" in live(happened)
     assert plain(happened)[0] == "Reading [red]x[/red].jsonl"
-
-
-def test_a_transient_screen_leaves_notices_alone() -> None:
-    happened = [events.Stage("Loading"), events.Notice("mind this"), events.Stage("Attaching")]
-    text = live(happened, transient=True)
-    assert "mind this" in text
-    assert "✓" not in text
 
 
 def test_a_stage_that_broke_off_is_not_shown_as_done() -> None:

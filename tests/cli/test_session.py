@@ -117,13 +117,6 @@ def test_check_shows_two_documents_of_packed_rows(project: Path, peftkit: Run) -
     assert all(line.startswith("note: ") for line in quiet.err.splitlines())
 
 
-def test_train_tells_each_table_in_a_line(trained: Path) -> None:
-    lines = (trained / "err.txt").read_text().splitlines()
-    assert any(line.startswith("The base in memory: ") for line in lines)
-    assert any(line.startswith("train.jsonl: 12 rows read, 0 cut, 0 dropped") for line in lines)
-    assert not any("───" in line for line in lines)
-
-
 def test_generate_prints_the_completion_and_nothing_else(inside: Run, trained: Path) -> None:
     opened = open_adapter(trained / "runs" / "demo")
     (expected,) = generate(
@@ -165,23 +158,6 @@ def test_chat_answers_with_adapter_and_base_in_turn(
     assert "Did you mean '/base'?" in done.err
     assert all(command in done.err for command in ("/adapter", "/reset", "/quit"))
     assert ">" not in done.out, "no prompts where there is no terminal"
-
-
-def test_chat_remembers_what_was_said(inside: Run, trained: Path) -> None:
-    from peftkit_cli.conversation import Conversation
-
-    opened = open_adapter(trained / "runs" / "demo")
-    talk = Conversation(opened, max_new_tokens=4, temperature=0.0, seed=None)
-    talk.take("name\n")
-    talk.take("/base")
-    talk.take(" /slash")
-    roles = [message["role"] for message in talk.history]
-    assert roles == ["user", "assistant", "user", "assistant"]
-    assert talk.history[2]["content"] == "/slash"
-    assert all(module.enabled for module in opened.adapter.modules.values())
-    talk.take("/reset")
-    assert talk.history == []
-    assert talk.take("/quit") is False
 
 
 def test_eval_measures_and_speaks_json(inside: Run) -> None:
@@ -229,16 +205,6 @@ def test_inspect_tells_what_an_adapter_is(inside: Run, model_folder: Path) -> No
     assert "model.layers.*.self_attn.q_proj" in told.out
 
 
-def test_inspect_shows_the_targets_that_another_tools_config_has(
-    inside: Run, trained: Path, tmp_path: Path
-) -> None:
-    assert json.loads(inside("inspect", "runs/demo", "--json").out)["targets"] == ["q", "v"]
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        shutil.copy(trained / "runs" / "demo" / name, tmp_path / name)
-    found = json.loads(inside("inspect", tmp_path, "--json").out)
-    assert found["targets"] == ["q_proj", "v_proj"]
-
-
 def test_inspect_tells_the_roles_of_a_model(inside: Run, model_folder: Path) -> None:
     found = json.loads(inside("inspect", model_folder, "--json").out)
     assert (found["kind"], found["num_blocks"]) == ("model", 2)
@@ -278,6 +244,9 @@ WRONG_RECIPES: dict[str, tuple[list[str], list[str]]] = {
     "wrong type": (["train.epochs=many"], ["train.epochs", "'many'"]),
     "misspelt target": (["method.targets=[q_porj]"], ["TargetError", "'q_porj'", "Roles found"]),
     "rank": (["method.rank=4096"], ["TargetError", "larger than the matrix"]),
+    "role": (["method.targets=[cross_q]"], ["no linear layer matches", "peftkit inspect"]),
+    "method": (["method.type=ia4"], ["method.type", "Did you mean 'ia3'?"]),
+    "no bias": (["method={type: bitfit}"], ["there is no bias to train in LlamaForCausalLM"]),
     "missing file": (["data.train=trian.jsonl"], ["trian.jsonl", "train.jsonl"]),
     "broken JSON line": (["data.train=broken.jsonl"], ["broken.jsonl:2"]),
     "no assistant turn": (["data.train=unanswered.jsonl"], ["unanswered.jsonl:2", "assistant"]),
