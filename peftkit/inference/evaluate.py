@@ -27,7 +27,7 @@ from peftkit.tasks.media_text import MediaText
 from peftkit.tasks.metrics import rouge_l
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.seq2seq import EncoderDecoder
-from peftkit.tasks.token_task import AnswerTask
+from peftkit.tasks.token_task import AnswerTask, DocumentTask, Reference
 from peftkit.train.config import TrainConfig
 from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory
 from peftkit.train.sharding import is_sharded
@@ -71,8 +71,8 @@ def evaluate(
         DataError: The file has no usable rows.
     """
     measured, rows = _rows(base, data, task or CausalLMConfig(), style, on_event)
-    if before is not None:
-        measured.set_reference(before, "")
+    if before is not None and isinstance(measured, DocumentTask):
+        measured.reference = Reference(before)
     metrics = measured.metrics(base.model, rows, on_event=on_event)
     if isinstance(measured, CausalLM | MediaText):
         answers = _answers(base, measured, rows, on_event)

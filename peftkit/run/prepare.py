@@ -28,6 +28,7 @@ from peftkit.methods.protocol import InitValues, Method
 from peftkit.planning.resolve import plan_as_asked, resolve_plan
 from peftkit.run.config import Recipe
 from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.token_task import DocumentTask, Reference
 from peftkit.train.checkpoints.checkpoint import Checkpoints
 from peftkit.train.checkpoints.identity import fingerprint
 from peftkit.train.sharding import local_bytes, shard_base
@@ -112,9 +113,10 @@ def prepare(
         recipe = recipe.model_copy(update={"data": recipe.data.without_packing()})
         on_event(Notice(f"Rows are not packed: {why}."))
     task = settings.on(base.model, base.processor, recipe.data, on_event=on_event)
-    task.set_reference(*_reference(recipe, base, adapter, continued))
-    for folder in task.other_adapters:
-        task.add_adapter(folder, read_side_adapter(folder, base))
+    if isinstance(task, DocumentTask):
+        task.reference = Reference(*_reference(recipe, base, adapter, continued))
+        for folder in task.other_adapters:
+            task.add_adapter(folder, read_side_adapter(folder, base))
     recipe = recipe.model_copy(update={"data": task.data})
     train, evaluation = task.load_splits(recipe.data)
     if ranks is not None:

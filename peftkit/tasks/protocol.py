@@ -30,7 +30,6 @@ from peftkit.data.load import DataConfig, Record
 from peftkit.data.pack import padded
 from peftkit.errors import DataError
 from peftkit.events import Listener, Notice, Stage, Table, ignore
-from peftkit.model.side_adapter import SideAdapter
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.length import check_vocabulary
 from peftkit.tasks.loss import unwrapped
@@ -239,27 +238,6 @@ class Task(loop.Task, ABC):
 
     def training(self, model: nn.Module) -> AbstractContextManager[object]:
         return training_attention(unwrapped(model))
-
-    def set_reference(self, state: Callable[[], AbstractContextManager[None]], key: str) -> None:
-        """Say what the model was before it learnt, for a task that compares it with that.
-
-        Args:
-            state: Makes a context in which the model is what it was.
-            key: Tells that from all others; "" where it is not known.
-        """
-        return None
-
-    @property
-    def other_adapters(self) -> Sequence[str]:
-        """Folders of adapters over the same base that it computes with; see `add_adapter`."""
-        return ()
-
-    def add_adapter(self, folder: str, adapter: SideAdapter) -> None:
-        """Take one of `other_adapters`, read for the base that the run has loaded.
-
-        Raises:
-            AdapterError: It was trained for something else.
-        """
 
     @abstractmethod
     def spans(self, row: Any) -> list[tuple[str, str]]:

@@ -19,6 +19,7 @@ from peftkit.data.encode import Style
 from peftkit.data.pack import IGNORE, Row, collate, labelled_pieces, last_answer, rounded_up
 from peftkit.events import Listener, ignore
 from peftkit.model.modes import adapters_off
+from peftkit.model.side_adapter import SideAdapter
 from peftkit.tasks.attention import TrainingAttention, training_attention
 from peftkit.tasks.isolation import check_causal
 from peftkit.tasks.length import exact_length
@@ -287,8 +288,17 @@ class DocumentTask(AnswerTask):
         super().build(model)
         self.reference = Reference(partial(adapters_off, model))
 
-    def set_reference(self, state: Callable[[], AbstractContextManager[None]], key: str) -> None:
-        self.reference = Reference(state, key)
+    @property
+    def other_adapters(self) -> Sequence[str]:
+        """Folders of adapters over the same base that it computes with; see `add_adapter`."""
+        return ()
+
+    def add_adapter(self, folder: str, adapter: SideAdapter) -> None:
+        """Take one of `other_adapters`, read for the base that the run has loaded.
+
+        Raises:
+            AdapterError: It was trained for something else.
+        """
 
     def positions(self, lengths: Sequence[int], shared: int = 0) -> int:
         """Return how many positions documents take that go through the model at once.

@@ -148,7 +148,7 @@ def test_a_run_learns_to_find_and_writes_vectors(folder: Path, tmp_path: Path) -
         "base": {"model": str(folder), "dtype": "fp32"},
         "method": {"type": "lora", "rank": 4},
         "data": {"train": file, "eval": file, "max_length": 64},
-        "train": {"output_dir": str(tmp_path / "run"), "max_steps": 60, "batch_size": 5}
+        "train": {"output_dir": str(tmp_path / "run"), "max_steps": 40, "batch_size": 5}
         | {"learning_rate": 0.01, "save_every": None},
     }
     result = run(schema.from_dict(Recipe, told, "the test"))

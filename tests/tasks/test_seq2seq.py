@@ -167,7 +167,8 @@ def test_a_model_must_say_what_its_decoder_starts_with(tokenizer: Tokenizer) -> 
         task_on(model, tokenizer)
 
 
-@pytest.mark.parametrize("name", ["t5", pytest.param("bart", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t5", "bart"])
 def test_what_is_learnt_by_heart_is_answered(
     name: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:

@@ -18,7 +18,7 @@ from peftkit.tasks.sequence_classification import (
     SequenceClassification,
     SequenceClassificationConfig,
 )
-from tests.tasks.classifiers import LABELS, TEXTS, save_base, task_for, write_rows, write_texts
+from tests.tasks.classifiers import TEXTS, save_base, task_for, write_rows, write_texts
 
 PROBLEMS: dict[str, list[Any]] = {
     "single_label": ["b", "a", "b"],
@@ -58,15 +58,6 @@ def test_problem_and_labels_are_found_in_the_data(values, problem, labels, tmp_p
     found = SequenceClassificationConfig().resolve(config)
     assert (found.problem, found.labels) == (problem, labels)
     assert found.resolve(DataConfig(train="nowhere.jsonl")) == found  # all is said: nothing is read
-
-
-def test_numbers_of_a_csv_file_are_a_regression_if_asked_for(tmp_path, bert) -> None:
-    file = tmp_path / "rows.csv"
-    file.write_text("text,label\na pizza,3\nthe dog,5\n")
-    assert SequenceClassificationConfig().resolve(DataConfig(train=str(file))).labels == ("3", "5")
-    base, task = made(bert, str(file), problem="regression")
-    assert [row.target for row in task.load(str(file))] == [(3.0,), (5.0,)]
-    assert base.model.config.num_labels == 1
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
@@ -195,14 +186,6 @@ def test_rows_that_cannot_be_used_are_named(rows, settings, words, bert, tmp_pat
         made(bert, data, **{"labels": ("x", "y"), **settings} if "pair" in settings else settings)[
             1
         ].load(data)
-
-
-def test_a_label_that_training_never_saw_is_refused_with_its_row(bert, tmp_path) -> None:
-    _, task = made(bert, write_texts(tmp_path / "rows.jsonl"))
-    assert task.labels == LABELS
-    new = write_rows(tmp_path / "new.jsonl", [{"text": "a dog", "label": "animals"}])
-    with pytest.raises(DataError, match=r"new\.jsonl:1.*Did you mean 'animal'"):
-        task.load(new)
 
 
 @pytest.mark.parametrize(

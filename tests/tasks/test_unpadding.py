@@ -16,7 +16,7 @@ from peftkit.adapter import attach
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.errors import PeftkitError
-from peftkit.kernels.grid import grid_of, into_grid, one_of_few, out_of_grid
+from peftkit.kernels.grid import one_of_few
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
@@ -214,40 +214,6 @@ def test_micro_batches_count_tokens_and_some_of_the_padding(tokenizer: Tokenizer
     assert len(in_one_row) < len(padded)
     assert num_positions([7, 7]) == 14
     assert num_positions([100, 10]) == 110 + (100**2 - 10**2) // 1000
-
-
-def test_of_tokens_of_several_documents_all_places_are_heard() -> None:
-    documents = [[0, 1, 2, 3, 4], [0, 1, 5], [0, 1, 2, 6]]
-    grid = grid_of(documents, (2, 5))
-    x = torch.randn(2, 2, 5, 4, dtype=torch.float64, requires_grad=True)
-    tokens = x.detach().transpose(0, 1).flatten(1, 2)  # (H, N, D)
-    inside = into_grid(x, grid)
-    weight = torch.zeros_like(inside)
-    want = torch.zeros_like(tokens)
-    for row, document in enumerate(documents):
-        assert torch.equal(inside[row, :, : len(document)], tokens[:, document])
-        weight[row, :, : len(document)] = torch.randn(2, len(document), 4)
-        want[:, document] += weight[row, :, : len(document)]
-    (grad,) = torch.autograd.grad(inside, x, weight)
-    torch.testing.assert_close(grad.transpose(0, 1).flatten(1, 2), want)
-
-
-def test_of_tokens_of_several_documents_one_place_speaks() -> None:
-    documents = [[0, 1, 2, 3, 4], [0, 1, 5], [0, 1, 2, 6]]
-    grid = grid_of(documents, (2, 5))
-    x = torch.randn(3, 2, 8, 4, dtype=torch.float64, requires_grad=True)
-    out = out_of_grid(x, grid)
-    where = [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 2), (2, 3)]
-    assert out.shape == (2, 5, 2, 4)
-    for token, place in enumerate(where):
-        assert torch.equal(out.flatten(0, 1)[token], x[place[0], :, place[1]])
-    weight = torch.randn_like(out)
-    weight.flatten(0, 1)[7:] = 0  # nothing is learnt of padding
-    (grad,) = torch.autograd.grad(out, x, weight)
-    want = torch.zeros_like(x)
-    for token, place in enumerate(where):
-        want[place[0], :, place[1]] = weight.flatten(0, 1)[token]
-    assert torch.equal(grad, want)
 
 
 def test_sizes_are_few_and_little_is_lost() -> None:
