@@ -105,7 +105,6 @@ THOUGHT = [
     [
         (QWEN3, "learn", ["the dog", "<think>\nnot the dog\n</think>\n\nthe fox"], (1, 1)),
         (QWEN3, "context", ["the dog", "the fox"], (1, 1)),
-        (QWEN3, "drop", ["the dog", "<think>\n\n</think>\n\nthe fox"], (0, 0)),
         (
             CHANNELS,
             "learn",
@@ -115,7 +114,6 @@ THOUGHT = [
             ],
             (2, 0),
         ),
-        (CHANNELS, "context", ["the dog", "the fox"], (2, 0)),
         (
             CHATML,
             "learn",

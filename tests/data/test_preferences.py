@@ -43,9 +43,7 @@ def conversation(example: Any) -> Conversation:
     "row",
     [
         {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
-        {"prompt": [USER], "chosen": "the fox", "rejected": "the dog"},
         {"prompt": "who?", "chosen": [GOOD], "rejected": [BAD]},
-        {"prompt": "who?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"messages": [USER], "chosen": GOOD, "rejected": BAD},
@@ -102,10 +100,8 @@ def test_systems_tools_and_turns_after_a_call_belong_to_the_answer() -> None:
             "chosen: prompt is not",
         ),
         ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "x"}, BAD]}, "chosen: turn 0"),
-        ({"chosen": [USER, GOOD], "rejected": [USER]}, "rejected: there is no assistant"),
         ({"prompt": "a", "chosen": "b", "rejected": [BAD]}, "rejected: one of the two"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "image": "x.png"}, "image: "),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "tools": TOOLS}, "tools: "),
         ({"prompt": [USER], "chosen": 7, "rejected": [BAD]}, r"chosen\[0\]: expected an object"),
     ],
 )

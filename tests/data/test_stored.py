@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from peftkit.data.format import parse
 from peftkit.data.load import read_records
 from peftkit.data.pack import IGNORE
 from peftkit.errors import DataError, RunError
-from peftkit.events import Event, Notice
 
 
 def write(path: Path, number: int) -> Path:
@@ -107,43 +104,6 @@ def test_a_harmed_file_of_the_cache_is_made_again(tmp_path: Path, encoder: Docum
         rows.write_bytes(harmed)
         assert list(encoded(str(path), encoder)) == before
         assert rows.read_bytes() == whole
-
-
-def test_of_two_that_need_one_cache_one_encodes_and_the_other_waits(
-    tmp_path: Path, encoder: DocumentEncoder
-) -> None:
-    path, told = write(tmp_path / "a.jsonl", 9), list[str]()
-    context = multiprocessing.get_context("fork")
-    started, go_on = context.Event(), context.Event()
-
-    def first() -> None:
-        real = cache.blocks
-
-        def slow(*args: Any) -> Any:
-            started.set()
-            go_on.wait(30)
-            return real(*args)
-
-        cache.blocks = slow
-        encoded(str(path), encoder)
-
-    def on_event(event: Event) -> None:
-        if isinstance(event, Notice):
-            told.append(event.text)
-            go_on.set()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
-        other = context.Process(target=first)
-        other.start()
-    assert started.wait(30)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(cache, "blocks", lambda *args: pytest.fail("it encodes"))
-        assert len(encoded(str(path), encoder, on_event=on_event)) == 9
-    other.join(30)
-    assert other.exitcode == 0
-    assert told == [f"Another process encodes {path}; waiting for it."]
-    assert len(list(cache_folder().glob("[!.]*"))) == 1
 
 
 @pytest.mark.parametrize("kind", ["csv", "json", "folder"])
