@@ -179,7 +179,7 @@ class Asked:
                 raise DataError(
                     f"Cannot use {one.which} of {one.source}.",
                     found=f"The base takes no {one.kind}s. {why}",
-                    fix=f"Remove the rows with {one.kind}s, or give another base.",
+                    fix=f"Leave {one.kind}s out, or give another base.",
                 )
         found = [] if text is None else self.any_mark.findall(text)
         wanted = [self.marks[type(one)] for one in media]

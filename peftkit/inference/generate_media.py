@@ -44,6 +44,7 @@ def generate_with_media(
         DataError: One does not decode; the prompt is empty or fills the context.
     """
     task = media_task(opened)
+    task.encoder.asked.check(media, "the prompt")
     text = task.encoder.prompt("".join(one.mark for one in media) + prompt, opened.style)
     (ids,) = complete(opened.base.model, task, [MediaPrompt(text, tuple(media))], **settings)
     return decoded(task.tokenizer, ids)
