@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import transformers
 
 from peftkit.base.processors import UnreadVideos, blind_to_videos
@@ -201,3 +202,11 @@ HEARING: dict[str, Family] = {
     "qwen2_5_omni": QWEN2_5_OMNI,
 }
 FAMILIES = {**SEEING, **HEARING}
+_LAYOUTS = (
+    *("llava", "qwen2_5_vl", "gemma3", "paligemma", "idefics3", "mllama"),
+    *("qwen2_audio", "glmasr", "gemma4_hearing"),
+)
+"""Families whose processors lay their inputs out unlike each other; others are slow tests."""
+EACH = [
+    name if name in _LAYOUTS else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES
+]

@@ -43,7 +43,7 @@ from peftkit.tasks.media_text import ImageTextConfig
 from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 from peftkit_cli import app
-from tests.listening import FAMILIES, HEARING, write_rows
+from tests.listening import EACH, FAMILIES, HEARING, write_rows
 from tests.speech import encoded, tones
 from tests.tasks.test_media_text import model_of, processor_of, task_of
 from tests.vision import QUESTIONS, said
@@ -202,7 +202,7 @@ def test_a_resumed_run_ends_as_one_never_stopped(
     assert whole == again
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH)
 def test_generation_is_the_likeliest_token_again_and_again(name: str, tmp_path: Path) -> None:
     """Several prompts at once, cached, give what whole forward passes of each alone do."""
     model = model_of(name)

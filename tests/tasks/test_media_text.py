@@ -27,7 +27,7 @@ from peftkit.tasks.media_text import AudioTextConfig, ImageTextConfig, MediaText
 from peftkit.train.batches import split_micro_batches
 from peftkit.train.checkpoints.identity import fingerprint
 from tests import vision
-from tests.listening import FAMILIES, HEARING, write_rows
+from tests.listening import EACH, FAMILIES, HEARING, write_rows
 from tests.speech import encoded, tones
 from tests.vision import ANSWERS, picture, said
 
@@ -101,7 +101,7 @@ def _processed(name: str, rows: Sequence[MediaRow]) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH)
 def test_answers_alone_are_learnt_token_by_token(name: str, folder: Path) -> None:
     task = task_of(name)
     rows = rows_of(task, name, folder)
@@ -125,7 +125,7 @@ def test_answers_alone_are_learnt_token_by_token(name: str, folder: Path) -> Non
         assert not set(row.labels) & task.encoder.asked.media_ids
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH)
 def test_loss_and_gradients_are_those_of_a_plain_loop(name: str, folder: Path) -> None:
     # of Gemma 4 with random weights each step makes differences of rounding ten times larger
     steps = {"qwen2_audio": 10, "gemma4_hearing": 1}.get(name, 2)
@@ -199,7 +199,7 @@ def test_what_goes_along_with_the_tokens_is_not_left_out(name: str, folder: Path
             assert (less - whole).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH)
 def test_rows_of_a_batch_lose_what_they_lose_alone(name: str, folder: Path) -> None:
     model = model_of(name)
     task = task_of(name, model)
