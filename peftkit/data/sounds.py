@@ -18,6 +18,8 @@ MAX_CHANNELS = 2
 """More are those of several microphones, whose mean is not what each of them heard."""
 RATES = (1_000, 384_000)
 """Hertz that are taken for a sampling rate."""
+MIN_SECONDS = 0.1
+"""Of less a processor of sounds and text makes no token, or one that its model takes for none."""
 SILENT = 1e-5
 """A sound whose samples never exceed this holds nothing to be heard."""
 
@@ -45,7 +47,11 @@ class Sound(Media):
     extra = "audio"
 
     def read(self, limits: Limits) -> Any:
-        return self.decode(limits.rate, limits.max_seconds, silent=True)
+        found = self.decode(limits.rate, limits.max_seconds, silent=True)
+        if len(found) < MIN_SECONDS * limits.rate:
+            words = f"It lasts {len(found) / limits.rate:.3f} s, less than {MIN_SECONDS:g} s."
+            raise self.error(words, "Remove it.")
+        return found
 
     @classmethod
     def size(cls, read: Any) -> object:

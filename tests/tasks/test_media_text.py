@@ -439,6 +439,7 @@ def test_silence_is_heard(tmp_path: Path) -> None:
         (encoded(tones(300, seconds=1.5)), r"rows.jsonl:1(.|\n)*1.5 s, more than 1 s"),
         (None, r"rows.jsonl:1(.|\n)*it.wav"),
         (encoded(tones(300)[:0]), "empty"),
+        (encoded(tones(300)[:100]), "sound 1 of .*rows.jsonl:1(.|\\n)*0.006 s, less than 0.1"),
     ],
 )
 def test_bad_sounds_are_named(sound: bytes | None, words: str, tmp_path: Path) -> None:
