@@ -11,7 +11,18 @@ from typing import Any
 
 # One process that has imported the slow libraries and never used them; children are forked off it.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch._dynamo", "accelerate.tracking", "pytest"])
+CONTEXT.set_forkserver_preload(
+    [
+        "torch._dynamo",
+        "accelerate.tracking",
+        "pytest",
+        "transformers.models.llama",
+        "peftkit.recipe",
+        "peftkit_cli.app",
+        "tests.train.sharded",
+        "tests.train.toy",
+    ]
+)
 SECONDS = 60
 
 
