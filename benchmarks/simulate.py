@@ -159,7 +159,9 @@ class Tokens(Task):
     def __init__(self, model: Any) -> None:
         self.head = Head(model.get_output_embeddings(), 1.0, None, GPU_CHUNKS)
 
-    def training(self, model: nn.Module) -> contextlib.AbstractContextManager[object]:
+    def training(
+        self, model: nn.Module, plan: Any = None
+    ) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
     def num_positions(self, rows: Sequence[Any]) -> int:

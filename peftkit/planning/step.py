@@ -116,8 +116,7 @@ class DatalessStep:
                 stack.enter_context(self._counting())
                 with self.counter.during("weights"):  # frozen ones may be laid out anew
                     stack.enter_context(prepared_for_training(self.model, plan))
-                if not plan.on_gpu:
-                    stack.enter_context(training_attention(self.model))
+                stack.enter_context(training_attention(self.model, plan, documents=False))
                 self.counter.restart()
                 self._step(rows, length)
                 found, flops = dict(self.counter.at_peak), self.counter.flops

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from peftkit.kernels.attention import MAX_BYTES, additive
+from peftkit.execution.plan import ExecutionPlan, plan_of
 from peftkit.kernels.context import Context
 from peftkit.kernels.grid import Grid, into_grid, out_of_grid
 from peftkit.kernels.varlen import Spans
@@ -49,8 +49,8 @@ class TrainingAttention:
         takes_context: Whether all layers can be given a part of a row's tokens.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, plan: ExecutionPlan) -> None:
+        self.plan = plan
         self.layout: Layout = None
         self.is_causal = self.takes_spans = self.takes_context = False
         self._kinds: dict[int, MaskKind | None] | None = None
@@ -61,19 +61,14 @@ class TrainingAttention:
     def needs_mask(self) -> bool:
         """Whether documents, as they are laid out, are kept apart by a mask.
 
-        Causal ones in rows of their own are not: what stands after them they do not see. (On a CPU
-        our kernels have a mask all the same: it says which of the grid's places are worth a look.)
+        Causal ones in rows of their own are not: what stands after them they do not see.
         """
-        on_cpu = self.model.device.type == "cpu"
-        laid = isinstance(self.layout, Spans | Context)
-        return not laid and (on_cpu or not self.is_causal)
+        return not (self.is_causal or isinstance(self.layout, Spans | Context))
 
     @property
     def kernel(self) -> str:
         """The name of what computes most of it, for the header of a run."""
-        if self.takes_spans:
-            return "varlen"
-        return "grouped" if self.model.device.type == "cpu" else "sdpa"
+        return "varlen" if self.takes_spans else self.plan.attention
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -88,17 +83,8 @@ class TrainingAttention:
         finally:
             self._kinds, self._heard, self._masks = None, [], []
 
-    def mask(
-        self,
-        *,
-        mask_function: Callable[..., Tensor],
-        dtype: torch.dtype = torch.float32,
-        **asked: Any,
-    ) -> Tensor | None:
-        """Return what attention may see, as transformers' own function does; of a grid, if any.
-
-        Made additive once for all layers, unless large: they would take twice as long to read it.
-        """
+    def mask(self, *, mask_function: Callable[..., Tensor], **asked: Any) -> Tensor | None:
+        """Return what attention may see, as transformers' own function does; of a grid, if any."""
         from transformers.masking_utils import sdpa_mask  # slow to import
 
         asked["mask_function"] = mask_function
@@ -113,11 +99,7 @@ class TrainingAttention:
         if self.layout is not None and not self.needs_mask:
             return None
         layout = self.layout
-        seen = _seen_in_grid(layout, **asked) if isinstance(layout, Grid) else sdpa_mask(**asked)
-        if seen is None or seen.numel() * dtype.itemsize > MAX_BYTES:
-            return seen
-        # under autocast scores are of another dtype
-        return seen if torch.is_autocast_enabled(seen.device.type) else additive(seen, dtype)
+        return _seen_in_grid(layout, **asked) if isinstance(layout, Grid) else sdpa_mask(**asked)
 
     def attend(
         self,
@@ -155,6 +137,7 @@ class TrainingAttention:
             softcap,
             None if isinstance(layout, Grid) else layout,
             more,
+            self.plan.attention == "grouped",
         )
         if self._kinds is not None:
             self._hear(call, causal)
@@ -220,24 +203,27 @@ def kind_of(mask_function: Callable[..., Tensor], window: int | None) -> MaskKin
 
 
 @contextmanager
-def training_attention(model: Any, *, on_gpu: bool = False) -> Iterator[TrainingAttention | None]:
-    """Train with our own attention where that is exact; yields None where it is not.
+def training_attention(
+    model: Any, plan: ExecutionPlan | None = None, *, documents: bool = True
+) -> Iterator[TrainingAttention | None]:
+    """Train with the attention of a plan, and take documents of a row apart.
 
-    It is where the model dispatches its attention to torch's SDPA. Each call that asks for more
-    than a kernel of ours knows (sinks, dropout, a bias on long rows) goes to SDPA as before. A
-    model that caps its scores, which SDPA cannot, takes it in place of its eager attention.
+    Yields None where that is of no use, or not exact: the model has to dispatch its attention to
+    torch's SDPA, or to cap its scores, which SDPA cannot, and do nothing else.
 
     Args:
-        on_gpu: Also where the model is not on a CPU: only of use to documents in one row.
+        plan: By default what suits the model's device.
+        documents: Whether rows may be laid out as documents.
     """
-    if not _applies(model, on_gpu):
+    plan = plan or plan_of(model)
+    if not _applies(model) or not (documents or plan.attention == "grouped"):
         yield None
         return
     from transformers import AttentionInterface, AttentionMaskInterface  # slow to import
 
     before = _implementations(model.config)
     name = _free_name()
-    attention = TrainingAttention(model)
+    attention = TrainingAttention(plan)
     AttentionInterface.register(name, attention.attend)
     AttentionMaskInterface.register(name, attention.mask)
     model.set_attn_implementation({k: name if v == before[""] else v for k, v in before.items()})
@@ -260,16 +246,13 @@ def _implementations(config: Any) -> dict[str, str]:
 
 def _free_name() -> str:
     """Return a name that no other model trains under."""
-    names = (f"{PREFIX}grouped" + (f"_{n}" if n else "") for n in range(len(_taken) + 1))
+    names = (f"{PREFIX}attention" + (f"_{n}" if n else "") for n in range(len(_taken) + 1))
     name = next(name for name in names if name not in _taken)
     _taken.add(name)
     return name
 
 
-def _applies(model: Any, on_gpu: bool) -> bool:
-    parameter = next(model.parameters(), None)
-    if parameter is None or not (parameter.device.type == "cpu" or on_gpu):
-        return False
+def _applies(model: Any) -> bool:
     config: Any = getattr(model, "config", None)
     implementation = getattr(config, "_attn_implementation", None)
     capped = getattr(config, "attn_logit_softcapping", None) and not config.attention_dropout

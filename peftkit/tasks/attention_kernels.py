@@ -1,8 +1,8 @@
 """Which kernel computes a call of attention: a table, read from its top.
 
 `gathered`: rows whose tokens lie on several processes. `varlen`: documents of a row as they stand,
-on a GPU. `grouped`: plain products, for short rows on a CPU, and wherever scores are capped.
-`blocked`: long rows on a CPU. `sdpa`: torch's own choice, which takes all others.
+on a GPU. `grouped`: plain products, for short rows where the plan says so, and wherever scores are
+capped. `sdpa`: torch's own choice, which takes all others.
 
 Shapes: B rows, H heads, L queries, S keys, D head size.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.kernels import varlen
-from peftkit.kernels.attention import blocked_attention, grouped_attention, is_short
+from peftkit.kernels.attention import grouped_attention, is_short
 from peftkit.kernels.context import Context, context_attention
 from peftkit.kernels.device import is_before_ampere
 from peftkit.kernels.varlen import Spans, spans_attention
@@ -38,6 +38,7 @@ class Call(NamedTuple):
         is_causal_asked: What the model said of it, for SDPA; None: nothing.
         layout: Of documents or rows that have no mask.
         more: Whatever else the model gives its attention.
+        grouped: Whether the plan has plain products for short rows.
     """
 
     module: nn.Module
@@ -53,19 +54,12 @@ class Call(NamedTuple):
     softcap: float | None
     layout: Spans | Context | None
     more: dict[str, Any]
+    grouped: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing is asked that only transformers knows (sinks, for one)."""
         return not ({name for name, value in self.more.items() if value is not None} - PLAIN)
-
-    @property
-    def trains(self) -> bool:
-        return torch.is_grad_enabled() and self.query.requires_grad
-
-    @property
-    def is_short(self) -> bool:
-        return is_short(self.query, self.key, biased=self.position_bias is not None)
 
 
 class Kernel(NamedTuple):
@@ -93,20 +87,6 @@ def is_bare(call: Call) -> bool:
     """Tell whether nothing is asked but queries, keys, values and their scale."""
     asks = call.dropout or call.position_bias is not None or call.softcap is not None
     return call.is_plain and not asks
-
-
-def _takes_grouped(call: Call) -> bool:
-    if not call.is_plain:
-        return False
-    if call.softcap is not None:  # SDPA cannot
-        return True
-    return call.query.device.type == "cpu" and call.trains and not call.dropout and call.is_short
-
-
-def _takes_blocked(call: Call) -> bool:
-    on_cpu = call.query.device.type == "cpu"
-    bare = call.is_plain and call.softcap is None and call.position_bias is None
-    return on_cpu and bare and call.trains and not call.dropout
 
 
 def _takes_repeated(call: Call) -> bool:
@@ -148,6 +128,13 @@ def _gathered(call: Call) -> Tensor:
     return context_attention(call.query, call.key, call.value, call.layout, scale=call.scale)
 
 
+def _takes_grouped(call: Call) -> bool:
+    if not call.is_plain or call.softcap is not None:
+        return call.is_plain  # SDPA caps no scores
+    trains = torch.is_grad_enabled() and call.query.requires_grad
+    return call.grouped and trains and not call.dropout and is_short(call.query, call.key)
+
+
 def _grouped(call: Call) -> Tensor:
     return grouped_attention(
         call.query,
@@ -158,13 +145,6 @@ def _grouped(call: Call) -> Tensor:
         call.scale,
         call.position_bias,
         call.softcap,
-    ).transpose(1, 2)
-
-
-def _blocked(call: Call) -> Tensor:
-    causal = call.is_causal and call.query.shape[2] > 1
-    return blocked_attention(
-        call.query, call.key, call.value, call.mask, causal, call.scale
     ).transpose(1, 2)
 
 
@@ -193,7 +173,6 @@ KERNELS = (
     Kernel("gathered", lambda call: isinstance(call.layout, Context) and is_bare(call), _gathered),
     Kernel("varlen", lambda call: isinstance(call.layout, Spans) and takes_varlen(call), _varlen),
     Kernel("grouped", _takes_grouped, _grouped),
-    Kernel("blocked", _takes_blocked, _blocked),
     Kernel("sdpa, heads repeated", _takes_repeated, _repeated),
     Kernel("sdpa", lambda call: True, _sdpa),
 )

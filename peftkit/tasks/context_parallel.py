@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from peftkit.errors import ConfigError
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.kernels.context import Context
 from peftkit.model.modes import evaluating
 from peftkit.tasks.attention import TrainingAttention, training_attention
@@ -50,13 +51,13 @@ class ContextParallelTask(loop.Task):
         return {**self._task.paths, **parts}
 
     @contextmanager
-    def training(self, model: nn.Module) -> Iterator[None]:
+    def training(self, model: nn.Module, plan: ExecutionPlan | None = None) -> Iterator[None]:
         """Have attention gather the keys and values of a row.
 
         Raises:
             ConfigError: The model does not suit it.
         """
-        with training_attention(unwrapped(model), on_gpu=True) as attention:
+        with training_attention(unwrapped(model), plan) as attention:
             self._check(model, attention)
             self._attention, self._head = attention, head_of(model)
             try:

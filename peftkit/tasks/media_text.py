@@ -28,6 +28,7 @@ from peftkit.data.media_text import MediaEncoder
 from peftkit.data.pack import IGNORE
 from peftkit.data.sounds import Sound
 from peftkit.errors import BaseError
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.tasks.isolation import check_causal_answer
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.protocol import Task, TaskConfig
@@ -80,9 +81,9 @@ class MediaText(AnswerTask):
         return {**super().paths, "rows": rows}
 
     @contextmanager
-    def training(self, model: nn.Module) -> Iterator[None]:
+    def training(self, model: nn.Module, plan: ExecutionPlan | None = None) -> Iterator[None]:
         """Train with the fastest attention; rows stay padded, for their media lie in them."""
-        with Task.training(self, model):
+        with Task.training(self, model, plan):
             yield
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:

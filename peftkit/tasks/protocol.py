@@ -30,6 +30,7 @@ from peftkit.data.load import DataConfig, Record
 from peftkit.data.pack import padded
 from peftkit.errors import DataError
 from peftkit.events import Listener, Notice, Stage, Table, ignore
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.length import check_vocabulary
 from peftkit.tasks.loss import unwrapped
@@ -236,8 +237,10 @@ class Task(loop.Task, ABC):
     def num_positions(self, rows: Sequence[Any]) -> int:
         return len(rows) * padded(*rows)
 
-    def training(self, model: nn.Module) -> AbstractContextManager[object]:
-        return training_attention(unwrapped(model))
+    def training(
+        self, model: nn.Module, plan: ExecutionPlan | None = None
+    ) -> AbstractContextManager[object]:
+        return training_attention(unwrapped(model), plan, documents=False)
 
     @abstractmethod
     def spans(self, row: Any) -> list[tuple[str, str]]:

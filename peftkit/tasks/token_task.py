@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from peftkit.data.encode import Style
 from peftkit.data.pack import IGNORE, Row, collate, labelled_pieces, last_answer, rounded_up
 from peftkit.events import Listener, ignore
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.model.modes import adapters_off
 from peftkit.model.side_adapter import SideAdapter
 from peftkit.tasks.attention import TrainingAttention, training_attention
@@ -73,14 +74,13 @@ class TokenTask(Task):
         return {"attention": self._attention.kernel, "loss": loss, "rows": rows}
 
     @contextmanager
-    def training(self, model: nn.Module) -> Iterator[None]:
+    def training(self, model: nn.Module, plan: ExecutionPlan | None = None) -> Iterator[None]:
         """Besides, have documents in one row, without padding, where the model can."""
         with ExitStack() as stack:
-            bare = unwrapped(model)
-            attention = stack.enter_context(training_attention(bare, on_gpu=True))
+            attention = stack.enter_context(training_attention(unwrapped(model), plan))
             if attention and can_unpad(model, attention, share=self.is_causal):
                 self._attention = attention
-            elif bare.device.type != "cpu":
+            else:
                 stack.close()  # of no use to padded rows
             try:
                 yield

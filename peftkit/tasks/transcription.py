@@ -23,6 +23,7 @@ from peftkit.data.load import DataConfig
 from peftkit.data.pack import padded_rows
 from peftkit.data.sounds import Sound
 from peftkit.events import Listener, Progress, ignore
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.files.disk import read_json, write_json
 from peftkit.tasks.error_rates import error_rates, heard_metrics, normalizer_of
 from peftkit.tasks.hearing import Hearing
@@ -91,9 +92,9 @@ class Transcription(EncoderDecoder):
         return {**super().paths, "rows": "padded, each with its sound"}
 
     @contextmanager
-    def training(self, model: nn.Module) -> Iterator[None]:
+    def training(self, model: nn.Module, plan: ExecutionPlan | None = None) -> Iterator[None]:
         """Train with the fastest attention; rows stay padded, as their sounds are."""
-        with Task.training(self, model):
+        with Task.training(self, model, plan):
             yield
 
     def encode(self, where: str) -> StoredRows:

@@ -147,7 +147,7 @@ class Run:
                 begin_training(self.model)
                 with self.ranks.autocast():  # layers are laid out for what they will compute in
                     stack.enter_context(prepared_for_training(self.model, self.learner.asked))
-                with self.learner.task.training(self.model):
+                with self.learner.task.training(self.model, self.learner.asked):
                     yield
         finally:
             self.learner.feed.close()

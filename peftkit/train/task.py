@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, Sample, ScoredAnswer
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.kernels.context import Context
 from peftkit.train.lockstep import LockstepForward
 from peftkit.train.signals import StopRequest
@@ -91,8 +92,10 @@ class Task(Protocol):
     def paths(self) -> Mapping[str, str]:
         """Chosen execution paths, for the run header."""
 
-    def training(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Return a context in which the model is trained, with its fastest attention."""
+    def training(
+        self, model: nn.Module, plan: ExecutionPlan | None = None
+    ) -> AbstractContextManager[object]:
+        """Return a context in which the model is trained, with the attention of a plan."""
 
     def setup(self, model: nn.Module, context: SetupContext) -> None:
         """Compute what is computed once, before the first step or after a resume."""

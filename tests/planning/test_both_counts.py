@@ -25,17 +25,9 @@ def of_a_run(measured: Measured, length: int) -> ActivationBytes:
             return saved_by(lambda: learner.loss(rows), learner.blocks.blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "quantize"),
-    [
-        ("llama", "none"),
-        *(
-            pytest.param(family, quantize, marks=pytest.mark.slow)
-            for family in ("llama", "gpt2", "gpt_neox", "gemma2", "qwen3_moe")
-            for quantize in ("none", "nf4")
-            if (family, quantize) != ("llama", "none")
-        ),
-    ],
+    ("family", "quantize"), [("llama", "none"), ("llama", "nf4"), ("qwen3_moe", "none")]
 )
 def test_a_longer_row_takes_as_much_more_by_both_counts(family: str, quantize: str) -> None:
     config = llama() if family == "llama" else config_of(family)

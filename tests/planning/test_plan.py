@@ -17,8 +17,6 @@ from peftkit.planning.plan import Plan
 from peftkit_cli.app import run
 from tests.planning.test_step_estimator import llama
 
-GB = 10**9
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -114,29 +112,20 @@ def test_members_of_a_sweep_are_as_many_as_fit(folder) -> None:
 def test_recipe_is_planned_with_its_data(folder, tmp_path) -> None:
     data = tmp_path / "train.jsonl"
     data.write_text(json.dumps({"text": "a word and more " * 10}) + "\n\n", encoding="utf-8")
-    given = {"base": {"model": str(folder), "quantize": "nf4"}, "data": {"train": str(data)}}
-    recipe = from_dict(
-        Recipe, {**given, "train": {"epochs": 2.0, "gradient_checkpointing": False}}, "test"
-    )
-    plan = plan_run(recipe, memory=24 * GB, measure=False)
+    given = {"base": {"model": str(folder)}, "data": {"train": str(data), "max_length": 64}}
+    train = {"epochs": 2.0, "gradient_checkpointing": False, "batch_size": 4}
+    plan = plan_run(from_dict(Recipe, {**given, "train": train}, "test"), memory="24GB")
     assert plan.num_rows == 1
     assert plan.num_tokens is not None
     assert 30 < plan.num_tokens < 60
     assert plan.run_tokens == 2 * plan.num_tokens
-
-
-def test_a_batch_of_short_rows_is_planned(folder, tmp_path) -> None:
-    data = tmp_path / "train.jsonl"
-    data.write_text(json.dumps({"text": "a word and more"}) + "\n", encoding="utf-8")
-    given = {"base": {"model": str(folder)}, "data": {"train": str(data), "max_length": 64}}
-    recipe = from_dict(Recipe, {**given, "train": {"batch_size": 4}}, "test")
-    plan = plan_run(recipe, memory=24 * GB, measure=False)
     assert plan.fits
     found = plan.as_json()["by_category"]
     assert found["adapters"] == pytest.approx(4 * plan.num_trained, rel=0.02)
     assert found["weights"] >= 2 * plan.num_parameters
 
 
+@pytest.mark.slow
 def test_what_is_told_of_a_tight_run_agrees_with_its_table(folder, capsys) -> None:
     asked = ["plan", str(folder), "--memory", "3GB", "--set", "data.max_length=1024"]
     asked += ["--set", "base.quantize=nf4", "--set", "train.gradient_checkpointing=true"]
@@ -148,6 +137,7 @@ def test_what_is_told_of_a_tight_run_agrees_with_its_table(folder, capsys) -> No
     assert "activations are recomputed" in told
 
 
+@pytest.mark.slow
 def test_the_process_itself_is_part_of_what_is_told(folder) -> None:
     plan = plan_run(str(folder), overrides=("data.max_length=16",), measure=False)
     assert not plan.on_gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +51,24 @@ def asked(recipe_file: Path) -> Recipe:
     return schema.load(Recipe, recipe_file, ())
 
 
-@pytest.fixture
-def saved(tmp_path: Path, model_folder: Path) -> Path:
+@pytest.fixture(scope="session")
+def saved_once(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     """An adapter folder as a run leaves it, of random numbers."""
     base = load_base(str(model_folder), dtype="fp32")
     adapter = attach(base.model, LoRA(rank=2, alpha=4, targets=("q", "v")))
     with torch.no_grad():
         for parameter in adapter.parameters():
             parameter.uniform_(-0.1, 0.1)
-    folder = tmp_path / "adapter"
+    folder = tmp_path_factory.mktemp("saved") / "adapter"
     loading = {"dtype": "fp32", "quantize": "none", "double_quant": True}
     origin = Provenance(base.name, fingerprint=base.fingerprint, loading=loading)
     return save_adapter(adapter, folder, origin)
+
+
+@pytest.fixture
+def saved(tmp_path: Path, saved_once: Path) -> Path:
+    """A copy to do harm to."""
+    return shutil.copytree(saved_once, tmp_path / "adapter")
 
 
 def change_json(path: Path, **changes: Any) -> None:

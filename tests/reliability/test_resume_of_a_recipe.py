@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from peftkit import recipe
 from peftkit.config.schema import from_dict
-from peftkit.errors import CheckpointError, ConfigError, DataError, PeftkitError
-from peftkit.events import Event, Notice, Stage, StepDone
+from peftkit.errors import CheckpointError, DataError
+from peftkit.events import Event, Notice, StepDone
 from peftkit.run.config import Recipe
 from tests.cli.conftest import Run
 
@@ -72,16 +72,10 @@ def test_the_same_base_in_another_precision_is_refused(with_bos: Recipe) -> None
     assert lines == ['base.quantize: "none" -> "nf4"']
 
 
-@pytest.mark.parametrize("edit", ["a row edited", "a row more", "two rows exchanged"])
-def test_other_rows_are_refused(with_bos: Recipe, edit: str) -> None:
+def test_other_rows_are_refused_and_can_be_allowed(with_bos: Recipe) -> None:
     path = Path(with_bos.data.train)
     lines = path.read_text().splitlines()
-    if edit == "a row edited":
-        lines[4] = lines[4].replace("fox", "cat")
-    elif edit == "a row more":
-        lines += lines[:1]
-    else:
-        lines[0], lines[1] = lines[1], lines[0]
+    lines[0], lines[1] = lines[1], lines[0]
     path.write_text("\n".join(lines) + "\n")
     (line,) = refusal(with_bos)
     assert line.startswith('rows.train: "sha256:')
@@ -137,11 +131,11 @@ def test_the_command_line_names_what_was_skipped_and_ends_where_the_whole_run_do
     assert (tmp_path / "run" / TENSORS).read_bytes() == (whole / TENSORS).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["optimizer.safetensors", "rng.safetensors", "state.json"])
 def test_without_a_part_of_the_state_there_is_no_exact_resume(
-    name: str, with_bos: Recipe, recipe_file: Path, tmp_path: Path, peftkit: Run
+    with_bos: Recipe, recipe_file: Path, tmp_path: Path, peftkit: Run
 ) -> None:
     """The scheduler is a function of the step, which is in state.json."""
+    name = "state.json"
     for checkpoint in (tmp_path / "run" / "checkpoints").glob("step-*"):
         (checkpoint / name).unlink()
     done = peftkit("train", recipe_file, "--resume")
@@ -176,33 +170,13 @@ def test_wishes_that_would_be_ignored_are_refused(
         recipe.run(with_bos, **kwargs)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"data": {"train": "nowhere.jsonl"}}, DataError),
-        ({"base": {"model": "no/such/base"}}, PeftkitError),
-    ],
-)
 def test_overwriting_deletes_nothing_before_the_new_run_can_begin(
-    change: dict[str, dict[str, object]],
-    error: type[PeftkitError],
-    with_bos: Recipe,
-    tmp_path: Path,
+    with_bos: Recipe, tmp_path: Path
 ) -> None:
-    with pytest.raises(error):
-        recipe.run(changed(with_bos, **change), overwrite=True)
+    with pytest.raises(DataError):
+        recipe.run(changed(with_bos, data={"train": "nowhere.jsonl"}), overwrite=True)
     assert (tmp_path / "run" / "checkpoints" / "step-3" / "MANIFEST.json").exists()
     recipe.run(with_bos, resume=True)
-
-
-def test_a_tracker_that_is_not_installed_is_told_before_the_base_is_loaded(
-    asked: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("peftkit.train.metrics.get_available_trackers", list)
-    events: list[Event] = []
-    with pytest.raises(ConfigError, match="pip install"):
-        recipe.run(changed(asked, train={"log_to": ["wandb"]}), on_event=events.append)
-    assert not [event for event in events if isinstance(event, Stage)]
 
 
 def test_the_manifest_proves_recipe_data_base_and_place(with_bos: Recipe, tmp_path: Path) -> None:

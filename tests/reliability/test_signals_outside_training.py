@@ -46,8 +46,7 @@ MOMENTS: dict[str, Callable[[Event], bool]] = {
 }
 
 
-@pytest.mark.parametrize("number", BOTH)
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(("moment", "number"), zip(MOMENTS, BOTH * 2, strict=True))
 def test_a_signal_before_the_first_step_ends_the_run_and_leaves_nothing_half_written(
     moment: str, number: signal.Signals, asked: Recipe, tmp_path: Path
 ) -> None:
@@ -97,11 +96,10 @@ def test_an_error_without_a_signal_stays_what_it_is() -> None:
         raise BaseError("no signal came")
 
 
-@pytest.mark.parametrize("number", BOTH)
 def test_a_signal_while_the_adapter_is_written_waits_until_it_is(
-    number: signal.Signals, asked: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = AdapterFolder.save
+    number, save = signal.SIGTERM, AdapterFolder.save
 
     def interrupted_save(adapter: AdapterFolder, folder: Path) -> None:
         if folder == tmp_path / "run":  # not a checkpoint
@@ -116,6 +114,7 @@ def test_a_signal_while_the_adapter_is_written_waits_until_it_is(
     open_adapter(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_the_command_line_ends_with_143_and_one_message(recipe_file: Path, tmp_path: Path) -> None:
     process = start("train", recipe_file, cwd=tmp_path)
     assert process.stderr is not None

@@ -14,6 +14,7 @@ from torch import nn
 from peftkit.base.load import load_base
 from peftkit.execution.environment import ALLOCATOR, as_current, default_device
 from peftkit.tasks.attention_kernels import KERNELS, Call
+from peftkit.train import run
 from peftkit.train.world import World
 from tests.simulated_gpu.same import train
 from tests.simulated_gpu.simulation import on_cpu, simulated
@@ -118,8 +119,11 @@ class Retrying:
         """Nothing is looked at after the run."""
 
 
-def test_a_card_that_is_too_full_to_be_quick_is_told_of_once(tmp_path: Path) -> None:
-    how: dict[str, Any] = {"max_steps": 50, "eval_every": None}
+def test_a_card_that_is_too_full_to_be_quick_is_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "GIVE_BACK_EVERY", 2)
+    how: dict[str, Any] = {"max_steps": 6, "eval_every": None}
     with simulated() as card:
         quiet, _ = train("cuda", tmp_path, **how)
         full, _ = train("cuda", tmp_path, look=Retrying(card), **how)

@@ -66,10 +66,10 @@ def steps(folder: Path, device: str, way: str, stored: bool, count: int = 2) -> 
 @pytest.mark.parametrize(
     ("family", "way", "stored"),
     [
-        ("llama", "recompute", True),
+        pytest.param("llama", "recompute", True, marks=pytest.mark.slow),
         ("llama", "offload", False),
-        ("mixtral", "offload", True),
-        ("mixtral", "recompute", False),
+        ("mixtral", "recompute", True),
+        pytest.param("mixtral", "offload", False, marks=pytest.mark.slow),
     ],
 )
 def test_steps_are_those_of_a_resident_base(

@@ -47,7 +47,12 @@ def assert_same(found: Heard, expected: Heard) -> None:
     assert expected.device == "cpu"
 
 
-@pytest.mark.parametrize("method", METHODS)
+FAST = ("lora", "head and rows", "dora", "vera", "prefix")
+
+
+@pytest.mark.parametrize(
+    "method", [m if m in FAST else pytest.param(m, marks=pytest.mark.slow) for m in METHODS]
+)
 def test_every_method_learns_what_it_learns_on_a_cpu(method: str, tmp_path: Path) -> None:
     expected, weights = train("cpu", tmp_path, method=METHODS[method])
     with simulated():
@@ -62,7 +67,13 @@ def test_every_method_learns_what_it_learns_on_a_cpu(method: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("quantize", "packed"), [("none", False), ("none", True), ("nf4", True), ("int8", False)]
+    ("quantize", "packed"),
+    [
+        ("none", False),
+        pytest.param("none", True, marks=pytest.mark.slow),
+        ("nf4", True),
+        pytest.param("int8", False, marks=pytest.mark.slow),
+    ],
 )
 def test_every_way_of_keeping_activations_gives_the_same_numbers(
     quantize: str, packed: bool, tmp_path: Path
@@ -167,11 +178,11 @@ TASKS = (
     "image_classification",
     "audio_text",
     "causal_lm",
-    "seq2seq",
-    "masked_lm",
+    pytest.param("seq2seq", marks=pytest.mark.slow),
+    pytest.param("masked_lm", marks=pytest.mark.slow),
     "sequence_classification",
-    "token_classification",
-    "reranker",
+    pytest.param("token_classification", marks=pytest.mark.slow),
+    pytest.param("reranker", marks=pytest.mark.slow),
 )
 
 

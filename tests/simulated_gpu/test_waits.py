@@ -48,13 +48,18 @@ class Steps(same.Heard):
             self._before = len(self.card.waits)
 
 
-@pytest.mark.parametrize("way", WAYS)
+FAST = ("kept", "packed", "nf4")
+
+
+@pytest.mark.parametrize(
+    "way", [way if way in FAST else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+)
 def test_a_step_waits_once(
     way: str, card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = Steps(card)
     monkeypatch.setattr(same, "Heard", lambda: steps)
-    train("cuda", tmp_path, eval_every=None, max_steps=4, **WAYS[way])
+    train("cuda", tmp_path, eval_every=None, max_steps=3, **WAYS[way])
     for waits in steps.waits[1:]:  # before the first the model is looked at
         ours = [wait for wait in waits if IN_TRANSFORMERS not in wait.where]
         assert len(ours) == 1, "\n".join(map(str, ours))

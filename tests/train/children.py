@@ -23,7 +23,7 @@ CONTEXT.set_forkserver_preload(
         "tests.train.toy",
     ]
 )
-SECONDS = 60
+SECONDS = 200
 
 
 def start(function: Callable[..., object], *args: Any, **environment: str) -> BaseProcess:

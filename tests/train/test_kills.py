@@ -27,6 +27,7 @@ FAILPOINTS = [
     "latest",
     "deleted",
 ]
+FAST = ("optimizer", "renamed", "deleted")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,10 @@ def train_and_die(folder: str, where: str, which: int) -> None:
     play(Path(folder), model=Toy(dropout=0.3), eval_every=None, save_every=2, keep_checkpoints=1)
 
 
-@pytest.mark.parametrize("where", FAILPOINTS)
+@pytest.mark.parametrize(
+    "where",
+    [*FAST, *(pytest.param(w, marks=pytest.mark.slow) for w in FAILPOINTS if w not in FAST)],
+)
 def test_killed_anywhere_in_a_save_the_run_goes_on_to_the_same_end(
     tmp_path: Path, whole: Played, where: str
 ) -> None:
@@ -78,7 +82,7 @@ def train_slowly(folder: str) -> None:
     play(Path(folder), model=Toy(dropout=0.3), eval_every=None, on_event=pause)
 
 
-@pytest.mark.parametrize("moment", range(int(os.environ.get("PEFTKIT_KILLS", "3"))))
+@pytest.mark.parametrize("moment", range(int(os.environ.get("PEFTKIT_KILLS", "1"))))
 def test_killed_at_any_moment_the_run_goes_on_to_the_same_end(
     tmp_path: Path, whole: Played, moment: int
 ) -> None:

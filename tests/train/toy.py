@@ -80,7 +80,7 @@ class ToyTask(Task):
     def paths(self) -> Mapping[str, str]:
         return {}
 
-    def training(self, model: nn.Module) -> AbstractContextManager[object]:
+    def training(self, model: nn.Module, plan: Any = None) -> AbstractContextManager[object]:
         return nullcontext()
 
     def collate(self, rows: Sequence[Row]) -> Mapping[str, Tensor]:

@@ -22,9 +22,10 @@ from peftkit.execution.plan import Activations, ExecutionPlan, device_of, plan_o
 from peftkit.execution.strategies import activation_modes
 from peftkit.kernels.device import gpu_of
 from peftkit.kernels.packed import recomputing
-from peftkit.model.blocks import recomputable_blocks
+from peftkit.kernels.tiled import tiled
+from peftkit.model.blocks import feed_forward_modules, recomputable_blocks
+from peftkit.model.places import FrozenWrapper
 from peftkit.train.memory.offload import Offload
-from peftkit.train.memory.tiles import Tiles
 
 STREAMED = "block_stream"
 """What a model has whose blocks' weights come from main memory: kept activations would hold all."""
@@ -71,7 +72,7 @@ class Blocks:
         self._stream = getattr(model, STREAMED, None)
         self.are_streamed = self._stream is not None
         self._offload = Offload()
-        self._tiles = Tiles(model)
+        self._feed_forward: list[Any] = feed_forward_modules(model)
         self._draws: dict[tuple[Any, bool], bool] = {}
         self._call: Callable[..., Any] = _call
         self._while_compiled = ExitStack()
@@ -115,12 +116,12 @@ class Blocks:
         """Keep all activations within this context."""
         before = [(m.gradient_checkpointing, None) for m in self._marked]
         self._mark([(False, None)] * len(self._marked))
-        self._tiles.set(False)
+        self._set_tiled(False)
         try:
             yield
         finally:
             self._mark(before)
-            self._tiles.set(self._tiled)
+            self._set_tiled(self._tiled)
 
     def compile(self, wanted: bool = True) -> None:
         """Run the blocks compiled from here on, or no longer."""
@@ -150,7 +151,7 @@ class Blocks:
         self.compiled = False
         self._while_compiled.close()
         self._mark(self._before)
-        self._tiles.set(False)
+        self._set_tiled(False)
         for block, compiled in zip(self.blocks, self._compiled_before, strict=True):
             block._compiled_call_impl = compiled
 
@@ -160,7 +161,7 @@ class Blocks:
             self._mark([(False, before) for _, before in self._before])
         else:
             self._mark([(True, function)] * len(self._marked))
-        self._tiles.set(self._tiled)
+        self._set_tiled(self._tiled)
         itself = self.compiled and self.activations == "keep"  # else what is computed twice is
         for block in self.blocks:
             block._compiled_call_impl = None
@@ -168,6 +169,13 @@ class Blocks:
                 block.compile(backend=BACKEND, dynamic=True)
         if itself:
             self._learn_alike()
+
+    def _set_tiled(self, wanted: bool) -> None:
+        """Compute feed-forward layers in tiles from here on, or as they are written."""
+        for module in self._feed_forward:
+            module.__dict__.pop("forward", None)
+            if wanted:
+                module.forward = functools.partial(_in_tiles, self._plan, module)
 
     @property
     def _tiled(self) -> bool:
@@ -245,6 +253,21 @@ class Blocks:
         assert self._stream is not None
         with self._stream.around(_block_of(run)):
             return run(*args)
+
+
+def _in_tiles(plan: ExecutionPlan, module: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute a module, in tiles where a row is long."""
+    run: Any = functools.partial(type(module).forward, module)
+    plain = args or kwargs or not isinstance(x, Tensor) or x.dim() != 3
+    if plain or not torch.is_grad_enabled() or (tokens := plan.tile(x.shape[1])) >= x.shape[1]:
+        return run(x, *args, **kwargs)
+    wrappers = [part for part in module.modules() if isinstance(part, FrozenWrapper)]
+    trained = list(dict.fromkeys(p for wrapper in wrappers for p in wrapper.trained_parameters()))
+    if not (trained or x.requires_grad):
+        return run(x)
+    drops = (part for part in module.modules() if isinstance(part, nn.Dropout))
+    draws = any(part.training and part.p > 0 for part in drops)
+    return tiled(run, x, trained, tokens, draws=draws)
 
 
 def _block_of(run: Callable[..., Any]) -> Any:
