@@ -137,8 +137,8 @@ def _loss(device: torch.device) -> tuple[Tensor, Tensor]:
     if device.type == "cpu":
         loss = reference_cross_entropy(hidden, targets, head)
     else:
-        chunks = plan_for(device).loss_chunks
-        loss = chunked_cross_entropy(hidden, targets, head, chunk_rows=100, chunks=chunks)
+        size = plan_for(device).chunk_bytes
+        loss = chunked_cross_entropy(hidden, targets, head, chunk_rows=100, chunk_bytes=size)
     (gradient,) = torch.autograd.grad(loss.sum(), hidden)
     return loss, gradient
 

@@ -33,7 +33,7 @@ from benchmarks import shapes
 from benchmarks.report import table, write_json
 from peftkit.adapter import attach
 from peftkit.data.pack import Row, collate
-from peftkit.execution.plan import GPU_CHUNKS
+from peftkit.execution.plan import GPU_CHUNK_BYTES
 from peftkit.methods.lora import LoRA
 from peftkit.model.modes import prepared_for_training
 from peftkit.quant.quantize import quantize_model
@@ -157,7 +157,7 @@ class Tokens(Task):
     predicts_tokens = True
 
     def __init__(self, model: Any) -> None:
-        self.head = Head(model.get_output_embeddings(), 1.0, None, GPU_CHUNKS)
+        self.head = Head(model.get_output_embeddings(), 1.0, None, GPU_CHUNK_BYTES)
 
     def training(
         self, model: nn.Module, plan: Any = None

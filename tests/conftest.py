@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 _HOME = tempfile.TemporaryDirectory(prefix="peftkit-tests-")
@@ -50,8 +49,8 @@ def use_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the loss of a few rows in several chunks."""
     for name, value in (("MIN_ROWS", 3), ("ALIGNMENT", 2)):
         monkeypatch.setattr(cross_entropy, name, value)
-    for name in ("CPU_CHUNKS", "GPU_CHUNKS"):
-        monkeypatch.setattr(plan, name, replace(getattr(plan, name), num_bytes=0))
+    for name in ("CPU_CHUNK_BYTES", "GPU_CHUNK_BYTES"):
+        monkeypatch.setattr(plan, name, 0)
 
 
 @pytest.fixture

@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 import torch
 
-from peftkit.kernels.cross_entropy import LossChunks
-
 Activations = Literal["keep", "recompute", "offload"]
 """What is kept: all that a block computes; its input; its input, in main memory."""
 Placement = Literal["device", "stream"]
@@ -29,13 +27,11 @@ more, so that short ones do not pay for the padding of the longest."""
 BUSY_TOKENS = {"cuda": 4096}
 """Tokens at once that a device needs to be busy. With fewer a GPU waits for Python: activations are
 rather recomputed, a third more work, than rows be cut into less than this."""
-DENSE_COLUMNS = 256
-"""On a CPU, updates of experts with up to so many hidden columns in all are dense products."""
 TILE, MOST_TILES = 4096, 16
 """Tokens of a feed-forward layer at a time, at least: fewer leave matrix products idle, and unpack
 4-bit weights too often; and how many tiles a row has at most."""
-CPU_CHUNKS = LossChunks(96 << 20, 4 << 20)
-GPU_CHUNKS = LossChunks(512 << 20)
+CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 96 << 20, 512 << 20
+"""Of the logits that are there at once."""
 
 ACTIVATIONS_IN_WORDS: Mapping[Activations, str] = {
     "keep": "all activations are kept",
@@ -99,9 +95,9 @@ class ExecutionPlan:
         return self.device == "cuda"
 
     @property
-    def loss_chunks(self) -> LossChunks:
+    def chunk_bytes(self) -> int:
         """How much of the logits is there at once."""
-        return GPU_CHUNKS if self.on_gpu else CPU_CHUNKS
+        return GPU_CHUNK_BYTES if self.on_gpu else CPU_CHUNK_BYTES
 
     @property
     def attention(self) -> Literal["grouped", "sdpa"]:
@@ -125,11 +121,6 @@ class ExecutionPlan:
         CUDA unpacks them once more in next to no time.
         """
         return self.device != "cuda"
-
-    @property
-    def dense_columns(self) -> int:
-        """Experts' updates of up to so many hidden columns are dense products, others grouped."""
-        return 0 if self.on_gpu else DENSE_COLUMNS
 
     @property
     def busy_tokens(self) -> int:

@@ -17,7 +17,6 @@ Shapes: n rows whose label counts, H hidden size, V vocabulary, C rows of a chun
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,23 +28,8 @@ Head = Callable[[Tensor], Tensor]
 """(C, H) hidden rows to (C, V) logits, with all that the model does to them."""
 
 
-@dataclass(frozen=True, slots=True)
-class LossChunks:
-    """How much of the logits is there at once.
-
-    Attributes:
-        num_bytes: Memory that a chunk's logits may take.
-        wide_bytes: Float32 rows made at a time, so that they stay in a CPU's caches; None: all of a
-            chunk are, in fewer passes over it.
-        first_part_only: Compute the first part of each chunk alone, where tensors have no data.
-    """
-
-    num_bytes: int
-    wide_bytes: int | None = None
-    first_part_only: bool = False
-
-
-CHUNKS = LossChunks(512 << 20)
+CHUNK_BYTES = 512 << 20
+"""Memory that a chunk's logits may take, where the plan says nothing else."""
 BYTES_A_LOGIT = 8
 """The logits in 16 bits, and what the head and the float32 copy take while they are made."""
 MIN_ROWS = 384
@@ -68,7 +52,7 @@ def chunked_cross_entropy(
     alike: bool = False,
     chunk_rows: int | None = None,
     vocab_size: int = 0,
-    chunks: LossChunks = CHUNKS,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
     """Return -log softmax(head(hidden))[target] (n,), in float32, or float64 of float64.
 
@@ -79,50 +63,43 @@ def chunked_cross_entropy(
         trainable: Tensors inside `head` that get gradients.
         alike: All rows have the same weight in what is learnt from, such as their sum: the
             gradients of `trainable` can then be made at once.
-        chunk_rows: The largest C, rounded up; by default what `chunks` allow of a vocabulary of
-            `vocab_size`. Chunks are about equal.
+        chunk_rows: The largest C, rounded up; by default what `chunk_bytes` allow of a vocabulary
+            of `vocab_size`. Chunks are about equal.
     """
 
     def measure(logits: Tensor, part: slice) -> Tensor:
-        return losses_and_gradient(logits, targets[part], chunks)
+        return losses_and_gradient(logits, targets[part])
 
-    rows = rows_of_chunk(hidden, chunk_rows, vocab_size, chunks)
+    rows = rows_of_chunk(hidden, chunk_rows, vocab_size, chunk_bytes)
     return ChunkedValues.apply(hidden, head, measure, rows, alike, *trainable)
 
 
-def rows_of_chunk(hidden: Tensor, most: int | None, vocab_size: int, chunks: LossChunks) -> int:
+def rows_of_chunk(hidden: Tensor, most: int | None, vocab_size: int, chunk_bytes: int) -> int:
     """Return C; see `chunked_cross_entropy`."""
-    most = most or max(MIN_ROWS, chunks.num_bytes // (BYTES_A_LOGIT * max(vocab_size, 1)))
+    most = most or max(MIN_ROWS, chunk_bytes // (BYTES_A_LOGIT * max(vocab_size, 1)))
     count = max(1, -(-len(hidden) // most))
     return max(1, -(-len(hidden) // (count * ALIGNMENT))) * ALIGNMENT
 
 
 @torch.no_grad()
-def losses_and_gradient(logits: Tensor, targets: Tensor, chunks: LossChunks) -> Tensor:
+def losses_and_gradient(logits: Tensor, targets: Tensor) -> Tensor:
     """Return (C,): -log softmax(logits)[target], float32; logits become the gradient of its sum.
 
     In their place: a second array as large, made and freed in each step with another number of
-    rows, leaves holes in the memory that nothing fills.
+    rows, leaves holes in the memory that nothing fills. The log of the sum follows from the largest
+    probability, which is never below 1 / V.
 
     Args:
         logits: (C, V), of any float dtype, which is also the gradient's.
         targets: (C,) int64.
     """
-    if chunks.wide_bytes is None:
-        return _in_few_passes(logits, targets)
-    rows = max(1, chunks.wide_bytes // (4 * logits.shape[1]))
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    losses = logits.new_empty(len(logits), dtype=dtype)
-    scratch = torch.empty_like(logits[:rows], dtype=dtype)  # one, whose pages are there
-    for start in range(0, rows if chunks.first_part_only else len(logits), rows):
-        part = slice(start, start + rows)
-        index = targets[part, None]
-        wide = scratch[: len(index)].copy_(logits[part])
-        largest = wide.amax(1, keepdim=True)
-        chosen = wide.gather(1, index) - largest
-        total = wide.sub_(largest).exp_().sum(1, keepdim=True)
-        losses[part] = (total.log() - chosen)[:, 0]
-        logits[part] = wide.div_(total).scatter_add_(1, index, wide.new_full(index.shape, -1.0))
+    index, wide = targets[:, None], torch.promote_types(logits.dtype, torch.float32)
+    chosen = logits.gather(1, index).to(wide)
+    largest, place = logits.max(1, keepdim=True)
+    probs = torch.softmax(logits, 1, dtype=wide)
+    log_sum = largest.to(wide) - probs.gather(1, place).log()
+    losses = (log_sum - chosen)[:, 0]
+    logits.copy_(probs.scatter_add_(1, index, probs.new_full(index.shape, -1.0)))
     return losses
 
 
@@ -137,21 +114,6 @@ def logits_of_chunk(
     # before logits change: through a changed view autograd goes by zeros of the size of all
     edge = [get_gradient_edge(logits)] if wants_grad else []
     return rows, edge, logits.detach()
-
-
-def _in_few_passes(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the same where memory is what is slow: 18 bytes are read and written a logit, not 44.
-
-    The log of the sum follows from the largest probability, which is never below 1 / V.
-    """
-    index = targets[:, None]
-    chosen = logits.gather(1, index).float()
-    largest, place = logits.max(1, keepdim=True)
-    probs = torch.softmax(logits, 1, dtype=torch.float32)
-    log_sum = largest.float() - probs.gather(1, place).log()
-    losses = (log_sum - chosen)[:, 0]
-    logits.copy_(probs.scatter_add_(1, index, probs.new_full(index.shape, -1.0)))
-    return losses
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -30,10 +30,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from peftkit.kernels.cross_entropy import (
-    CHUNKS,
+    CHUNK_BYTES,
     ChunkedValues,
     Head,
-    LossChunks,
     logits_of_chunk,
     rows_of_chunk,
 )
@@ -74,7 +73,7 @@ def chunked_divergence(
     teacher_head: Head | None = None,
     chunk_rows: int | None = None,
     vocab_size: int = 0,
-    chunks: LossChunks = CHUNKS,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """Return the divergence of each row (n,) in float32, and whether both choose the same token.
 
@@ -82,22 +81,22 @@ def chunked_divergence(
         student: (n, H) hidden rows, which get the gradient; no tensor of a head gets any.
         teacher: (n, H) hidden rows; H may be another one with a head of its own.
         teacher_head: By default the student's.
-        chunk_rows, vocab_size, chunks: See `chunked_cross_entropy`.
+        chunk_rows, vocab_size, chunk_bytes: See `chunked_cross_entropy`.
     """
     same = torch.empty(len(student), dtype=torch.bool, device=student.device)
 
     def measure(logits: Tensor, part: slice) -> Tensor:
         _, _, theirs = logits_of_chunk(teacher[part], teacher_head or head, False)
-        values, same[part] = values_and_gradient(logits, theirs[: len(logits)], asked, chunks)
+        values, same[part] = values_and_gradient(logits, theirs[: len(logits)], asked)
         return values
 
-    rows = rows_of_chunk(student, chunk_rows, 2 * vocab_size, chunks)
+    rows = rows_of_chunk(student, chunk_rows, 2 * vocab_size, chunk_bytes)
     return ChunkedValues.apply(student, head, measure, rows, False), same
 
 
 @torch.no_grad()
 def values_and_gradient(
-    student: Tensor, teacher: Tensor, asked: Divergence, chunks: LossChunks = CHUNKS
+    student: Tensor, teacher: Tensor, asked: Divergence
 ) -> tuple[Tensor, Tensor]:
     """Return the divergence (C,), and where the largest logit is the same (C,).
 
@@ -106,21 +105,13 @@ def values_and_gradient(
     Args:
         student, teacher: (C, V) logits of any float dtype.
     """
-    held = chunks.wide_bytes
-    size = len(student) if held is None else max(1, held // (8 * student.shape[1]))
     dtype = torch.promote_types(student.dtype, torch.float32)
-    values = student.new_empty(len(student), dtype=dtype)
-    same = torch.empty(len(student), dtype=torch.bool, device=student.device)
-    for start in range(0, len(student), max(size, 1)):
-        part = slice(start, start + size)
-        same[part] = student[part].argmax(-1) == teacher[part].argmax(-1)
-        lp, lq = (
-            logits[part].to(dtype).div(asked.temperature).log_softmax(-1)
-            for logits in (student, teacher)
-        )
-        value, gradient = _of_kind(lp, lq, asked)
-        values[part] = value
-        student[part] = gradient.div_(asked.temperature)
+    same = student.argmax(-1) == teacher.argmax(-1)
+    lp, lq = (
+        logits.to(dtype).div(asked.temperature).log_softmax(-1) for logits in (student, teacher)
+    )
+    values, gradient = _of_kind(lp, lq, asked)
+    student.copy_(gradient.div_(asked.temperature))
     return values, same
 
 

@@ -31,14 +31,10 @@ class AdaptedStack:
     Attributes:
         weight: As the model keeps it: (..., out, in), or (..., in, out) if `flipped`.
         a, b: (..., R, in), (..., out, R); scaled, and in the weight's dtype.
-        dense_columns: Grouped updates of up to so many hidden columns are dense products.
     """
 
-    def __init__(
-        self, weight: Tensor, a: Tensor, b: Tensor, *, flipped: bool, dense_columns: int = 0
-    ) -> None:
+    def __init__(self, weight: Tensor, a: Tensor, b: Tensor, *, flipped: bool) -> None:
         self.weight, self.a, self.b, self.flipped = weight, a, b, flipped
-        self.dense_columns = dense_columns
 
     @property
     def shape(self) -> torch.Size:
@@ -63,7 +59,7 @@ class AdaptedStack:
         return self._like(self.weight[index], self.a[index], self.b[index], self.flipped)
 
     def _like(self, weight: Tensor, a: Tensor, b: Tensor, flipped: bool) -> AdaptedStack:
-        return AdaptedStack(weight, a, b, flipped=flipped, dense_columns=self.dense_columns)
+        return AdaptedStack(weight, a, b, flipped=flipped)
 
     def transpose(self, first: int, second: int) -> AdaptedStack:
         """Swap in and out: of the last two dimensions only."""
@@ -120,8 +116,6 @@ class AdaptedStack:
         func: Any, plain: list[Any], kwargs: dict[str, Any], stack: AdaptedStack, x: Tensor
     ) -> Tensor:
         out = cast(Tensor, func(*plain, **kwargs))
-        if stack.a.shape[:-1].numel() <= stack.dense_columns:
-            return out + _dense_update(x, stack.a, stack.b, kwargs["offs"])
         missing = -stack.a.shape[-2] % _ALIGNED
         # some GPUs' kernels give experts without tokens a gradient (pytorch issue 172439)
         used = torch.diff(kwargs["offs"], prepend=kwargs["offs"].new_zeros(1))[:, None, None] > 0
@@ -129,19 +123,3 @@ class AdaptedStack:
         a = torch.cat([a, a.new_zeros(len(a), missing, a.shape[2])], 1)
         b = torch.cat([b, b.new_zeros(*b.shape[:2], missing)], 2)
         return out + func(func(x, a.mT, **kwargs), b.mT, **kwargs)
-
-
-def _dense_update(x: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Return B_e A_e x for rows that lie sorted by expert, (S, out).
-
-    All experts' hidden columns are computed and those of the row's own kept. A CPU's grouped_mm is
-    a loop instead, whose skinny products have other sizes in each step: oneDNN makes a kernel for
-    each size, which takes longer than the product.
-
-    Args:
-        x: (S, in). a: (E, R, in). b: (E, out, R). ends: (E,), where each expert's rows end.
-    """
-    hidden = x @ a.flatten(0, 1).t()  # (S, E R)
-    expert = torch.searchsorted(ends, torch.arange(len(x), dtype=ends.dtype), right=True)
-    own = torch.arange(len(a)).repeat_interleave(a.shape[1]) == expert[:, None]
-    return hidden.where(own, 0) @ b.mT.flatten(0, 1)

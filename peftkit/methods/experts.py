@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import TargetError
-from peftkit.execution.plan import plan_for
 from peftkit.kernels.stacked import AdaptedStack, NoProductError
 from peftkit.methods.lora_linear import Init, drawn
 from peftkit.methods.protocol import AdapterModule
@@ -57,7 +56,6 @@ class LoRAStack(nn.Module):
         self.slice = RowSlice(site, self.out_features, device, rank)
         num_hidden, num_rows = self.slice.num_roles * rank, self.slice.num_rows
         how: Any = {"dtype": dtype, "device": device}
-        self.dense_columns = plan_for(device).dense_columns
         self.lora_A = nn.Parameter(
             torch.zeros(self.num_experts, num_hidden, self.in_features, **how)
         )
@@ -71,7 +69,7 @@ class LoRAStack(nn.Module):
         """Return what the model multiplies with in place of its weight."""
         b = (self.scaling * self.full_b()).to(weight.dtype)
         a = self.lora_A.to(weight.dtype)
-        return AdaptedStack(weight, a, b, flipped=flipped, dense_columns=self.dense_columns)
+        return AdaptedStack(weight, a, b, flipped=flipped)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return names and shapes as on disk."""

@@ -72,9 +72,6 @@ def training_layouts(model: nn.Module) -> list[Any]:
 def prepared_for_training(model: nn.Module, plan: ExecutionPlan) -> Iterator[None]:
     """Have a model's layers laid out as the plan says within the context."""
     layouts = training_layouts(model) if plan.lora_grouped else []
-    for module in model.modules():
-        if hasattr(module, "dense_columns"):
-            setattr(module, "dense_columns", plan.dense_columns)  # noqa: B010 - not a tensor
     try:
         for layout in layouts:
             layout.prepare()

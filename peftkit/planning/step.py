@@ -133,9 +133,8 @@ class DatalessStep:
             parameter.grad = None
         with self.counter.during("activations"):
             task, dtype = self.setup.task, self.setup.dtype
-            # all further parts reuse the memory of the first
-            chunks = replace(self.setup.plan.loss_chunks, first_part_only=True)
-            head = None if is_of_classes(task) else counted_head(self.model, chunks)
+            size = self.setup.plan.chunk_bytes
+            head = None if is_of_classes(task) else counted_head(self.model, size)
             loss_of(self.model, task, dtype, rows, length, head).backward()
         if head is not None and head.skipped:
             self.counter.flops += round(head.skipped * self._flops_of_a_row(head))

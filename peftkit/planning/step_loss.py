@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from peftkit.kernels.cross_entropy import LossChunks, rows_of_chunk
+from peftkit.kernels.cross_entropy import rows_of_chunk
 from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.tasks.loss import Head, accepted, find_head, token_log_probs, token_loss
 from peftkit.tasks.pooling import Pooled, pooled
@@ -40,7 +40,7 @@ class FewChunks(Head):
     _room: Tensor | None = None
 
     def losses(self, rows: Tensor, targets: Tensor, *, alike: bool = False) -> Tensor:
-        some = 2 * rows_of_chunk(rows, None, self.vocab_size, self.chunks)
+        some = 2 * rows_of_chunk(rows, None, self.vocab_size, self.chunk_bytes)
         self.skipped = max(len(rows) - some, 0)
         self._room = torch.empty_like(rows[some:])  # for the gradients that are not made
         if rows.requires_grad:
@@ -113,10 +113,10 @@ def _heard(config: Any, dtype: torch.dtype, rows: int) -> dict[str, Any]:
     return {"input_values": torch.zeros(rows, 30 * 16_000, dtype=dtype)}
 
 
-def counted_head(model: Any, chunks: LossChunks) -> FewChunks | None:
+def counted_head(model: Any, chunk_bytes: int) -> FewChunks | None:
     """Return a model's head as a step without data computes it; None: it has none."""
     module = find_head(model)
     if module is None:
         return None
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    return FewChunks(module, 1.0, None if cap is None else float(cap), chunks)
+    return FewChunks(module, 1.0, None if cap is None else float(cap), chunk_bytes)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.execution.plan import plan_of
-from peftkit.kernels.cross_entropy import LossChunks, chunked_cross_entropy
+from peftkit.kernels.cross_entropy import chunked_cross_entropy
 from peftkit.model.places import is_linear, linear_shape, unwrap_adapter
 
 TOLERANCE = 2e-3
@@ -112,13 +112,13 @@ class Head:
         module: The output layer, with whatever adapter is on it.
         scale: Logits are multiplied by it (Cohere), or by one over it (Granite).
         cap: Logits are cap * tanh(logits / cap) (Gemma 2).
-        chunks: How much of them is there at once.
+        chunk_bytes: How much of them is there at once.
     """
 
     def __init__(
-        self, module: nn.Module, scale: float, cap: float | None, chunks: LossChunks
+        self, module: nn.Module, scale: float, cap: float | None, chunk_bytes: int
     ) -> None:
-        self.module, self.scale, self.cap, self.chunks = module, scale, cap, chunks
+        self.module, self.scale, self.cap, self.chunk_bytes = module, scale, cap, chunk_bytes
 
     def __call__(self, rows: Tensor) -> Tensor:
         # not [0], whose gradient would be a second array of all logits, filled with zeros first
@@ -136,7 +136,7 @@ class Head:
             trainable=[p for p in self.module.parameters() if p.requires_grad],
             alike=alike,
             vocab_size=self.vocab_size,
-            chunks=self.chunks,
+            chunk_bytes=self.chunk_bytes,
         )
 
     @property
@@ -161,7 +161,7 @@ def head_of(model: nn.Module, beside: Mapping[str, Tensor] | None = None) -> Hea
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
-    head = Head(module, scale, None if cap is None else float(cap), plan_of(whole).loss_chunks)
+    head = Head(module, scale, None if cap is None else float(cap), plan_of(whole).chunk_bytes)
     return head if _is_the_models_own(whole, head, beside or {}) else None
 
 

@@ -37,7 +37,6 @@ from peftkit.train.checkpoints.identity import identity_of
 from peftkit.train.config import TrainConfig
 from peftkit.train.diagnosis import NonFiniteError, written_error
 from peftkit.train.lockstep import LockstepForward
-from peftkit.train.memory.out_of_memory import AllocatorRetries
 from peftkit.train.memory.prepare import plan_memory_and_compile
 from peftkit.train.metrics import (
     peak_bytes,
@@ -125,7 +124,6 @@ class Run:
         weights = job.weights or TrainableWeights(model)
         self.saver = Saver(self.learner, self.order, config, weights, known, self.say)
         self._agreed_stop = 0
-        self._allocator = AllocatorRetries(ranks.device)
         self._is_going = False  # from its header to its end
         self._listeners = [job.on_event] if self.ranks.is_main else []
         self._began = time.perf_counter()  # less what earlier parts of the run took
@@ -279,8 +277,6 @@ class Run:
         state.step += 1
         if state.step % GIVE_BACK_EVERY == 0:
             self._give_back()
-            if text := self._allocator.told(GIVE_BACK_EVERY):
-                self.say(Notice(text))
         state.loss = facts.loss
         state.num_tokens += facts.num_tokens
         state.step_seconds += seconds

@@ -113,7 +113,7 @@ def test_what_a_device_is_good_at_follows_from_its_kind_alone() -> None:
     assert cuda.fused_kernels
     assert cpu.recomputing_keeps_unpacked
     assert not cuda.recomputing_keeps_unpacked
-    assert cpu.loss_chunks.num_bytes < cuda.loss_chunks.num_bytes
+    assert cpu.chunk_bytes < cuda.chunk_bytes
 
 
 def test_a_plan_is_the_same_after_it_was_saved() -> None:

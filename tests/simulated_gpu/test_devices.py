@@ -14,9 +14,7 @@ from torch import nn
 from peftkit.base.load import load_base
 from peftkit.execution.environment import ALLOCATOR, as_current, default_device
 from peftkit.tasks.attention_kernels import KERNELS, Call
-from peftkit.train import run
 from peftkit.train.world import World
-from tests.simulated_gpu.same import train
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
 
@@ -99,33 +97,3 @@ def test_waiting_names_no_card_by_a_number_that_may_not_be_there(
 
     monkeypatch.setattr(ranks._accelerator, "wait_for_everyone", refused)
     ranks.wait()
-
-
-class Retrying:
-    """Has the card's allocator begin anew in every forward pass."""
-
-    def __init__(self, card: Card) -> None:
-        self.card = card
-
-    def __call__(self, model: Any) -> None:
-        """Take a model whose adapter is on it."""
-        model.register_forward_pre_hook(self.retry)
-
-    def retry(self, *_: Any) -> None:
-        """Note one more."""
-        self.card.retries += 1
-
-    def read(self) -> None:
-        """Nothing is looked at after the run."""
-
-
-def test_a_card_that_is_too_full_to_be_quick_is_told_of_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "GIVE_BACK_EVERY", 2)
-    how: dict[str, Any] = {"max_steps": 6, "eval_every": None}
-    with simulated() as card:
-        quiet, _ = train("cuda", tmp_path, **how)
-        full, _ = train("cuda", tmp_path, look=Retrying(card), **how)
-    told = [sum("allocator" in text for text in heard.notices) for heard in (quiet, full)]
-    assert told == [0, 1]

@@ -280,7 +280,7 @@ class Distill(DocumentTask):
                 self.config.divergence,
                 teacher_head=None if self._other is None else self._other.head,
                 vocab_size=self._head.vocab_size,
-                chunks=self._head.chunks,
+                chunk_bytes=self._head.chunk_bytes,
             )
         return torch.stack([values.sum(), same.sum().to(values)])
 

@@ -10,7 +10,7 @@ import torch
 
 from peftkit.data.pack import num_tokens
 from peftkit.errors import RunError
-from peftkit.kernels.device import gpu_here, gpu_of
+from peftkit.kernels.device import gpu_here
 
 # RuntimeErrors that torch and the vendors' libraries raise when memory runs out
 _SIGNS = (
@@ -67,28 +67,6 @@ def too_large(
     elif candidates:
         found += f" Not even the shortest row, of {candidates[0]:,} tokens, would fit."
     return RunError(asked, found=found, fix=fix)
-
-
-class AllocatorRetries:
-    """Watches a GPU whose memory is so full that each step takes and gives it back anew."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._gpu = device, gpu_of(device)
-        self._seen: int | None = None
-        self._is_told = False
-
-    def told(self, steps: int) -> str:
-        """Return what to say after so many more steps, once in all; "" if there is nothing."""
-        if self._gpu is None or self._is_told:
-            return ""
-        before, self._seen = self._seen, self._gpu.retries(self._device)
-        self._is_told = before is not None and self._seen - before >= steps
-        if not self._is_told:
-            return ""
-        return (
-            "The GPU's memory is so full that its allocator begins anew in every step, which "
-            "takes longer. Lower train.tokens_per_batch, or set train.memory."
-        )
 
 
 def is_compile_error(error: BaseException) -> bool:
