@@ -46,7 +46,7 @@ MOMENTS: dict[str, Callable[[Event], bool]] = {
 }
 
 
-@pytest.mark.parametrize(("moment", "number"), zip(MOMENTS, BOTH * 2, strict=True))
+@pytest.mark.parametrize(("moment", "number"), [*zip(MOMENTS, BOTH * 2, strict=True)])
 def test_a_signal_before_the_first_step_ends_the_run_and_leaves_nothing_half_written(
     moment: str, number: signal.Signals, asked: Recipe, tmp_path: Path
 ) -> None:

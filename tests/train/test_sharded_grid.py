@@ -16,6 +16,7 @@ from tests.vision import FAMILIES as VISION
 SECTIONS: dict[str, dict[str, Settings]] = {
     "nf4": {"base": {"quantize": "nf4"}},
     "recomputed": {"train": {"gradient_checkpointing": True}},
+    "offload": {"base": {"quantize": "int8"}, "train": {"shard": "offload"}},
     "best": {
         "train": {
             "eval_every": 1,
@@ -41,7 +42,7 @@ CELLS: dict[str, tuple[str, str, str]] = {
     "preference-dora": ("preference", "dora", "nf4"),
     "kto": ("kto", "lora", ""),
     "kto-ia3": ("kto", "ia3", "recomputed"),
-    "reward": ("reward", "lora", ""),
+    "reward": ("reward", "lora", "offload"),
     "reward-vera": ("reward", "vera", "recomputed"),
     "embedding": ("embedding", "lora", ""),
     "embedding-ia3": ("embedding", "ia3", "nf4"),

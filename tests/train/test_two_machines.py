@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,37 +96,3 @@ def test_two_machines_train_one_adapter(launcher: str, tmp_path: Path, model_fol
     assert len(spoke) == 1
     assert spoke[0].count("step 5/5") == spoke[0].count("Data: ") // 2 == 1
     assert [out for out, _ in said].count("") == 1  # of a launcher there is at most a warning
-
-
-def test_a_machine_that_dies_ends_the_other_and_the_run_resumes(
-    tmp_path: Path, model_folder: Path
-) -> None:
-    prepared(tmp_path, model_folder, max_steps=400, save_every=2, eval_every=None)
-    first, again = commands("torchrun")
-    with two_machines(first, tmp_path) as machines:
-        deadline = time.monotonic() + 240
-        while not list(tmp_path.glob("run/checkpoints/step-2")):
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        (victim,) = children_of(machines[1].pid)
-        os.kill(victim, signal.SIGKILL)
-        said = [machine.communicate(timeout=60) for machine in machines]
-        assert all(machine.returncode for machine in machines), said
-        assert str(said).count("another process terminated unexpectedly") == 1
-    done = len(losses(tmp_path / "run"))
-    assert not (tmp_path / "run" / "adapter_model.safetensors").exists()
-    prepared(tmp_path, model_folder, max_steps=done + 2, save_every=2, eval_every=None)
-    with two_machines(f"{again} --allow-changes train", tmp_path) as machines:
-        said = [machine.communicate(timeout=300) for machine in machines]
-        assert [machine.returncode for machine in machines] == [0, 0], said
-    assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
-
-
-def children_of(pid: int) -> list[int]:
-    """Return the processes that one started and that train."""
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [
-        int(word)
-        for word in text.split()
-        if "peftkit_cli" in Path(f"/proc/{word}/cmdline").read_text()
-    ]
