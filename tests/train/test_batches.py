@@ -40,7 +40,7 @@ def test_with_one_they_are_sorted_and_the_padding_counts() -> None:
     assert lengths(cut(rows_of(3, 9, 1, 40, 2, 17), 4, 8)) == [[40], [17], [9], [3], [1], [2]]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_every_row_is_in_one_part_and_no_part_is_too_large(seed: int) -> None:
     draw = random.Random(seed)
     rows = rows_of(*(draw.randint(1, 99) for _ in range(draw.randint(1, 40))))

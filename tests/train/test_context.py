@@ -26,7 +26,8 @@ from peftkit.tasks.context_parallel import own_part, unsuited
 from tests.families import ARCHITECTURES, FURTHER, tiny_tokenizer
 from tests.tasks.test_unpadding import a_row
 from tests.train.children import exit_code, start
-from tests.train.test_sharding import launch, losses, recipe
+from tests.train.sharded import together
+from tests.train.test_sharding import losses, recipe
 
 MODELS = {**ARCHITECTURES, **FURTHER}
 CAN = {*("llama", "qwen2", "qwen3", "mixtral", "gpt2", "gpt_neox", "phi3", "olmo2", "qwen3_moe")}
@@ -37,8 +38,14 @@ CANNOT = {*("gemma2", "mistral_swa", "mamba", "jamba", "lfm2", "minimax", "mpt",
 
 def in_parts(folder: Path, model: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     """Return a recipe of rows on two processes."""
-    train = {"context_parallel": 2, "output_dir": str(folder / "two"), **sections.get("train", {})}
+    train = {"context_parallel": 2, "shard": "none", "output_dir": str(folder / "two")}
+    train |= sections.get("train", {})
     return recipe(folder, model, **{**sections, "train": train})
+
+
+def launch(settings: dict[str, Any], world: int = 2) -> None:
+    folder = Path(settings["train"]["output_dir"])
+    assert together(folder.parent, {folder.name: settings}, world) == {}
 
 
 def same_as_alone(folder: Path, model: Path, **sections: dict[str, Any]) -> None:

