@@ -176,12 +176,6 @@ class MemoryEstimator:
             0 if held is None else held.elsewhere,
         )
 
-    def seconds(self, way: Strategy) -> float:
-        """Return the time of a token, at least: of its computing, or of the blocks that come."""
-        computing = way.step_flops / self.card.rate
-        moving = way.moved_bytes / (self.link * 1e9)
-        return max(computing, moving) / (self.rows * self.length)
-
     def share(self, cards: int) -> DeviceEstimate:
         """Count one card of several, with the first way of keeping activations that fits."""
         offload = self.recipe.train.shard == "offload"

@@ -196,33 +196,27 @@ Changes = tuple[str, ...]
 
 
 def cheapest_change(costs: MemoryEstimator, chosen: Strategy) -> str:
-    """Return the cheapest change that lets one row through, as arguments; "" if none does.
+    """Return the first change that lets one row through, as arguments; "" if none does.
 
-    Of those that leave rows as they are the one with which a token takes the least time, where two
-    take the same the first of `_tried`; only then shorter rows.
+    Of those that leave rows as they are; only then shorter rows.
 
     Args:
         chosen: What is planned without a change.
     """
-    found: list[tuple[float, Changes]] = []
     best, with_it = chosen.longest_row, Changes()
     for changes in _tried(costs.recipe):
         changed = _changed(costs.recipe, changes)
         trial = MemoryEstimator(changed, costs.config, costs.environment, link=costs.link)
-        ways = list(trial.ways())
-        through = [trial.seconds(way) for way in ways if way.longest_row >= trial.length]
-        if through:
-            found.append((round(min(through), 9), changes))
-        longest = max(way.longest_row for way in ways)
+        longest = max(way.longest_row for way in trial.ways())
+        if longest >= trial.length:
+            return _arguments(changes)
         if longest > best:
             best, with_it = longest, changes
-    if found:
-        return _arguments(min(found, key=lambda each: each[0])[1])
     return _arguments((*with_it, f"data.max_length={best}")) if best >= STEP else ""
 
 
 def _tried(recipe: Recipe) -> Iterator[Changes]:
-    """Yield changes, alone and then together."""
+    """Yield changes, what costs least time first, alone and then together."""
     beside: list[str] = []
     if recipe.train.optimizer == "adamw":
         beside.append("train.optimizer=adamw_8bit")

@@ -46,8 +46,9 @@ class JointLearner:
         self.mounted, self.routing = mounted, mounted.routing
         first = next(iter(runs.values()))
         self.model, self.ranks = first.model, first.ranks
-        self.most = first.config.tokens_at_once(self.ranks.device.type)
-        if self.ranks.device.type == "cpu" and first.config.tokens_per_batch == "auto":
+        plan = first.learner.asked
+        self.most = plan.tokens
+        if not plan.on_gpu and first.config.tokens_per_batch == "auto":
             self.most = CPU_TOKENS
         with self.ranks.autocast():
             mounted.lay_out()

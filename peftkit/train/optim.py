@@ -16,7 +16,6 @@ from peftkit.train.config import TrainConfig
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 STATE_BYTES = {"adamw": 8, "paged_adamw": 8, "adamw_8bit": 2, "paged_adamw_8bit": 2}  # a parameter
-FUSED = {"cpu", "cuda", "xpu", "mps"}
 Parameters = Mapping[str, nn.Parameter]
 
 
@@ -31,9 +30,7 @@ def build_optimizer(parameters: Parameters, config: TrainConfig) -> Optimizer:
     groups = parameter_groups(parameters, config)
     device = next(iter(parameters.values())).device
     if config.optimizer == "adamw":
-        return AdamW(
-            groups, lr=config.learning_rate, betas=BETAS, eps=EPS, fused=device.type in FUSED
-        )
+        return AdamW(groups, lr=config.learning_rate, betas=BETAS, eps=EPS, fused=True)
     if config.optimizer.startswith("paged") and device.type != "cuda":
         raise ConfigError(
             f"train.optimizer: {config.optimizer} cannot run here",

@@ -69,12 +69,11 @@ class Trainer:
         self.model, self.task, self.parameters = model, task, parameters
         self.in_step = in_step or LockstepForward(ranks, task.bucket_key, needed=False)
         self.config, self.ranks, self.stop = config, ranks, stop
-        on_gpu = ranks.device.type == "cuda"
+        plan = plan or _as_found(model, config, ranks)
         self.optimizer = build_optimizer(parameters, config)
-        in_fp16 = on_gpu and any(p.dtype == torch.float16 for p in model.parameters())
+        in_fp16 = plan.on_gpu and plan.dtype == "float16"
         self.scale = LossScale(needed=in_fp16 or ranks.precision == "fp16")
         self.feed = BatchPrefetcher(task, ranks.device)
-        plan = plan or _as_found(model, config, ranks)
         self.blocks = Blocks(model, plan)
         self.modes = self.blocks.ways(config.gradient_checkpointing)
         self.asked = replace(plan, activations=self.modes[0])

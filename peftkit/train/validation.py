@@ -34,7 +34,7 @@ class Evaluator:
         self.learner, self.model, self.task = learner, learner.model, learner.task
         self.ranks, self.in_step, self.stop = learner.ranks, learner.in_step, learner.stop
         self.batch_size = learner.config.batch_size
-        self._max_tokens = learner.config.tokens_at_once(self.ranks.device.type)
+        self._max_tokens = learner.asked.tokens
         self.rows = rows[self.ranks.dp_rank :: self.ranks.dp_size]
 
     def run(self) -> dict[str, float] | None:
