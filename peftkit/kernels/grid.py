@@ -73,8 +73,8 @@ def grid_of(documents: Sequence[Sequence[int]], shape: tuple[int, int]) -> Grid:
 
 def into_grid(x: Tensor, grid: Grid) -> Tensor:
     """Return queries, keys or values (B, H, L, D) as (R, H, T, D)."""
-    # in float32, for the backward pass sums over all documents that have a token
-    rows = x.transpose(1, 2).flatten(0, 1).float()
+    # not in 16 bits, for the backward pass sums over all documents that have a token
+    rows = x.transpose(1, 2).flatten(0, 1).to(torch.promote_types(x.dtype, torch.float32))
     return rows[grid.tokens].transpose(1, 2).to(x.dtype)
 
 

@@ -330,13 +330,13 @@ class Trainer:
             sum(map(num_tokens, rows)) / self.ranks.cp_size,
             stop == signal.SIGINT,
             stop == signal.SIGTERM,
-            ran_out,
+            not ran_out,
         ]
         counts = on_device(own, sums.device)
         counts = self.ranks.sum(torch.cat([counts, sums.float()]))
         both = torch.cat([total[None], grad_norm.float()[None], counts])
-        targets, norm, tokens, interrupts, terminations, short, *summed = both.tolist()
-        if ran_out or (short and self.ranks.world_size > 1):
+        targets, norm, tokens, interrupts, terminations, fitting, *summed = both.tolist()
+        if fitting < self.ranks.world_size:
             return None
         if targets == 0:
             raise DataError(

@@ -130,8 +130,9 @@ def test_documents_in_one_row_are_one_graph_whatever_their_lengths(
 def test_scales_of_layers_make_no_graph_more(backend: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = ARCHITECTURES["llama"]().train()
-    names = {f"layers.0.self_attn.{name}_proj": 7 for name in "qv"}
-    attach(model, LoRA(rank=4, targets=("q", "v"), alpha_pattern=names)).prepare_training()
+    names = {f"layers.0.mlp.{name}_proj": 7 for name in ("up", "down")}
+    attach(model, LoRA(rank=4, targets=("up", "down"), alpha_pattern=names)).prepare_training()
+    model.config.use_cache = False
     blocks = Blocks(model)
     blocks.compile()
     gradients(model, IDS)
