@@ -4,7 +4,7 @@ For each anchor these are the candidates that come closest to it and are farther
 by a margin (arXiv:2407.15831, "TopK-PercPos"): what is as close as the positive may well be another
 answer. What is nearly the positive itself, or answers the same anchor elsewhere, is no negative.
 
-Shapes: N anchors, M candidates, D width; at most CHUNK x CHUNK similarities exist at a time.
+Shapes: n anchors of a chunk, M candidates, D width.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from peftkit.formats.open_adapter import Opened
 from peftkit.tasks.embedding import Embedding
 from peftkit.tasks.reranker import RerankerConfig
 
-CHUNK = 4_096
+CHUNK = 1_024
+"""Anchors whose similarities to all candidates exist at a time."""
 SLACK = 8
 """So many more candidates than are asked for are looked at for being nearly the positive."""
 
@@ -166,9 +167,14 @@ def _chosen(
         positives = texts[1][[text_at[positive] for _, positive in some]]
         own = (queries * positives).sum(-1)
         limit = own - margin * own.abs()
-        known = [[text_at[text] for text in {*answers[a], a} if text in text_at] for a, _ in some]
-        scores, places, too_close = _nearest(queries, texts[1], limit, known, number + SLACK)
-        counts["closer than the margin"] += too_close
+        scores = queries @ texts[1].T  # (n, M)
+        for row, (anchor, _) in enumerate(some):
+            known = [text_at[text] for text in {*answers[anchor], anchor} if text in text_at]
+            scores[row, known] = -torch.inf
+        above = scores > limit[:, None]
+        counts["closer than the margin"] += int(above.sum())
+        scores = scores.masked_fill(above, -torch.inf)
+        scores, places = scores.topk(min(number + SLACK, scores.shape[1]), dim=1)
         alike = (texts[1][places] @ positives[:, :, None]).squeeze(-1) > 1 - margin
         for row in range(len(some)):
             there = scores[row] > -torch.inf
@@ -176,31 +182,3 @@ def _chosen(
             kept = places[row][there & ~alike[row]][:number].tolist()
             chosen.append([texts[0][place] for place in kept])
     return chosen, counts
-
-
-def _nearest(
-    queries: Tensor, vectors: Tensor, limit: Tensor, known: Sequence[Sequence[int]], number: int
-) -> tuple[Tensor, Tensor, int]:
-    """Return similarities and places of the nearest texts below a limit, and how many are above.
-
-    Args:
-        queries: (n, D). vectors: (M, D). limit: (n,). known: Places of texts that do not count.
-    """
-    number = min(number, len(vectors))
-    best = queries.new_full((len(queries), number), -torch.inf)
-    places = torch.zeros(best.shape, dtype=torch.long)
-    too_close = 0
-    rows = torch.tensor([n for n, own in enumerate(known) for _ in own], dtype=torch.long)
-    columns = torch.tensor([place for own in known for place in own], dtype=torch.long)
-    for start in range(0, len(vectors), CHUNK):
-        scores = queries @ vectors[start : start + CHUNK].T
-        here = (columns >= start) & (columns < start + CHUNK)
-        scores[rows[here], columns[here] - start] = -torch.inf
-        above = scores > limit[:, None]
-        too_close += int(above.sum())
-        scores = scores.masked_fill(above, -torch.inf)
-        both = torch.cat([best, scores], dim=1)
-        numbers = torch.arange(start, start + scores.shape[1]).expand(len(scores), -1)
-        best, chosen = both.topk(number, dim=1)
-        places = torch.cat([places, numbers], dim=1).gather(1, chosen)
-    return best, places, too_close

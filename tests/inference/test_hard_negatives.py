@@ -84,8 +84,7 @@ def by_definition(
     return wanted
 
 
-@pytest.mark.parametrize("chunk", [3, 4_096])
-@pytest.mark.parametrize("margin", [0.0, 0.02])
+@pytest.mark.parametrize(("chunk", "margin"), [(3, 0.0), (4_096, 0.02)])
 def test_they_are_the_closest_that_are_no_answers(
     chunk: int, margin: float, opened: Opened, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
