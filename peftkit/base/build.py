@@ -75,7 +75,10 @@ def build(
         )
     model, fresh = load_model(wanted, stream, on_event)
     model.requires_grad_(False).eval()
-    head = _trained_head(model, fresh) if purpose.head else ()
+    head: tuple[str, ...] = ()
+    if purpose.head:
+        own = head_of_classes(model)
+        head = tuple(dict.fromkeys((*owners(fresh, own).values(), *own)))
     adopt_bitsandbytes(model, form.dtype)
     forget_quantization(model)
     identity = fingerprint(model, without=fresh, taken=stream.taken if stream else None)
@@ -93,11 +96,6 @@ def build(
             on_event=ignore if stream else on_event,
         )
     return LoadedModel(model.to(form.device), identity, head)
-
-
-def _trained_head(model: Any, fresh: tuple[str, ...]) -> tuple[str, ...]:
-    head = head_of_classes(model)
-    return tuple(dict.fromkeys((*owners(fresh, head).values(), *head)))
 
 
 def load_model(

@@ -7,7 +7,6 @@ say; the config says how (published.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -290,9 +289,8 @@ def stacked_codes(
         )
 
     packed = made(lambda codes: codes.packed)
-    scales = [made(partial(_scale_of, number)) for number in range(len(first.scales))]
+    scales = [
+        made(lambda codes, number=number: codes.scales[number])  # type: ignore[misc]
+        for number in range(len(first.scales))
+    ]
     return Codes(packed, first.form._replace(shape=torch.Size(expected)), tuple(scales))
-
-
-def _scale_of(number: int, codes: Codes) -> Tensor:
-    return codes.scales[number]

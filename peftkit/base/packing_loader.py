@@ -118,7 +118,11 @@ class PackingLoader:
         job = self._by_name.get(name)
         turns = job is not None and is_turned(job[1], job[2])
         expected = self._shapes[name]
-        if job is None or self.kind != "none" or codes.form.shape != _turned(expected, turns):
+        if (
+            job is None
+            or self.kind != "none"
+            or codes.form.shape != (expected[::-1] if turns else expected)
+        ):
             if self.kind == "none":
                 self.unpacked.append(name)
             value = unpacked(codes, torch.float32)
@@ -208,10 +212,6 @@ class PackingLoader:
         if before // TRIM_BYTES != self._done // TRIM_BYTES:
             trim_malloc()
         self.on_event(Progress("Loading the base", self._done, self._total, "B"))
-
-
-def _turned(shape: torch.Size, is_turned: bool) -> torch.Size:
-    return torch.Size(reversed(shape)) if is_turned else shape
 
 
 def kept_in_float32(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:

@@ -54,7 +54,9 @@ class CachedEngine(Engine):
         self._arenas: dict[int, Arena] = {}
         self._batch: _Batch | None = None
         plan = plan_of(self.model)
-        self.recorder = Recorder() if plan.records_decoding and can_record(self.model) else None
+        # between the blocks of these is waited for another process, or for main memory
+        waits = is_sharded(self.model) or hasattr(self.model, STREAMED)
+        self.recorder = Recorder() if plan.records_decoding and not waits else None
         self._steps: dict[Any, _Step] = {}
         self._prefixes = Prefixes(self.limits.kept)
         self._recent: deque[Running] = deque(maxlen=32 if self.limits.kept else 0)
@@ -334,11 +336,6 @@ class _Batch:
         for owner, one in zip(self._owners, told, strict=True):
             if owner is not None:
                 owner.take(one)
-
-
-def can_record(model: Any) -> bool:
-    """Whether nothing waits between the blocks of a model: no other process, no main memory."""
-    return not (is_sharded(model) or hasattr(model, STREAMED))
 
 
 class Recorder:

@@ -71,15 +71,12 @@ class IA3Linear(AdapterModule):
     def load(self, state: Mapping[str, Tensor]) -> None:
         self.ia3_l.copy_(self.slice.take(state[_L].flatten(), fill=1.0))
 
-    def _factor(self, like: Tensor) -> Tensor:
-        return self.full_l().detach().to(like.device, torch.float32)
-
     @property
     def changed(self) -> tuple[str, ...]:
         return ("weight",) if self.scales_input or self.bias is None else ("weight", "bias")
 
     def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
-        factor = self._factor(weight)
+        factor = self.full_l().detach().to(weight.device, torch.float32)
         return weight * (factor if self.scales_input or weight.ndim == 1 else factor[:, None])
 
 

@@ -102,7 +102,7 @@ class LoRAGroup(SharedInputGroup):
         each = [scale for scale, rank in zip(own, self.ranks, strict=True) for _ in range(rank)]
         self.scales = torch.tensor(each, device=device)
         self.factors = [*own, *[1.0] * len(own)]
-        self._seen: list[int] = []
+        self.seen: list[int] = []
         for member in members:
             member.group = self
 
@@ -127,7 +127,7 @@ class LoRAGroup(SharedInputGroup):
 
     def output(self, layer: LoRALinear, x: Tensor) -> Tensor:
         """Return what a layer gives for x."""
-        if not torch.compiler.is_compiling() and self._seen != self._versions():
+        if not torch.compiler.is_compiling() and self.seen != self.versions():
             copy_masters([self])
         return self.part(layer, x)
 
@@ -144,13 +144,9 @@ class LoRAGroup(SharedInputGroup):
             outputs = products_beside(flat, dropped, bases, [(piece, self)])
         return [out.view(*x.shape[:-1], out.shape[-1]) for out in outputs]
 
-    def _versions(self) -> list[int]:
+    def versions(self) -> list[int]:
+        """Return how often each A and B was changed; `seen` are those of the copies."""
         return [tensor._version for m in self.members for tensor in (m.lora_A, m.lora_B)]
-
-    def mark_fresh(self) -> None:
-        """Note that `copies` are what A and B are; let go of what was computed with others."""
-        self._seen = self._versions()
-        self.forget()
 
     def masters(self) -> list[Tensor]:
         """Return what gradients go to: A of each member, then B of each."""
@@ -177,7 +173,8 @@ def copy_masters(groups: Sequence[LoRAGroup]) -> None:
     sources = list(torch._foreach_mul(sources, factors))
     torch._foreach_copy_([copy.data for group in groups for copy in group.copies], sources)
     for group in groups:
-        group.mark_fresh()
+        group.seen = group.versions()
+        group.forget()
 
 
 def products_beside(

@@ -197,7 +197,8 @@ class StackInputs:
         Raises:
             AdapterError: A mask of another kind, or of another length.
         """
-        num_virtual, num_tokens = self.module.num_virtual, _num_tokens(inputs)
+        num_virtual, given = self.module.num_virtual, inputs.get("input_ids")
+        num_tokens = int((given if given is not None else inputs["inputs_embeds"]).shape[1])
         num_real = num_tokens + max(num_past - num_virtual, 0)
         mask = inputs.get("attention_mask")
         if mask is not None:
@@ -230,12 +231,6 @@ class StackInputs:
 
 def arguments(module: nn.Module) -> tuple[str, ...]:
     return tuple(inspect.signature(module.forward).parameters)
-
-
-def _num_tokens(inputs: Mapping[str, Any]) -> int:
-    """Return T."""
-    given = inputs.get("input_ids")
-    return int((given if given is not None else inputs["inputs_embeds"]).shape[1])
 
 
 def num_past(cache: Any) -> int:
