@@ -37,8 +37,7 @@ from peftkit.base.load import load_base
 from peftkit.base.locate import locate
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
-from peftkit.inference.open_engine import open_engine
-from peftkit.inference.plain import left_padded
+from peftkit.inference.open_engine import left_padded, open_engine
 from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
 

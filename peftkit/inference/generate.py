@@ -16,8 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
 from peftkit.inference.engine import Limits, OnAnswer, Request, Running, room_left
-from peftkit.inference.open_engine import open_engine
-from peftkit.inference.plain import PlainEngine
+from peftkit.inference.open_engine import PlainEngine, open_engine
 from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.train.task import SampledAnswer
 

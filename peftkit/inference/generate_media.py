@@ -14,7 +14,7 @@ from peftkit.errors import AdapterError
 from peftkit.formats.open_adapter import Opened
 from peftkit.inference.engine import OnAnswer, Request
 from peftkit.inference.generate import decoded
-from peftkit.inference.plain import PlainEngine
+from peftkit.inference.open_engine import PlainEngine
 from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.tasks.media_text import MediaText, MediaTextConfig
 

@@ -1,20 +1,39 @@
-"""Chooses the engine for a model."""
+"""Chooses the engine for a model: the cached one, or transformers' own `generate`.
+
+The latter is for models whose cache cannot be taken apart: with states or convolutions,
+encoder-decoders, virtual tokens, positions of their own, and prompts with images. A batch is
+answered until its last row has ended; who comes meanwhile waits for the next. Each row has its own
+settings, seed, adapter and end all the same.
+
+Shapes: B rows, T tokens of the longest prompt, V tokens of the vocabulary.
+"""
 
 from __future__ import annotations
 
 import inspect
 import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from itertools import takewhile
+from typing import Any, cast
 
 import torch
-from transformers import DynamicCache
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from peftkit.execution.environment import free_now
 from peftkit.inference.cached_engine import CachedEngine
-from peftkit.inference.engine import Engine, Limits, Request, Use
-from peftkit.inference.plain import PlainEngine
+from peftkit.inference.engine import Engine, Limits, Request, Running, Use, masked, table_of
 from peftkit.inference.sampling import Sampling
 from peftkit.model.modes import evaluating
 from peftkit.tasks.length import num_virtual
@@ -29,6 +48,9 @@ LENGTHS = (9, 6)
 """Of the prompts that a model is asked with."""
 TOP = 16
 """Tokens that are compared."""
+
+PLAIN_ROWS = 16
+"""Rows of a plain batch: all of them run until the last has ended."""
 
 _known: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
@@ -121,3 +143,91 @@ def _by_trying(model: Any, tokenizer: Any, config: Any) -> str | None:
             if not error <= tolerance * float(logits.std()):
                 return "attention of its own"
     return None
+
+
+class PlainEngine(Engine):
+    """As `Engine`; a step answers a whole batch, and the callbacks of its requests are called."""
+
+    _batch: Sequence[Running] = ()
+
+    def _prepare(self, stack: ExitStack) -> None:
+        stack.callback(setattr, self.model, "generation_config", self.model.generation_config)
+        # An empty one: what a config does not set, transformers fills in from the model's own.
+        self.model.generation_config = GenerationConfig()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._batch)
+
+    def step(self) -> None:
+        waiting = [one for one in self._waiting if one.ended_by is None]
+        texts = list(takewhile(lambda one: one.request.inputs is None, waiting))
+        batch = texts[: min(self.limits.rows, PLAIN_ROWS)] or waiting[:1]
+        self._batch, self._waiting = batch, deque(waiting[len(batch) :])
+        if not batch:
+            return
+        inputs = batch[0].request.inputs
+        if inputs is None:
+            inputs = left_padded([one.request.ids for one in batch], self._pad or 0)
+        try:
+            with self._using([one.request.adapter for one in batch]):
+                self.answer(batch, inputs)
+        finally:
+            self._batch = ()
+
+    def answer(self, rows: Sequence[Running], inputs: Mapping[str, Tensor]) -> None:
+        """Run a batch until its last row has ended.
+
+        Args:
+            inputs: Of prompts padded on the left: input_ids (B, T), and what goes with them.
+        """
+        settings = GenerationConfig(
+            do_sample=False,
+            use_cache=True,
+            max_new_tokens=max(one.max_new_tokens for one in rows),
+            pad_token_id=self._pad or 0,
+        )
+        generate = cast(Callable[..., Tensor], self.model.generate)  # its decorators hide its type
+        generate(
+            **{name: value.to(self.model.device) for name, value in inputs.items()},
+            generation_config=settings,
+            logits_processor=LogitsProcessorList([_Choose(rows, self.model.device)]),
+            stopping_criteria=StoppingCriteriaList([_Ended(rows)]),
+        )
+
+
+class _Choose(LogitsProcessor):
+    """Chooses each row's token by its own settings; transformers then finds it the likeliest."""
+
+    def __init__(self, rows: Sequence[Running], device: torch.device) -> None:
+        self._rows = rows
+        self._table = table_of(rows, device)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        chosen = self._table.choose(masked(scores, self._rows))
+        for row, one in zip(self._rows, self._table.told(chosen.tolist()), strict=True):
+            row.take(one)
+        found = torch.full_like(scores, -torch.inf)
+        return found.scatter_(1, chosen[:, :1].long(), 0.0)
+
+
+class _Ended(StoppingCriteria):
+    """Says which rows are over."""
+
+    def __init__(self, rows: Sequence[Running]) -> None:
+        self._rows = rows
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: object) -> Tensor:
+        ended = [row.ended_by is not None for row in self._rows]
+        return torch.tensor(ended, device=input_ids.device)
+
+
+def left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tensor]:
+    """Return prompts as a batch whose last column is every row's last token."""
+    width = max(map(len, prompts))
+    input_ids = torch.full((len(prompts), width), pad_token_id)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        attention_mask[row, width - len(prompt) :] = 1
+    return {"input_ids": input_ids, "attention_mask": attention_mask}
