@@ -122,13 +122,6 @@ def test_fingerprint_is_the_same_in_every_precision_and_form(model_folder) -> No
     assert found.pop().startswith("sha256:")
 
 
-@pytest.mark.parametrize("tensor", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
-def test_fingerprint_tells_other_weights(folder, tensor) -> None:
-    before = load_base(str(folder)).fingerprint
-    edit_tensors(folder, lambda tensors: tensors[tensor].mul_(1.02))
-    assert load_base(str(folder)).fingerprint != before
-
-
 @pytest.mark.parametrize(
     ("change", "differs"),
     [

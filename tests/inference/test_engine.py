@@ -15,7 +15,7 @@ from peftkit.inference.cache import num_common, worth_sharing
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Answer, Limits, Request, Running
 from peftkit.inference.open_engine import open_engine, why_plain
-from peftkit.inference.sampling import Sampling, SamplingTable
+from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from tests.families import ARCHITECTURES, EOS, FAMILIES, FURTHER
@@ -190,17 +190,6 @@ def test_what_prompts_have_in_common() -> None:
     long = list(range(100))
     assert worth_sharing(long, [[*range(70), 1], [*range(80), 1, 2]]) == (70, 2)
     assert worth_sharing(long, [list(range(90))]) == (0, 0)  # spares less than a pass costs
-
-
-def test_greedy_and_drawn_rows_stand_beside_each_other() -> None:
-    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]]).repeat(3, 1)
-    settings = [Sampling(), Sampling(temperature=1.0, top_k=2), Sampling(temperature=9.0)]
-    table = SamplingTable(settings, [0, 1, 2], [0, 0, 0], "cpu", wants_log_probs=True)
-    found = [table.told(table.choose(logits).tolist()) for _ in range(60)]
-    seen = [{step[row].token for step in found} for row in range(3)]
-    assert seen == [{1}, {1, 2}, {0, 1, 2, 3}]
-    right = (logits[0] / 9).log_softmax(-1)
-    assert all(abs(step[2].log_prob - float(right[step[2].token])) < 1e-6 for step in found)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(12), Sampling(12, 1.0, 0.9, seed=1)])

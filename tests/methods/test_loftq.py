@@ -8,19 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from peftkit.adapter import attach
-from peftkit.errors import AdapterError, MergeError, TargetError
+from peftkit.errors import AdapterError, TargetError
 from peftkit.formats.peft.folder import load_adapter, save_adapter
-from peftkit.formats.peft.notes import Provenance
-from peftkit.merging.merge import merge
 from peftkit.methods.data_init import loftq_starts
 from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import weight_of
 from peftkit.quant.quantize import quantize_model
 from tests.families import ARCHITECTURES, FAMILIES
-from tests.kinds import outputs
 
 LOFTQ = LoRA(rank=5, alpha=15, init="loftq", targets=("q", "v", "down"))
 
@@ -69,21 +65,3 @@ def test_stacked_experts_have_no_such_start() -> None:
     model = ARCHITECTURES["mixtral"]()
     with pytest.raises(TargetError, match=r"stacked experts .* supports neither"):
         loftq_starts(model, LoRA(rank=2, init="loftq"), model)
-
-
-def test_it_is_not_merged_into_the_original_weights_which_lost_nothing(
-    model_folder: Path, tmp_path: Path
-) -> None:
-    original = AutoModelForCausalLM.from_pretrained(model_folder).eval()
-    model = copy.deepcopy(original)
-    quantize_model(model, "nf4", double_quant=True, compute_dtype=torch.float32)
-    adapter = attach(model, LOFTQ, starts=loftq_starts(model, LOFTQ, original))
-    loading = {"quantize": "nf4", "dtype": "fp32", "double_quant": True}
-    base = Provenance(base=str(model_folder), loading=loading)
-    save_adapter(adapter, tmp_path / "adapter", base)
-    with pytest.raises(MergeError, match="makes up for what quantising"):
-        merge(tmp_path / "adapter", tmp_path / "merged", verify=False)
-    merge(tmp_path / "adapter", tmp_path / "merged", from_quantized=True)
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    # one product where there were two: float32 sums in another order
-    torch.testing.assert_close(outputs(merged), outputs(model), atol=2e-5, rtol=0)

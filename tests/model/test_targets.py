@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from peftkit.errors import TargetError
 from peftkit.model import roles as table
 from peftkit.model.blocks import blocks
-from peftkit.model.places import FrozenWrapper, find_places, is_linear, stacked_shape
+from peftkit.model.places import FrozenWrapper, find_places, is_linear
 from peftkit.model.targets import Site, find_roles, resolve
 from tests.families import ARCHITECTURES
 
@@ -40,23 +40,6 @@ def test_roles_of_a_fused_layer_are_one_site_with_the_rows_asked_for() -> None:
     assert (first.path, first.roles) == ("transformer.h.0.attn.c_attn", ("q", "v"))
     assert first.parameter is None
     assert rows_of(first.rows) == {"q": [*range(32)], "v": [*range(64, 96)]}
-
-
-@pytest.mark.parametrize(
-    ("name", "role", "path"),
-    [
-        ("gpt2", "o", "transformer.h.0.attn.c_proj"),
-        ("gpt2", "down", "transformer.h.0.mlp.c_proj"),
-        ("bert", "o", "bert.encoder.layer.0.attention.output.dense"),
-        ("bert", "down", "bert.encoder.layer.0.output.dense"),
-        ("vit", "up", "vit.layers.0.mlp.fc1"),
-        ("falcon_new", "o", "transformer.h.0.self_attention.dense"),
-    ],
-)
-def test_one_name_in_two_places_is_two_roles(name: str, role: str, path: str) -> None:
-    found = paths(build(name), role)
-    assert found[0] == path
-    assert len(found) == 2
 
 
 def test_groups_are_their_roles() -> None:
@@ -97,20 +80,6 @@ def test_heads_and_routers_are_found_when_named() -> None:
     assert paths(build("qwen2_moe"), "shared_router")[0] == "model.layers.0.mlp.shared_expert_gate"
 
 
-def test_experts_are_stacks_with_the_rows_of_each_role() -> None:
-    model = build("gpt_oss")
-    both, down, *_ = resolve(model, "experts")
-    assert (both.path, both.parameter) == ("model.layers.0.mlp.experts", "gate_up_proj")
-    assert rows_of(both.rows) == {
-        "expert_gate": [*range(0, 128, 2)],
-        "expert_up": [*range(1, 128, 2)],
-    }
-    assert (down.path, down.roles, down.parameter) == (both.path, ("expert_down",), "down_proj")
-    experts = model.get_submodule(both.path)
-    assert stacked_shape(experts, "gate_up_proj") == (4, 32, 128)
-    assert stacked_shape(experts, "down_proj") == (4, 64, 32)
-
-
 # ------------------------------------------------------------------- sides and halves
 
 
@@ -125,13 +94,6 @@ def test_plain_roles_of_a_vision_language_model_are_the_language_side() -> None:
     sides = [paths(model, target) for target in ("vision.all-linear", "language.all-linear")]
     whole = paths(model, "all-linear")
     assert sorted([*sides[0], *sides[1], "model.multi_modal_projector"]) == sorted(whole)
-
-
-def test_cross_attention_of_a_vision_language_model_is_a_role_of_its_own() -> None:
-    assert paths(build("mllama"), "cross_q") == ["model.language_model.layers.1.cross_attn.q_proj"]
-    assert paths(build("idefics"), "cross_q")[0] == (
-        "model.gated_cross_attn_layers.0.cross_attn.q_proj"
-    )
 
 
 def test_plain_roles_of_two_equal_towers_are_both() -> None:
