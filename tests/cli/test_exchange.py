@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,8 +15,8 @@ from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
-from tests.cli.conftest import Run, environment
-from tests.formats.hub_server import Hub, running_hub
+from tests.cli.conftest import Run
+from tests.formats.hub_server import joined_hub
 from tests.formats.test_mlx import base_folder, trained
 
 
@@ -136,44 +132,16 @@ def test_bad_input_is_one_message_and_exit_code_2(
     assert not Path("x").exists()
 
 
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with running_hub() as running:
-        yield running
-
-
-@pytest.mark.slow
-def test_pushed_by_one_process_and_pulled_by_another(
-    hub: Hub, adapter: Path, tmp_path: Path
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_push_and_pull_print_the_commit_and_the_folder(
+    adapter: Path, peftkit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    env = environment() | {
-        "HF_ENDPOINT": hub.url,
-        "HF_HUB_OFFLINE": "0",
-        "TRANSFORMERS_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_TOKEN": "hf_test",
-    }
-
-    def call(*args: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "peftkit_cli", *args],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-
-    pushed = call("push", "json", "me/json", "--private")
-    assert pushed.returncode == 0, pushed.stderr
-    commit = hub.repos["me/json"].main
-    assert pushed.stdout == f"{hub.url}/me/json/commit/{commit}\n"
-    pulled = call("pull", f"me/json@{commit}", "--out", "pulled")
-    assert (pulled.returncode, pulled.stdout) == (0, "pulled\n"), pulled.stderr
-    assert json.loads((tmp_path / "pulled" / "pulled.json").read_text())["commit"] == commit
+    with joined_hub(monkeypatch, tmp_path / "cache") as hub:
+        pushed = peftkit("push", "json", "me/json", "--private")
+        commit = hub.repos["me/json"].main
+        assert pushed[:2] == (0, f"{hub.url}/me/json/commit/{commit}\n"), pushed.err
+        pulled = peftkit("pull", f"me/json@{commit}", "--out", "pulled")
+        assert pulled[:2] == (0, "pulled\n"), pulled.err
+        assert peftkit("export", "me/json", "--to", "mlx", "--out", "mlx").code == 0
     for name in ("adapter_model.safetensors", "peftkit.json"):
         assert (tmp_path / "pulled" / name).read_bytes() == (tmp_path / "json" / name).read_bytes()
-    exported = call("export", "me/json", "--to", "mlx", "--out", "mlx")
-    assert exported.returncode == 0, exported.stderr
-    assert sorted(os.listdir(tmp_path / "mlx")) == ["adapter_config.json", "adapters.safetensors"]

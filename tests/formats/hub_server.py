@@ -9,8 +9,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import huggingface_hub
+import pytest
 
 
 class Repo:
@@ -215,3 +219,19 @@ def running_hub() -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def joined_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Hub]:
+    """Serve a hub that this process is logged in to, with a cache of its own."""
+    # what a process that a user starts finds in its environment
+    constants = huggingface_hub.constants
+    for name, value in (
+        ("HF_HUB_OFFLINE", False), ("HF_HUB_CACHE", str(cache)), ("HF_HUB_DISABLE_XET", True),
+    ):  # fmt: skip
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    with running_hub() as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        yield running
+        huggingface_hub.close_session()

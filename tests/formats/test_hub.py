@@ -21,7 +21,7 @@ from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
-from tests.formats.hub_server import Hub, Repo, running_hub
+from tests.formats.hub_server import Hub, Repo, joined_hub
 from tests.formats.test_mlx import trained
 
 NAME = "me/json"
@@ -31,16 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub that this process is logged in to, and an empty cache."""
-    # A process that a user starts finds these in its environment.
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", "hf_test")
-    with running_hub() as running:
-        monkeypatch.setenv("HF_ENDPOINT", running.url)
+    with joined_hub(monkeypatch, tmp_path / "cache") as running:
         yield running
-        huggingface_hub.close_session()
     assert threading.active_count() < 10
 
 
