@@ -19,7 +19,7 @@ from huggingface_hub import (
     HfApi,
     errors,
     get_token,
-    hf_hub_download,
+    snapshot_download,
 )
 from huggingface_hub.constants import is_offline_mode
 from huggingface_hub.errors import (
@@ -31,13 +31,14 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from peftkit.base.pretrained import quiet
 from peftkit.errors import AdapterError, OutputError, PeftkitError, RunError, first_few
 from peftkit.events import Listener, Notice, Stage, ignore
 from peftkit.files.disk import write_json
 from peftkit.files.strict_json import shown
 from peftkit.formats.card import CARD, Card, adapter_usage, render_card
 from peftkit.formats.guard import MAX_PAYLOAD_BYTES, check_safetensors, read_tensors
-from peftkit.formats.hub_id import HubId, parse_hub_id
+from peftkit.formats.hub_id import parse_hub_id
 from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS, AdapterFile, read_adapter
 from peftkit.formats.serving import served_rank
 from peftkit.formats.staged import ORIGIN, new_adapter_folder
@@ -180,33 +181,32 @@ def pull_adapter(
 def fetch(name: str, asked: str = "", *, on_event: Listener = ignore) -> Pulled:
     """Download an adapter into the hub's cache and check it; offline, find it there."""
     asked = asked or f"cannot get the adapter {name}"
-    wanted = parse_hub_id(name)
-    api = _api()
+    wanted, commit = parse_hub_id(name), None
     with _told(asked, AdapterError):
-        if is_offline_mode():
-            names, revision = list(FILES), wanted.revision
-        else:
+        if not is_offline_mode():
             on_event(Stage(f"Fetching the adapter {name}"))
-            info = api.model_info(wanted.repo, revision=wanted.revision, files_metadata=True)
-            sizes = {file.rfilename: file.size for file in info.siblings or ()}
-            names, revision = _chosen(sizes, asked), info.sha
-        # the first by the name that was asked for: so the cache knows it by that name, offline too
-        at = {CONFIG: wanted.revision}
-        paths = {
-            file: path
-            for file in names
-            if (path := _download(wanted, file, at.get(file, revision)))
-        }
-        if len({path.parent for path in paths.values()}) > 1:
+            info = _api().model_info(wanted.repo, revision=wanted.revision, files_metadata=True)
+            _check_listing({file.rfilename: file.size for file in info.siblings or ()}, asked)
+            commit = info.sha
+        with quiet():
+            folder = Path(
+                snapshot_download(
+                    wanted.repo,
+                    revision=wanted.revision,
+                    allow_patterns=list(FILES),
+                    endpoint=os.environ.get("HF_ENDPOINT"),
+                    local_files_only=is_offline_mode(),
+                )
+            )
+        if commit not in (None, folder.name):
             raise AdapterError(asked, found="It has changed in the meantime.", fix="Try again.")
-    folder = paths[CONFIG].parent  # snapshots/COMMIT
-    check_safetensors(paths[TENSORS])
+    check_safetensors(folder / TENSORS)
     read_adapter(folder)
     return Pulled(folder, wanted.repo, folder.name)
 
 
-def _chosen(sizes: dict[str, int | None], asked: str) -> list[str]:
-    """Return which of a repository's files to fetch, judged by names and sizes."""
+def _check_listing(sizes: dict[str, int | None], asked: str) -> None:
+    """Refuse a repository, judged by the names and sizes of its files."""
     for name in sizes:
         parts = PurePosixPath(name).parts
         windows = PureWindowsPath(name)
@@ -230,24 +230,6 @@ def _chosen(sizes: dict[str, int | None], asked: str) -> list[str]:
         limit = _MAX_BYTES.get(name, _MAX_TEXT_BYTES)
         if (size := sizes.get(name)) and size > limit:
             raise AdapterError(asked, found=f"{name} has {size:,} bytes; the limit is {limit:,}.")
-    return [name for name in FILES if name in sizes]
-
-
-def _download(wanted: HubId, name: str, revision: str | None) -> Path | None:
-    """Return a file's path in the cache; None if it is optional and missing."""
-    try:
-        path = hf_hub_download(
-            wanted.repo,
-            name,
-            revision=revision,
-            endpoint=os.environ.get("HF_ENDPOINT"),
-            local_files_only=is_offline_mode(),
-        )
-    except LocalEntryNotFoundError:
-        if name in NEEDED or not is_offline_mode():
-            raise
-        return None
-    return Path(path)
 
 
 def _api() -> HfApi:
