@@ -124,19 +124,16 @@ def _function(name: str) -> Callable[[str, str], float]:
         ConfigError: There is no such module or function.
     """
     module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        fix = "Write module:function, as in --metric scores:valid_json"
-        raise ConfigError(f"--metric {name} names no function.", fix=fix)
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
         found = getattr(import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        told = f"Python says: {error}. Looked in {Path.cwd()} and the installed packages."
-        raise ConfigError(f"cannot use --metric {name}.", found=told) from None
-    except AttributeError:
-        fix = f"Define it there: def {attribute}(completion: str, reference: str) -> float"
-        raise ConfigError(f"the module {module} has no {attribute}.", fix=fix) from None
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"cannot use --metric {name}.",
+            found=f"Python says: {error}. Looked in {Path.cwd()} and the installed packages.",
+            fix="Write module:function: def function(completion: str, reference: str) -> float",
+        ) from None
     if not callable(found):
         raise ConfigError(f"{name} is no function.", found=f"It is {found!r:.80}.")
     return cast("Callable[[str, str], float]", found)

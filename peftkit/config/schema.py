@@ -111,7 +111,7 @@ def from_dict(
 def dump_yaml(config: Config) -> str:
     """Write a config as YAML that `load` reads back as an equal config."""
     return yaml.dump(
-        _thawed(config),
+        config.model_dump(mode="json"),
         Dumper=_Dumper,
         sort_keys=False,
         allow_unicode=True,
@@ -213,17 +213,6 @@ def _frozen(value: object, declared: Any) -> object:
     if isinstance(value, str) and value and Path in options and str not in options:
         return Path(value)
     return value
-
-
-def _thawed(value: object) -> object:
-    """Turn a config into what YAML can write."""
-    if isinstance(value, Config):
-        return {name: _thawed(getattr(value, name)) for name in type(value).model_fields}
-    if isinstance(value, Mapping):
-        return {key: _thawed(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_thawed(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 class _Dumper(yaml.SafeDumper):

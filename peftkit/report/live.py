@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from torch import Tensor
-
-from peftkit.config.schema import Config, dump_yaml
-from peftkit.data.pack import tokens_of_each
 from peftkit.events import (
     EvalDone,
     Event,
@@ -27,20 +21,16 @@ from peftkit.events import (
     Table,
 )
 from peftkit.files.disk import write_text
-from peftkit.report.history import FACTS, RunFacts, read_history
+from peftkit.report.history import FACTS, read_history
 from peftkit.report.page import page
-from peftkit.tasks.protocol import Task
-from peftkit.train.checkpoints.manifest import versions
 
 REPORT = "report.html"
 SHARE = 0.02
 """Of the run's time that its report may take."""
-NUM_BARS = 24
-MAX_PIECE_CHARS, MAX_PIECES = 4_000, 32
 
 
 class BeforeRun:
-    """Passes events on, keeps what is told before the first step, and writes it to run.json."""
+    """Passes events on, and keeps what is told before the first step, for run.json."""
 
     def __init__(self, on_event: Listener) -> None:
         self._pass_on = on_event
@@ -54,68 +44,6 @@ class BeforeRun:
         elif isinstance(event, Notice):
             self.notices.append(event.text)
         self._pass_on(event)
-
-    def write(
-        self,
-        folder: Path,
-        recipe: Config,
-        task: Task,
-        rows: Mapping[str, Sequence[Any]],
-        *,
-        command: str,
-        mergeable: bool,
-        identity: Mapping[str, Any],
-    ) -> None:
-        """Write run.json.
-
-        Args:
-            rows: Of each split, as they are learnt.
-            command: What to do with the adapter, "{folder}" in the place of its folder.
-            mergeable: Whether it can be merged.
-            identity: What the numbers of the run depend on, besides versions and machine.
-        """
-        first = rows["train"][0]
-        facts = RunFacts(
-            recipe=recipe.model_dump(mode="json"),
-            recipe_yaml=dump_yaml(recipe),
-            tables=tuple(self.tables),
-            notices=tuple(self.notices),
-            lengths={name: lengths(document_lengths(found)) for name, found in rows.items()},
-            row_source=str(getattr(first, "source", "")),
-            row=tuple((kind, text[:MAX_PIECE_CHARS]) for kind, text in task.spans(first))[
-                :MAX_PIECES
-            ],
-            machine={**identity, **machine()},
-            command=command,
-            mergeable=mergeable,
-        )
-        write_text(facts.model_dump_json(indent=2), folder / FACTS)
-
-
-def document_lengths(rows: Sequence[Any]) -> Tensor:
-    """Return how many tokens each document has; several may share a row."""
-    known: Tensor | None = getattr(rows, "document_lengths", None)
-    return tokens_of_each(rows) if known is None else known
-
-
-def lengths(numbers: Tensor) -> tuple[tuple[int, int], ...]:
-    """Return how many lengths lie in spans of equal width, each named by its lower edge."""
-    if not len(numbers):
-        return ()
-    low, high = int(numbers.min()), int(numbers.max())
-    width = max(1, -(-(high - low + 1) // NUM_BARS))
-    counts = ((numbers - low) // width).bincount().tolist()
-    return tuple((low + width * n, count) for n, count in enumerate(counts))
-
-
-def machine() -> dict[str, Any]:
-    """Return where and with what a run runs."""
-    return {
-        "cores": os.cpu_count(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "versions": dict(versions()),
-    }
 
 
 class LiveReport:

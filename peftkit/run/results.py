@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from peftkit.base.new_tokens import save_tokenizer
 from peftkit.config import schema
+from peftkit.data.pack import tokens_of_each
 from peftkit.events import Listener, Notice, Saved, Table, ignore
 from peftkit.files.disk import write_text
 from peftkit.formats.card import (
@@ -24,12 +29,16 @@ from peftkit.formats.peft.folder import AdapterFolder
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.serving import served_rank
 from peftkit.model.modes import evaluating
+from peftkit.report.history import FACTS, RunFacts
 from peftkit.report.live import BeforeRun
 from peftkit.run.config import Recipe
 from peftkit.run.prepare import Prepared
+from peftkit.train.checkpoints.manifest import versions
 from peftkit.train.state import Result
 
 RECIPE = "recipe.yaml"
+NUM_BARS = 24
+MAX_PIECE_CHARS, MAX_PIECES = 4_000, 32
 
 
 def adapter_folder(recipe: Recipe, ready: Prepared) -> AdapterFolder:
@@ -146,16 +155,42 @@ def _write_papers(recipe: Recipe, ready: Prepared, result: Result, on_event: Lis
 
 def write_facts(recipe: Recipe, ready: Prepared, before: BeforeRun) -> None:
     """Write run.json: what the report of the run tells besides its figures."""
-    base = {"base": ready.base.name, "revision": ready.base.revision}
-    before.write(
-        recipe.train.output_dir,
-        recipe,
-        ready.task,
-        {"train": ready.train, "eval": ready.eval},
+    row, base = ready.train[0], ready.base
+    pieces = [(kind, text[:MAX_PIECE_CHARS]) for kind, text in ready.task.spans(row)]
+    facts = RunFacts(
+        recipe=recipe.model_dump(mode="json"),
+        recipe_yaml=schema.dump_yaml(recipe),
+        tables=tuple(before.tables),
+        notices=tuple(before.notices),
+        lengths={"train": lengths(ready.train), "eval": lengths(ready.eval)},
+        row_source=str(getattr(row, "source", "")),
+        row=tuple(pieces[:MAX_PIECES]),
+        machine={
+            "base": base.name,
+            "revision": base.revision,
+            "fingerprint": base.fingerprint,
+            "seed": recipe.train.seed,
+            "cores": os.cpu_count(),
+            "system": platform.platform(),
+            "python": platform.python_version(),
+            "versions": dict(versions()),
+        },
         command=ready.settings.command,
         mergeable=not recipe.method.unmergeable,
-        identity={**base, "fingerprint": ready.base.fingerprint, "seed": recipe.train.seed},
     )
+    write_text(facts.model_dump_json(indent=2), recipe.train.output_dir / FACTS)
+
+
+def lengths(rows: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    """Return how many documents have their tokens in spans of equal width, by their lower edges."""
+    known: Tensor | None = getattr(rows, "document_lengths", None)  # several may share a row
+    numbers = tokens_of_each(rows) if known is None else known
+    if not len(numbers):
+        return ()
+    low, high = int(numbers.min()), int(numbers.max())
+    width = max(1, -(-(high - low + 1) // NUM_BARS))
+    counts = ((numbers - low) // width).bincount().tolist()
+    return tuple((low + width * n, count) for n, count in enumerate(counts))
 
 
 def _provenance(recipe: Recipe, ready: Prepared) -> Provenance:

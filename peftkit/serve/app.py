@@ -1,21 +1,26 @@
-"""The server as an ASGI application: routes and limits."""
+"""The server as an ASGI application: routes, limits, and who may ask."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+import ipaddress
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from peftkit.data.encode import Style, prompt_ids, stop_ids
 from peftkit.errors import PeftkitError, did_you_mean
@@ -26,7 +31,6 @@ from peftkit.inference.engine import room_left
 from peftkit.inference.open_engine import tokens_that_fit
 from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
 from peftkit.serve.answers import ReplyFormat, Told, refusal, streamed, whole_answers
-from peftkit.serve.gate import Gate
 from peftkit.serve.json_answers import JsonAnswers
 from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
 from peftkit.serve.worker import Job, Piece, Worker
@@ -289,3 +293,61 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     told = f"{request.method} {request.url.path} cannot be answered: {error.detail}."
     return refusal(RequestError(told, status=error.status_code))
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether a host name or address is this machine's own."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+class Gate:
+    """Lets through requests that carry the key, or, where there is none, that come from here.
+
+    Without a key, names other than this machine's are refused in `Host` and `Origin`: a web page
+    that is open in a browser here could otherwise send requests too.
+    """
+
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self._app, self._key = app, key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] == "http" and scope["path"] != "/health":
+            problem = self._problem(Headers(scope=scope))
+            if problem is not None:
+                await refusal(problem)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _problem(self, headers: Headers) -> RequestError | None:
+        if self._key is not None:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            right = hmac.compare_digest(given.strip().encode(), self._key.encode())
+            if scheme.lower() == "bearer" and right:
+                return None
+            return RequestError(
+                "the key is wrong." if given else "a key is needed.",
+                fix="Send the header `Authorization: Bearer KEY`.",
+                status=401,
+                code="invalid_api_key",
+            )
+        origin = headers.get("origin")
+        asked = [f"//{headers.get('host', '')}", *([origin] if origin is not None else [])]
+        if all(is_loopback(_host(url)) for url in asked):
+            return None
+        return RequestError(
+            "without a key, only programs on this machine may ask.",
+            found=f"Host: {headers.get('host')}; Origin: {origin or 'none'}",
+            fix="Start the server with --api-key.",
+            status=403,
+        )
+
+
+def _host(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""

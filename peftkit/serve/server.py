@@ -57,8 +57,7 @@ def serve_adapters(
     _require_extra()
     import uvicorn
 
-    from peftkit.serve.app import BARE, Limits, make_app
-    from peftkit.serve.gate import is_loopback
+    from peftkit.serve.app import BARE, Limits, is_loopback, make_app
 
     if key is None and not is_loopback(host):
         raise ConfigError(

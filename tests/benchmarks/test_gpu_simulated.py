@@ -62,6 +62,7 @@ def test_all_parts_give_their_tables(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [run["longest"] for run in found["longest"]] == [256]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_the_longest_row_under_a_cap_is_found_by_running_out_of_memory(tmp_path: Path) -> None:
     words = ["--within", "128", "--most", "512", "--against", ""]

@@ -49,6 +49,7 @@ def test_products_are_those_of_the_shape_and_the_card_waits_once(
     assert "waits for the device: 1" in told or "waits for the device: 2" in told
 
 
+@pytest.mark.slow
 def test_what_the_third_block_adds_every_other_one_adds(shape: shapes.Shape) -> None:
     asked = simulate.arguments(["--model", "tiny", "--rank", "4", "--length", "64"])
     args = argparse.Namespace(**{**vars(asked), "quantize": "none", "layers": 4})
