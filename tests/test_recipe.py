@@ -156,6 +156,15 @@ def test_a_resumed_run_ends_where_the_whole_run_does(trained: Trained, tmp_path:
     assert (whole / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
+READ_ELSEWHERE = {
+    *("DataConfig.max_pixels", "DataConfig.video_frames"),  # by tasks with media
+    "LoRA.eva_rho",  # by init: eva
+    "TrainConfig.epochs",  # without max_steps
+    *("TrainConfig.sample_prompts", "TrainConfig.sample_tokens"),  # with sample_every
+}
+"""Fields that this recipe leaves unread."""
+
+
 def test_every_field_of_a_recipe_is_read_by_something(trained: Trained) -> None:
     parts = (getattr(trained.recipe, name) for name in ("base", "method", "data", "train"))
     unread = {
@@ -164,7 +173,7 @@ def test_every_field_of_a_recipe_is_read_by_something(trained: Trained) -> None:
         for name in section.model_fields
         if (section, name) not in trained.reads
     }
-    assert not unread
+    assert not unread - READ_ELSEWHERE
 
 
 def test_new_tokens_are_trained_saved_and_there_again_when_it_is_opened(

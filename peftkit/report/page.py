@@ -14,6 +14,7 @@ from peftkit.report.chart import charts
 from peftkit.report.figures import count, duration, size
 from peftkit.report.history import History, read_histories
 from peftkit.report.html import drawn, paragraph, table, text
+from peftkit.report.runs import row_of
 from peftkit.report.verdict import verdict, warnings
 
 REFRESH_SECONDS = 30
@@ -100,10 +101,12 @@ def _one(run: History) -> str:
 
 
 def _several(runs: Sequence[History]) -> str:
-    rows = [
-        (run.name, run.state(), f"{run.step:,}", *_losses(run), duration(run.seconds))
-        for run in runs
-    ]
+    rows = []
+    for run in runs:
+        row = row_of(run)
+        losses = (row.loss, row.best_eval_loss, row.eval_loss)
+        told = ("-" if loss is None else f"{loss:.4g}" for loss in losses)
+        rows.append((row.run, row.state, f"{row.step:,}", *told, duration(row.seconds)))
     columns = ("run", "state", "steps", "loss", "eval loss, best", "eval loss, last", "time")
     links = (f'<a href="#run-{n}">{text(run.name)}</a>' for n, run in enumerate(runs))
     parts = [
@@ -123,16 +126,6 @@ def _several(runs: Sequence[History]) -> str:
             sections.commands(run, title="h3"),
         ]
     return "\n".join(parts)
-
-
-def _losses(run: History) -> tuple[str, str, str]:
-    loss, evals = run.curves["loss"].smoothed().values, run.eval_loss
-    best = evals.best()
-    return (
-        f"{loss[-1]:.4g}" if loss else "-",
-        f"{best[1]:.4g}" if best else "-",
-        f"{evals.values[-1]:.4g}" if evals else "-",
-    )
 
 
 def _curves(runs: Sequence[History]) -> str:

@@ -52,7 +52,7 @@ def list_runs(folder: str | Path = "runs") -> list[RunRow]:
             f"there are no runs in '{top}'", found=f"No folder in it holds a {METRICS}."
         )
     differs = differing([run.facts.recipe for run in runs])
-    return [_row(run, settings) for run, settings in zip(runs, differs, strict=True)]
+    return [row_of(run, settings) for run, settings in zip(runs, differs, strict=True)]
 
 
 def _folders(top: Path) -> list[Path]:
@@ -65,7 +65,8 @@ def _folders(top: Path) -> list[Path]:
     return found
 
 
-def _row(run: History, differs: dict[str, str]) -> RunRow:
+def row_of(run: History, differs: dict[str, str] | None = None) -> RunRow:
+    """Return a run in few words."""
     loss, evals = run.curves["loss"].smoothed().values, run.eval_loss
     best_step, best = evals.best() or (None, None)
     return RunRow(
@@ -79,5 +80,5 @@ def _row(run: History, differs: dict[str, str]) -> RunRow:
         best_step=best_step,
         seconds=run.seconds,
         changed=run.changed,
-        differs=differs,
+        differs=differs or {},
     )

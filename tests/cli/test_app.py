@@ -60,8 +60,8 @@ COMMANDS: dict[str, list[str]] = {
     "pull": ["ID[@REVISION]", "--out", "--force"],
     "inspect": ["ADAPTER|MODEL", "--json"],
     "data": [
-        "FILE", "--model", "--max-length", "--chat-template", "--hard-negatives", "--out",
-        "--candidates", "--negatives", "--margin", "--for", "--json",
+        "FILE", "--hard-negatives", "--out", "--candidates", "--negatives", "--margin", "--for",
+        "--json",
     ],
     "report": ["RUN...", "--out", "--serve", "--port"],
     "runs": ["DIR", "--json"],
