@@ -33,7 +33,6 @@ from peftkit import (
     open_adapter,
     run_recipe,
 )
-from peftkit.tasks.ctc import BLANK, SPACE, UNKNOWN, tokenizer_of
 from peftkit_cli.render import Renderer
 
 HERE = Path(__file__).parent
@@ -76,7 +75,10 @@ def new_model(
 ) -> tuple[transformers.Wav2Vec2BertForCTC, transformers.Wav2Vec2BertProcessor]:
     """Return a model with random weights, which hears 40 mel bins, and its processor."""
     torch.manual_seed(seed)
-    tokenizer = tokenizer_of((BLANK, UNKNOWN, SPACE, *sorted(set("".join(WORDS)))))
+    tokens = ("<pad>", "<unk>", "|", *sorted(set("".join(WORDS))))  # the first is the blank
+    vocabulary = OUT / "vocab.json"
+    vocabulary.write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    tokenizer = transformers.Wav2Vec2CTCTokenizer(str(vocabulary), bos_token=None, eos_token=None)
     config = transformers.Wav2Vec2BertConfig(
         vocab_size=len(tokenizer),
         pad_token_id=0,

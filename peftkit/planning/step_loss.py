@@ -22,6 +22,8 @@ TOKEN_CLASSES = (
     *("AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModelForSpeechSeq2Seq"),
 )
 """Of transformers, whose models say tokens."""
+SECONDS = 30
+"""Of a sound, where nothing says how long they are."""
 
 
 def is_of_classes(task: TaskConfig) -> bool:
@@ -70,7 +72,7 @@ def loss_of(
         head: The model's, if its loss is one of tokens.
     """
     rows *= task.texts_per_row
-    inputs = accepted(model, _inputs(model.config, task, dtype, rows, length))
+    inputs = accepted(model, _inputs(model, task, dtype, rows, length))
     if is_of_classes(task):
         text = model.config.get_text_config()
         if getattr(text, "pad_token_id", 0) is None:  # a tokenizer would say it
@@ -89,8 +91,9 @@ def loss_of(
 
 
 def _inputs(
-    config: Any, task: TaskConfig, dtype: torch.dtype, rows: int, length: int
+    model: Any, task: TaskConfig, dtype: torch.dtype, rows: int, length: int
 ) -> dict[str, Any]:
+    config = model.config
     if task.processor == "image_processor":
         size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
         channels = getattr(config, "num_channels", 3)
@@ -98,19 +101,25 @@ def _inputs(
     ids = torch.zeros(rows, length, dtype=torch.long)
     if task.processor in ("audio", "feature_extractor"):
         told = {"decoder_input_ids": ids, "use_cache": False}
-        return {**_heard(config, dtype, rows), **(told if config.is_encoder_decoder else {})}
+        return {**_heard(model, dtype, rows), **(told if config.is_encoder_decoder else {})}
     if not config.is_encoder_decoder:
         return {"input_ids": ids, "use_cache": False}
     half = torch.zeros(rows, min(length, getattr(task, "max_target_length", length))).long()
     return {"input_ids": ids, "decoder_input_ids": half, "use_cache": False}
 
 
-def _heard(config: Any, dtype: torch.dtype, rows: int) -> dict[str, Any]:
-    """Return what is heard of the longest sounds: of Whisper 30 s of mel bins, else samples."""
-    if bins := getattr(config, "num_mel_bins", None):
-        frames = 2 * config.max_source_positions
-        return {"input_features": torch.zeros(rows, bins, frames, dtype=dtype)}
-    return {"input_values": torch.zeros(rows, 30 * 16_000, dtype=dtype)}
+def _heard(model: Any, dtype: torch.dtype, rows: int) -> dict[str, Any]:
+    """Return what is heard of sounds of 30 s: samples, or 100 frames of mel bins a second."""
+    if model.main_input_name == "input_values":
+        return {"input_values": torch.zeros(rows, SECONDS * 16_000, dtype=dtype)}
+    config = model.config
+    if pair := getattr(config, "feature_projection_input_dim", None):  # two frames in one
+        shape: tuple[int, ...] = (SECONDS * 50, pair)
+    elif positions := getattr(config, "max_source_positions", None):  # Whisper's own 30 s
+        shape = (config.num_mel_bins, 2 * positions)
+    else:
+        shape = (SECONDS * 100, getattr(config, "encoder_config", config).num_mel_bins)
+    return {"input_features": torch.zeros(rows, *shape, dtype=dtype)}
 
 
 def counted_head(model: Any, chunk_bytes: int) -> FewChunks | None:

@@ -20,6 +20,7 @@ from peftkit.tasks.seq2seq import Seq2SeqConfig
 from peftkit.tasks.table import TASKS
 from tests.families import ARCHITECTURES, FAMILIES
 from tests.listening import HEARING
+from tests.speech import hears_frames
 
 GB = 10**9
 
@@ -81,11 +82,18 @@ def test_rows_of_two_texts_take_twice_as_much(task) -> None:
         ("llama", "sequence_classification"),
         ("bert", "embedding"),
         ("t5", "seq2seq"),
+        ("Parakeet", "ctc"),
+        ("Wav2Vec2Bert", "ctc"),
     ],
 )
 def test_steps_of_every_kind_of_task_are_counted(family, task) -> None:
-    made = HEARING[family].model if family in HEARING else (FAMILIES | ARCHITECTURES)[family]
-    steps = reckoner_of(made().config, "none", TASKS[task]())
+    if family in HEARING:
+        config = HEARING[family].model().config
+    elif task == "ctc":
+        config = hears_frames(family)[0].config
+    else:
+        config = (FAMILIES | ARCHITECTURES)[family]().config
+    steps = reckoner_of(config, "none", TASKS[task]())
     small, large = (steps.count(rows, 32, steps.activation_modes()[-1]) for rows in (1, 3))
     assert large.flops == pytest.approx(3 * small.flops, rel=0.1)
     assert large.peak["activations"] > small.peak["activations"] > 0

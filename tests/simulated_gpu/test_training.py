@@ -24,6 +24,8 @@ from tests.listening import QWEN2_AUDIO, SPOKEN
 from tests.listening import write_rows as write_sounds
 from tests.simulated_gpu.same import CLOSE, Heard, train
 from tests.simulated_gpu.simulation import simulated
+from tests.speech import hears_frames, saved, whisper
+from tests.speech import write_rows as write_rows_of_speech
 from tests.tasks.classifiers import save_base, write_rows, write_texts, write_words
 from tests.tasks.test_image_classification import COLOURS, png
 
@@ -174,9 +176,30 @@ def audio_recipe(folder: Path) -> Recipe:
     )
 
 
+def speech_recipe(task: dict[str, str], made: tuple[Any, Any], folder: Path) -> Recipe:
+    """Return a recipe over tones and what they say."""
+    rows = [{"audio": 3 * [440.0, 880.0], "text": "one"}, {"audio": 3 * [300.0], "text": "a"}]
+    data = str(write_rows_of_speech(folder, rows))
+    return Recipe(
+        task=task,
+        base={"model": str(saved(folder / "base", made)), "dtype": "fp32"},
+        method={"type": "lora", "rank": 3, "targets": ["q", "v"]},
+        data={"train": data, "eval": data},
+        train={
+            "output_dir": folder / "out",
+            "max_steps": 3,
+            "batch_size": 2,
+            "learning_rate": 0.02,
+            "compile": False,
+        },
+    )
+
+
 TASKS = (
     "image_classification",
     "audio_text",
+    "ctc",
+    "transcription",
     "causal_lm",
     pytest.param("seq2seq", marks=pytest.mark.slow),
     pytest.param("masked_lm", marks=pytest.mark.slow),
@@ -188,8 +211,15 @@ TASKS = (
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_runs_from_recipe_to_adapter(task: str, tmp_path: Path) -> None:
-    made = {"image_classification": image_recipe, "audio_text": audio_recipe}
-    make = made.get(task) or partial(recipe_for, task)
+    made = {
+        "image_classification": image_recipe,
+        "audio_text": audio_recipe,
+        "ctc": partial(speech_recipe, {"type": "ctc"}, hears_frames("Parakeet")),
+        "transcription": partial(
+            speech_recipe, {"type": "transcription", "language": "english"}, whisper()
+        ),
+    }
+    make: Any = made.get(task) or partial(recipe_for, task)
     asked, expected, found = make(tmp_path), Heard(), Heard()
     on_cpu = recipe.run(asked, on_event=expected)
     with simulated():

@@ -68,12 +68,13 @@ def test_loss_and_gradients_are_the_models_own(family: str, rows: Path) -> None:
     wanted.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    loss = task.loss_sum(model, batch)
-    loss.backward()
+    with task.training(model):
+        loss = task.loss_sum(model, batch)
+        loss.backward()
     torch.testing.assert_close(loss, wanted)
     for name, parameter in model.named_parameters():
         if name in gradients:
-            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=5e-4)
     assert task.num_targets(batch) == sum(len(row["text"]) for row in ROWS)
     assert task.spans(read[1]) == [
         ("sound", f"0.40 s at 16,000 Hz, {read[1].num_encoder_tokens} positions"),

@@ -1,0 +1,103 @@
+"""Runs of speech: two processes learn what one does, and resuming is exact."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from peftkit import recipe
+from peftkit.config.schema import from_dict
+from peftkit.events import Event, StepDone
+from peftkit.run.config import Recipe
+from tests.speech import hears_frames, saved, whisper, write_rows
+from tests.train.children import exit_code, free_port, start
+
+TASKS: dict[str, dict[str, Any]] = {
+    "transcription": {"type": "transcription", "language": "english"},
+    "ctc": {"type": "ctc", "vocabulary": "data"},
+}
+TONES = [[440.0, 880.0], [300.0], [700.0, 500.0, 600.0], [900.0]]
+ROWS = [
+    {"audio": 3 * one, "text": text}
+    for one, text in zip(TONES, ("one two", "a", "good", "b"), strict=True)
+]
+
+
+def write_base(folder: Path) -> None:
+    """Write the rows and both bases."""
+    write_rows(folder, ROWS)
+    saved(folder / "transcription", whisper())
+    saved(folder / "ctc", hears_frames("Parakeet"))
+
+
+def asked(name: str, out: str, **train: Any) -> Recipe:
+    told = {"output_dir": f"{out}/{name}", "max_steps": 4, "batch_size": 2, "save_every": 1}
+    spec = {
+        "task": TASKS[name],
+        "base": {"model": name, "dtype": "fp32"},
+        "method": {"type": "lora", "rank": 2, "targets": ["q", "v"]},
+        "data": {"train": "rows.jsonl"},
+        "train": {**told, "learning_rate": 0.01, **train},
+    }
+    return from_dict(Recipe, spec, "the test")
+
+
+def learn(folder: str, out: str, accumulation: int) -> None:
+    """Run both tasks for two steps, and write the losses."""
+    os.chdir(folder)
+    for name in TASKS:
+        losses = list[float]()
+
+        def listen(event: Event, losses: list[float] = losses) -> None:
+            if isinstance(event, StepDone):
+                losses.append(event.loss)
+
+        settings = asked(name, out, max_steps=2, gradient_accumulation=accumulation)
+        recipe.run(settings, on_event=listen)
+        if os.environ.get("RANK", "0") == "0":
+            Path(out, name, "losses.json").write_text(json.dumps(losses))
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_base(tmp_path)
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    children = [
+        start(learn, str(tmp_path), "two", 1, RANK=str(rank), LOCAL_RANK=str(rank), **world)
+        for rank in range(2)
+    ]
+    monkeypatch.chdir(tmp_path)
+    learn(str(tmp_path), "one", 2)
+    assert [exit_code(each, 240) for each in children] == [0, 0]
+    for name in TASKS:
+        one, two = (json.loads(Path(o, name, "losses.json").read_text()) for o in ("one", "two"))
+        assert two == pytest.approx(one, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_run_that_is_resumed_ends_as_the_whole_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_base(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    recipe.run(asked(name, "whole"))
+
+    def end(event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        recipe.run(asked(name, "parts"), on_event=end)
+    recipe.run(asked(name, "parts"), resume=True)
+    whole, parts = (
+        load_file(Path(out, name, "adapter_model.safetensors")) for out in ("whole", "parts")
+    )
+    assert whole.keys() == parts.keys()
+    for key, tensor in whole.items():
+        assert torch.equal(parts[key], tensor), key
