@@ -24,8 +24,7 @@ from transformers.utils import hub, logging
 from transformers.utils.hub import cached_file
 
 from peftkit.base.locate import KNOWN, Location, hub_answers, suggest
-from peftkit.base.purpose import Purpose, set_head
-from peftkit.base.rope import scale_rope
+from peftkit.base.purpose import Purpose, scale_rope, set_head
 from peftkit.errors import BaseError, PeftkitError, first_few
 from peftkit.events import Listener, Progress
 from peftkit.files.disk import read_json

@@ -19,8 +19,8 @@ from torch import nn
 
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location, locate
+from peftkit.base.purpose import rope_told
 from peftkit.base.request import DTYPES
-from peftkit.base.rope import rope_told
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import AdapterError, first_few
 from peftkit.events import Listener, Notice, Saved, Stage, ignore
