@@ -16,6 +16,7 @@ from peftkit.methods.bottleneck import Bottleneck
 from peftkit.model.blocks import blocks
 from tests.families import ARCHITECTURES
 from tests.methods.cell import built as build
+from tests.spread import spread
 
 STYLES = ("houlsby", "pfeiffer", "parallel")
 NUM_CROSS = {"t5": 2, "t5_gated": 2, "mt5": 2, "bart": 2, "pegasus": 2, "whisper": 2}
@@ -39,7 +40,7 @@ def disturbed(adapter: Adapter) -> Adapter:
 # ------------------------------------------------------------------- places
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", spread(ARCHITECTURES, 3))
 def test_every_block_gets_what_its_style_says(family) -> None:
     with torch.device("meta"):
         model = ARCHITECTURES[family]()

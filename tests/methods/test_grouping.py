@@ -22,6 +22,7 @@ from peftkit.methods.lora_linear import LoRALinear
 from peftkit.model.modes import refresh_layouts
 from peftkit.quant.quantize import quantize_model
 from tests.families import ARCHITECTURES
+from tests.spread import spread
 
 FAMILIES = ("llama", "gpt2", "qwen2", "gpt_neox", "phi3", "gemma2", "deepseek_v3", "qwen3_moe")
 IDS = torch.arange(36).remainder(23).view(3, 12) + 3
@@ -68,12 +69,7 @@ def plain(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tens
 
 @pytest.mark.parametrize(
     ("family", "dtype", "kind"),
-    [
-        pytest.param(*key, marks=() if number % 5 == 0 else (pytest.mark.slow,))
-        for number, key in enumerate(
-            product(FAMILIES, (torch.float32, torch.bfloat16), ("none", "nf4", "nf4 kept"))
-        )
-    ],
+    spread(product(FAMILIES, (torch.float32, torch.bfloat16), ("none", "nf4", "nf4 kept")), 5),
 )
 def test_together_is_the_same_as_each_alone(
     family: str, dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch

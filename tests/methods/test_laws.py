@@ -24,18 +24,10 @@ from peftkit.methods.vera import VeRA
 from tests.families import ARCHITECTURES, FAMILIES
 from tests.kinds import inputs, outputs
 from tests.methods import cell, grid, laws
+from tests.spread import spread
 
 QUANTIZE = ("none", "nf4")
-SPREAD = 17
-"""One of so many cells is asked in `make test`; no factor of the number of columns."""
-
-
-def _cell(number: int, key: tuple[str, str, str]) -> Any:
-    marks = () if number % SPREAD == 0 else (pytest.mark.slow,)
-    return pytest.param(*key, marks=marks)
-
-
-CELLS = [_cell(*each) for each in enumerate(product(grid.COLUMNS, ARCHITECTURES, QUANTIZE))]
+CELLS = spread(product(grid.COLUMNS, ARCHITECTURES, QUANTIZE), 17)
 CHEAP = (*laws.CHEAP, laws.recomputing_changes_nothing)
 THREE, MIXTURES = "llama gpt2 qwen2", "mixtral qwen3_moe deepseek_v3 gpt_oss"
 TOKENS = (40, 12, 33)

@@ -27,6 +27,7 @@ from peftkit.train.memory.blocks import Blocks
 from tests.families import ARCHITECTURES, PAD
 from tests.methods.cell import built as build
 from tests.methods.cell import moved
+from tests.spread import spread
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT asks by an old name
@@ -175,14 +176,9 @@ def head_of(family: str, task: str) -> tuple[str, ...]:
     return ("score",) if family == "llama" else ("classifier",)
 
 
-@pytest.mark.parametrize(
-    ("name", "family", "task"),
-    [
-        pytest.param(name, *task, marks=() if number % 3 == 0 else (pytest.mark.slow,))
-        for number, (task, name) in enumerate(product(TASKS, METHODS))
-    ],
-)
-def test_peft_loads_our_files_and_we_load_theirs(name, family, task, tmp_path) -> None:
+@pytest.mark.parametrize(("task", "name"), spread(product(TASKS, METHODS), 3))
+def test_peft_loads_our_files_and_we_load_theirs(task, name, tmp_path) -> None:
+    family, task = task
     model = case(family, task)
     method = METHODS[name].model_copy(update={"train_fully": head_of(family, task)})
     adapter = attach(model, method)

@@ -14,6 +14,7 @@ from peftkit.model.targets import resolve
 from tests.families import ARCHITECTURES, FURTHER, WITHOUT_QUERY
 from tests.kinds import inputs, outputs
 from tests.methods import laws
+from tests.spread import spread
 
 
 @pytest.fixture(autouse=True)
@@ -22,13 +23,7 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(ARCHITECTURES, name, build)
 
 
-CELLS = [
-    pytest.param(name, quantize, marks=() if number % 11 == 0 else (pytest.mark.slow,))
-    for number, (name, quantize) in enumerate(product(FURTHER, ("none", "nf4")))
-]
-
-
-@pytest.mark.parametrize(("name", "quantize"), CELLS)
+@pytest.mark.parametrize(("name", "quantize"), spread(product(FURTHER, ("none", "nf4")), 11))
 def test_every_linear_layer_is_adapted_and_the_laws_hold(name: str, quantize: str) -> None:
     asked = (*laws.CHEAP, laws.peft_agrees, laws.merged_is_the_same)
     outcome = laws.check("lora", name, quantize, asked)

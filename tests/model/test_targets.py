@@ -13,6 +13,7 @@ from peftkit.model.blocks import blocks
 from peftkit.model.places import FrozenWrapper, find_places, is_linear
 from peftkit.model.targets import Site, find_roles, resolve
 from tests.families import ARCHITECTURES
+from tests.spread import spread
 
 
 def paths(model: nn.Module, *targets: str) -> list[str]:
@@ -53,7 +54,7 @@ def test_groups_are_their_roles() -> None:
     assert facts(resolve(model, "ffn")) == facts(resolve(model, ["gate", "up", "down"]))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", spread(ARCHITECTURES, 3))
 def test_all_linear_is_every_linear_layer_but_heads_and_routers(name: str) -> None:
     model = build(name)
     sites = resolve(model, "all-linear")
