@@ -15,7 +15,6 @@ import torch
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, TargetError
 from peftkit.formats.peft.folder import load_adapter, save_adapter
-from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import DoRA, LoRA
 from peftkit.methods.own_parameters import BitFit
 from peftkit.methods.protocol import Method
@@ -46,27 +45,19 @@ SETTINGS: dict[str, tuple[str, Method]] = {
     "bitfit-ffn": ("gpt2", BitFit(targets=("ffn",))),
     "bitfit-norms": ("gpt2", BitFit(targets=("norms",))),
     "bitfit-roles": ("bert", BitFit(targets=("q", "v"))),
-    "bitfit-names": ("bert", BitFit(targets=("output.LayerNorm", "ffn"))),
-    "bitfit-block": ("opt", BitFit(targets=("layers.0.*",))),
     "fully-head": ("llama gpt2", LoRA(rank=2, train_fully=("lm_head",))),
-    "fully-parts": ("roberta", LoRA(rank=2, train_fully=("lm_head",))),
     "fully-embeddings": ("llama", LoRA(rank=2, train_fully=("embed_tokens",))),
-    "fully-norms": ("qwen2", LoRA(rank=2, train_fully=("norm", "layers.0.input_layernorm"))),
     "fully-classes": ("bert_cls", LoRA(rank=2, train_fully=("classifier",))),
     "fully-pooler": ("bert_cls", LoRA(rank=2, train_fully=("classifier", "pooler"))),
-    "fully-nested": ("bert", LoRA(rank=2, train_fully=("cls",))),
-    "fully-ia3": ("llama", IA3(train_fully=("lm_head",))),
-    "fully-bf16": ("gpt2", LoRA(rank=2, train_fully=("ln_f", "lm_head"), dtype="bf16")),
     "fully-block": ("llama", LoRA(rank=2, train_fully=("layers.1",))),
     "rows": ("llama gpt2 gemma t5 bart", LoRA(rank=2, token_rows=TOKENS)),
     "rows-both": ("llama", LoRA(rank=2, token_rows=BOTH)),
     "rows-head": ("llama", LoRA(rank=2, token_rows={"lm_head": TOKENS})),
     "rows-and-head": ("llama", LoRA(rank=2, token_rows=TOKENS, train_fully=("lm_head",))),
     "rows-bitfit": ("qwen2", BitFit(token_rows=TOKENS)),
-    "rows-bf16": ("gpt2", LoRA(rank=2, token_rows=TOKENS, dtype="bf16")),
 }
 """Name -> architectures and a method with settings that are not the grid's."""
-IN_16_BITS = ("fully-parts", "fully-nested", "fully-block", "fully-pooler")
+IN_16_BITS = ("fully-block", "fully-pooler")
 """What has linear layers inside that would be quantised, and then not trained in full."""
 SETTING_CELLS: list[Any] = []
 for number, (setting, (families, _)) in enumerate(SETTINGS.items()):
