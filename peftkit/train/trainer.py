@@ -17,7 +17,7 @@ from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.execution.strategies import smaller
 from peftkit.model.modes import refresh_layouts
 from peftkit.train import rng
-from peftkit.train.batches import split_micro_batches
+from peftkit.train.batches import BatchPrefetcher, on_device, split_micro_batches
 from peftkit.train.config import TrainConfig
 from peftkit.train.diagnosis import Diagnosis, NonFiniteError, diagnose, sources
 from peftkit.train.lockstep import GlobalBatchValues, LockstepForward, Part
@@ -30,7 +30,6 @@ from peftkit.train.memory.out_of_memory import (
     too_large,
 )
 from peftkit.train.optim import LossScale, build_optimizer, complete_gradients, set_learning_rate
-from peftkit.train.prefetch import BatchPrefetcher, on_device
 from peftkit.train.sharding import is_sharded
 from peftkit.train.signals import StopRequest
 from peftkit.train.state import State, StepFacts

@@ -14,9 +14,9 @@ from peftkit.errors import DataError
 from peftkit.events import EvalDone, Event, Notice, Sampled
 from peftkit.model.modes import begin_training
 from peftkit.train import rng
+from peftkit.train.batches import on_device
 from peftkit.train.lockstep import GlobalBatchValues, Pass
 from peftkit.train.memory.out_of_memory import release_memory, too_large
-from peftkit.train.prefetch import on_device
 from peftkit.train.rollouts import Rollouts
 from peftkit.train.sharding import gathered, is_sharded
 from peftkit.train.task import GenerationEvaluator, perplexity

@@ -14,11 +14,11 @@ from peftkit.execution.environment import default_device, used_bytes
 from peftkit.execution.plan import Activations, plan_for
 from peftkit.kernels.device import GPUS, forked_generators, gpu_here, gpu_of, in_float64
 from peftkit.train import rng
+from peftkit.train.batches import on_device
 from peftkit.train.memory.blocks import Blocks
 from peftkit.train.memory.out_of_memory import release_memory
 from peftkit.train.metrics import peak_bytes
 from peftkit.train.model import device_name
-from peftkit.train.prefetch import on_device
 from tests.families import FAMILIES
 
 MPS = torch.device("mps", 0)

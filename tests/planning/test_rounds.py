@@ -56,6 +56,7 @@ def test_larger_members_take_more_room(costs: MemoryEstimator) -> None:
     assert split(recipes, llama(), machine(shared + 3 * own)) == [range(2), range(2, 3)]
 
 
+@pytest.mark.slow
 def test_sweep_in_rounds_trains_every_member(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

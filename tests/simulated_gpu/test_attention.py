@@ -85,9 +85,9 @@ def test_nothing_waits_for_where_documents_begin(
 @pytest.mark.parametrize(
     ("kernel", "packing", "name"),
     [
-        (reference_varlen_attn, False, "varlen"),
+        pytest.param(reference_varlen_attn, False, "varlen", marks=pytest.mark.slow),
         (reference_varlen_attn, True, "varlen"),
-        (missing, True, "sdpa"),
+        pytest.param(missing, True, "sdpa", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_in_16_bits_learns_what_the_cpu_does(

@@ -124,7 +124,7 @@ def fresh_accelerate() -> Iterator[None]:
     ("asked", "told"),
     [
         ("fp16", "precision: fp16 by autocast, loss scaled"),
-        ("bf16", "precision: bf16 by autocast"),
+        pytest.param("bf16", "precision: bf16 by autocast", marks=pytest.mark.slow),
     ],
 )
 def test_the_precision_that_the_launcher_was_told_is_in_the_header(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from peftkit.events import Event, StepDone
 from peftkit.methods.lora import DoRA, LoRA
-from peftkit.train.prefetch import BatchPrefetcher, OnDevice
+from peftkit.train.batches import BatchPrefetcher, OnDevice
 from tests.simulated_gpu import same
 from tests.simulated_gpu.same import train
 from tests.simulated_gpu.simulation import simulated

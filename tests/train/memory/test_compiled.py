@@ -140,7 +140,8 @@ def test_scales_of_layers_make_no_graph_more(backend: pytest.MonkeyPatch) -> Non
     blocks.restore()
 
 
-@pytest.mark.parametrize("way", ["recompute", pytest.param("offload", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["recompute", "offload"])
 def test_compiled_and_recomputed_gradients_are_those_of_neither(
     way: Activations, backend: pytest.MonkeyPatch
 ) -> None:
