@@ -75,6 +75,8 @@ def into_grid(x: Tensor, grid: Grid) -> Tensor:
     """Return queries, keys or values (B, H, L, D) as (R, H, T, D)."""
     # not in 16 bits, for the backward pass sums over all documents that have a token
     rows = x.transpose(1, 2).flatten(0, 1).to(torch.promote_types(x.dtype, torch.float32))
+    # nothing is learnt of padding, which all documents share: what is not finite in one stays there
+    rows = torch.cat([rows[:-1], rows[-1:].detach()])
     return rows[grid.tokens].transpose(1, 2).to(x.dtype)
 
 
