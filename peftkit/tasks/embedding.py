@@ -99,7 +99,8 @@ class Embedding(TextTask):
         model: A bare encoder or decoder.
     """
 
-    num_metrics: ClassVar[int] = 2
+    metric_names = ("accuracy", "masked")
+    """Share of anchors whose own positive is nearest; texts left out, as no false answers."""
     needs_whole_step: ClassVar[bool] = True
 
     def build(self, model: nn.Module) -> None:
@@ -183,12 +184,6 @@ class Embedding(TextTask):
             losses = (losses + functional.cross_entropy(anchors, own, reduction="none")) / 2
         right = (scores.argmax(1) == own).to(losses)
         return losses, right, same.sum(1).to(losses)
-
-    def metric_means(self, means: Sequence[float]) -> dict[str, float]:
-        """Return accuracy: share of anchors whose own positive is nearest; masked: texts left out,
-        because they are no false answers, on average."""
-        accuracy, masked = means
-        return {"accuracy": accuracy, "masked": masked}
 
     def names(self, row: EmbeddingRow) -> Sequence[str]:
         return ("anchor", "positive", *("negative" for _ in row.lengths[2:]))

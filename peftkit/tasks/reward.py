@@ -111,7 +111,7 @@ class Reward(TextTask):
         style: How the adapter in hand was trained to be prompted; None: the rows decide.
     """
 
-    num_metrics: ClassVar[int] = 3
+    metric_names = ("accuracy", "margin", "reward_chosen", "reward_rejected")
 
     row_encoder: RewardEncoder
 
@@ -138,22 +138,12 @@ class Reward(TextTask):
         losses = -functional.logsigmoid(chosen - rejected - batch["margins"])
         if self.config.centring:
             losses = losses + self.config.centring * (chosen + rejected) ** 2
-        told = (chosen > rejected, chosen.detach(), rejected.detach())
+        told = (chosen > rejected, (chosen - rejected).detach(), chosen.detach(), rejected.detach())
         return torch.stack([losses.sum(), *(each.to(losses).sum() for each in told)])
 
     def values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the reward of each document of a batch, in fp32."""
         return head_logits(model, batch)[:, 0]
-
-    def metric_means(self, means: Sequence[float]) -> dict[str, float]:
-        """Return means over pairs; accuracy: share of pairs whose chosen answer has more."""
-        accuracy, chosen, rejected = means
-        return {
-            "accuracy": accuracy,
-            "margin": chosen - rejected,
-            "reward_chosen": chosen,
-            "reward_rejected": rejected,
-        }
 
     def names(self, row: RewardRow) -> Sequence[str]:
         return SIDES

@@ -57,8 +57,8 @@ class Task(Protocol):
     and a summed loss that is the sum of theirs, given what they need to know of the whole step.
     """
 
-    num_metrics: ClassVar[int] = 0
-    """Number of figures that `loss_and_metric_sums` returns beside the loss."""
+    metric_names: tuple[str, ...] = ()
+    """What `loss_and_metric_sums` returns beside the loss."""
     needs_whole_step: ClassVar[bool] = False
     """Whether a row's loss depends on other rows of the step; see `row_values`."""
 
@@ -127,10 +127,14 @@ class Task(Protocol):
         """
         return self.loss_sum(model, batch)[None]
 
+    @property
+    def num_metrics(self) -> int:
+        """How many `metric_names` there are."""
+        return len(self.metric_names)
+
     def metric_means(self, means: Sequence[float]) -> dict[str, float]:
-        """Return metrics by name, from the means of `loss_and_metric_sums`
-        without the loss."""
-        return {}
+        """Return metrics by name, from the means of `metric_names`."""
+        return dict(zip(self.metric_names, means, strict=True))
 
     def row_values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return (rows, K): what the losses of other rows need to know of each row; no gradient.

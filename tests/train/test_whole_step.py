@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ class Centred(ToyTask):
     """Each row's loss is its distance from the mean over the step; tells how often it is above."""
 
     predicts_tokens = False
-    num_metrics = 1
+    metric_names = ("above",)
     needs_whole_step = True
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
@@ -40,9 +40,6 @@ class Centred(ToyTask):
         if "step_values" in batch:  # what was seen first is what is seen now, dropout and all
             torch.testing.assert_close(batch["step_values"][batch["step_index"]], own.detach())
         return torch.stack([((own - mean) ** 2).sum(), (own > mean).sum().float()])
-
-    def metric_means(self, means: Sequence[float]) -> dict[str, float]:
-        return {"above": means[0]}
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

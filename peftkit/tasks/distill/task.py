@@ -69,7 +69,8 @@ class Distill(DocumentTask):
         DataError: A template or a length that cannot be.
     """
 
-    num_metrics: ClassVar[int] = 1
+    metric_names = ("same_token",)
+    """The share of answer tokens at which both choose the same one."""
     updates: ClassVar[int] = 1
     evaluates_answers: ClassVar[bool] = False
     needs_log_probs: ClassVar[bool] = False
@@ -283,10 +284,6 @@ class Distill(DocumentTask):
                 chunk_bytes=self._head.chunk_bytes,
             )
         return torch.stack([values.sum(), same.sum().to(values)])
-
-    def metric_means(self, means: Sequence[float]) -> dict[str, float]:
-        """Return same_token: the share of answer tokens at which both choose the same one."""
-        return {"same_token": means[0]}
 
     def metrics(
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore

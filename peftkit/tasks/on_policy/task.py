@@ -53,12 +53,13 @@ class GRPO(DocumentTask):
 
     makes_rows = True
     evaluates_answers: ClassVar[bool] = True
-    num_metrics: ClassVar[int] = 4
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
         tokenizer, config = self.tokenizer, self.config
         self.updates, self.stop_entropy = config.updates, config.stop_entropy
+        kl = ("kl",) if config.kl else ()
+        self.metric_names = ("entropy", "clipped_low", "clipped_high", *kl)
         self.needs_log_probs = config.updates > 1 or config.kl > 0
         if self._style is None:
             is_chat = Encoder(tokenizer, self.template).has_template
@@ -283,7 +284,7 @@ class GRPO(DocumentTask):
                 setattr(group, name, own)
 
     def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the summed loss, surprise, clipped shares and KL; see `metric_means`."""
+        """Return the summed loss, surprise (which estimates the entropy), clipped shares and KL."""
         config = self.config
         now = self.token_log_probs(model, batch)
         found = policy_losses(
@@ -300,14 +301,8 @@ class GRPO(DocumentTask):
             kl = kl_to_reference(now, batch["reference"].to(now))
             losses = losses + config.kl * kl
         told = (-now, found.clipped_low.to(now), found.clipped_high.to(now), kl)
-        sums = [(value.detach() * found.mean_weights).sum() for value in told]
-        return torch.stack([(losses * found.weights).sum(), *sums])
-
-    def metric_means(self, means: Sequence[float]) -> dict[str, float]:
-        """Return means over answer tokens; entropy: of the policy, estimated by its own tokens."""
-        entropy, low, high, kl = means
-        told = {"entropy": entropy, "clipped_low": low, "clipped_high": high}
-        return {**told, "kl": kl} if self.config.kl else told
+        means = [value.detach() * found.mean_weights for value in told[: self.num_metrics]]
+        return torch.stack([(losses * found.weights).sum(), *(each.sum() for each in means)])
 
 
 def _example(prompt: Any, text: str, style: Style) -> Example:

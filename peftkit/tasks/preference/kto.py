@@ -80,7 +80,10 @@ class KTO(Preference):
     over all rows of the step, is the point z that answers are measured against.
     """
 
-    num_metrics: ClassVar[int] = 8
+    metric_names = (
+        *("wanted", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected"),
+        *("accuracy", "z", "cut"),
+    )
     needs_whole_step: ClassVar[bool] = True
 
     encoder_type: ClassVar[type[AnswerEncoder]] = JudgedEncoder
@@ -158,23 +161,12 @@ class KTO(Preference):
 
     def metric_means(self, means: Sequence[float]) -> dict[str, float]:
         """Return means over wanted and unwanted answers; accuracy: share on their side of z."""
-        wanted, *of_sides, accuracy, z, cut = means
-        shares = (wanted, 1 - wanted) * 2
-        # a step may have answers of one side alone
-        each = [
-            mean / share if share > 0 else 0.0 for mean, share in zip(of_sides, shares, strict=True)
-        ]
-        chosen, rejected, log_prob_chosen, log_prob_rejected = each
-        return {
-            "accuracy": accuracy,
-            "margin": chosen - rejected,
-            "reward_chosen": chosen,
-            "reward_rejected": rejected,
-            "logp_chosen": log_prob_chosen,
-            "logp_rejected": log_prob_rejected,
-            "z": z,
-            "cut": cut,
-        }
+        found = super().metric_means(means)
+        wanted = found.pop("wanted")
+        for side, share in (("chosen", wanted), ("rejected", 1 - wanted)):
+            for name in (f"reward_{side}", f"logp_{side}"):  # a step may have one side alone
+                found[name] = found[name] / share if share > 0 else 0.0
+        return {**found, "margin": found["reward_chosen"] - found["reward_rejected"]}
 
     def spans(self, row: Compared) -> list[tuple[str, str]]:
         return self._spans(row, ("wanted" if row.wanted else "unwanted",))

@@ -145,7 +145,10 @@ class ComparedEncoder(AnswerEncoder):
 class PreferencePairs(Preference):
     """A pair is learnt by what its two answers are worth."""
 
-    num_metrics: ClassVar[int] = 6
+    metric_names = (
+        *("accuracy", "margin", "reward_chosen", "reward_rejected"),
+        *("logp_chosen", "logp_rejected", "cut"),
+    )
 
     encoder_type: ClassVar[type[AnswerEncoder]] = ComparedEncoder
 
@@ -193,22 +196,9 @@ class PreferencePairs(Preference):
             whole = summed(tokens, document, 2 * count).view(-1, 2)[:, 0]
             length = summed(torch.ones_like(tokens), document, 2 * count).view(-1, 2)[:, 0]
             losses = losses - weight * whole / length
-        worth = [rewards(settings.loss, side, beta=settings.beta) for side in (chosen, rejected)]
-        told = (*worth, worth[0] > worth[1], *log_probs.detach().unbind(1), batch["cut"])
+        good, bad = (rewards(settings.loss, s, beta=settings.beta) for s in (chosen, rejected))
+        told = (good > bad, good - bad, good, bad, *log_probs.detach().unbind(1), batch["cut"])
         return torch.stack([losses.sum(), *(each.to(losses).sum() for each in told)])
-
-    def metric_means(self, means: Sequence[float]) -> dict[str, float]:
-        """Return means over pairs; accuracy: share of pairs whose chosen answer is worth more."""
-        chosen, rejected, accuracy, log_prob_chosen, log_prob_rejected, cut = means
-        return {
-            "accuracy": accuracy,
-            "margin": chosen - rejected,
-            "reward_chosen": chosen,
-            "reward_rejected": rejected,
-            "logp_chosen": log_prob_chosen,
-            "logp_rejected": log_prob_rejected,
-            "cut": cut,
-        }
 
     def spans(self, row: Compared) -> list[tuple[str, str]]:
         return self._spans(row, ("chosen", "rejected"))
