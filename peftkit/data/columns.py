@@ -16,7 +16,6 @@ same, and a `status`: KEPT, or why its record became no row.
 from __future__ import annotations
 
 import hashlib
-import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -263,15 +262,6 @@ def write_table(path: Path, schema: Any, batches: Iterable[Any]) -> None:
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for batch in batches:
             writer.write_batch(batch)
-
-
-def checksum(path: Path) -> int:
-    """Return the CRC-32 of a file, at 1 to 3 GB a second; it tells apart what a disk may harm."""
-    found, chunk = 0, bytearray(1 << 22)
-    with open(path, "rb", buffering=0) as file:
-        while length := file.readinto(chunk):
-            found = zlib.crc32(memoryview(chunk)[:length], found)
-    return found
 
 
 def open_table(path: Path) -> Any:

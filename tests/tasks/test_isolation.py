@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from peftkit.data.lazy_rows import PackedRows, View
@@ -77,25 +76,6 @@ def test_a_model_that_cannot_isolate_documents_is_refused_by_name(name: str) -> 
     loss = task.loss_sum(model, task.collate([row, documents()[3]]))
     apart = [task.loss_sum(model, task.collate([one])) for one in (row, documents()[3])]
     torch.testing.assert_close(loss, sum(apart), rtol=1e-5, atol=1e-4)
-
-
-class _Cached(nn.Module):
-    """A Llama that keeps its cache whatever it is told, and so sees over the edge of documents."""
-
-    def __init__(self, inner: PreTrainedModel) -> None:
-        super().__init__()
-        self.inner, self.config, self.dtype = inner, inner.config, inner.dtype
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.inner.get_input_embeddings()
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Any:
-        return self.inner(input_ids=input_ids, position_ids=position_ids, use_cache=True)
-
-
-def test_a_leak_that_no_table_could_know_is_found() -> None:
-    with pytest.raises(DataError, match="Cannot pack documents for _Cached"):
-        check_packing(_Cached(FAMILIES["llama"]()))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama", torch.bfloat16), ("mixtral", torch.float32)])
