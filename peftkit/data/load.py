@@ -23,7 +23,7 @@ from peftkit.data.strict_rows import (
     read_json,
     read_jsonl,
 )
-from peftkit.errors import DataError, did_you_mean, first_few
+from peftkit.errors import DataError, did_you_mean, first_few, neighbours
 
 PART_ROWS = 1_000
 CHAT = ("chat_template", "chat_template_kwargs")
@@ -243,16 +243,10 @@ def _files_beside(path: Path) -> list[str]:
 
 
 def _missing(where: str, path: Path) -> DataError:
-    names = _files_beside(path)
-    rows = [name for name in names if Path(name).suffix.lower() in _READERS]
-    found = "There is no such file."
-    if path.exists():
-        found = "It is not a regular file."
-    elif not path.parent.is_dir():
-        found = f"There is no folder {path.parent} in {Path.cwd()}."
-    elif rows:
-        found += f" In {path.parent}: {first_few(rows, 8, ', ')}"
-    return DataError(f"Cannot read {where}.", found=found, fix=did_you_mean(path.name, names))
+    found = "It is not a regular file."
+    if not path.exists():
+        found = f"There is no such file. {neighbours(path, '*')}"
+    return DataError(f"Cannot read {where}.", found=found)
 
 
 def _unknown_suffix(path: Path) -> DataError:

@@ -64,10 +64,10 @@ def test_a_missing_file_is_told_with_its_neighbours(
     Path("train.jsonl").write_text("{}")
     Path("notes.txt").write_text("")
     assert "Did you mean 'train.jsonl'?" in refused("trian.jsonl")
-    assert "In .: train.jsonl" in refused("other.jsonl")
+    assert "train.jsonl" in refused("other.jsonl")
     assert "Did you mean 'train.jsonl'?" in refused("train.json")
     assert "Did you mean 'train.jsonl'?" in refused("train")
-    assert "There is no folder data" in refused("data/train.jsonl")
+    assert "'data' is not there" in refused("data/train.jsonl")
 
 
 def test_an_unreachable_data_set_says_that_there_is_no_such_file_either() -> None:
