@@ -20,7 +20,6 @@ from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.merging.blend import EXACT, PRUNING, RULES, Settings, blend, drop, trim
 from peftkit.merging.combine import Combined, combine
-from tests.families import FAMILIES
 
 ROUNDING = 2e-6
 """Of sums of products of order one in float32, stored as factors of order one."""
@@ -217,42 +216,6 @@ def test_a_lossy_method_keeps_to_its_rank_and_tells_its_error(rule: str, folders
     assert f"relative error {done.error:.2g}" in folders.notices()
     default = folders.combine({"a": 1.0, "b": 1.0}, rule, out=folders.root / "default")
     assert [update.rank for update in default.updates.values()] == [3, 5, 4]
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # PEFT asks for an old name
-def test_peft_computes_the_sum_of_both(folders: Folders) -> None:
-    """Different ranks, rsLoRA and other layers, read by PEFT: W + 0.5 D1 - 2 D2."""
-    import peft
-
-    model = FAMILIES["llama"]().eval()
-    one = peft.LoraConfig(r=4, lora_alpha=8, use_rslora=True, target_modules=["q_proj", "v_proj"])
-    two = peft.LoraConfig(
-        r=2, target_modules=["q_proj", "up_proj"], rank_pattern={"up_proj": 3},
-        layers_to_transform=[1],
-    )  # fmt: skip
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for name, config, weight in (("one", one, 0.5), ("two", two, -2.0)):
-        wrapped = peft.get_peft_model(FAMILIES["llama"](), config)
-        with torch.no_grad():
-            for module in wrapped.modules():
-                if isinstance(module, peft.tuners.lora.Linear):
-                    module.lora_B["default"].weight.normal_(std=0.1)
-                    own = next(
-                        n for n, m in wrapped.base_model.model.named_modules() if m is module
-                    )
-                    weights[f"{own}.weight"] += weight * module.get_delta_weight("default")
-        wrapped.save_pretrained(folders.root / name)
-    reference = FAMILIES["llama"]().eval()
-    reference.load_state_dict(weights)
-    ids = torch.arange(9)[None]
-    expected = reference(input_ids=ids).logits
-    assert (expected - model(input_ids=ids).logits).abs().max() > 1
-    for rule in EXACT:
-        folders.combine({"one": 0.5, "two": -2.0}, rule, out=folders.root / rule)
-        fresh = FAMILIES["llama"]().eval()
-        fresh.load_state_dict(model.state_dict())
-        combined = peft.PeftModel.from_pretrained(fresh, folders.root / rule)
-        torch.testing.assert_close(combined(input_ids=ids).logits, expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from peftkit.merging.verify import agreement
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import DoRA, LoRA
 from peftkit.methods.lora_linear import LoRALinear
-from peftkit.methods.own_parameters import LNTuning
+from peftkit.methods.own_parameters import BitFit, LNTuning
 from peftkit.methods.protocol import Method
 from peftkit.methods.vera import VeRA
 from peftkit.quant.quantize import quantize_model
@@ -183,12 +183,17 @@ def test_a_base_saved_without_its_head_is_merged_over_its_files(saved: Saver) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", None), ("gpt2", "bf16"), ("mixtral", "fp32")]
+    ("family", "dtype", "method"),
+    [
+        ("llama", None, METHODS["vera"]),
+        ("gpt2", "bf16", BitFit()),
+        ("mixtral", "fp32", LoRA(rank=4, targets="attention")),
+    ],
 )
 def test_both_ways_write_the_same_weights_bit_for_bit(
-    saved: Saver, family: str, dtype: Dtype | None, monkeypatch: pytest.MonkeyPatch
+    saved: Saver, family: str, dtype: Dtype | None, method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved(family, LoRA(rank=4, alpha=8, targets="attention"), dtype=torch.bfloat16)
+    saved(family, method, dtype=torch.bfloat16)
     merge(saved.adapter, saved.out, dtype=dtype, verify=False)
     monkeypatch.setattr("peftkit.merging.merge.changes_of", lambda *args: None)
     merge(saved.adapter, saved.root / "whole", dtype=dtype, verify=False)

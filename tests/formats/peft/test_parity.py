@@ -285,13 +285,6 @@ def test_another_base_of_the_same_shapes_is_refused_unless_forced(
     load_adapter(base, tmp_path, fingerprint=other, force=True)
 
 
-def test_a_pickle_alone_is_refused_unopened(base: nn.Module, tmp_path: Path) -> None:
-    save_adapter(attach(base, LoRA(rank=2, targets=("q",))), tmp_path)
-    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
-    with pytest.raises(AdapterError, match=r"holds no adapter_model\.safetensors"):
-        load_adapter(base, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("paths", "others", "endings"),
     [
