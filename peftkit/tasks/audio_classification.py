@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor, nn
 
 from peftkit.base.purpose import Processor
-from peftkit.data.load import DataConfig
 from peftkit.data.media import MediaClass
 from peftkit.data.sounds import Sound
 from peftkit.tasks.classified_media import (
@@ -47,16 +46,9 @@ class AudioClassification(ClassifiedMedia):
         BaseError: It is none.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        processor: Any,
-        config: AudioClassificationConfig,
-        data: DataConfig | None = None,
-        **more: Any,
-    ) -> None:
-        super().__init__(model, processor, config, data, **more)
-        hearing = self.hearing = Hearing(model, processor, config.max_seconds)
+    def build(self, model: nn.Module) -> None:
+        super().build(model)
+        hearing = self.hearing = Hearing(model, self.processor, self.config.max_seconds)
 
         def made(media: Sound, label: int) -> SoundRow:
             (heard,) = hearing.decoded([media])
@@ -65,7 +57,7 @@ class AudioClassification(ClassifiedMedia):
                 raise media.error(f"It is short: {hearing.told(number)}.", "Remove it.")
             return SoundRow(media, number, positions, label, media.source)
 
-        self.row_encoder = ClassifiedEncoder(SoundRow, config, self.labels, made, hearing.key)
+        self.row_encoder = ClassifiedEncoder(SoundRow, self.config, self.labels, made, hearing.key)
 
     def inputs(self, media: Sequence[Sound]) -> dict[str, Tensor]:
         """Return what the model hears."""

@@ -109,16 +109,9 @@ class ClassifiedMedia(Classifier):
 
     row_encoder: ClassifiedEncoder
 
-    def __init__(
-        self,
-        model: nn.Module,
-        processor: Any,
-        config: ClassifiedMediaConfig,
-        data: DataConfig | None = None,
-        **more: Any,
-    ) -> None:
-        config.media.require()
-        super().__init__(model, processor, config, data or DataConfig(train=""), **more)
+    def build(self, model: nn.Module) -> None:
+        self.config.media.require()
+        super().build(model)
         self.labels = labels_of(unwrapped(model).config)
 
     @abstractmethod

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
 from peftkit.base.purpose import Processor
 from peftkit.data.images import Picture
-from peftkit.data.load import DataConfig
 from peftkit.data.media import MediaClass
 from peftkit.tasks.classified_media import (
     ClassifiedEncoder,
@@ -40,15 +39,8 @@ class ImageClassification(ClassifiedMedia):
         processor: The base's image processor.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        processor: Any,
-        config: ImageClassificationConfig,
-        data: DataConfig | None = None,
-        **more: Any,
-    ) -> None:
-        super().__init__(model, processor, config, data, **more)
+    def build(self, model: nn.Module) -> None:
+        super().build(model)
         channels = getattr(unwrapped(model).config, "num_channels", 3)
         mode = self._mode = "L" if channels == 1 else "RGB"
 
@@ -56,7 +48,7 @@ class ImageClassification(ClassifiedMedia):
             media.decode(mode)
             return ImageRow(media, label, media.source)
 
-        self.row_encoder = ClassifiedEncoder(ImageRow, config, self.labels, made, mode)
+        self.row_encoder = ClassifiedEncoder(ImageRow, self.config, self.labels, made, mode)
 
     def inputs(self, media: Sequence[Picture]) -> dict[str, Tensor]:
         """Return pixel_values (B, C, H, W)."""

@@ -43,35 +43,23 @@ VIDEO_FRAMES = 16
 class MediaText(AnswerTask):
     """The task: rows from files, batches from rows and their media, a loss from batches.
 
-    Args:
-        processor: The base's, of media and text.
-        style: How the adapter in hand was trained to be prompted; None: the rows decide.
-
     Raises:
         BaseError: The model takes no such media, or is an encoder-decoder.
         DataError: A chat template or a length that cannot be.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        processor: Any,
-        config: MediaTextConfig,
-        data: DataConfig,
-        **more: Any,
-    ) -> None:
-        needed = config.media
-        needed.require()
-        config = config.resolve(data)
-        settings = unwrapped(model).config
-        _check_model(model, needed)
-        super().__init__(model, processor, config, data, **more)
+    def build(self, model: nn.Module) -> None:
+        config = self.config = self.config.resolve(self.data)
+        _check_model(model, config.media)
+        super().build(model)
         self._model, self._is_checked = model, False
+        settings = unwrapped(model).config
         patch = getattr(getattr(settings, "vision_config", None), "patch_size", 14)
         patch = patch if isinstance(patch, int) else int(patch[0])
-        asked = Asked(processor, settings, needed, _limits(processor, config), patch_size=patch)
+        limits = _limits(self.processor, config)
+        asked = Asked(self.processor, settings, config.media, limits, patch_size=patch)
         self.encoder = self.row_encoder = MediaEncoder(
-            asked, needed, self.template, data.format, max_length=self.max_length
+            asked, config.media, self.template, self.data.format, max_length=self.max_length
         )
 
     @property
