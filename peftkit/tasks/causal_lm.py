@@ -29,7 +29,6 @@ class CausalLM(AnswerTask):
     Args:
         model: What will be trained; asked how long a row it can read, and, for packing, whether
             documents that share a row are isolated.
-        style: How the adapter in hand was trained to be prompted; None: the rows decide.
 
     Raises:
         BaseError: The model is not causal.

@@ -108,7 +108,6 @@ class Reward(TextTask):
 
     Args:
         model: With a head of one value.
-        style: How the adapter in hand was trained to be prompted; None: the rows decide.
     """
 
     metric_names = ("accuracy", "margin", "reward_chosen", "reward_rejected")

@@ -64,9 +64,7 @@ class Distill(DocumentTask):
     """Learn to answer as the teacher does.
 
     Raises:
-        BaseError: The model is not causal.
         AdapterError: The adapter changes the head: the teacher's is another function then.
-        DataError: A template or a length that cannot be.
     """
 
     metric_names = ("same_token",)

@@ -44,12 +44,7 @@ SCORED = 16
 
 
 class GRPO(DocumentTask):
-    """Answers in groups, weighted by how much better than their group they are.
-
-    Raises:
-        BaseError: The model is not causal.
-        DataError: A chat template or a length that cannot be.
-    """
+    """Answers in groups, weighted by how much better than their group they are."""
 
     makes_rows = True
     evaluates_answers: ClassVar[bool] = True

@@ -29,15 +29,7 @@ from peftkit.train.task import SetupContext
 
 
 class Preference(DocumentTask):
-    """What all tasks of preferences have in common.
-
-    Args:
-        style: How the adapter in hand was trained to be prompted; None: the rows decide.
-
-    Raises:
-        BaseError: The model is not causal.
-        DataError: A chat template or a length that cannot be.
-    """
+    """What all tasks of preferences have in common."""
 
     encoder_type: ClassVar[type[AnswerEncoder]]
 
