@@ -90,15 +90,11 @@ def copy_recipe(
     try:
         with target.open("x", encoding="utf-8") as file:
             file.write(source.read_text(encoding="utf-8"))
-    except FileExistsError:
-        raise OutputError(
-            f"'{target}' exists already.", fix="Choose another name, or remove it first."
-        ) from None
     except OSError as error:
         raise OutputError(
             f"'{target}' cannot be written.",
             found=error.strerror or str(error),
-            fix="Choose a name in a folder that exists and is writable.",
+            fix="Choose a new name in a folder that exists and is writable.",
         ) from None
     typer.echo(target)
     note(f"Next: peftkit check {target}")

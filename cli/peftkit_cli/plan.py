@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peftkit.errors import neighbours
+from peftkit_cli.about import unknown_recipe_file
 from peftkit_cli.arguments import Json, Overrides, note
 
 if TYPE_CHECKING:
@@ -51,14 +52,8 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Estimate a run's memory, time and disk, and what to change if it does not fit."""
-    from pathlib import Path
-
-    from peftkit.errors import ConfigError
-
     if what.endswith((".yaml", ".yml")) and not Path(what).is_file():
-        raise ConfigError(
-            f"Cannot read {what}: no such file.", found=neighbours(Path(what), "*.y*ml")
-        )
+        raise unknown_recipe_file(Path(what))
     from peftkit.planning.plan import plan_run
 
     found = plan_run(what, memory=memory, overrides=overrides or (), link=link)

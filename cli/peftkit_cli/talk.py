@@ -52,7 +52,11 @@ def generate(
 ) -> None:
     """Complete a prompt, or write down what is said. Prints this and nothing else."""
     if audio and prompt is None:
-        _transcribe(_open(adapter, base, force), audio)
+        opened = _open(adapter, base, force)
+        from peftkit.inference.predict import transcribe
+
+        for said in transcribe(opened, audio):
+            typer.echo(said)
         return
     text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
     if not text:
@@ -76,13 +80,6 @@ def generate(
     base_model, tokenizer = opened.base.model, opened.base.tokenizer
     (answer,) = generate_text(base_model, tokenizer, text, style=opened.style, **settings)
     typer.echo(answer)
-
-
-def _transcribe(opened: Opened, sounds: Sequence[Path]) -> None:
-    from peftkit.inference.predict import transcribe
-
-    for text in transcribe(opened, sounds):
-        typer.echo(text)
 
 
 def evaluate(
@@ -125,10 +122,7 @@ def evaluate(
         _run_tasks(opened, names, as_json=as_json, chat_template=chat_template, **how)
         return
     assert data is not None
-    if not data.exists():
-        raise DataError(
-            f"there is no data file '{data}'.", found=neighbours(data, f"*{data.suffix}")
-        )
+    _check_there(data)
     opened = _open(adapter, base, force)
     from peftkit.formats.continued import before_training
     from peftkit.inference.evaluate import evaluate as measure
@@ -216,10 +210,7 @@ def predict(
 def _predict_file(
     adapter: str, data: Path, out: Path | None, base: str | None, force: bool
 ) -> None:
-    if not data.exists():
-        raise DataError(
-            f"there is no data file '{data}'.", found=neighbours(data, f"*{data.suffix}")
-        )
+    _check_there(data)
     opened = _open(adapter, base, force)
     from peftkit.inference.predict import predict_file, write_rows
     from peftkit_cli.render import Renderer
@@ -324,3 +315,9 @@ def _open(adapter: str, base: str | None, force: bool) -> Opened:
 
     with Renderer(transient=True) as on_event:
         return open_adapter(folder, base, force=force, on_event=on_event)
+
+
+def _check_there(data: Path) -> None:
+    if not data.exists():
+        near = neighbours(data, f"*{data.suffix}")
+        raise DataError(f"there is no data file '{data}'.", found=near)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,28 +73,32 @@ def open_sweep(members: Sequence[Member], out: Path, resume: bool) -> dict[str, 
         )
     for name, entry in known.items():
         if entry["state"] == "done":
-            fresh[name] = Outcome(**{key: entry[key] for key in Outcome.__slots__})
+            fresh[name] = Outcome(**entry)
     return fresh
 
 
 def write_outcomes(out: Path, outcomes: Mapping[str, Outcome], best: str | None = None) -> None:
-    entries = [
-        {key: getattr(outcome, key) for key in Outcome.__slots__} for outcome in outcomes.values()
-    ]
+    entries = [asdict(outcome) for outcome in outcomes.values()]
     write_json({"members": entries, "best": best}, out / SWEEP)
 
 
 def tell_outcomes(out: Path, outcomes: Mapping[str, Outcome], on_event: Listener) -> list[Outcome]:
     """Write the end of the sweep and the report of all, copy the best adapter, tell the table."""
     order = sorted(outcomes.values(), key=lambda outcome: outcome.rank)
-    _report(out, order, on_event)
+    folders = [outcome.folder for outcome in order if is_run(Path(outcome.folder))]
+    try:
+        on_event(Saved("report", write_report(folders, out / REPORT)))
+    except Exception as error:  # a report costs no sweep
+        on_event(Notice(f"{REPORT} was not written: {error}"))
     best = order[0]
     if best.state == "failed":
         raise RunError(
             "every member of the sweep failed", found=best.error, fix=f"See {out}/{SWEEP}"
         )
     write_outcomes(out, outcomes, best.name)
-    _copy(Path(best.folder), out / BEST)
+    left_out = shutil.ignore_patterns("checkpoints", "metrics.jsonl")
+    with new_folder(out / BEST, last="adapter_config.json") as made:
+        shutil.copytree(best.folder, made, ignore=left_out, dirs_exist_ok=True)
     keys = list(dict.fromkeys(key for outcome in order for key in outcome.settings))
     rows = tuple(
         (
@@ -113,19 +117,3 @@ def tell_outcomes(out: Path, outcomes: Mapping[str, Outcome], on_event: Listener
     on_event(Table("The sweep, best first", columns, rows))
     on_event(Saved("best adapter", out / BEST))
     return order
-
-
-def _report(out: Path, order: Sequence[Outcome], on_event: Listener) -> None:
-    """Write the curves of all members in one picture; a report costs no sweep."""
-    folders = [outcome.folder for outcome in order if is_run(Path(outcome.folder))]
-    try:
-        on_event(Saved("report", write_report(folders, out / REPORT)))
-    except Exception as error:
-        on_event(Notice(f"{REPORT} was not written: {error}"))
-
-
-def _copy(folder: Path, to: Path) -> None:
-    """Copy an adapter without its checkpoints; whole or not at all."""
-    left_out = shutil.ignore_patterns("checkpoints", "metrics.jsonl")
-    with new_folder(to, last="adapter_config.json") as made:
-        shutil.copytree(folder, made, ignore=left_out, dirs_exist_ok=True)

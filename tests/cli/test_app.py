@@ -11,7 +11,7 @@ import pytest
 
 from peftkit.errors import DataError, RunError
 from peftkit_cli import about, app
-from tests.cli.conftest import Run, environment
+from tests.command_line import Run, environment
 
 COMMANDS: dict[str, list[str]] = {
     "quickstart": [],
@@ -205,7 +205,7 @@ def test_recipes_are_listed_shown_and_copied(peftkit: Run, tmp_path: Path) -> No
     [
         (["show", "dor"], "Did you mean 'dora'?"),
         (["show", "../pyproject"], "there is no recipe named '../pyproject'."),
-        (["cp", "dora", "taken.yaml"], "'taken.yaml' exists already."),
+        (["cp", "dora", "taken.yaml"], "'taken.yaml' cannot be written."),
         (["cp", "dora", "nowhere/x.yaml"], "No such file or directory"),
     ],
 )

@@ -16,7 +16,7 @@ from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.bank import open_bank
 from peftkit.inference.generate import generate
 from peftkit.methods.lora import LoRA
-from tests.cli.conftest import Run
+from tests.command_line import Run
 
 ASKED = "what is the lazy?"
 

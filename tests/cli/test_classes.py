@@ -9,7 +9,7 @@ import pytest
 
 from peftkit import recipe
 from peftkit.run.config import Recipe
-from tests.cli.conftest import Run
+from tests.command_line import Run
 from tests.tasks.classifiers import LABELS, TEXTS, save_base, write_rows, write_texts
 
 RECIPE = """\

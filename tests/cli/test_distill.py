@@ -9,7 +9,7 @@ import pytest
 
 from peftkit.run import questions
 from peftkit.run.config import load
-from tests.cli.conftest import Run, write_rows
+from tests.command_line import Run, write_rows
 
 RULES = "the dog answers\n\n## User\nthe quick fox?\n\n## Assistant\nthe lazy dog\n"
 FEW = (

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from peftkit.config.explain import options_of
 from peftkit.run.config import Recipe, load
 from peftkit_cli.import_recipe import TABLE
-from tests.cli.conftest import Run
+from tests.command_line import Run
 
 AXOLOTL = """\
 base_model: org/model

@@ -9,7 +9,7 @@ import pytest
 
 from peftkit.run.config import load
 from peftkit_cli.init import GOALS, recipe_text
-from tests.cli.conftest import Run, turn, write_rows
+from tests.command_line import Run, turn, write_rows
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

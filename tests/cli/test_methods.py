@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from peftkit.adapter import attach
 from peftkit.methods.table import METHODS
 from peftkit_cli.inspect import method_facts, method_rows
-from tests.cli.conftest import Run
+from tests.command_line import Run
 from tests.families import ARCHITECTURES
 
 README = Path(__file__).parents[2] / "README.md"

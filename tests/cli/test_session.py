@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from peftkit.files.folders import LOCKS
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.generate import generate
-from tests.cli.conftest import Run, start, turn, write_rows
+from tests.command_line import Run, start, turn, write_rows
 
 ASKED = "what is the lazy?"
 

@@ -20,7 +20,7 @@ from peftkit.train.checkpoints import checkpoint
 from peftkit.train.metrics import peak_bytes
 from peftkit_cli import about
 from peftkit_cli.app import main
-from tests.cli.conftest import Run
+from tests.command_line import Run
 
 MODULES = ("fcntl", "resource", "readline", "termios", "pwd", "grp")
 

@@ -15,7 +15,7 @@ from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.folder import Provenance, save_adapter
 from peftkit.inference.harness import Score, run_tasks, scores_of
 from peftkit.methods.lora import LoRA
-from tests.cli.conftest import Run, peftkit  # noqa: F401
+from tests.command_line import Run, peftkit  # noqa: F401
 
 CHOICE = """\
 task: animals

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from peftkit.errors import AdapterError
 from peftkit.formats.open_adapter import open_adapter
-from tests.cli.conftest import Run
+from tests.command_line import Run
 from tests.reliability.conftest import change_json
 
 CONFIG, NOTES, TENSORS = "adapter_config.json", "peftkit.json", "adapter_model.safetensors"

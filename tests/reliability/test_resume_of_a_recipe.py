@@ -16,7 +16,7 @@ from peftkit.config.schema import from_dict
 from peftkit.errors import CheckpointError, DataError
 from peftkit.events import Event, Notice, StepDone
 from peftkit.run.config import Recipe
-from tests.cli.conftest import Run
+from tests.command_line import Run
 
 TENSORS = "adapter_model.safetensors"
 

@@ -17,7 +17,7 @@ from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.folder import AdapterFolder
 from peftkit.run.config import Recipe
 from peftkit.train.signals import Interrupted, stopping_at_once
-from tests.cli.conftest import start
+from tests.command_line import start
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
 

@@ -20,7 +20,7 @@ from peftkit.inference.predict import predict, predict_file
 from peftkit.recipe import run
 from peftkit.run.config import Recipe
 from peftkit.tasks.reranker import Reranker, RerankerConfig, RerankRow
-from tests.cli.conftest import peftkit
+from tests.command_line import peftkit
 from tests.tasks.classifiers import save_base, task_for, write_rows
 
 __all__ = ["peftkit"]  # a fixture

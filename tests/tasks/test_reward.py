@@ -23,7 +23,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.recipe import run
 from peftkit.run.config import Recipe
 from peftkit.tasks.reward import Reward, RewardConfig
-from tests.cli.conftest import peftkit
+from tests.command_line import peftkit
 from tests.tasks.classifiers import save_base
 from tests.tasks.preference.cases import PAIRS, write
 

@@ -1,0 +1,97 @@
+"""Ways to run the command line: in this process, or as its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import pytest
+
+from peftkit_cli.app import run
+
+ROOT = Path(__file__).parents[1]
+
+
+class Done(NamedTuple):
+    """What a command left: exit code, data, remarks."""
+
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def peftkit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Run:
+    """Run a command in this process, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def call(*args: object) -> Done:
+        capsys.readouterr()
+        code = run([str(arg) for arg in args])
+        return Done(code, *capsys.readouterr())
+
+    return call
+
+
+def environment() -> dict[str, str]:
+    """Return the environment in which a process finds this tree."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "cli")])
+    return os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def start(
+    *args: object, cwd: Path, stdout: int | IO[str] = subprocess.PIPE
+) -> subprocess.Popen[str]:
+    """Start a command as a process of its own, with pipes to it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "peftkit_cli", *map(str, args)],
+        cwd=cwd,
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+RECIPE = """\
+base: {{model: {model}, quantize: none}}
+method: {{type: lora, rank: 4, alpha: 8, targets: [q, v]}}
+data: {{train: train.jsonl, eval: eval.jsonl, max_length: 64}}
+train: {{output_dir: runs/demo, max_steps: 8, batch_size: 2, learning_rate: 0.05, eval_every: 4}}
+"""
+
+
+def turn(question: str, answer: str) -> dict[str, list[dict[str, str]]]:
+    """Return a row of one question and its answer."""
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+
+
+def write_rows(file: Path, rows: Iterable[object]) -> None:
+    """Write JSON Lines."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_project(folder: Path, model: Path) -> Path:
+    """Write data and a recipe, as a user has them; return the folder."""
+    rows = [turn(f"what is the {word}?", f"the {word} dog") for word in ("quick", "brown", "lazy")]
+    write_rows(folder / "train.jsonl", rows * 4)
+    write_rows(folder / "eval.jsonl", rows)
+    (folder / "recipe.yaml").write_text(RECIPE.format(model=model), encoding="utf-8")
+    return folder
