@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.train.batches import StatelessSampler
-from tests.train.toy import Row, Toy, ToyTask, learner_of, make_rows, play
+from tests.train.toy import Toy, ToyTask, learner_of, make_rows, play
 
 # Sums of the same few hundred fp32 terms in another order.
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
@@ -158,16 +158,3 @@ def test_processes_share_a_group_evenly_and_without_overlap(world_size: int) -> 
         shares = [order.step_indices(step, rank, world_size) for rank in range(world_size)]
         assert sorted(i for share in shares for i in share) == sorted(order.step_indices(step))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-def test_a_row_object_may_be_anything_the_task_understands(tmp_path: Path) -> None:
-    class PairTask(ToyTask):
-        def collate(self, rows: Sequence[Any]) -> Mapping[str, Tensor]:
-            return super().collate([Row(ids, labels, "") for ids, labels in rows])
-
-    pairs = [(row.input_ids, row.labels) for row in make_rows(14)]
-    plain, paired = (
-        play(tmp_path / "a"),
-        play(tmp_path / "b", task=PairTask(), rows=pairs, eval_rows=pairs[:3]),
-    )
-    assert paired.losses == plain.losses

@@ -103,10 +103,6 @@ def test_little_space_is_told_at_the_start_and_refused_before_the_save(
     assert names(tmp_path) == ["latest", "step-1", "step-2"]
 
 
-def test_enough_space_is_not_worth_a_word(tmp_path: Path, disk: Disk) -> None:
-    assert play(tmp_path, max_steps=1).notices == []
-
-
 def test_whatever_the_disk_says_in_a_save_is_one_message_and_no_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

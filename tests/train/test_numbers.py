@@ -59,7 +59,7 @@ def weights_before(folder: Path, step: int) -> dict[str, Tensor]:
     return play(folder, max_steps=step, schedule="constant").weights
 
 
-@pytest.mark.parametrize("factor", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("factor", [float("nan"), float("-inf")])
 def test_a_loss_that_is_not_finite_stops_before_the_weights_change(
     tmp_path: Path, factor: float
 ) -> None:
@@ -110,13 +110,6 @@ def test_an_infinite_gradient_stops_before_the_weights_change(tmp_path: Path) ->
     assert found["gradients"] == ["magnitude", "lora_A.weight", "lora_B.weight"]
     assert found["parameters"] == []
     assert "Non-finite gradients: magnitude" in str(run.error)
-
-
-def test_a_diagnosis_leaves_no_hooks_behind(tmp_path: Path) -> None:
-    model = Toy()
-    run = play(tmp_path, model=model, task=Poisoned(float("nan")))
-    assert isinstance(run.error, RunError)
-    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_the_run_can_be_resumed_without_the_bad_row(tmp_path: Path) -> None:

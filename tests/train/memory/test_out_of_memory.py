@@ -271,13 +271,6 @@ def test_a_run_that_had_to_recompute_does_so_after_a_resume_unless_told_otherwis
     assert told.plan.activations == "keep"
 
 
-def test_a_limit_in_tokens_is_halved_until_memory_suffices() -> None:
-    learner = learner_of(Toy(), Small(3), tokens_per_batch=48)
-    facts = learner.step(make_rows(8), 0.1)
-    assert (learner.plan.rows, learner.plan.tokens) == (8, 24)
-    assert "here on: 24 tokens at a time instead of 48." in facts.notice
-
-
 def test_recomputing_a_model_without_marked_blocks_is_refused(tmp_path: Path) -> None:
     error = play(tmp_path, gradient_checkpointing=True).error
     assert isinstance(error, PeftkitError)

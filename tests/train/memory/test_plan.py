@@ -80,12 +80,6 @@ def test_saved_tensors_are_counted_where_they_are_saved() -> None:
     assert saved.outside == 4 * 5 * (8 + 4 + 31)
 
 
-def test_what_is_counted_grows_with_the_tokens_and_not_with_the_weights() -> None:
-    few, many = counted(Deep(), 5), counted(Deep(), 15)
-    assert many.outside == 3 * few.outside
-    assert many.inside == tuple(3 * size for size in few.inside)
-
-
 def test_counting_keeps_nothing() -> None:
     alive: list[Any] = []
 
