@@ -219,7 +219,7 @@ def test_counting_before_the_first_step_leaves_no_trace(tmp_path: Path) -> None:
     class Normed(Toy):
         def __init__(self) -> None:
             super().__init__(dropout=0.3)
-            self.norm = nn.BatchNorm1d(31, affine=False)
+            self.norm = nn.BatchNorm1d(31)  # trained, so that it learns its means too
 
         def forward(self, ids: Tensor) -> Tensor:
             return self.norm(super().forward(ids).transpose(1, 2)).transpose(1, 2)
