@@ -51,10 +51,6 @@ def alone(bank: AdapterBank, name: str) -> str:
     return text
 
 
-def test_the_models_are_the_adapters_and_the_base(client: Any) -> None:
-    assert sorted(model.id for model in client.models.list()) == ["base", "one", "two"]
-
-
 def test_a_chat_whole_and_streamed_is_what_generate_answers(client: Any, bank: AdapterBank) -> None:
     expected = alone(bank, "one")  # before the server has work: then the bank is its alone
     whole = client.chat.completions.create(model="one", messages=ASKED)
@@ -72,18 +68,6 @@ def test_a_chat_whole_and_streamed_is_what_generate_answers(client: Any, bank: A
     assert pieces[0].choices[0].delta.role == "assistant"
     assert pieces[-1].usage == whole.usage
     assert pieces[-2].choices[0].finish_reason == whole.choices[0].finish_reason
-
-
-def test_completions_whole_and_streamed_are_the_same(client: Any) -> None:
-    asked = {"model": "base", "prompt": ["the quick", "a lazy dog"], "max_tokens": 5}
-    whole = client.completions.create(**asked)
-    assert [choice.index for choice in whole.choices] == [0, 1]
-    texts = ["", ""]
-    for piece in client.completions.create(**asked, stream=True):
-        for choice in piece.choices:
-            texts[choice.index] += choice.text
-    assert texts == [choice.text for choice in whole.choices]
-    assert all(texts)
 
 
 def test_errors_are_the_client_s_own(client: Any) -> None:

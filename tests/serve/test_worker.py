@@ -66,24 +66,6 @@ def test_two_adapters_and_the_base_share_a_batch(bank: AdapterBank) -> None:
     assert [answer.num_tokens for answer in answers] == lengths
 
 
-def test_each_row_has_its_own_settings_and_seed(bank: AdapterBank) -> None:
-    asked = [
-        Asked("one", [7, 8]),
-        Asked("one", [7, 8], temperature=2.0, seed=3),
-        Asked("one", [7, 8], temperature=2.0, seed=3, max_new_tokens=3),
-        Asked("one", [7, 8], temperature=2.0, seed=4),
-        Asked("one", [7, 8]),
-    ]
-    together, _ = answered(bank, asked)
-    for one in asked:
-        one.job.running, one.job.is_over = None, False
-    one_by_one, _ = answered(bank, asked, rows=1)
-    assert together == one_by_one
-    assert together[0] == together[4]
-    assert together[1].text.startswith(together[2].text)
-    assert len({answer.text for answer in together}) == 4
-
-
 def test_a_full_queue_takes_all_prompts_of_a_request_or_none(bank: AdapterBank) -> None:
     worker = Worker(bank, max_waiting=3)
     worker.submit([Asked("one", [7]).job] * 2)
@@ -124,23 +106,6 @@ def test_stopping_tells_those_who_wait(bank: AdapterBank) -> None:
     assert asked.end().status == 503
     with pytest.raises(RequestError, match="shutting down"):
         worker.submit([asked.job])
-
-
-def test_who_goes_leaves_at_the_next_token_while_the_others_go_on(bank: AdapterBank) -> None:
-    gone, stays = Asked("one", [7, 8], max_new_tokens=90), Asked("two", [7, 8], max_new_tokens=9)
-    told: list[Any] = []
-
-    def leave(what: Any) -> None:
-        told.append(what)
-        gone.job.cancel()
-
-    gone.job.tell = leave
-    worker = Worker(bank)
-    worker.submit([gone.job, stays.job])
-    worker.start()
-    assert stays.end().num_tokens == 9
-    worker.stop()
-    assert len(told) == 1
 
 
 def test_a_text_that_may_become_a_stop_text_is_held_back(tokenizer: Any) -> None:
