@@ -86,8 +86,6 @@ def test_servers_combinations_and_banks_refuse_it_by_name(folder: Path, tmp_path
     with pytest.raises(AdapterError, match="modules_to_save"):
         export_adapter(folder, tmp_path / "served", to="peft", serving=True)
     with pytest.raises(AdapterError, match="modules_to_save"):
-        export_adapter(folder, tmp_path / "lower", to="peft", rank=1)
-    with pytest.raises(AdapterError, match="modules_to_save"):
         combine([(folder, 1.0)], "linear", tmp_path / "sum")
     with pytest.raises(AdapterError, match="modules_to_save"):  # as banks and compare read it
         read_low_rank(folder)

@@ -33,6 +33,8 @@ from peftkit.model.places import is_conv1d
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 NOTES = "peftkit.json"
+FINGERPRINT = "base_fingerprint"
+"""Of the tensor file's metadata, for where peftkit.json is lost."""
 PREFIX = "base_model.model."
 BARE = "base_model."
 """Prefix of methods that act on the input and wrap no layers."""
@@ -95,7 +97,8 @@ def write_folder(
     """Write the three files of an adapter folder; see `save_adapter`."""
     tensors = {_prefix(method, name) + name: tensor.cpu() for name, tensor in state.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(tensors, folder / TENSORS, {"format": "pt"})
+    known = {FINGERPRINT: provenance.fingerprint} if provenance.fingerprint else {}
+    write_tensors(tensors, folder / TENSORS, {"format": "pt", **known})
     write_json(fields, folder / CONFIG)
     write_notes(folder / NOTES, folder / TENSORS, method, fields, provenance)
     return folder
@@ -152,10 +155,13 @@ def read_adapter(folder: str | Path) -> AdapterFile:
         method_from_peft(fields)  # refuses what peftkit does not read
         method, origin = read_notes(folder / NOTES, tensors, folder / CONFIG, fields)
         return AdapterFile(folder, method, fields, origin, made_here=True)
-    fields = dict(with_implied_heads(fields, check_safetensors(tensors).tensors))
+    header = check_safetensors(tensors)
+    fields = dict(with_implied_heads(fields, header.tensors))
+    known = header.metadata.get(FINGERPRINT, "")
     origin = Provenance(
         base=fields.get("base_model_name_or_path") or None,
         revision=fields.get("revision"),
+        fingerprint=known if re.fullmatch("sha256:[0-9a-f]{64}", known) else None,
         task_type=fields.get("task_type"),
     )
     return AdapterFile(folder, method_from_peft(fields), fields, origin, made_here=False)
