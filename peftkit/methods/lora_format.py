@@ -142,6 +142,13 @@ def trains_biases(fields: Mapping[str, Any]) -> bool:
 def _settings(fields: Mapping[str, Any]) -> dict[str, Any]:
     check_layout(fields)
     init = fields.get("init_lora_weights", True)
+    if str(init).startswith(("pissa_niter", "corda")):
+        raise AdapterError(
+            "the adapter's start cannot be made again",
+            found=f"init_lora_weights: {shown(init)}; PEFT took a random or measured start out of "
+            "the base's weights, and the file does not hold it",
+            fix="Save it with PEFT's path_initial_model_for_weight_conversion.",
+        )
     if init not in ("pissa", "olora"):
         # every other start is a value of A and B that the file replaces
         init = "gaussian" if init == "gaussian" else "default"

@@ -25,6 +25,7 @@ from peftkit.formats.peft.config_fields import refused_by_peft
 from peftkit.formats.peft.folder import load_adapter, read_adapter, save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.methods.lora import LoRA
+from peftkit.methods.table import method_from_peft
 from tests.families import FAMILIES, FURTHER
 from tests.kinds import outputs, words
 
@@ -103,3 +104,9 @@ def test_what_peft_refuses_is_said(name: str, refused: bool, tmp_path: Path) -> 
         return
     with pytest.raises((ValueError, RuntimeError), match=r"incompatible|size mismatch"):
         peft.PeftModel.from_pretrained(bare, str(tmp_path))
+
+
+@pytest.mark.parametrize("start", ["pissa_niter_16", "corda"])
+def test_a_start_that_cannot_be_made_again_is_refused(start: str) -> None:
+    with pytest.raises(AdapterError, match=f"init_lora_weights: '{start}'"):
+        method_from_peft({"peft_type": "LORA", "r": 4, "init_lora_weights": start})
