@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -223,3 +224,40 @@ def test_a_base_that_processes_open_together_is_the_one_that_each_loads(
     assert sharing.waits == 2 * kept
     assert [*cache.glob("packed/*/model.safetensors")] != [] if kept else not cache.exists()
     assert not [*cache.glob("packed/tmp*")]
+
+
+@pytest.mark.slow
+def test_of_two_that_pack_the_same_base_one_waits_and_opens_it(folder, cache, monkeypatch) -> None:
+    monkeypatch.setattr(packed_bases, "WORTH_KEEPING", 0)
+    building, may_go_on, built = threading.Event(), threading.Event(), []
+    plain = build
+
+    def slow(*args: Any, **more: Any) -> Any:
+        built.append(threading.current_thread().name)
+        building.set()
+        assert may_go_on.wait(60)
+        return plain(*args, **more)
+
+    monkeypatch.setattr("peftkit.base.packed_bases.build", slow)
+    found: dict[str, tuple[Base, list[str]]] = {}
+
+    def load(name: str) -> None:
+        seen: list[Event] = []
+
+        def listen(event: Event) -> None:
+            seen.append(event)
+            if isinstance(event, Notice) and "waits" in event.text:
+                may_go_on.set()
+
+        base = load_base(str(folder), quantize="nf4", on_event=listen)
+        found[name] = base, [e.text for e in seen if isinstance(e, Notice)]
+
+    first = threading.Thread(target=load, args=["first"], name="first")
+    first.start()
+    assert building.wait(60)
+    load("second")
+    first.join()
+    assert built == ["first"]
+    assert "waits" in found["second"][1][0]
+    assert found["first"][0].fingerprint == found["second"][0].fingerprint
+    assert [stored.problem for stored in stored_bases()] == [""]  # and nothing is left of another

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from peftkit.inference.bank import AdapterBank
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Request, Running
 from peftkit.inference.open_engine import why_plain
 from peftkit.inference.sampling import Sampling
+from peftkit.methods.lora import LoRA
 from tests.families import EOS, FAMILIES
+from tests.inference.test_bank import a_base, write
 from tests.inference.test_engine import MODELS
 from tests.simulated_gpu.simulation import simulated
 
@@ -103,3 +106,28 @@ def test_a_model_that_waits_for_the_host_is_not_recorded(
         assert (engine.recorder.is_able, engine.recorder.num_recorded) == (False, 0)
     (record,) = caplog.records
     assert "not recorded: CUDA error" in record.message
+
+
+@pytest.mark.slow
+def test_each_row_has_its_adapter(llama: Any, tokenizer: Any, tmp_path: Any) -> None:
+    paths = {
+        name: write(llama, LoRA(rank=rank, alpha=64), tmp_path / name, rank)
+        for name, rank in (("one", 4), ("two", 2))
+    }
+    names = ("one", None, "two")
+
+    def found() -> list[list[int]]:
+        bank = AdapterBank(a_base(llama, tokenizer), paths)
+        with bank.engine() as engine:
+            assert isinstance(engine, CachedEngine)
+            made = [answers(engine, names), answers(engine, ("two",))]
+            if engine.recorder is not None:
+                assert engine.recorder.num_recorded > 1
+        for name in bank.names:
+            bank.drop(name)
+        return [ids for of in made for ids in of]
+
+    expected = found()
+    with simulated():
+        llama.to("cuda")
+        assert found() == expected

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -177,3 +179,27 @@ def test_what_has_no_such_start_is_refused() -> None:
         eva_starts(FAMILIES["llama"](), LoRA(rank=64, init="eva"), rows(1))
     with pytest.raises(ConfigError, match=r"eva_rho: 1\.5 is for init 'eva'"):
         LoRA(eva_rho=1.5)
+
+
+@pytest.mark.slow
+def test_peft_finds_the_same_directions() -> None:
+    model, batches = FAMILIES["llama"]().eval(), rows(8, 400)
+    config = peft.LoraConfig(
+        r=3,
+        target_modules=["q_proj", "o_proj", "down_proj"],
+        init_lora_weights="eva",
+        eva_config=peft.EvaConfig(rho=1.0, tau=0.999),
+    )
+    theirs = peft.get_peft_model(copy.deepcopy(model), config)
+    peft.initialize_lora_eva_weights(theirs, batches, show_progress_bar=False)
+    asked = LoRA(rank=3, init="eva", eva_rho=1.0, targets=("q", "o", "down"))
+    _, starts = eva_starts(model, asked, batches)
+    state = {n: p for n, p in theirs.named_parameters() if "lora_A" in n}
+    for path, (a, _) in starts.items():
+        other = state[f"base_model.model.{path}.lora_A.default.weight"].detach()
+        # PEFT cuts to rank 3 after every batch, by a random sketch, where the third direction
+        # explains little more than the fourth; a random span would be at 0.05
+        assert angles(a, other).min() > 0.85, path
+        x = read_by(model, path, batches)
+        explained, theirs_explain = ((x @ span.t()).square().sum() for span in (a, other))
+        assert explained > 0.999 * theirs_explain, path

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, TargetError
@@ -17,6 +19,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import weight_of
 from peftkit.quant.quantize import quantize_model
 from tests.families import ARCHITECTURES, FAMILIES
+from tests.kinds import outputs
 
 LOFTQ = LoRA(rank=5, alpha=15, init="loftq", targets=("q", "v", "down"))
 
@@ -65,3 +68,37 @@ def test_stacked_experts_have_no_such_start() -> None:
     model = ARCHITECTURES["mixtral"]()
     with pytest.raises(TargetError, match=r"stacked experts .* supports neither"):
         loftq_starts(model, LoRA(rank=2, init="loftq"), model)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_peft_computes_the_same_over_bitsandbytes_own_nf4(tmp_path: Path) -> None:
+    # rows of 64 and more: its products are wrong where a block is longer than a row
+    wide = LlamaConfig(
+        vocab_size=384,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        initializer_range=0.2,
+    )
+    original = LlamaForCausalLM(wide).eval()
+    original.save_pretrained(tmp_path / "base")
+    model = copy.deepcopy(original)
+    quantize_model(model, "nf4", double_quant=True, compute_dtype=torch.float32)
+    adapter = attach(model, LOFTQ, starts=loftq_starts(model, LOFTQ, original))
+    save_adapter(adapter, tmp_path)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=config)
+    # in evaluation it would repack the weights for a kernel of less precision
+    theirs = peft.PeftModel.from_pretrained(packed, tmp_path).train()
+    # float32 sums in another order
+    torch.testing.assert_close(outputs(theirs), outputs(model), atol=1e-5, rtol=0)
+    adapter.detach()
+    load_adapter(model, tmp_path)  # without the original
+    torch.testing.assert_close(outputs(model), outputs(theirs), atol=1e-5, rtol=0)

@@ -158,3 +158,10 @@ def test_a_prompt_without_room_for_a_row_is_refused(told: dict[str, Any], tmp_pa
     write_prompt(tmp_path, "the quick brown fox " * 500)
     with pytest.raises(DataError, match="Too long after the teacher's prompt: 5"):
         run(recipe(told))
+
+
+@pytest.mark.slow
+def test_a_quantised_base_teaches_itself(told: dict[str, Any], tmp_path: Path) -> None:
+    base, train = {"quantize": "nf4"}, {"max_steps": 12, "output_dir": str(tmp_path / "nf4")}
+    losses = [step.loss for step in finished(told, base=base, train=train).of_kind(StepDone)]
+    assert losses[-1] < losses[0]
