@@ -19,7 +19,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from peftkit.config.schema import Config
 from peftkit.data.columns import columns_of
 from peftkit.data.encode import stop_ids
 from peftkit.data.lazy_rows import StoredRows
@@ -40,7 +39,7 @@ from peftkit.model.side_adapter import SideAdapter
 from peftkit.tasks.distill.answers import Answers, teacher_answers
 from peftkit.tasks.distill.prompt import TeacherPrompt, read_prompt
 from peftkit.tasks.distill.rows import Distilled, DistillEncoder
-from peftkit.tasks.distill.teacher import OtherModel, other_model
+from peftkit.tasks.distill.teacher import OtherModel, TeacherConfig, other_model
 from peftkit.tasks.length import exact_length
 from peftkit.tasks.loss import find_head, target_logits, target_rows, unwrapped
 from peftkit.tasks.measure import mean_metrics, over_batches
@@ -330,35 +329,6 @@ def _check_head(model: nn.Module) -> None:
             fix="Leave the head out of method.targets and method.train_fully, and leave "
             "method.token_rows and base.new_tokens out.",
         )
-
-
-class TeacherConfig(Config):
-    """Who is learnt from: the base without the adapter, another adapter on it, or another model."""
-
-    prompt: str | None = None
-    """A file that the teacher reads before a row: instructions as text (.md, .txt), with examples
-    under the headings "## User" and "## Assistant"; or messages with role and content (.json,
-    .jsonl)."""
-    adapter: str | None = None
-    """Folder of a LoRA on the same base; null: the base without an adapter."""
-    model: str | None = None
-    """Another model, with the same tokens: hub id, folder, .gguf file or short name."""
-
-    @model_validator(mode="after")
-    def _says_who(self) -> TeacherConfig:
-        if self.adapter and self.model:
-            raise ConfigError(
-                "task.teacher names an adapter and a model.",
-                found="A teacher is an adapter on the base, or another model.",
-                fix="Leave one of them out; merge the adapter if it belongs to that model.",
-            )
-        if not (self.prompt or self.adapter or self.model):
-            raise ConfigError(
-                "task.teacher names nobody.",
-                found="Without a prompt the base would teach itself.",
-                fix="Name a prompt, an adapter or a model.",
-            )
-        return self
 
 
 class DistillConfig(AnswerConfig):

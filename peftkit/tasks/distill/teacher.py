@@ -1,4 +1,4 @@
-"""A teacher that is another model: with the same tokens, and a head of its own."""
+"""Who teaches; and a teacher that is another model, with the same tokens and a head of its own."""
 
 from __future__ import annotations
 
@@ -7,11 +7,42 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
-from peftkit.errors import BaseError
+from peftkit.config.schema import Config
+from peftkit.errors import BaseError, ConfigError
 from peftkit.events import Listener
 from peftkit.tasks.loss import Head, accepted, head_of, target_rows
+
+
+class TeacherConfig(Config):
+    """Who is learnt from: the base without the adapter, another adapter on it, or another model."""
+
+    prompt: str | None = None
+    """A file that the teacher reads before a row: instructions as text (.md, .txt), with examples
+    under the headings "## User" and "## Assistant"; or messages with role and content (.json,
+    .jsonl)."""
+    adapter: str | None = None
+    """Folder of a LoRA on the same base; null: the base without an adapter."""
+    model: str | None = None
+    """Another model, with the same tokens: hub id, folder, .gguf file or short name."""
+
+    @model_validator(mode="after")
+    def _says_who(self) -> TeacherConfig:
+        if self.adapter and self.model:
+            raise ConfigError(
+                "task.teacher names an adapter and a model.",
+                found="A teacher is an adapter on the base, or another model.",
+                fix="Leave one of them out; merge the adapter if it belongs to that model.",
+            )
+        if not (self.prompt or self.adapter or self.model):
+            raise ConfigError(
+                "task.teacher names nobody.",
+                found="Without a prompt the base would teach itself.",
+                fix="Name a prompt, an adapter or a model.",
+            )
+        return self
 
 
 @dataclass(frozen=True, slots=True)
