@@ -59,7 +59,7 @@ class Video(Media):
     parts = ("video", "video_url", "input_video")
     mark = "\N{INTERLINEAR ANNOTATION SEPARATOR}"
     readers = ("video_processor",)
-    packages = ("av", "torchvision")
+    packages = ("av",)
     extra = "video"
 
     def read(self, limits: Limits) -> Clip:
@@ -124,7 +124,7 @@ class Video(Media):
                     torch.from_numpy(self._scaled(frame, max_pixels).to_ndarray(format="rgb24"))
                     for frame in self._at(file, stream, wanted, keys)
                 ]
-                seconds = (times[-1] - times[0]) * float(stream.time_base) or 1.0
+                seconds = (times[-1] - times[0]) * float(stream.time_base or 0) or 1.0
                 if len(found) < len(places):
                     words = f"It breaks off: {len(found)} of {len(places)} frames are there."
                     raise self.error(words, "Mend or remove it.")

@@ -21,7 +21,6 @@ from tests import vision
 from tests.vision import FAMILIES, said, template, tokenizer, write_rows
 
 av = pytest.importorskip("av", reason="the extra peftkit[video] is not installed")
-pytest.importorskip("torchvision", reason="the extra peftkit[video] is not installed")
 
 
 def film(
@@ -109,6 +108,7 @@ def test_videos_are_bounded(
 
 def watching(stem: str, kind: str) -> Any:
     """Return a processor of images and videos."""
+    pytest.importorskip("torchvision", reason="transformers reads videos with it")
     size: dict[str, Any] = {"shortest_edge": 64, "longest_edge": 1024}
     pad = "<|vision_start|><|{}_pad|><|vision_end|>"
     return getattr(transformers, f"{stem}Processor")(
