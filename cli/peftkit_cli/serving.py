@@ -61,7 +61,7 @@ def serve(
         screen.close()  # the loading is over; what follows may take days
         typer.echo(f"{url}/v1")
         models = ", ".join([*bank.names, "base"])
-        note(f"Models: {models}. Ctrl-C ends it. Also there: {url}/health, {url}/metrics")
+        note(f"Models: {models}. Ctrl-C ends it. Also there: {url}/health")
         if (why := why_plain(bank.base.model, bank.base.tokenizer)) is not None:
             note(f"Requests are answered batch by batch (this model has {why}).")
         if command := vllm_command(bank):
