@@ -27,7 +27,7 @@ from tests.families import tiny_tokenizer
 from tests.planning.test_step_estimator import llama
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
-from tests.train.children import exit_code, free_port, start
+from tests.train.children import exit_code, start_ranks
 
 GB = 10**9
 
@@ -177,15 +177,7 @@ def test_processes_share_a_base_that_one_of_them_cannot_hold(fits, folder, tmp_p
     needed = costs_of(recipe, on_gpu=False).smallest().peak_bytes
     given = recipe.model_dump(mode="json")
     given["train"] |= {"shard": "auto"}
-    port = free_port()
-    children = [
-        start(
-            work, given, needed if fits else needed - 1,
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    children = start_ranks(work, given, needed if fits else needed - 1)
     assert [exit_code(child) for child in children] == [0, 0]
     told = (tmp_path / "told.txt").read_text(encoding="utf-8")
     assert ("spread over the processes (train.shard: auto)" in told) == (not fits)

@@ -21,7 +21,7 @@ from tests.families import FAMILIES
 from tests.simulated_gpu.same import train
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
-from tests.train.children import exit_code, free_port, start
+from tests.train.children import exit_code, start_ranks
 
 
 def work(folder: str) -> None:
@@ -80,19 +80,7 @@ def agreed_ranks(device: torch.device, rank: int) -> list[Any]:
 
 def launch(folder: Path) -> list[dict[str, Any]]:
     """Run two processes as `accelerate launch` would; return their reports."""
-    port = free_port()
-    children = [
-        start(
-            work,
-            str(folder),
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE="2",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-        for rank in range(2)
-    ]
+    children = start_ranks(work, str(folder))
     assert [exit_code(child) for child in children] == [0, 0]
     return [json.loads((folder / f"report-{rank}.json").read_text()) for rank in range(2)]
 

@@ -16,7 +16,7 @@ from peftkit.config.schema import from_dict
 from peftkit.events import Event, StepDone
 from peftkit.run.config import Recipe
 from tests.speech import hears_frames, saved, whisper, write_rows
-from tests.train.children import exit_code, free_port, start
+from tests.train.children import exit_code, start_ranks
 
 TASKS: dict[str, dict[str, Any]] = {
     "transcription": {"type": "transcription", "language": "english"},
@@ -67,11 +67,7 @@ def learn(folder: str, out: str, accumulation: int) -> None:
 @pytest.mark.slow
 def test_two_processes_learn_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_base(tmp_path)
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
-    children = [
-        start(learn, str(tmp_path), "two", 1, RANK=str(rank), LOCAL_RANK=str(rank), **world)
-        for rank in range(2)
-    ]
+    children = start_ranks(learn, str(tmp_path), "two", 1)
     monkeypatch.chdir(tmp_path)
     learn(str(tmp_path), "one", 2)
     assert [exit_code(each, 240) for each in children] == [0, 0]

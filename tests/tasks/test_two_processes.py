@@ -18,7 +18,7 @@ from peftkit.tasks.distill.answers import FILE as ANSWERS
 from peftkit.tasks.preference.reference import FILE as LOG_PROBS
 from tests.tasks.distill.cases import write_prompt
 from tests.tasks.preference.cases import write_verdicts
-from tests.train.children import exit_code, free_port, start
+from tests.train.children import exit_code, start_ranks
 
 TASKS: dict[str, dict[str, Any]] = {
     "kto": {"type": "preference", "loss": "kto", "beta": 0.5},
@@ -72,12 +72,8 @@ def test_two_processes_learn_what_one_does(
 ) -> None:
     write_verdicts(tmp_path / "rows.jsonl")
     write_prompt(tmp_path)
-    here, model, port = str(tmp_path), str(model_folder), free_port()
-    world: dict[str, Any] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    children = [
-        start(learn, here, model, "two", 1, names, RANK=str(rank), LOCAL_RANK=str(rank), **world)
-        for rank in range(2)
-    ]
+    here, model = str(tmp_path), str(model_folder)
+    children = start_ranks(learn, here, model, "two", 1, names)
     monkeypatch.chdir(tmp_path)
     learn(here, model, "one", 2, names)
     assert [exit_code(each, 240) for each in children] == [0, 0]

@@ -33,6 +33,26 @@ def start(function: Callable[..., object], *args: Any, **environment: str) -> Ba
     return child
 
 
+def start_ranks(
+    function: Callable[..., object], *args: Any, world: int = 2, **environment: str
+) -> list[BaseProcess]:
+    """Start a function in each process of a run, as `accelerate launch` does on one machine."""
+    port = free_port()
+    return [
+        start(
+            function,
+            *args,
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+            **environment,
+        )
+        for rank in range(world)
+    ]
+
+
 def exit_code(child: BaseProcess, seconds: float = SECONDS) -> int | None:
     """Wait for a child and return its exit code; minus the signal that killed it."""
     child.join(seconds)

@@ -20,7 +20,7 @@ from peftkit.recipe import run
 from peftkit.run.config import Recipe
 from tests.families import ARCHITECTURES
 from tests.tasks.classifiers import save_base, write_rows, write_texts, write_words
-from tests.train.children import exit_code, free_port, start
+from tests.train.children import exit_code, start_ranks
 
 Settings = dict[str, Any]
 SECONDS = 600
@@ -106,21 +106,9 @@ def together(folder: Path, cells: Mapping[str, Settings], world: int = 2) -> dic
 
     Each recipe's output is in a folder of its name.
     """
-    port = free_port()
-    children = [
-        start(
-            _work,
-            str(folder),
-            [(name, _shared(cell, folder / name)) for name, cell in cells.items()],
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-            PEFTKIT_CACHE=str(folder / "cache"),
-        )
-        for rank in range(world)
-    ]
+    shared = [(name, _shared(cell, folder / name)) for name, cell in cells.items()]
+    cache = str(folder / "cache")
+    children = start_ranks(_work, str(folder), shared, world=world, PEFTKIT_CACHE=cache)
     codes = [exit_code(child, SECONDS) for child in children]
     files = sorted(folder.glob("problems-*.json"))
     problems: dict[str, str] = {}

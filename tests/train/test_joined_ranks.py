@@ -20,7 +20,7 @@ from peftkit.run import prepare
 from peftkit.run.config import Recipe
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit_cli.app import run
-from tests.train.children import exit_code, free_port, start
+from tests.train.children import exit_code, start_ranks
 from tests.train.sharded import Settings, settings_of
 
 SLOW = pytest.mark.slow
@@ -28,6 +28,7 @@ SLOW = pytest.mark.slow
 
 def work(recipe: str, said: str, what: str, more: list[str]) -> None:
     """Run the command line on a process, the second of which does as it is told."""
+    said = f"{said}-{os.environ['RANK']}"
     sys.stderr = open(said, "w", buffering=1)  # noqa: SIM115
     own = os.environ["RANK"] == "1"
     if own and what == "other learning rate":
@@ -86,23 +87,9 @@ def launch(
     """Run processes; return their exit codes, what all said on stderr, and the seconds it took."""
     recipe = folder / "recipe.yaml"
     recipe.write_text(schema.dump_yaml(from_dict(Recipe, settings, "test")))
-    port, began = free_port(), time.monotonic()
-    children = [
-        start(
-            work,
-            str(recipe),
-            str(folder / f"said-{rank}"),
-            what,
-            [*more],
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-            PEFTKIT_CACHE=str(folder / "cache"),
-        )
-        for rank in range(world)
-    ]
+    began, cache = time.monotonic(), str(folder / "cache")
+    given = str(recipe), str(folder / "said"), what, [*more]
+    children = start_ranks(work, *given, world=world, PEFTKIT_CACHE=cache)
     codes = [exit_code(child) for child in children]
     said = "".join((folder / f"said-{rank}").read_text() for rank in range(world))
     return codes, said, time.monotonic() - began

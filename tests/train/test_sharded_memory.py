@@ -19,7 +19,7 @@ from peftkit.quant.layers import QuantizedLinear
 from peftkit.train.sharding import local_bytes, shard_base
 from peftkit.train.world import World
 from tests.families import VOCAB, tiny_tokenizer
-from tests.train.children import exit_code, free_port, start
+from tests.train.children import exit_code, start_ranks
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -101,23 +101,10 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, i
         config = getattr(transformers, f"{stem}Config")(**sizes)
         getattr(transformers, f"{stem}ForCausalLM")(config).save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
-    port, world = free_port(), 2
-    children = [
-        start(
-            open_and_shard,
-            str(folder),
-            [*BASES],
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-            PEFTKIT_CACHE=str(folder / "cache"),
-        )
-        for rank in range(world)
-    ]
-    assert [exit_code(child, 300) for child in children] == [0] * world
-    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(world)]
+    cache = str(folder / "cache")
+    children = start_ranks(open_and_shard, str(folder), [*BASES], PEFTKIT_CACHE=cache)
+    assert [exit_code(child, 300) for child in children] == [0, 0]
+    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
 
 
 MORE = 12_000_000

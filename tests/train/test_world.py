@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from peftkit.errors import RunError
 from peftkit.events import Event, Saved
 from peftkit.train.world import World
-from tests.train.children import exit_code, free_port, start
+from tests.train.children import exit_code, start, start_ranks
 from tests.train.toy import COUNTED, Played, Toy, ToyTask, make_rows, play, same
 
 ROWS = make_rows(14)  # steps of 4: the last of an epoch has 2 rows, one for each process
@@ -98,21 +98,7 @@ def terminate_after_the_last_save(event: Event) -> None:
 
 def launch(folder: Path, runs: Mapping[str, dict[str, Any]]) -> list[int | None]:
     """Run two processes as `accelerate launch --cpu --num_processes 2` would; return exit codes."""
-    port = free_port()
-    children = [
-        start(
-            work,
-            str(folder),
-            runs,
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE="2",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-        for rank in range(2)
-    ]
-    return [exit_code(child) for child in children]
+    return [exit_code(child) for child in start_ranks(work, str(folder), runs)]
 
 
 @pytest.fixture(scope="module")
