@@ -33,6 +33,7 @@ from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.events import Event, Notice, RunStarted, StepDone
 from peftkit.execution.environment import as_current, free_now
+from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.plan import Activations, plan_for
 from peftkit.kernels.cross_entropy import chunked_cross_entropy, reference_cross_entropy
 from peftkit.kernels.device import gpu_of
@@ -40,11 +41,10 @@ from peftkit.kernels.fused import RMSNorm
 from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import pack
 from peftkit.quant.quantize import quantize_model
+from peftkit.settings import TrainConfig
 from peftkit.tasks.causal_lm import CausalLM
-from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 from peftkit.train.memory.blocks import Blocks
-from peftkit.train.memory.out_of_memory import release_memory
 
 LOSS_CLOSE, GRADIENT_CLOSE = 2e-3, 2e-3
 """Relative: other kernels sum in another order; float32 products may round to TF32's 10 bits."""

@@ -26,9 +26,9 @@ from peftkit.data.pack import Row
 from peftkit.events import Event, StepDone
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.methods.lora import LoRA
+from peftkit.settings import TrainConfig
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.batches import StatelessSampler
-from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 from peftkit.train.optim import learning_rate
 

@@ -25,20 +25,20 @@ from peftkit.adapter import attach
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.execution.plan import Activations, plan_for
+from peftkit.execution.signals import StopRequest
+from peftkit.execution.world import World
 from peftkit.kernels.packing import keep_copies, packed_tensors
 from peftkit.methods.lora import LoRA
 from peftkit.model.modes import prepared_for_training
 from peftkit.planning.step import Setup
 from peftkit.planning.step_estimator import StepEstimator
 from peftkit.quant.quantize import quantize_model
+from peftkit.settings import TrainConfig
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.protocol import TaskConfig
-from peftkit.train.config import TrainConfig
 from peftkit.train.model import trainable_parameters
 from peftkit.train.optim import STATE_BYTES
-from peftkit.train.signals import StopRequest
 from peftkit.train.trainer import Trainer
-from peftkit.train.world import World
 
 FAMILIES = ("smollm2-135m", "gpt2", "gpt_neox", "gemma2", "qwen3_moe")
 LAYERS = 6

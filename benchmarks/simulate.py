@@ -34,17 +34,17 @@ from benchmarks.report import table, write_json
 from peftkit.adapter import attach
 from peftkit.data.pack import Row, collate
 from peftkit.execution.plan import GPU_CHUNK_BYTES
+from peftkit.execution.signals import StopRequest
+from peftkit.execution.world import World
 from peftkit.methods.lora import LoRA
 from peftkit.model.modes import prepared_for_training
 from peftkit.quant.quantize import quantize_model
+from peftkit.settings import TrainConfig
 from peftkit.tasks.loss import Head, token_loss
-from peftkit.train.config import TrainConfig
+from peftkit.tasks.training import Task
 from peftkit.train.memory import blocks
 from peftkit.train.model import trainable_parameters
-from peftkit.train.signals import StopRequest
-from peftkit.train.task import Task
 from peftkit.train.trainer import Trainer
-from peftkit.train.world import World
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card, CudaTensor, Kernels
 

@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from peftkit.run.config import load as load_recipe
     from peftkit.run.prepare import prepare as prepare_recipe
     from peftkit.serve.server import serve_adapters as serve_adapters
+    from peftkit.settings import TrainConfig as TrainConfig
     from peftkit.sweeps.sweep import sweep as sweep
     from peftkit.tasks.audio_classification import (
         AudioClassificationConfig as AudioClassificationConfig,
@@ -116,7 +117,6 @@ if TYPE_CHECKING:
         TokenClassificationConfig as TokenClassificationConfig,
     )
     from peftkit.tasks.transcription import TranscriptionConfig as TranscriptionConfig
-    from peftkit.train.config import TrainConfig as TrainConfig
     from peftkit.train.loop import fit as fit
 
 

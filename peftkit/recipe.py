@@ -7,9 +7,13 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import cast
 
+from peftkit.base.sharding import is_sharded
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, Notice, Table, ignore
 from peftkit.execution.environment import world_size
+from peftkit.execution.signals import Interrupted, stop_requests, stopping_at_once
+from peftkit.execution.state import Result
+from peftkit.execution.world import joined_ranks
 from peftkit.files.disk import check_folder
 from peftkit.inference.engine import MAX_ROWS
 from peftkit.inference.evaluate import Metric, TextWatch
@@ -34,10 +38,6 @@ from peftkit.train.checkpoints.manifest import versions
 from peftkit.train.loop import check_output, train_job
 from peftkit.train.metrics import require_trackers
 from peftkit.train.run import Job
-from peftkit.train.sharding import is_sharded
-from peftkit.train.signals import Interrupted, stop_requests, stopping_at_once
-from peftkit.train.state import Result
-from peftkit.train.world import joined_ranks
 
 
 def run(

@@ -1,4 +1,4 @@
-"""The house keeps its floors: imports go down, each dependency has one door, and no ring closes.
+"""Imports go down the layers, a third-party package has its importers, and no cycle closes.
 
 Imports are parsed, those inside functions and under TYPE_CHECKING too.
 """
@@ -17,32 +17,23 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "events", "kernels/"),
-    ("execution/",),
-    ("config/", "files/"),
-    ("model/",),
-    ("quant/", "data/"),
-    ("train/", "base/"),
-    ("methods/", "tasks/"),
-    ("adapter",),
-    ("formats/", "run/config", "run/rules"),
-    ("planning/",),
-    ("inference/", "merging/", "report/"),
-    ("run/",),
-    ("recipe",),
-    ("serve/", "sweeps/"),
-    ("__init__",),
-    ("cli/",),
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors", "events", "settings", "config/", "files/", "execution/", "kernels/"),
+    ("model/", "quant/", "data/"),
+    ("base/", "methods/", "adapter", "tasks/", "formats/", "inference/"),
+    ("train/", "planning/", "run/", "recipe", "report/"),
+    ("merging/", "serve/", "sweeps/", "__init__", "cli/"),
 )
-"""Bottom first: peftkit/<name>.py, or a folder `x/`, whose files may import each other."""
+"""Bottom first: peftkit/<name>.py, or a package `x/`. Modules of a layer may import each other."""
 
-DOORS: Mapping[str, tuple[str, ...]] = {
+IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "torch": ("",),
     "bitsandbytes": ("quant/", "train/optim"),
-    "numpy": ("train/rng",),  # comes with transformers; a checkpoint holds its generator's state
+    "numpy": (
+        "execution/rng",
+    ),  # comes with transformers; a checkpoint holds its generator's state
     "triton": ("kernels/",),
-    "accelerate": ("train/",),
+    "accelerate": ("execution/world", "train/metrics"),
     "datasets": ("data/data_sets",),
     "pyarrow": ("data/columns",),  # datasets brings it; imported when rows are encoded
     "filelock": ("files/folders",),  # likewise
@@ -52,6 +43,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "tqdm": ("base/pretrained",),  # what the hub tells of a download by; transformers brings it
     "safetensors": ("formats/", "merging/", "base/store"),
     "pydantic": (
+        "settings",
         "config/",
         "methods/",
         "data/",
@@ -75,7 +67,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "typer": ("cli/",),
     "rich": ("cli/",),
 }
-"""Which files may import a third-party package; one that is not named here has no door at all."""
+"""Which files may import a third-party package; one that is not named here is imported nowhere."""
 
 WITHOUT_TORCH = (
     "peftkit_cli.app",
@@ -96,7 +88,7 @@ class Import(NamedTuple):
     relative: bool = False
 
 
-def house() -> dict[str, str]:
+def modules() -> dict[str, str]:
     """Return the source of every module, by dotted name; packages end in `.__init__`."""
     found = {}
     for top, package in ((ROOT, "peftkit"), (ROOT / "cli", "peftkit_cli")):
@@ -106,8 +98,8 @@ def house() -> dict[str, str]:
     return found
 
 
-def room(module: str) -> str:
-    """Return a module's name as FLOORS and DOORS write it: `data/load`, `cli/app`, `config`."""
+def short_name(module: str) -> str:
+    """Return a module's name as LAYERS and IMPORTERS write it: `data/load`, `cli/app`, `config`."""
     parts = module.split(".")
     return "/".join(["cli", *parts[1:]] if parts[0] == "peftkit_cli" else parts[1:])
 
@@ -116,9 +108,10 @@ def fits(name: str, pattern: str) -> bool:
     return name == pattern or not pattern or (pattern.endswith("/") and name.startswith(pattern))
 
 
-def floor(module: str) -> int | None:
+def layer(module: str) -> int | None:
     return next(
-        (n for n, rooms in enumerate(FLOORS) if any(fits(room(module), r) for r in rooms)), None
+        (n for n, parts in enumerate(LAYERS) if any(fits(short_name(module), p) for p in parts)),
+        None,
     )
 
 
@@ -145,9 +138,9 @@ def imports(sources: Mapping[str, str]) -> Iterator[Import]:
 def breaches(sources: Mapping[str, str]) -> list[str]:
     """Return every breach of the rules, each with file, line and rule."""
     told = [
-        f"{module}: stands on no floor; add it to FLOORS"
+        f"{module}: is in no layer; add it to LAYERS"
         for module in sources
-        if floor(module) is None and not module.endswith(".__init__")
+        if layer(module) is None and not module.endswith(".__init__")
     ]
     edges: dict[str, dict[str, str]] = {module: {} for module in sources}
     for found in imports(sources):
@@ -158,8 +151,8 @@ def breaches(sources: Mapping[str, str]) -> list[str]:
                 told += _climbs(found, target)
                 edges[found.importer].setdefault(target, found.where)
         else:
-            told += _outside_its_door(found)
-    return told + _rings(edges)
+            told += _not_an_importer(found)
+    return told + _cycles(edges)
 
 
 def _own_targets(found: Import, sources: Mapping[str, str]) -> list[str]:
@@ -176,39 +169,36 @@ def _climbs(found: Import, target: str) -> list[str]:
     importer = found.importer
     if target.endswith(".__init__"):
         return [f"{found.where}: imports {target}; import from the module that defines the name"]
-    mine, other = floor(importer), floor(target)
+    mine, other = layer(importer), layer(target)
     if importer.endswith(".__init__") and importer != "peftkit.__init__":
         return [f"{found.where}: a folder's __init__ imports nothing"]
     if other is None:
-        return [f"{found.where}: imports {target}, which is no module of the house"]
-    folder = room(importer).partition("/")[0] + "/"
-    siblings = room(importer).startswith(folder) and room(target).startswith(folder)
-    if mine is not None and other >= mine and not siblings:
-        way = "climbs" if other > mine else "stays on one floor"
-        return [f"{found.where}: import of {target} {way} (floor {mine} to {other}); go down only"]
+        return [f"{found.where}: imports {target}, which is no module of peftkit"]
+    if mine is not None and other > mine:
+        return [f"{found.where}: import of {target} climbs (layer {mine} to {other}); go down only"]
     return []
 
 
-def _outside_its_door(found: Import) -> list[str]:
+def _not_an_importer(found: Import) -> list[str]:
     package = found.target.split(".")[0]
     if package in sys.stdlib_module_names:
         return []
-    doors = DOORS.get(package, ())
-    if any(fits(room(found.importer), door) for door in doors):
+    importers = IMPORTERS.get(package, ())
+    if any(fits(short_name(found.importer), name) for name in importers):
         return []
-    allowed = ", ".join(doors) or "nowhere"
-    return [f"{found.where}: imports {package} outside its door ({allowed})"]
+    allowed = ", ".join(importers) or "nowhere"
+    return [f"{found.where}: imports {package} where it may not be ({allowed})"]
 
 
-def _rings(edges: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return one line for each import that closes a ring."""
+def _cycles(edges: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return one line for each import that closes a cycle."""
     told, done = [], set()
 
     def visit(module: str, path: tuple[str, ...]) -> None:
         for target, where in edges.get(module, {}).items():
             if target in path:
-                ring = " -> ".join((*path[path.index(target) :], target))
-                told.append(f"{where}: closes the ring {ring}")
+                cycle = " -> ".join((*path[path.index(target) :], target))
+                told.append(f"{where}: closes the cycle {cycle}")
             elif target not in done:
                 visit(target, (*path, target))
         done.add(module)
@@ -219,8 +209,8 @@ def _rings(edges: Mapping[str, Mapping[str, str]]) -> list[str]:
     return told
 
 
-def test_the_house_keeps_its_rules() -> None:
-    told = breaches(house())
+def test_imports_keep_the_rules() -> None:
+    told = breaches(modules())
     assert not told, "\n".join(told)
 
 
@@ -237,7 +227,7 @@ def test_the_house_keeps_its_rules() -> None:
                 "peftkit.train.loop": "from peftkit.train.optim import x",
                 "peftkit.train.optim": "from peftkit.train.loop import y",
             },
-            "closes the ring peftkit.train.loop -> peftkit.train.optim -> peftkit.train.loop",
+            "closes the cycle peftkit.train.loop -> peftkit.train.optim -> peftkit.train.loop",
         ),
         (
             {"peftkit_cli.app": "from peftkit import load_base"},
@@ -253,15 +243,15 @@ def test_the_house_keeps_its_rules() -> None:
             {"peftkit.recipe": "from peftkit.nowhere import x"},
             "imports peftkit.nowhere, which is no",
         ),
-        ({"peftkit.nowhere": ""}, "peftkit.nowhere: stands on no floor"),
-        ({"peftkit.train.loop": "from bitsandbytes import optim"}, "door (quant/, train/optim)"),
+        ({"peftkit.nowhere": ""}, "peftkit.nowhere: is in no layer"),
+        ({"peftkit.train.loop": "from bitsandbytes import optim"}, "not be (quant/, train/optim)"),
         (
             {"peftkit.recipe": "import rich.table"},
-            "peftkit/recipe.py:1: imports rich outside its do",
+            "peftkit/recipe.py:1: imports rich where it may",
         ),
         (
             {"peftkit.recipe": 'import_module("peft.tuners")'},
-            "imports peft outside its door (nowhere)",
+            "imports peft where it may not be (nowhere)",
         ),
     ],
 )

@@ -24,8 +24,8 @@ from peftkit.events import Event, RunStarted, StepDone
 from peftkit.kernels import packing
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
+from peftkit.settings import TrainConfig
 from peftkit.tasks.causal_lm import CausalLM
-from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 
 RANK = 16

@@ -15,6 +15,7 @@ from benchmarks.workers.meter import Meter, device_of, read_job, telling_of_memo
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.base.request import DTYPES
+from peftkit.base.sharding import shard_base
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import IGNORE, Row
 from peftkit.events import Event, Notice, StepDone
@@ -22,13 +23,12 @@ from peftkit.formats.peft.folder import load_adapter
 from peftkit.kernels.packing import keep_copies
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
+from peftkit.settings import SHARDED, TrainConfig
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig
 from peftkit.tasks.seq2seq import PairRow, Seq2Seq, Seq2SeqConfig
 from peftkit.train.batches import StatelessSampler
-from peftkit.train.config import SHARDED, TrainConfig
 from peftkit.train.loop import fit
-from peftkit.train.sharding import shard_base
 
 
 def main() -> None:

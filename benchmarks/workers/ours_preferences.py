@@ -16,8 +16,8 @@ from peftkit.data.load import DataConfig
 from peftkit.events import Event, StepDone
 from peftkit.formats.peft.folder import load_adapter
 from peftkit.methods.lora import LoRA
+from peftkit.settings import TrainConfig
 from peftkit.tasks.preference.config import PreferenceConfig
-from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 
 

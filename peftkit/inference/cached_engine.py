@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from peftkit.base.sharding import is_sharded
 from peftkit.execution.plan import plan_of
 from peftkit.inference.cache import (
     MIN_READ,
@@ -30,8 +31,7 @@ from peftkit.inference.cache import (
 )
 from peftkit.inference.cached_attention import CachedAttention, Decode, Prefill, registered
 from peftkit.inference.engine import Engine, Running, masked, table_of
-from peftkit.train.memory.blocks import STREAMED
-from peftkit.train.sharding import is_sharded
+from peftkit.model.blocks import STREAMED
 
 PASS_TOKENS = 2048
 """Tokens of prompts in one forward pass."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from peftkit.base.sharding import is_sharded
 from peftkit.errors import DataError
 from peftkit.execution.plan import plan_of
 from peftkit.inference.sampling import (
@@ -35,7 +36,6 @@ from peftkit.kernels.packing import copies_kept
 from peftkit.model.modes import evaluating, prepared_for_serving
 from peftkit.tasks.length import num_virtual
 from peftkit.tasks.loss import find_head
-from peftkit.train.sharding import is_sharded
 
 Ended = Literal["stop", "length", "cancelled"]
 AnEngine = TypeVar("AnEngine", bound="Engine")

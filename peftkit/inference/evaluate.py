@@ -13,24 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.base.load import Base
+from peftkit.base.sharding import is_sharded
 from peftkit.data.encode import Style, prompt_ids, stop_ids
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import IGNORE, Row, last_answer
 from peftkit.errors import DataError, RunError
 from peftkit.events import Listener, Notice, Progress, Sample, Stage, ignore
+from peftkit.execution.out_of_memory import is_out_of_memory, release_memory
 from peftkit.inference.engine import OnAnswer, room_left
 from peftkit.inference.generate import decoded, generate_ids
 from peftkit.inference.generate_media import MediaPrompt, complete
 from peftkit.model.modes import evaluating
+from peftkit.settings import TrainConfig
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.media_text import MediaText
 from peftkit.tasks.metrics import rouge_l
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.seq2seq import EncoderDecoder
 from peftkit.tasks.token_task import AnswerTask, DocumentTask, Reference
-from peftkit.train.config import TrainConfig
-from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory
-from peftkit.train.sharding import is_sharded
 
 Answer = Sample
 MARGIN = 1.25

@@ -18,7 +18,7 @@ from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
 from peftkit.inference.engine import Limits, OnAnswer, Request, Running, room_left
 from peftkit.inference.open_engine import PlainEngine, open_engine
 from peftkit.inference.sampling import Sampling, seed_of
-from peftkit.train.task import SampledAnswer
+from peftkit.tasks.training import SampledAnswer
 
 
 def generate(
@@ -225,7 +225,7 @@ class ModelSampler:
         stops: Sequence[int],
         model: Any = None,
     ) -> list[list[SampledAnswer]]:
-        """Return answers to each prompt; see `peftkit.train.task.Sampler`."""
+        """Return answers to each prompt; see `peftkit.tasks.training.Sampler`."""
         if not prompts:
             return []
         limits = Limits(rows=self.num_rows)

@@ -31,13 +31,13 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from peftkit.base.sharding import is_sharded
 from peftkit.execution.environment import free_now
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Engine, Limits, Request, Running, Use, masked, table_of
 from peftkit.inference.sampling import Sampling
 from peftkit.model.modes import evaluating
 from peftkit.tasks.length import num_virtual
-from peftkit.train.sharding import is_sharded
 
 CACHE_SHARE = 0.5
 """Of the memory that is free; slots may be twice as long as what is in them."""

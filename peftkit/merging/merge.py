@@ -23,6 +23,7 @@ from peftkit.base.request import DTYPES
 from peftkit.base.skeleton import read_config, skeleton
 from peftkit.errors import MergeError, OutputError, first_few
 from peftkit.events import Listener, Saved, Stage, Table, ignore
+from peftkit.execution.out_of_memory import release_memory
 from peftkit.files.folders import new_folder
 from peftkit.formats.card import Card, write_card
 from peftkit.formats.find_adapter import adapter_folder
@@ -39,7 +40,6 @@ from peftkit.merging.verify import (
     reference_of,
     verified,
 )
-from peftkit.train.memory.out_of_memory import release_memory
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import DataError, TargetError
+from peftkit.execution.world import World
 from peftkit.kernels import svd
 from peftkit.kernels.device import in_float64
 from peftkit.methods.lora import LoRA
@@ -36,8 +37,7 @@ from peftkit.model.modes import evaluating
 from peftkit.model.places import linear_shape
 from peftkit.model.targets import Site
 from peftkit.quant.layers import weight_of
-from peftkit.train.task import Task
-from peftkit.train.world import World
+from peftkit.tasks.training import Task
 
 
 @torch.no_grad()

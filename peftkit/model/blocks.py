@@ -30,6 +30,9 @@ from peftkit.model.places import (
 RECOMPUTABLE = "GradientCheckpointingLayer"
 """The class of transformers that such blocks are of; by name, for it is not imported here."""
 
+STREAMED = "block_stream"
+"""Attribute of a model whose blocks' weights are streamed from main memory."""
+
 NORM_AFTER = r"post_(feed_?forward|ffn|mlp)"
 """Name of a block's norm of what its feed-forward part puts out (Gemma 2, OLMo 2, GLM 4)."""
 

@@ -22,11 +22,11 @@ from peftkit.base.request import DTYPES, fast_dtype
 from peftkit.events import Listener, Notice
 from peftkit.execution.environment import Environment, default_device, free_now, used_bytes
 from peftkit.execution.plan import ExecutionPlan
+from peftkit.execution.world import World
 from peftkit.planning.memory import MemoryEstimator
 from peftkit.planning.step import config_of
 from peftkit.planning.step_estimator import CountError
 from peftkit.run.config import Recipe
-from peftkit.train.world import World
 
 SMALL = 0.25
 """Of the free memory: what a base takes for whose sake nothing is counted."""

@@ -15,9 +15,9 @@ from peftkit.errors import ConfigError
 from peftkit.methods.lora import LoRA
 from peftkit.methods.table import AnyMethod
 from peftkit.run import rules
+from peftkit.settings import TrainConfig
 from peftkit.tasks.causal_lm import CausalLMConfig
 from peftkit.tasks.table import TASKS, AnyTask
-from peftkit.train.config import TrainConfig
 
 
 class Recipe(Config):

@@ -12,10 +12,12 @@ from peftkit.adapter import Adapter, attach, check_fits
 from peftkit.base.load import Base, load_base
 from peftkit.base.new_tokens import add_tokens, token_rows
 from peftkit.base.purpose import Purpose
+from peftkit.base.sharding import local_bytes, shard_base
 from peftkit.base.skeleton import skeleton
 from peftkit.events import Listener, Notice, ignore
 from peftkit.execution.environment import default_device, free_now
 from peftkit.execution.plan import ExecutionPlan
+from peftkit.execution.world import World
 from peftkit.formats.card import (
     adapter_table,
     small_reach,
@@ -31,8 +33,6 @@ from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.token_task import DocumentTask, Reference
 from peftkit.train.checkpoints.checkpoint import Checkpoints
 from peftkit.train.checkpoints.identity import fingerprint
-from peftkit.train.sharding import local_bytes, shard_base
-from peftkit.train.world import World
 
 
 @dataclass(frozen=True, slots=True)

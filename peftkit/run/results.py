@@ -15,6 +15,7 @@ from peftkit.base.new_tokens import save_tokenizer
 from peftkit.config import schema
 from peftkit.data.pack import tokens_of_each
 from peftkit.events import Listener, Notice, Saved, Table, ignore
+from peftkit.execution.state import Result
 from peftkit.files.disk import write_text
 from peftkit.formats.card import (
     CARD,
@@ -34,7 +35,6 @@ from peftkit.report.live import BeforeRun
 from peftkit.run.config import Recipe
 from peftkit.run.prepare import Prepared
 from peftkit.train.checkpoints.manifest import versions
-from peftkit.train.state import Result
 
 RECIPE = "recipe.yaml"
 NUM_BARS = 24

@@ -10,8 +10,8 @@ from typing import Any
 
 from peftkit.errors import ConfigError
 from peftkit.methods.table import METHODS
+from peftkit.settings import SHARDED
 from peftkit.tasks.table import TASKS
-from peftkit.train.config import SHARDED
 
 LAUNCH = "accelerate launch --num_processes {} -m peftkit_cli train RECIPE.yaml"
 LEAVE_ONE = "Leave one of them out."

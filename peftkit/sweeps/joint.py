@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peftkit.execution import rng
+from peftkit.execution.out_of_memory import is_out_of_memory, release_memory
+from peftkit.execution.state import StepFacts
 from peftkit.sweeps.layers import Mounted, Part
 from peftkit.tasks.token_task import TokenTask
-from peftkit.train import rng
 from peftkit.train.diagnosis import NonFiniteError
-from peftkit.train.memory.out_of_memory import is_out_of_memory, release_memory
 from peftkit.train.run import Run
-from peftkit.train.state import StepFacts
 
 Rows = tuple[str, Sequence[Any]]
 """A run, and rows of its that go through the model at once."""

@@ -10,6 +10,8 @@ from typing import cast
 
 from peftkit.errors import PeftkitError
 from peftkit.events import Listener, Notice, Progress, Saved, ignore
+from peftkit.execution.signals import Interrupted, StopRequest
+from peftkit.execution.state import StepFacts
 from peftkit.report.live import LiveReport
 from peftkit.run.prepare import Prepared
 from peftkit.run.results import save_result
@@ -21,8 +23,6 @@ from peftkit.tasks.token_task import TokenTask
 from peftkit.train.checkpoints.checkpoint import Checkpoints
 from peftkit.train.diagnosis import NonFiniteError
 from peftkit.train.run import Run
-from peftkit.train.signals import Interrupted, StopRequest
-from peftkit.train.state import StepFacts
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from typing import cast
 from peftkit.base.load import Base
 from peftkit.errors import ConfigError
 from peftkit.events import EvalDone, Event, Listener, Notice, Stage, ignore
+from peftkit.execution.signals import StopRequest, stop_requests
 from peftkit.model.modes import begin_training, modes_kept
 from peftkit.planning.resolve import resolve_plan, rounds
 from peftkit.report.live import BeforeRun, LiveReport
@@ -30,7 +31,6 @@ from peftkit.tasks.token_task import TokenTask
 from peftkit.train.checkpoints.checkpoint import StartPolicy, locked
 from peftkit.train.loop import check_output
 from peftkit.train.run import Job, Run
-from peftkit.train.signals import StopRequest, stop_requests
 
 
 def sweep(

@@ -25,9 +25,9 @@ from peftkit.data.messages import WrongField
 from peftkit.errors import DataError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.files.strict_json import shown
+from peftkit.tasks.batches import BATCH_SIZE
 from peftkit.tasks.labels import FIX, field_of, label_of, number_of, said_in, sorted_names
 from peftkit.tasks.loss import unwrapped
-from peftkit.tasks.measure import BATCH_SIZE
 from peftkit.tasks.metrics import class_metrics
 from peftkit.tasks.speech_rows import metadata_or_self
 from peftkit.tasks.texts import Classifier, ClassifierConfig

@@ -21,12 +21,12 @@ from peftkit.errors import ConfigError
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.kernels.context import Context
 from peftkit.model.modes import evaluating
+from peftkit.tasks import training as loop
 from peftkit.tasks.attention import TrainingAttention, training_attention
 from peftkit.tasks.isolation import logits_of, rms_difference
 from peftkit.tasks.length import num_virtual
 from peftkit.tasks.loss import accepted, head_of, token_loss, unwrapped
 from peftkit.tasks.token_task import TokenTask
-from peftkit.train import task as loop
 
 BY_LENGTH = ("dynamic", "longrope")
 """Rotations that depend on the longest position a process sees."""

@@ -28,10 +28,10 @@ from peftkit.data.load import DataConfig, iterate_records
 from peftkit.data.sounds import Sound
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, ignore
+from peftkit.tasks.batches import over_batches
 from peftkit.tasks.error_rates import heard_metrics, normalizer_of
 from peftkit.tasks.hearing import LENGTHS, Hearing
 from peftkit.tasks.loss import accepted, unwrapped
-from peftkit.tasks.measure import over_batches
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.speech_rows import (
     SpeechEncoder,

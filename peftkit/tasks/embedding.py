@@ -29,9 +29,9 @@ from peftkit.data.load import Record
 from peftkit.data.messages import WrongField, full_text, texts_of
 from peftkit.errors import DataError
 from peftkit.events import Listener, ignore
+from peftkit.tasks.batches import over_batches
 from peftkit.tasks.labels import said_in
 from peftkit.tasks.loss import accepted, unwrapped
-from peftkit.tasks.measure import over_batches
 from peftkit.tasks.pooling import Pooled, pooled, pooling_for, pooling_of, write_modules
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.texts import TextsEncoder, TextsRow, TextTask, joined_texts

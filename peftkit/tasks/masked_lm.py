@@ -34,12 +34,12 @@ from peftkit.data.load import Record
 from peftkit.data.pack import padded_rows
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore
+from peftkit.tasks.batches import over_batches
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import accepted, target_logits, unwrapped
-from peftkit.tasks.measure import over_batches
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.token_task import TokenTask
-from peftkit.train.task import perplexity
+from peftkit.tasks.training import perplexity
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

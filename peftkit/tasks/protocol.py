@@ -31,12 +31,12 @@ from peftkit.data.pack import padded
 from peftkit.errors import DataError
 from peftkit.events import Listener, Notice, Stage, Table, ignore
 from peftkit.execution.plan import ExecutionPlan
+from peftkit.tasks import training as loop
 from peftkit.tasks.attention import training_attention
+from peftkit.tasks.batches import mean_metrics
 from peftkit.tasks.length import check_vocabulary
 from peftkit.tasks.loss import unwrapped
-from peftkit.tasks.measure import mean_metrics
 from peftkit.tasks.rows import NO_TEMPLATE, check_dropped, named, off_prompt
-from peftkit.train import task as loop
 
 
 class Task(loop.Task, ABC):

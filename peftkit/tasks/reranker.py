@@ -32,8 +32,8 @@ from peftkit.data.load import Record
 from peftkit.data.messages import WrongField, full_text, texts_of
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Listener, ignore
+from peftkit.tasks.batches import over_batches
 from peftkit.tasks.labels import said_in
-from peftkit.tasks.measure import over_batches
 from peftkit.tasks.metrics import ranking_metrics
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.texts import (

@@ -29,9 +29,9 @@ from peftkit.data.load import Record
 from peftkit.data.pack import padded_rows
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, Progress, ignore
+from peftkit.tasks.batches import BATCH_SIZE
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import unwrapped
-from peftkit.tasks.measure import BATCH_SIZE
 from peftkit.tasks.metrics import rouge_l
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.token_task import TokenTask

@@ -25,10 +25,10 @@ from peftkit.data.load import Record
 from peftkit.data.pack import padded_rows, rounded_up
 from peftkit.errors import BaseError
 from peftkit.events import Listener, Progress, ignore
+from peftkit.tasks.batches import BATCH_SIZE, over_batches
 from peftkit.tasks.labels import FIX
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import accepted, unwrapped
-from peftkit.tasks.measure import BATCH_SIZE, over_batches
 from peftkit.tasks.protocol import Task, TaskConfig
 
 

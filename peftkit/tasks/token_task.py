@@ -22,6 +22,7 @@ from peftkit.execution.plan import ExecutionPlan
 from peftkit.model.modes import adapters_off
 from peftkit.model.side_adapter import SideAdapter
 from peftkit.tasks.attention import TrainingAttention, training_attention
+from peftkit.tasks.batches import mean_metrics
 from peftkit.tasks.isolation import check_causal
 from peftkit.tasks.length import exact_length
 from peftkit.tasks.loss import (
@@ -32,8 +33,8 @@ from peftkit.tasks.loss import (
     token_losses,
     unwrapped,
 )
-from peftkit.tasks.measure import mean_metrics
 from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.training import perplexity
 from peftkit.tasks.unpadding import (
     can_unpad,
     faster,
@@ -42,7 +43,6 @@ from peftkit.tasks.unpadding import (
     num_positions,
     unpadded,
 )
-from peftkit.train.task import perplexity
 
 
 class TokenTask(Task):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from peftkit.errors import PeftkitError, RunError
 from peftkit.files.disk import non_finite, write_json
-from peftkit.train.lockstep import Pass
+from peftkit.tasks.lockstep import Pass
 
 DIAGNOSIS = "diagnosis.json"
 

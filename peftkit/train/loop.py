@@ -13,20 +13,20 @@ from torch import nn
 
 from peftkit.errors import DataError
 from peftkit.events import Listener, ignore
+from peftkit.execution.signals import stop_requests
+from peftkit.execution.state import Result
+from peftkit.settings import TrainConfig
+from peftkit.tasks.training import Task
 from peftkit.train.checkpoints.checkpoint import (
     StartPolicy,
     delete_checkpoints,
     locked,
     prepare_output,
 )
-from peftkit.train.config import TrainConfig
 from peftkit.train.metrics import require_trackers
 from peftkit.train.model import trainable_parameters
 from peftkit.train.run import Job, Run
 from peftkit.train.saving import Weights
-from peftkit.train.signals import stop_requests
-from peftkit.train.state import Result
-from peftkit.train.task import Task
 
 
 def fit(

@@ -29,7 +29,7 @@ from peftkit.events import (
     StepDone,
 )
 from peftkit.kernels.device import gpu_of, peak_resident_bytes
-from peftkit.train.config import TrainConfig
+from peftkit.settings import TrainConfig
 
 FILE, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
 RECORDED = (RunStarted, StepDone, EvalDone, Saved, Notice, RunDone, RunStopped)

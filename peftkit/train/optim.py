@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from peftkit.errors import CheckpointError, ConfigError
-from peftkit.train.config import TrainConfig
+from peftkit.settings import TrainConfig
 
 BETAS = (0.9, 0.999)
 EPS = 1e-8

@@ -16,10 +16,10 @@ import torch
 
 from peftkit.errors import ConfigError, RunError
 from peftkit.events import Listener, Notice, RolledOut
+from peftkit.execution import rng
+from peftkit.execution.state import StepFacts
 from peftkit.model.modes import evaluating
-from peftkit.train import rng
-from peftkit.train.state import StepFacts
-from peftkit.train.task import Rollout, RolloutTask, Sampler
+from peftkit.tasks.training import Rollout, RolloutTask, Sampler
 from peftkit.train.trainer import Trainer
 
 MAX_EMPTY = 20

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from peftkit.base.sharding import is_sharded
 from peftkit.data.lazy_rows import View
 from peftkit.errors import PeftkitError, RunError
 from peftkit.events import (
@@ -22,7 +23,11 @@ from peftkit.events import (
     StepDone,
     ignore,
 )
+from peftkit.execution import rng
 from peftkit.execution.plan import ExecutionPlan
+from peftkit.execution.signals import Interrupted, StopRequest
+from peftkit.execution.state import Result, StepFacts
+from peftkit.execution.world import World
 from peftkit.kernels.device import gpu_of, keep_freed_memory, trim_malloc
 from peftkit.model.modes import (
     begin_training,
@@ -31,12 +36,12 @@ from peftkit.model.modes import (
     refresh_layouts,
 )
 from peftkit.quant.audit import audit
-from peftkit.train import rng
+from peftkit.settings import TrainConfig
+from peftkit.tasks.lockstep import LockstepForward
+from peftkit.tasks.training import GenerationEvaluator, Sampler, SetupContext, Task
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.checkpoints.identity import identity_of
-from peftkit.train.config import TrainConfig
 from peftkit.train.diagnosis import NonFiniteError, written_error
-from peftkit.train.lockstep import LockstepForward
 from peftkit.train.memory.prepare import plan_memory_and_compile
 from peftkit.train.metrics import (
     peak_bytes,
@@ -46,13 +51,8 @@ from peftkit.train.model import device_name, paths, same_everywhere, trainable_p
 from peftkit.train.optim import learning_rate
 from peftkit.train.rollouts import Rollouts
 from peftkit.train.saving import Saver, TrainableWeights, Weights
-from peftkit.train.sharding import is_sharded
-from peftkit.train.signals import Interrupted, StopRequest
-from peftkit.train.state import Result, StepFacts
-from peftkit.train.task import GenerationEvaluator, Sampler, SetupContext, Task
 from peftkit.train.trainer import Trainer
 from peftkit.train.validation import Evaluator, Validation
-from peftkit.train.world import World
 
 GIVE_BACK_EVERY = 16
 """On a CPU, steps between calls that return fragmented memory to the system."""

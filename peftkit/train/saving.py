@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from peftkit.errors import CheckpointError, OutputError
 from peftkit.events import Event, Notice, Saved
+from peftkit.execution import rng
+from peftkit.execution.state import state_from_json
 from peftkit.files.disk import free_bytes, read_json, read_tensors, write_json, write_tensors
-from peftkit.train import rng
+from peftkit.settings import TrainConfig
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.checkpoints.checkpoint import Checkpoint, Checkpoints
 from peftkit.train.checkpoints.identity import check_same_run
 from peftkit.train.checkpoints.manifest import versions
-from peftkit.train.config import TrainConfig
 from peftkit.train.optim import STATE_BYTES, load_optimizer_state, optimizer_state
-from peftkit.train.state import state_from_json
 from peftkit.train.trainer import Trainer
 
 

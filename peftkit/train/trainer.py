@@ -11,30 +11,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peftkit.base.sharding import is_sharded
 from peftkit.data.pack import num_tokens
 from peftkit.errors import DataError, RunError
-from peftkit.execution.plan import Activations, ExecutionPlan
-from peftkit.execution.strategies import smaller
-from peftkit.model.modes import refresh_layouts
-from peftkit.train import rng
-from peftkit.train.batches import BatchPrefetcher, on_device, split_micro_batches
-from peftkit.train.config import TrainConfig
-from peftkit.train.diagnosis import Diagnosis, NonFiniteError, diagnose, sources
-from peftkit.train.lockstep import GlobalBatchValues, LockstepForward, Part
-from peftkit.train.memory.blocks import STREAMED, Blocks
-from peftkit.train.memory.out_of_memory import (
+from peftkit.execution import rng
+from peftkit.execution.out_of_memory import (
     is_compile_error,
     is_out_of_memory,
+    one_line,
     release_memory,
-    told,
-    too_large,
 )
+from peftkit.execution.plan import Activations, ExecutionPlan
+from peftkit.execution.signals import StopRequest
+from peftkit.execution.state import State, StepFacts
+from peftkit.execution.strategies import smaller
+from peftkit.execution.world import World
+from peftkit.model.blocks import STREAMED
+from peftkit.model.modes import refresh_layouts
+from peftkit.settings import TrainConfig
+from peftkit.tasks.batches import split_micro_batches, too_large
+from peftkit.tasks.lockstep import GlobalBatchValues, LockstepForward, Part
+from peftkit.tasks.training import Task
+from peftkit.train.batches import BatchPrefetcher, on_device
+from peftkit.train.diagnosis import Diagnosis, NonFiniteError, diagnose, sources
+from peftkit.train.memory.blocks import Blocks
 from peftkit.train.optim import LossScale, build_optimizer, complete_gradients, set_learning_rate
-from peftkit.train.sharding import is_sharded
-from peftkit.train.signals import StopRequest
-from peftkit.train.state import State, StepFacts
-from peftkit.train.task import Task
-from peftkit.train.world import World
 
 OUT_OF_MEMORY = "memory ran out"
 
@@ -236,7 +237,7 @@ class Trainer:
                     summed += sums.detach()  # stays on the device: .item() would wait for it
         except Exception as error:
             if self.blocks.compiled and is_compile_error(error):
-                return told(error)
+                return one_line(error)
             if self.in_step.ran_out(error):
                 return OUT_OF_MEMORY  # not the error: its traceback holds the activations
             raise

@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peftkit.base.sharding import gathered, is_sharded
 from peftkit.errors import DataError
 from peftkit.events import EvalDone, Event, Notice, Sampled
+from peftkit.execution import rng
+from peftkit.execution.out_of_memory import release_memory
 from peftkit.model.modes import begin_training
-from peftkit.train import rng
+from peftkit.tasks.batches import too_large
+from peftkit.tasks.lockstep import GlobalBatchValues, Pass
+from peftkit.tasks.training import GenerationEvaluator, perplexity
 from peftkit.train.batches import on_device
-from peftkit.train.lockstep import GlobalBatchValues, Pass
-from peftkit.train.memory.out_of_memory import release_memory, too_large
 from peftkit.train.rollouts import Rollouts
-from peftkit.train.sharding import gathered, is_sharded
-from peftkit.train.task import GenerationEvaluator, perplexity
 from peftkit.train.trainer import Trainer
 
 

@@ -19,8 +19,8 @@ from peftkit.data.pack import Row
 from peftkit.errors import BaseError, ConfigError
 from peftkit.events import Event, Saved
 from peftkit.kernels import packing
+from peftkit.settings import TrainConfig
 from peftkit.tasks.causal_lm import CausalLM
-from peftkit.train.config import TrainConfig
 from peftkit.train.memory.blocks import Blocks
 from tests.families import ARCHITECTURES, FAMILIES, tiny_tokenizer
 

@@ -39,8 +39,8 @@ from peftkit.inference.generate_media import (
 )
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
+from peftkit.settings import TrainConfig
 from peftkit.tasks.media_text import ImageTextConfig
-from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 from peftkit_cli import app
 from tests.listening import EACH, FAMILIES, HEARING, write_rows

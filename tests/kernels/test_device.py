@@ -10,13 +10,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftkit.base.request import fast_dtype
+from peftkit.execution import rng
 from peftkit.execution.environment import default_device, used_bytes
+from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.plan import Activations, plan_for
 from peftkit.kernels.device import GPUS, forked_generators, gpu_here, gpu_of, in_float64
-from peftkit.train import rng
 from peftkit.train.batches import on_device
 from peftkit.train.memory.blocks import Blocks
-from peftkit.train.memory.out_of_memory import release_memory
 from peftkit.train.metrics import peak_bytes
 from peftkit.train.model import device_name
 from tests.families import FAMILIES

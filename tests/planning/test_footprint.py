@@ -117,7 +117,7 @@ def at_work(family: str) -> dict[str, int]:
     """Return what a process has of a sharded base, and what it gets in a step; on each process."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    from peftkit.train.sharding import local_bytes, shard_base
+    from peftkit.base.sharding import local_bytes, shard_base
 
     model = real(config_of(family))
     attach(model, LoRA(rank=2, targets=("q", "v")))

@@ -13,10 +13,10 @@ import pytest
 from peftkit import recipe
 from peftkit.errors import BaseError
 from peftkit.events import Event, Progress, Saved, Stage, Table
+from peftkit.execution.signals import Interrupted, stopping_at_once
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.folder import AdapterFolder
 from peftkit.run.config import Recipe
-from peftkit.train.signals import Interrupted, stopping_at_once
 from tests.command_line import start
 
 BOTH = [signal.SIGINT, signal.SIGTERM]

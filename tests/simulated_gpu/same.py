@@ -17,8 +17,8 @@ from peftkit.events import EvalDone, Event, Notice, RunStarted, StepDone
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import Method
 from peftkit.quant.quantize import quantize_model
+from peftkit.settings import TrainConfig
 from peftkit.tasks.causal_lm import CausalLM
-from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 from tests.families import FAMILIES
 from tests.simulated_gpu.simulation import on_cpu

@@ -13,8 +13,8 @@ from torch import nn
 
 from peftkit.base.load import load_base
 from peftkit.execution.environment import ALLOCATOR, as_current, default_device
+from peftkit.execution.world import World
 from peftkit.tasks.attention_kernels import KERNELS, Call
-from peftkit.train.world import World
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
 

@@ -20,10 +20,10 @@ from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
+from peftkit.settings import TrainConfig
 from peftkit.tasks.audio_classification import AudioClassificationConfig
 from peftkit.tasks.ctc import CTC, CTCConfig
 from peftkit.tasks.hearing import ShortSound
-from peftkit.train.config import TrainConfig
 from peftkit_cli.app import app
 from tests.speech import RATE, encoded, hears_frames, saved, tones, wav2vec2, write_rows
 

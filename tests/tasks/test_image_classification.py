@@ -27,9 +27,9 @@ from peftkit.events import Event, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
 from peftkit.methods.lora import LoRA
+from peftkit.settings import TrainConfig
 from peftkit.tasks.image_classification import ImageClassification, ImageClassificationConfig
 from peftkit.train.checkpoints.identity import fingerprint
-from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 from tests.families import ARCHITECTURES
 

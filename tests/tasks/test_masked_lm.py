@@ -24,8 +24,8 @@ from peftkit.events import Event, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
 from peftkit.methods.lora import LoRA
+from peftkit.settings import TrainConfig
 from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig
-from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 from tests.conftest import use_small_chunks
 from tests.families import ARCHITECTURES, BOS, EOS, UNK

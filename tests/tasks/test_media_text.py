@@ -22,9 +22,9 @@ from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Table
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model, tower_paths
+from peftkit.tasks.batches import split_micro_batches
 from peftkit.tasks.isolation import check_causal_answer
 from peftkit.tasks.media_text import AudioTextConfig, ImageTextConfig, MediaText
-from peftkit.train.batches import split_micro_batches
 from peftkit.train.checkpoints.identity import fingerprint
 from tests import vision
 from tests.listening import EACH, FAMILIES, HEARING, write_rows

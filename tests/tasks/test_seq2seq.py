@@ -24,9 +24,9 @@ from peftkit.events import Event, Table
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
 from peftkit.methods.lora import LoRA
+from peftkit.settings import TrainConfig
 from peftkit.tasks.metrics import rouge_l
 from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
-from peftkit.train.config import TrainConfig
 from peftkit.train.loop import fit
 from tests.conftest import use_small_chunks
 from tests.families import ARCHITECTURES, EOS, PAD

@@ -30,9 +30,9 @@ from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
+from peftkit.settings import TrainConfig
 from peftkit.tasks.error_rates import error_rates
 from peftkit.tasks.transcription import Transcription, TranscriptionConfig
-from peftkit.train.config import TrainConfig
 from peftkit_cli.app import app
 from tests.families import ARCHITECTURES
 from tests.speech import RATE, SEQ2SEQ, encoded, saved, tones, whisper, write_rows

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from peftkit.train.memory import out_of_memory
+from peftkit.execution import out_of_memory
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from peftkit.data.pack import num_tokens, padded
+from peftkit.tasks.batches import split_micro_batches
 from peftkit.tasks.seq2seq import PairRow
-from peftkit.train import batches
 from tests.train.toy import Row, Toy, crash_after, make_rows, play, same
 
 
@@ -20,9 +20,7 @@ def rows_of(*lengths: int) -> list[Row]:
 
 
 def cut(rows: Sequence[Any], max_rows: int, max_tokens: int | None = None) -> list[Sequence[Any]]:
-    return batches.split_micro_batches(
-        rows, lambda part: len(part) * padded(*part), max_rows, max_tokens
-    )
+    return split_micro_batches(rows, lambda part: len(part) * padded(*part), max_rows, max_tokens)
 
 
 def lengths(parts: list[Sequence[Row]]) -> list[list[int]]:
@@ -111,5 +109,5 @@ def test_an_evaluation_keeps_to_the_limit_too(tmp_path: Path) -> None:
 
 def test_rows_of_different_kinds_share_no_micro_batch() -> None:
     rows = [3, 4, 5, 6, 7, 9, 11]
-    parts = batches.split_micro_batches(rows, len, 2, bucket_key=lambda row: row % 2)
+    parts = split_micro_batches(rows, len, 2, bucket_key=lambda row: row % 2)
     assert parts == [[3, 5], [7, 9], [11], [4, 6]]

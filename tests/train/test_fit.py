@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from peftkit.errors import ConfigError, DataError, OutputError
 from peftkit.events import EvalDone, Event, RunDone, RunStarted, Saved, StepDone
 from peftkit.report.history import read_history
-from peftkit.train.config import TrainConfig
+from peftkit.settings import TrainConfig
 from peftkit.train.loop import fit
 from tests.train.toy import Crash, Played, Row, Toy, ToyTask, config_of, make_rows, play, same
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftkit.train.lockstep import LockstepForward, Part
+from peftkit.tasks.lockstep import LockstepForward, Part
 
 
 class Two:

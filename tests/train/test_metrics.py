@@ -10,9 +10,9 @@ import pytest
 from accelerate import tracking
 
 from peftkit.errors import ConfigError
+from peftkit.tasks.training import perplexity
 from peftkit.train import metrics
 from peftkit.train.metrics import require_trackers
-from peftkit.train.task import perplexity
 from tests.train.toy import play
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from peftkit.errors import CheckpointError, ConfigError
-from peftkit.train.config import TrainConfig
+from peftkit.settings import TrainConfig
 from peftkit.train.optim import (
     LossScale,
     build_optimizer,

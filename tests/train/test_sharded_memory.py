@@ -14,10 +14,10 @@ import transformers
 from torch.distributed.fsdp import FSDPModule
 
 from peftkit.base.load import load_base
+from peftkit.base.sharding import local_bytes, shard_base
+from peftkit.execution.world import World
 from peftkit.kernels.device import trim_malloc
 from peftkit.quant.layers import QuantizedLinear
-from peftkit.train.sharding import local_bytes, shard_base
-from peftkit.train.world import World
 from tests.families import VOCAB, tiny_tokenizer
 from tests.train.children import exit_code, start_ranks
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.events import EvalDone, StepDone
-from peftkit.train.task import SetupContext
+from peftkit.tasks.training import SetupContext
 from tests.train.toy import Row, Toy, ToyTask, learner_of, make_rows, play
 
 ROWS = make_rows(8)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from peftkit.errors import RunError
 from peftkit.events import Event, Saved
-from peftkit.train.world import World
+from peftkit.execution.world import World
 from tests.train.children import exit_code, start, start_ranks
 from tests.train.toy import COUNTED, Played, Toy, ToyTask, make_rows, play, same
 

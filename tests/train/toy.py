@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from peftkit.data.pack import padded
 from peftkit.events import Event, Notice, Saved, StepDone
-from peftkit.train.config import TrainConfig
+from peftkit.execution.signals import StopRequest
+from peftkit.execution.state import Result
+from peftkit.execution.world import World
+from peftkit.settings import TrainConfig
+from peftkit.tasks.training import Task
 from peftkit.train.loop import fit
-from peftkit.train.signals import StopRequest
-from peftkit.train.state import Result
-from peftkit.train.task import Task
 from peftkit.train.trainer import Trainer
-from peftkit.train.world import World
 
 VOCABULARY = 31
 COUNTED = 2

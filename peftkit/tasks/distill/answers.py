@@ -12,10 +12,10 @@ import torch
 
 from peftkit.errors import DataError
 from peftkit.events import Notice, Progress, Stage, Table
+from peftkit.execution.signals import Interrupted
 from peftkit.tasks.distill.rows import Distilled
 from peftkit.tasks.metrics import rouge_l
-from peftkit.train.signals import Interrupted
-from peftkit.train.task import SampledAnswer, SetupContext
+from peftkit.tasks.training import SampledAnswer, SetupContext
 
 FILE = "teacher_answers.jsonl"
 AT_ONCE = 64

@@ -26,6 +26,8 @@ from peftkit.data.load import CHAT
 from peftkit.data.pack import Row
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, Notice, ScoredAnswer, ignore
+from peftkit.execution.rng import seed_of
+from peftkit.execution.signals import Interrupted
 from peftkit.kernels.device import free_bytes
 from peftkit.kernels.divergence import (
     Divergence,
@@ -36,17 +38,15 @@ from peftkit.kernels.divergence import (
 from peftkit.model.modes import evaluating
 from peftkit.model.places import unwrap_adapter
 from peftkit.model.side_adapter import SideAdapter
+from peftkit.tasks.batches import mean_metrics, over_batches
 from peftkit.tasks.distill.answers import Answers, teacher_answers
 from peftkit.tasks.distill.prompt import TeacherPrompt, read_prompt
 from peftkit.tasks.distill.rows import Distilled, DistillEncoder
 from peftkit.tasks.distill.teacher import OtherModel, TeacherConfig, other_model
 from peftkit.tasks.length import exact_length
 from peftkit.tasks.loss import find_head, target_logits, target_rows, unwrapped
-from peftkit.tasks.measure import mean_metrics, over_batches
 from peftkit.tasks.token_task import AnswerConfig, DocumentTask
-from peftkit.train.rng import seed_of
-from peftkit.train.signals import Interrupted
-from peftkit.train.task import Rollout, SampledAnswer, Sampler, SetupContext
+from peftkit.tasks.training import Rollout, SampledAnswer, Sampler, SetupContext
 
 TEACHER = "teacher_"
 """How the names of a batch begin that are of the teacher's documents."""

@@ -23,6 +23,7 @@ from peftkit.data.load import CHAT
 from peftkit.data.pack import padded_rows
 from peftkit.errors import AdapterError
 from peftkit.events import Listener, ScoredAnswer, ignore
+from peftkit.execution.rng import seed_of
 from peftkit.model.side_adapter import SideAdapter
 from peftkit.tasks.loss import accepted, target_rows, unwrapped
 from peftkit.tasks.on_policy.losses import (
@@ -36,8 +37,7 @@ from peftkit.tasks.on_policy.losses import (
 from peftkit.tasks.on_policy.rewards import Rewards, RewardTerm, source_hashes
 from peftkit.tasks.on_policy.rows import Group, Prompt, PromptEncoder
 from peftkit.tasks.token_task import AnswerConfig, DocumentTask
-from peftkit.train.rng import seed_of
-from peftkit.train.task import Rollout, SampledAnswer, Sampler, SetupContext
+from peftkit.tasks.training import Rollout, SampledAnswer, Sampler, SetupContext
 
 SCORED = 16
 """Documents that a reward adapter reads at once."""

@@ -21,12 +21,13 @@ from peftkit.data.lazy_rows import View
 from peftkit.data.pack import tokens_of_each
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice, Progress, Stage
+from peftkit.execution.out_of_memory import release_memory
+from peftkit.execution.signals import Interrupted
 from peftkit.files.disk import read_tensors, write_tensors
 from peftkit.model.modes import evaluating
+from peftkit.tasks.batches import too_large
 from peftkit.tasks.token_task import Reference
-from peftkit.train.memory.out_of_memory import release_memory, too_large
-from peftkit.train.signals import Interrupted
-from peftkit.train.task import SetupContext
+from peftkit.tasks.training import SetupContext
 
 FILE = "reference_log_probs.safetensors"
 KEYS, VALUES = "keys", "values"

@@ -25,7 +25,7 @@ from peftkit.tasks.preference.losses import Answers, pair_losses, rewards
 from peftkit.tasks.preference.reference import ReferenceValues
 from peftkit.tasks.preference.rows import AnswerEncoder, Compared, after_common_tokens, compared
 from peftkit.tasks.token_task import DocumentTask
-from peftkit.train.task import SetupContext
+from peftkit.tasks.training import SetupContext
 
 
 class Preference(DocumentTask):

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from peftkit.errors import CheckpointError, did_you_mean
-from peftkit.train.config import TrainConfig
+from peftkit.settings import TrainConfig
 
 # May change between two halves of a run: no weight depends on them.
 FREE = {

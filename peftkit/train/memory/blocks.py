@@ -23,12 +23,9 @@ from peftkit.execution.strategies import activation_modes
 from peftkit.kernels.device import gpu_of
 from peftkit.kernels.packed import recomputing
 from peftkit.kernels.tiled import tiled
-from peftkit.model.blocks import feed_forward_modules, recomputable_blocks
+from peftkit.model.blocks import STREAMED, feed_forward_modules, recomputable_blocks
 from peftkit.model.places import FrozenWrapper
 from peftkit.train.memory.offload import Offload
-
-STREAMED = "block_stream"
-"""What a model has whose blocks' weights come from main memory: kept activations would hold all."""
 
 BACKEND = "inductor"
 """Of torch.compile."""

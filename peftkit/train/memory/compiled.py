@@ -18,15 +18,15 @@ from typing import Any
 from peftkit.data.pack import tokens_of_each
 from peftkit.errors import RunError
 from peftkit.events import Event, Notice, Stage
-from peftkit.quant.audit import audit
-from peftkit.train import rng
-from peftkit.train.config import TrainConfig
-from peftkit.train.memory.out_of_memory import (
+from peftkit.execution import rng
+from peftkit.execution.out_of_memory import (
     is_compile_error,
     is_out_of_memory,
+    one_line,
     release_memory,
-    told,
 )
+from peftkit.quant.audit import audit
+from peftkit.settings import TrainConfig
 from peftkit.train.trainer import Trainer
 
 Say = Callable[[Event], None]
@@ -102,7 +102,7 @@ def _try_to_compile(learner: Trainer, rows: Sequence[Any]) -> str:
         if is_out_of_memory(error) and not is_compile_error(error):
             release_memory()  # the first step will find what fits
             return ""
-        return told(error)
+        return one_line(error)
     finally:
         learner.optimizer.zero_grad(set_to_none=True)
     return ""

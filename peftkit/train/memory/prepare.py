@@ -22,13 +22,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from peftkit.data.pack import num_tokens, tokens_of_each
 from peftkit.errors import RunError
 from peftkit.events import Event, Notice
+from peftkit.execution import rng
 from peftkit.execution.environment import used_bytes
+from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.plan import ACTIVATIONS_IN_WORDS, Activations
 from peftkit.execution.strategies import choose
 from peftkit.kernels.device import free_bytes, gpu_of
-from peftkit.train import rng
 from peftkit.train.memory.compiled import compile_blocks
-from peftkit.train.memory.out_of_memory import release_memory
 from peftkit.train.optim import STATE_BYTES
 from peftkit.train.trainer import Trainer
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from peftkit.errors import CheckpointError
-from peftkit.train import rng
+from peftkit.execution import rng
+from peftkit.settings import TrainConfig
 from peftkit.train.checkpoints.identity import FREE, check_same_run, fingerprint, flat, identity_of
-from peftkit.train.config import TrainConfig
 from tests.train.toy import Row, make_rows
 
 

@@ -17,10 +17,10 @@ from peftkit.errors import RunError
 from peftkit.events import RunStarted
 from peftkit.execution.plan import Activations
 from peftkit.methods.lora import LoRA
+from peftkit.settings import TrainConfig
 from peftkit.tasks import token_task
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.causal_lm import CausalLM
-from peftkit.train.config import TrainConfig
 from peftkit.train.memory import blocks as blocks_module
 from peftkit.train.memory import compiled
 from peftkit.train.memory.blocks import Blocks

@@ -14,11 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from peftkit.adapter import attach
 from peftkit.errors import PeftkitError, RunError
 from peftkit.events import StepDone
+from peftkit.execution.out_of_memory import is_compile_error, is_out_of_memory
 from peftkit.methods.lora import LoRA
 from peftkit.model.modes import prepared_for_training
 from peftkit.train import run as run_module
 from peftkit.train.memory.blocks import Blocks
-from peftkit.train.memory.out_of_memory import is_compile_error, is_out_of_memory
 from tests.families import FAMILIES
 from tests.train.toy import (
     COUNTED,

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from peftkit.data.pack import num_tokens
 from peftkit.errors import RunError
-from peftkit.train import rng
-from peftkit.train.memory.out_of_memory import is_out_of_memory
-from peftkit.train.world import World
+from peftkit.execution import rng
+from peftkit.execution.out_of_memory import is_out_of_memory
+from peftkit.execution.world import World
 
 LOOKED_AT = 1000
 """Rows of which the shortest is taken, where all are of one kind."""

@@ -26,9 +26,9 @@ from torch.distributed.fsdp import (
 )
 
 from peftkit.errors import ConfigError
+from peftkit.execution.world import World
 from peftkit.kernels.packing import packed_tensors
-from peftkit.train.memory.blocks import Blocks
-from peftkit.train.world import World
+from peftkit.model.blocks import recomputable_blocks
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -46,7 +46,7 @@ def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False)
     Raises:
         ConfigError: The model has no blocks, or leaves some out by chance.
     """
-    blocks, name = Blocks(model).blocks, type(model).__name__
+    blocks, name = list(dict.fromkeys(recomputable_blocks(model))), type(model).__name__
     if not blocks:
         raise ConfigError(f"cannot shard {name}: it has no blocks", fix="Set train.shard: none.")
     if drops := _leaving_out(model):

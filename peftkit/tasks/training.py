@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, Sample, ScoredAnswer
 from peftkit.execution.plan import ExecutionPlan
+from peftkit.execution.signals import StopRequest
+from peftkit.execution.world import World
 from peftkit.kernels.context import Context
-from peftkit.train.lockstep import LockstepForward
-from peftkit.train.signals import StopRequest
-from peftkit.train.world import World
+from peftkit.tasks.lockstep import LockstepForward
 
 
 def perplexity(loss: float) -> float:
