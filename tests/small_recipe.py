@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, model_validator
 
+from peftkit.config.lazy import LazyTable
 from peftkit.config.schema import Config, load
 from peftkit.errors import ConfigError
 
@@ -36,6 +37,11 @@ class Decomposed(Ranked):
 
     type: Literal["decomposed"] = "decomposed"
     magnitude: bool = True
+
+
+METHODS = LazyTable[Ranked](
+    {"low": "tests.small_recipe:Low", "decomposed": "tests.small_recipe:Decomposed"}
+)
 
 
 class Rows(Config):
@@ -68,7 +74,7 @@ class Whole(Config):
     """A recipe in small."""
 
     task: Literal["causal_lm"] = "causal_lm"
-    method: Annotated[Low | Decomposed, Field(discriminator="type")] = Low()
+    method: Annotated[Ranked, METHODS] = Low()
     data: Rows
     train: Loop = Loop()
 

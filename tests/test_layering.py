@@ -42,6 +42,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "huggingface_hub": ("formats/hub",),
     "tqdm": ("base/pretrained",),  # what the hub tells of a download by; transformers brings it
     "safetensors": ("formats/", "merging/", "base/store"),
+    "pydantic_core": ("config/",),
     "pydantic": (
         "settings",
         "config/",

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
+from peftkit.config.lazy import LazyTable
 from peftkit.config.strict_yaml import Key, Problem, SourceLocation
 from peftkit.errors import did_you_mean
 
@@ -53,6 +55,14 @@ def options_of(declared: Any) -> tuple[Any, ...]:
     if origin in (Union, types.UnionType):
         return tuple(option for arg in get_args(declared) for option in options_of(arg))
     return (declared,)
+
+
+def sections_of(field: FieldInfo) -> list[type[BaseModel]]:
+    """Return the sections that a field's value may be; those of a table are imported."""
+    tables = [one for one in field.metadata if isinstance(one, LazyTable)]
+    options = [kind for table in tables for kind in table.values()]
+    options = options or [*options_of(field.annotation)]
+    return [one for one in options if isinstance(one, type) and issubclass(one, BaseModel)]
 
 
 def _key(found: Mapping[str, Any], data: Any) -> Key:
@@ -103,9 +113,8 @@ def _fields(root: type[BaseModel], loc: tuple[int | str, ...]) -> dict[str, str]
     sections = [root]
     for part in loc:
         tagged = [s for s in sections if part in _tags(s)]
-        declared = [s.model_fields[part].annotation for s in sections if part in s.model_fields]
-        inner = [option for one in declared for option in options_of(one)]
-        sections = tagged or [o for o in inner if isinstance(o, type) and issubclass(o, BaseModel)]
+        fields = [s.model_fields[part] for s in sections if part in s.model_fields]
+        sections = tagged or [inner for field in fields for inner in sections_of(field)]
     return {name: name for section in sections for name in section.model_fields}
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from peftkit.config.explain import options_of
+from peftkit.config.explain import sections_of
 from peftkit.run.config import Recipe, load
 from peftkit_cli.import_recipe import TABLE
 from tests.command_line import Run
@@ -134,10 +134,6 @@ def test_what_is_of_neither_program_is_refused(text: str, peftkit: Run, tmp_path
 
 
 def test_every_line_of_the_table_leads_to_a_setting_of_ours() -> None:
-    def sections(kind: type[BaseModel]) -> dict[str, list[type[BaseModel]]]:
-        options = {name: options_of(field.annotation) for name, field in kind.model_fields.items()}
-        return {n: [o for o in found if hasattr(o, "model_fields")] for n, found in options.items()}
-
     table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     tables = [table["both"], *(table[name]["keys"] for name in ("axolotl", "llama_factory"))]
     for key, rule in (line for lines in tables for line in lines.items()):
@@ -146,4 +142,4 @@ def test_every_line_of_the_table_leads_to_a_setting_of_ours() -> None:
         for name in rule.get("to", "base").split("."):
             having = [kind for kind in kinds if name in kind.model_fields]
             assert having, f"{key}: {rule['to']}"
-            kinds = [inner for kind in having for inner in sections(kind)[name]]
+            kinds = [inner for kind in having for inner in sections_of(kind.model_fields[name])]
