@@ -43,16 +43,19 @@ class LazyTable(Mapping[str, type[T]]):
     def __len__(self) -> int:
         return len(self._addresses)
 
+    def __hash__(self) -> int:
+        return id(self)
+
     def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         branch = core_schema.no_info_plain_validator_function
         branches: dict[Any, CoreSchema] = {
             name: branch(partial(self._validate, name)) for name in self
         }
-        return core_schema.tagged_union_schema(branches, discriminator="type")
+        # with the union itself, not its field: a validator before it may take other values
+        functions = {"pydantic_js_functions": [self._json_schema]}
+        return core_schema.tagged_union_schema(branches, "type", metadata=functions)
 
-    def __get_pydantic_json_schema__(
-        self, _: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
+    def _json_schema(self, _: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         union: Any = Union[tuple(self.values())]  # noqa: UP007  # of classes known at run time
         return handler(TypeAdapter(Annotated[union, Field(discriminator="type")]).core_schema)
 

@@ -5,29 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from peftkit.base.config import BaseConfig
 from peftkit.config import schema
 from peftkit.config.schema import Config
 from peftkit.data.load import DataConfig
 from peftkit.errors import ConfigError
-from peftkit.methods.lora import LoRA
 from peftkit.methods.table import AnyMethod
 from peftkit.run import rules
 from peftkit.settings import TrainConfig
-from peftkit.tasks.causal_lm import CausalLMConfig
 from peftkit.tasks.table import TASKS, AnyTask
 
 
 class Recipe(Config):
     """Everything that `peftkit train` needs to know."""
 
-    task: AnyTask = CausalLMConfig()
+    task: AnyTask = Field("causal_lm", validate_default=True)
     """What the model is trained to do: a name, or a section with that name as its type."""
     base: BaseConfig
     """The frozen model."""
-    method: AnyMethod = LoRA()
+    method: AnyMethod = Field({"type": "lora"}, validate_default=True)
     """The adapter that is trained on it."""
     data: DataConfig
     """Rows to train on."""

@@ -1,56 +1,44 @@
-"""All tasks there are. A new one is a file beside this one and a line in this table."""
+"""All tasks. A new one is a file in this folder and a line in this table."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
-from peftkit.tasks.audio_classification import AudioClassificationConfig
-from peftkit.tasks.causal_lm import CausalLMConfig
-from peftkit.tasks.ctc import CTCConfig
-from peftkit.tasks.distill.task import DistillConfig
-from peftkit.tasks.embedding import EmbeddingConfig
-from peftkit.tasks.image_classification import ImageClassificationConfig
-from peftkit.tasks.masked_lm import MaskedLMConfig
-from peftkit.tasks.media_text import AudioTextConfig, ImageTextConfig
-from peftkit.tasks.on_policy.task import GRPOConfig
-from peftkit.tasks.preference.config import PreferenceConfig
+from peftkit.config.lazy import LazyTable
 from peftkit.tasks.protocol import TaskConfig
-from peftkit.tasks.reranker import RerankerConfig
-from peftkit.tasks.reward import RewardConfig
-from peftkit.tasks.seq2seq import Seq2SeqConfig
-from peftkit.tasks.sequence_classification import SequenceClassificationConfig
-from peftkit.tasks.token_classification import TokenClassificationConfig
-from peftkit.tasks.transcription import TranscriptionConfig
+
+_ADDRESSES = {
+    "causal_lm": "causal_lm:CausalLMConfig",
+    "sequence_classification": "sequence_classification:SequenceClassificationConfig",
+    "token_classification": "token_classification:TokenClassificationConfig",
+    "seq2seq": "seq2seq:Seq2SeqConfig",
+    "masked_lm": "masked_lm:MaskedLMConfig",
+    "image_classification": "image_classification:ImageClassificationConfig",
+    "image_text": "media_text:ImageTextConfig",
+    "preference": "preference.config:PreferenceConfig",
+    "distill": "distill.task:DistillConfig",
+    "reward": "reward:RewardConfig",
+    "embedding": "embedding:EmbeddingConfig",
+    "grpo": "on_policy.task:GRPOConfig",
+    "reranker": "reranker:RerankerConfig",
+    "transcription": "transcription:TranscriptionConfig",
+    "ctc": "ctc:CTCConfig",
+    "audio_classification": "audio_classification:AudioClassificationConfig",
+    "audio_text": "media_text:AudioTextConfig",
+}
+"""Module in this package, and class."""
+
+TASKS = LazyTable[TaskConfig](
+    {name: f"peftkit.tasks.{address}" for name, address in _ADDRESSES.items()}
+)
 
 
 def _spelled_out(value: object) -> Any:
-    """Let a task's type alone stand for a task without settings."""
+    """Accept a task's type alone as a task with default settings."""
     return {"type": value} if isinstance(value, str) else value
 
 
-_AnyConfig = (
-    CausalLMConfig
-    | SequenceClassificationConfig
-    | TokenClassificationConfig
-    | Seq2SeqConfig
-    | MaskedLMConfig
-    | ImageClassificationConfig
-    | ImageTextConfig
-    | PreferenceConfig
-    | DistillConfig
-    | RewardConfig
-    | EmbeddingConfig
-    | GRPOConfig
-    | RerankerConfig
-    | TranscriptionConfig
-    | CTCConfig
-    | AudioClassificationConfig
-    | AudioTextConfig
-)
-TASKS: dict[str, type[TaskConfig]] = {
-    task.model_fields["type"].default: task for task in get_args(_AnyConfig)
-}
-_Section = Annotated[_AnyConfig, Field(discriminator="type")]
+_Section = Annotated[TaskConfig, TASKS]
 AnyTask = Annotated[_Section, BeforeValidator(_spelled_out, json_schema_input_type=str | _Section)]
