@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from peftkit.run.prepare import prepare as prepare_recipe
     from peftkit.serve.server import serve_adapters as serve_adapters
     from peftkit.settings import TrainConfig as TrainConfig
-    from peftkit.sweeps.sweep import sweep as sweep
+    from peftkit.sweeps import sweep as sweep
     from peftkit.tasks.audio_classification import (
         AudioClassificationConfig as AudioClassificationConfig,
     )

@@ -90,16 +90,11 @@ class Adapter:
 
     def detach(self) -> None:
         """Take every adapter module out again; the model is the bare, frozen base."""
-        self.take_out()
-        self.modules = {}
-
-    def take_out(self) -> None:
-        """Do as `detach` does, but keep the modules: somebody else puts them to use."""
         for handle in self._handles:
             handle.remove()
         for path, module in reversed(self.modules.items()):  # what has parts before its parts
             _replace(self.model, path, module.base)
-        self._handles = []
+        self._handles, self.modules = [], {}
 
     def state(self) -> dict[str, Tensor]:
         """Return what is saved: "module.path.tensor_name", or a shared name, to tensor."""

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import cast
 
+from peftkit.base.load import Base
 from peftkit.base.sharding import is_sharded
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, Notice, Table, ignore
@@ -47,6 +48,7 @@ def run(
     overwrite: bool = False,
     allow_changes: Sequence[str] = (),
     metrics: Mapping[str, Metric] | None = None,
+    base: Base | None = None,
     on_event: Listener = ignore,
 ) -> Result:
     """Train a recipe's adapter and save it to `train.output_dir`.
@@ -57,6 +59,8 @@ def run(
         overwrite: Start again in a folder that holds a run already.
         allow_changes: Dotted keys in which a resumed run may differ from the one it continues.
         metrics: Of a completion and its reference, by name: measured with train.eval_generate.
+        base: The recipe's base, loaded already, for several runs over it in turn. After a run that
+            returns, it has no adapter again.
         on_event: Receives the events of peftkit.events as they happen.
 
     Raises:
@@ -75,7 +79,7 @@ def run(
         stack.enter_context(locked(folder))
         with stopping_at_once("stopped before the first step; what was there is as it was."):
             before = BeforeRun(on_event)
-            ready = prepare(recipe, resume=resume, ranks=ranks, on_event=before.on_event)
+            ready = prepare(recipe, base=base, resume=resume, ranks=ranks, on_event=before.on_event)
             watch = watch_of(recipe, ready, metrics, on_event)
             known = {} if resume else measured_before(ready, before.on_event)
         recipe = ready.recipe
@@ -103,6 +107,8 @@ def run(
                     report.write()
             if stop.signum:
                 raise Interrupted(stop.signum, f"all is done; the adapter is in {folder}.")
+        if base is not None:
+            ready.adapter.detach()
         return result
 
 

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model/", "quant/", "data/"),
     ("base/", "methods/", "adapter", "tasks/", "formats/", "inference/"),
     ("train/", "planning/", "run/", "recipe", "report/"),
-    ("merging/", "serve/", "sweeps/", "__init__", "cli/"),
+    ("merging/", "serve/", "sweeps", "__init__", "cli/"),
 )
 """Bottom first: peftkit/<name>.py, or a package `x/`. Modules of a layer may import each other."""
 

@@ -133,7 +133,6 @@ def _facts(plan: Plan) -> Mapping[str, str]:
         **_streamed(plan),
         "adapter file": _gb(plan.adapter_bytes),
         "disk, checkpoints and all": _gb(plan.disk_bytes),
-        "members of a sweep at once": f"{plan.members:,}",
     }
     work = "the run" if plan.run_tokens else "a batch"
     if plan.run_tokens:

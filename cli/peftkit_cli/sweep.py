@@ -1,4 +1,4 @@
-"""`peftkit sweep`: several runs over one base, trained together."""
+"""`peftkit sweep`: several runs over one base, one after the other."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sweep(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train many adapters over one base in one pass. Prints the folder of the best."""
+    """Train several adapters over one base, which is loaded once. Prints the folder of the best."""
     if bool(over) == bool(pick):
         raise ConfigError(
             "a sweep takes a recipe with --over or --pick",
@@ -50,19 +50,18 @@ def sweep(
         )
     if not recipe.exists():
         raise unknown_recipe_file(recipe)
+    from peftkit import sweeps
     from peftkit.report.live import REPORT
-    from peftkit.sweeps import members as made
-    from peftkit.sweeps.outcomes import BEST, SWEEP
-    from peftkit.sweeps.sweep import sweep as train_together
+    from peftkit.sweeps import BEST, SWEEP
     from peftkit_cli.render import Renderer
 
-    out, settings = out or made.folder_of(recipe, overrides or ()), overrides or ()
+    out, settings = out or sweeps.default_folder(recipe, overrides or ()), overrides or ()
     if pick:
-        members = made.pick(recipe, pick, settings, out=out)
+        members = sweeps.pick(recipe, pick, settings, out=out)
     else:
-        members = made.grid(recipe, over or (), settings, out=out)
+        members = sweeps.grid(recipe, over or (), settings, out=out)
     with Renderer(brief=True, quiet=quiet) as on_event:
-        train_together(members, out, resume=resume, on_event=on_event)
+        sweeps.sweep(members, out, resume=resume, on_event=on_event)
     if as_json:
         typer.echo((out / SWEEP).read_text(encoding="utf-8"))
     else:

@@ -128,7 +128,7 @@ class Method(Config, ABC):
     """Whether it acts on the input only and has no target modules."""
     beside_linear_layers: ClassVar[bool] = False
     """Whether it sits beside linear layers and reads no weight outside of their blocks: its base
-    may then be spread over processes, and shared by the members of a sweep."""
+    may then be spread over processes."""
     takes_token_rows: ClassVar[bool] = False
     """Whether `token_rows` may stand beside it: PEFT has them beside a LoRA only."""
     files: ClassVar[str] = "PEFT"

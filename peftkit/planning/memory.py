@@ -195,32 +195,6 @@ class MemoryEstimator:
         seconds = moved / (link * 1e9) if self.environment.on_gpu else 0.0
         return round(seconds * self.card.rate / (flops_of_row / self.length))
 
-    def member_bytes(self, optimizer: str) -> int:
-        """Return what each further member of a sweep has of its own."""
-        weights = sum(p.nbytes for p in self.steps.trained)
-        return 2 * weights + STATE_BYTES[optimizer] * self.steps.num_trained
-
-    def pass_bytes(self, rows: int) -> int:
-        """Return what the members of a sweep share: weights, and the activations of a joint pass.
-
-        On a GPU of one member's rows alone: passes become smaller when its memory runs out.
-
-        Args:
-            rows: Of all members together; a pass has no more tokens than the recipe allows.
-        """
-        tokens, most = self.recipe.train.tokens_at_once("cpu"), rows
-        if tokens is not None:
-            most = min(rows, tokens // self.length)
-        more = 0 if self.environment.on_gpu else max(most - self.rows, 0) * self.length
-        found = 0
-        for way in self.activations():
-            count = self.steps.count(self.rows, self.length, way)
-            slope = self.steps.bytes_per_token(self.rows, self.length, way) if more else 0.0
-            found = count.peak["weights"] + count.peak["activations"] + round(slope * more)
-            if found <= self.environment.usable:
-                break
-        return found
-
     def _count(
         self, held: WeightFootprint | None, activations: Activations, rows: int
     ) -> tuple[dict[str, int], int, int]:

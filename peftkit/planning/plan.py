@@ -24,8 +24,6 @@ from peftkit.train.optim import STATE_BYTES
 BYTES_PER_TOKEN = 4
 """Of text in most languages and most vocabularies, about; data is not tokenised for a plan."""
 NUM_CARDS = (1, 2, 4, 8)
-MANY = 1000
-"""Rows, more than go through a model at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,6 @@ class Plan:
     chosen: Strategy
     cards: tuple[DeviceEstimate, ...]
     link: float
-    members: int
     fits: bool
     change: str
     execution: ExecutionPlan
@@ -131,7 +128,6 @@ def plan_run(
         chosen=chosen,
         cards=tuple(costs.share(number) for number in NUM_CARDS) if environment.on_gpu else (),
         link=link,
-        members=_members(costs),
         fits=fits,
         change="" if fits else cheapest_change(costs, chosen),
         execution=_execution(costs, chosen),
@@ -168,12 +164,6 @@ def _execution(costs: MemoryEstimator, chosen: Strategy) -> ExecutionPlan:
     if chosen.fits or plan.tokens is None:
         return plan if chosen.fits else replace(plan, rows=max(chosen.most_rows, 1))
     return replace(plan, tokens=max(chosen.most_rows, 1) * costs.length)
-
-
-def _members(costs: MemoryEstimator) -> int:
-    """Return how many members of a sweep fit, where their rows fill a pass."""
-    left = costs.environment.usable - costs.pass_bytes(MANY)
-    return max(left // max(costs.member_bytes(costs.recipe.train.optimizer), 1), 0)
 
 
 def _data(recipe: Recipe, length: int) -> tuple[int | None, int | None]:

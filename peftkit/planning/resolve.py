@@ -4,14 +4,11 @@
 smallest working step, one row of the longest length, are more than the device has free. A base of
 less than a quarter of that is not counted: it stays. How many rows go through the model at once,
 and what is kept of them, is refined by the rows themselves (train/memory/prepare.py).
-
-Recipes over one base that are trained in one pass share the base and the activations of a pass;
-adapters, gradients and optimizer states are there as often as there are members (`rounds`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -126,60 +123,3 @@ def _told(plan: ExecutionPlan) -> str:
 
 def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB"
-
-
-def rounds(recipes: Sequence[Recipe], on_event: Listener) -> list[range]:
-    """Return which recipes are trained at once, in their order: as many as there is memory for.
-
-    Raises:
-        PeftkitError: The base's config is of no use.
-    """
-    first = recipes[0]
-    environment = free_now()
-    if environment.memory is None:
-        return [range(len(recipes))]
-    config: Any = config_of(first.base, first.task)
-    try:
-        found = split(recipes, config, environment)
-    except CountError as error:
-        on_event(Notice(f"{error} So all members are trained at once."))
-        return [range(len(recipes))]
-    if len(found) > 1:
-        on_event(
-            Notice(
-                f"Memory ({environment.usable / 1e9:.1f} GB) holds {len(found[0])} of the "
-                f"{len(recipes)} members at once: they are trained in {len(found)} rounds."
-            )
-        )
-    return found
-
-
-def split(recipes: Sequence[Recipe], config: Any, environment: Environment) -> list[range]:
-    """Return the rounds for a machine; one recipe is always taken, for its run says what lacks.
-
-    Args:
-        config: The model's.
-    """
-    known: dict[str, MemoryEstimator] = {}
-    own = []
-    for recipe in recipes:
-        method = recipe.method.model_dump_json()
-        if method not in known:
-            known[method] = MemoryEstimator(_without_groups(recipe), config, environment)
-        own.append(known[method].member_bytes(recipe.train.optimizer))
-    largest = max(known.values(), key=lambda costs: costs.steps.num_trained)
-    if largest.steps.base.resident + sum(own) <= SMALL * environment.usable:
-        return [range(len(recipes))]
-    left = environment.usable - largest.pass_bytes(sum(r.train.batch_size for r in recipes))
-    found, start, taken = [], 0, 0
-    for number, size in enumerate(own):
-        if taken + size > left and number > start:
-            found.append(range(start, number))
-            start, taken = number, 0
-        taken += size
-    return [*found, range(start, len(own))]
-
-
-def _without_groups(recipe: Recipe) -> Recipe:
-    train = recipe.train.model_copy(update={"group_layers": False})
-    return recipe.model_copy(update={"train": train})

@@ -11,6 +11,7 @@ from typing import Any
 from peftkit.adapter import Adapter, attach, check_fits
 from peftkit.base.load import Base, load_base
 from peftkit.base.new_tokens import add_tokens, token_rows
+from peftkit.base.placement import ATTRIBUTE as STREAMED
 from peftkit.base.purpose import Purpose
 from peftkit.base.sharding import local_bytes, shard_base
 from peftkit.base.skeleton import skeleton
@@ -69,7 +70,7 @@ def prepare(
     """Do everything that comes before the first step.
 
     Args:
-        base: As the recipe says, loaded already and bare.
+        base: The recipe's base, loaded already, without an adapter.
         plan: How the recipe is carried out; by default as `resolve_plan` decides.
         resume: A checkpoint is loaded next: the adapter has no values of its own until then.
         ranks: The processes that do this together.
@@ -88,7 +89,7 @@ def prepare(
         base = open_base(recipe, plan, settings.purpose, ranks=ranks, on_event=on_event)
         if ranks is not None:
             ranks.check_equal_across_ranks(base={"fingerprint": base.fingerprint})
-    plan = plan or plan_as_asked(recipe, free_now(base.device))
+    plan = plan or _plan_over(recipe, base)
     continued = None
     if recipe.method.start_from:
         continued = continue_adapter(
@@ -124,6 +125,13 @@ def prepare(
             rows={"train": _known_by(train), "eval": _known_by(evaluation)}
         )
     return Prepared(recipe, plan, base, adapter, task, settings, train, evaluation, continued)
+
+
+def _plan_over(recipe: Recipe, base: Base) -> ExecutionPlan:
+    """Return the plan of a recipe whose base is loaded."""
+    dtype = str(base.model.dtype).removeprefix("torch.")
+    plan = plan_as_asked(recipe, free_now(base.device), dtype)
+    return replace(plan, placement="stream" if hasattr(base.model, STREAMED) else "device")
 
 
 def _why_unpacked(recipe: Recipe, adapter: Adapter) -> str:

@@ -15,8 +15,6 @@ from peftkit.tasks.table import TASKS
 
 LAUNCH = "accelerate launch --num_processes {} -m peftkit_cli train RECIPE.yaml"
 LEAVE_ONE = "Leave one of them out."
-SWEPT_TASKS = ("causal_lm", "seq2seq")
-"""Tasks whose rows become the same batch whatever stands beside them."""
 
 
 def check(recipe: Any, processes: int | None = None) -> None:
@@ -141,27 +139,3 @@ def _of_processes(r: Any, processes: int | None) -> Iterator[Told]:
 def _methods_beside() -> str:
     known = [name for name, kind in METHODS.items() if kind.beside_linear_layers]
     return f"Methods that do: {', '.join(known)}."
-
-
-def why_alone(r: Any) -> tuple[str, str] | None:
-    """Return what keeps a recipe from a joint pass with others, and where it is set."""
-    if not r.method.beside_linear_layers:
-        return f"method.type {r.method.type}", _methods_beside()
-    if r.method.train_fully or r.method.token_rows or r.base.new_tokens:
-        return (
-            "modules or rows of tokens that are trained whole",
-            "method.train_fully, method.token_rows or base.new_tokens is set.",
-        )
-    if r.train.sample_every or r.train.eval_generate or r.train.eval_before:
-        return (
-            "text or a loss that is asked for beside its steps",
-            "train.sample_every, train.eval_generate or train.eval_before is set.",
-        )
-    if r.train.compile is True or r.train.shard in SHARDED:
-        return (
-            "its blocks are compiled, or its base is spread over processes",
-            "train.compile or train.shard is set.",
-        )
-    if r.task.type not in SWEPT_TASKS:
-        return f"the task {r.task.type}", f"Tasks: {', '.join(SWEPT_TASKS)}."
-    return None

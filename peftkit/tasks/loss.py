@@ -15,7 +15,7 @@ Shapes: B rows, T tokens, C chosen rows, H hidden size, V vocabulary, n learnt t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -181,26 +181,11 @@ def token_loss(
         target_index: (n,) positions in the flattened (B * T) tokens.
         targets: (n,) the tokens that follow them.
     """
-    (loss,) = token_losses(model, head, inputs, target_index, targets, [len(targets)])
-    return loss
-
-
-def token_losses(
-    model: nn.Module,
-    head: Head | None,
-    inputs: Mapping[str, Any],
-    target_index: Tensor,
-    targets: Tensor,
-    sizes: Sequence[int],
-) -> list[Tensor]:
-    """Return what `token_loss` does, of each of several pieces of the targets."""
     if head is None:
         logits = target_logits(model, inputs, target_index).float()
-        pairs = zip(logits.split(list(sizes)), targets.split(list(sizes)), strict=True)
-        return [functional.cross_entropy(some, those, reduction="sum") for some, those in pairs]
+        return functional.cross_entropy(logits, targets, reduction="sum")
     rows = target_rows(model, inputs, target_index)
-    losses = head.losses(rows, targets, alike=len(sizes) == 1)
-    return [some.sum() for some in losses.split(list(sizes))]
+    return head.losses(rows, targets, alike=True).sum()
 
 
 def token_log_probs(

@@ -30,7 +30,6 @@ from peftkit.tasks.loss import (
     head_of,
     token_log_probs,
     token_loss,
-    token_losses,
     unwrapped,
 )
 from peftkit.tasks.protocol import Task, TaskConfig
@@ -92,15 +91,6 @@ class TokenTask(Task):
         if self._attention is not None:
             self._attention.layout = None
 
-    @contextmanager
-    def training_with(self, other: TokenTask) -> Iterator[None]:
-        """Use the attention of another task on the same model, which is in its `training`."""
-        self._attention = other._attention
-        try:
-            yield
-        finally:
-            self._attention = None
-
     def num_positions(self, rows: Sequence[Any]) -> int:
         padded = super().num_positions(rows)
         if self._attention is None:
@@ -147,36 +137,6 @@ class TokenTask(Task):
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         """Return how many tokens a batch teaches; it never waits for the GPU."""
         return batch["targets"].numel()
-
-    def joined(
-        self, parts: Sequence[Sequence[Any]]
-    ) -> tuple[dict[str, Tensor], list[int], list[int]]:
-        """Return the rows of several adapters as one batch, each adapter's in one piece.
-
-        Returns:
-            The batch; of each part how many targets it has, and how many tokens in one row.
-        """
-        batch = self.padded([row for part in parts for row in part])
-        sizes = torch.tensor([len(part) for part in parts])
-        part_of = torch.repeat_interleave(torch.arange(len(parts)), sizes)  # (B,)
-        width = batch.get("decoder_input_ids", batch["input_ids"]).shape[1]
-        targets = part_of[batch["target_index"] // width].bincount(minlength=len(parts))
-        tokens = torch.zeros(len(parts))
-        if self._attention is not None and self.is_causal:
-            spans = self._attention.takes_spans
-            in_one_row = unpadded(batch, share=True, spans=spans, owners=part_of)
-            tokens = in_one_row.pop("owner_tokens")
-            batch = in_one_row if spans else faster(batch, in_one_row)
-        return batch, targets.tolist(), tokens.long().tolist()
-
-    def loss_sums(
-        self, model: nn.Module, batch: Mapping[str, Tensor], num_targets: Sequence[int]
-    ) -> list[Tensor]:
-        """Return the loss of each part of a batch of `joined`, summed over its targets, in fp32."""
-        inputs = self.model_inputs(model, batch)
-        return token_losses(
-            model, self._head, inputs, batch["target_index"], batch["targets"], num_targets
-        )
 
     @torch.no_grad()
     def metrics(

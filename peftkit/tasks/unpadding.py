@@ -64,13 +64,7 @@ def faster(padded: dict[str, Tensor], one_row: dict[str, Tensor]) -> dict[str, T
     return one_row if together < alone else padded
 
 
-def unpadded(
-    batch: Mapping[str, Tensor],
-    *,
-    share: bool,
-    spans: bool = False,
-    owners: Tensor | None = None,
-) -> dict[str, Tensor]:
+def unpadded(batch: Mapping[str, Tensor], *, share: bool, spans: bool = False) -> dict[str, Tensor]:
     """Return a padded batch in one row.
 
     Args:
@@ -79,13 +73,10 @@ def unpadded(
             flattened (B * T) tokens; and what else there is.
         share: Have what several documents begin with once. The model has to be causal.
         spans: Say where documents begin and end instead of making a grid.
-        owners: (B,) 0, 0, 1, ...: whose each row is, ascending. What is one owner's stands in one
-            piece, and is not shared with another's. The longest document is to be the first one's.
 
     Returns:
         input_ids and position_ids (1, N); the fields of `Grid`, or of `Spans`; target_index, places
-        among these tokens; what else there is; and with owners owner_tokens (owners,), how many
-        tokens are whose.
+        among these tokens; and what else there is.
     """
     mask = batch["attention_mask"]
     positions = batch.get("position_ids", torch.arange(mask.shape[1]).expand_as(mask))
@@ -93,11 +84,8 @@ def unpadded(
     ids, positions = batch["input_ids"].flatten()[real], positions.flatten()[real]
     begins = (positions == 0).nonzero().flatten()
     lengths: list[int] = begins.diff(append=begins.new_tensor([len(ids)])).tolist()
-    whose = [0] * len(lengths)
-    if owners is not None:
-        whose = owners[real[begins] // mask.shape[1]].tolist()
     documents = [document.tolist() for document in ids.split(lengths)]
-    numbers = _numbered(documents, share=share, owners=whose)
+    numbers = _numbered(documents, share=share)
     # at least one of padding
     shape = (1, one_of_few(max(map(max, numbers)) + 2, ALIGNMENT, SIZES))
     number = torch.tensor([n for document in numbers for n in document])
@@ -112,11 +100,6 @@ def unpadded(
         made |= _named(SPAN, spans_of(numbers, shape[1]))
     else:
         made |= _named(GRID, grid_of(numbers, shape))
-    if owners is not None:
-        ends = [0] * (max(whose) + 1)
-        for owner, document in zip(whose, numbers, strict=True):
-            ends[owner] = max(ends[owner], *document)
-        made["owner_tokens"] = torch.tensor(ends).add(1).diff(prepend=torch.tensor([0]))
     now = torch.zeros(mask.numel(), dtype=torch.long)
     now[real] = number
     return made | {"target_index": now[batch["target_index"]]}
@@ -126,18 +109,16 @@ def _named(start: str, fields: Grid | Spans) -> dict[str, Tensor]:
     return {start + name: tensor for name, tensor in fields._asdict().items()}
 
 
-def _numbered(
-    documents: Sequence[Sequence[int]], *, share: bool, owners: Sequence[int]
-) -> list[list[int]]:
-    """Return the number in the row of each document's tokens; an owner's longest has the first.
+def _numbered(documents: Sequence[Sequence[int]], *, share: bool) -> list[list[int]]:
+    """Return the number in the row of each document's tokens; the longest has the first.
 
     A causal model computes of a token what depends on its document up to there. So beginnings are
     numbered: the one that ends here, by the one that ends a token before and by this token.
     """
     number: dict[tuple[int, int], int] = {}
     numbers: list[list[int]] = [[] for _ in documents]
-    for which in sorted(range(len(documents)), key=lambda n: (owners[n], -len(documents[n]))):
-        before = -1 - owners[which] if share else -1 - which
+    for which in sorted(range(len(documents)), key=lambda n: -len(documents[n])):
+        before = -1 if share else -1 - which
         for token in documents[which]:
             before = number.setdefault((before, token), len(number))
             numbers[which].append(before)

@@ -63,7 +63,6 @@ class Job:
     """What a run trains, on what, and how.
 
     Attributes:
-        parameters: What is trained, by name; by default all that requires a gradient.
         weights: What checkpoints hold of the model; by default its trainable parameters.
         identity: What a resumed run must have in common with the saved one, as plain JSON.
         on_event: Hears what happens, on the main process alone.
@@ -77,7 +76,6 @@ class Job:
     train_rows: Sequence[Any]
     eval_rows: Sequence[Any]
     config: TrainConfig
-    parameters: Mapping[str, nn.Parameter] | None = None
     weights: Weights | None = None
     identity: Mapping[str, Any] = field(default_factory=dict)
     on_event: Listener = ignore
@@ -93,7 +91,7 @@ class Run:
         self.model, self.config, self.stop = job.model, job.config, stop
         self.rows, self.eval_rows = job.train_rows, job.eval_rows
         model, config, task, train_rows = job.model, job.config, job.task, job.train_rows
-        parameters = job.parameters or trainable_parameters(model)
+        parameters = trainable_parameters(model)
         self.ranks = ranks = World(next(iter(parameters.values())).device, config.context_parallel)
         self.order = StatelessSampler(
             len(train_rows), config.rows_per_step(ranks.dp_size), config.seed

@@ -9,7 +9,7 @@ import pytest
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
 from peftkit.run.config import Recipe
-from peftkit.run.rules import broken, check, why_alone
+from peftkit.run.rules import broken, check
 
 PLAIN: dict[str, dict[str, Any]] = {"base": {"model": "x"}, "data": {"train": "rows.jsonl"}}
 READ: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -73,21 +73,6 @@ def test_what_depends_on_the_processes_is_refused_where_they_are(
     check(asked, right)
     with pytest.raises(ConfigError, match=told):
         check(asked, wrong)
-
-
-@pytest.mark.parametrize(
-    ("told", "sections"),
-    [
-        ("bitfit", {"method": {"type": "bitfit"}}),
-        ("trained whole", {"method": {"train_fully": ["lm_head"]}}),
-        ("eval_before", {"train": {"eval_before": True}, "data": {"eval": "rows.jsonl"}}),
-        ("compile", {"train": {"compile": True}}),
-        ("masked_lm", {"task": {"type": "masked_lm"}}),
-    ],
-)
-def test_what_cannot_be_swept_says_why(told: str, sections: dict[str, Any]) -> None:
-    assert why_alone(recipe()) is None
-    assert told in " ".join(why_alone(recipe(**sections)) or ())
 
 
 def test_nothing_is_wrong_with_a_plain_recipe() -> None:

@@ -12,7 +12,6 @@ from peftkit.errors import ConfigError, DataError
 from peftkit.events import EvalDone, RolledOut, RunStarted, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.recipe import run
-from peftkit.sweeps.members import Member, check_members
 from peftkit.tasks.distill.answers import FILE
 from tests.tasks.distill.cases import write_prompt, write_rows
 from tests.tasks.finished import WEIGHTS, Finished, finished, recipe
@@ -140,12 +139,6 @@ def test_a_student_learns_on_its_own_answers(told: dict[str, Any], tmp_path: Pat
     assert last.metrics["loss"] < first.metrics["loss"]
     (started,) = found.of_kind(RunStarted)
     assert "asked in each step" in started.paths
-
-
-def test_a_sweep_refuses_it_by_name(told: dict[str, Any]) -> None:
-    one = recipe(told)
-    with pytest.raises(ConfigError, match="distill"):
-        check_members([Member("a", one, {}), Member("b", one, {})])
 
 
 def test_initial_values_that_read_rows_are_refused(told: dict[str, Any]) -> None:

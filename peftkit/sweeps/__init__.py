@@ -1,1 +1,0 @@
-"""Several adapters trained over one base in one pass."""

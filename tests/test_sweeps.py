@@ -1,0 +1,248 @@
+"""A member of a sweep is the run that it would be alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from peftkit.errors import ConfigError, OutputError, PeftkitError, TargetError
+from peftkit.events import Event, Notice, Stage, StepDone, Table
+from peftkit.execution.signals import Interrupted
+from peftkit.formats.peft.folder import named_tensors
+from peftkit.recipe import run
+from peftkit.run.config import load
+from peftkit.sweeps import check_members, grid, pick, sweep
+from tests.families import FAMILIES, tiny_tokenizer
+
+WORDS = ("yes", "no", "perhaps", "of course not", "why do you ask")
+ROWS = [
+    {"instruction": f"Say {word} {n}.", "output": f"{word} {n}"} for n in range(4) for word in WORDS
+]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    FAMILIES["llama"]().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write(folder: Path, model: Path, **sections: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    data = folder / "train.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    settings: dict[str, dict[str, Any]] = {
+        "base": {"model": str(model), "dtype": "fp32"},
+        "method": {"type": "lora", "rank": 4, "targets": ["attention"]},
+        "data": {"train": str(data), "eval": str(data), "max_length": 64, "packing": False},
+        "train": {"max_steps": 2, "batch_size": 3, "learning_rate": 5.0e-3, "eval_every": 2},
+    }
+    merged = {n: {**settings.get(n, {}), **sections.get(n, {})} for n in {**settings, **sections}}
+    merged = {n: {k: v for k, v in own.items() if v is not None} for n, own in merged.items()}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(merged))
+    return folder / "recipe.yaml"
+
+
+def losses(folder: Path) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [entry["loss"] for entry in map(json.loads, lines) if "learning_rate" in entry]
+
+
+def alone(recipe: Path, settings: Mapping[str, Any], folder: Path) -> Path:
+    changes = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    run(load(recipe, [*changes, f"train.output_dir={folder}"]))
+    return folder
+
+
+def as_saved(folder: Path) -> dict[str, Any]:
+    """Return what a run has saved, apart from dates and its own folder."""
+    notes = json.loads((folder / "peftkit.json").read_text())
+    return {
+        "losses": losses(folder),
+        "plan": notes["plan"],
+        "config": (folder / "adapter_config.json").read_text(),
+        "tensors": {name: tensor.tolist() for name, tensor in named_tensors(folder).items()},
+    }
+
+
+PACKED = {"data": {"packing": True}, "train": {"gradient_checkpointing": True}}
+DIFFERENT = """
+lora: {method.rank: 3, method.targets: [q, v]}
+pissa: {method.init: pissa, data.max_length: 32}
+norms: {method.type: ln_tuning}
+prompt: {method.type: prompt_tuning, data.packing: false, train.seed: 4}
+whole: {method.rank: 2, method.train_fully: [lm_head], method.dropout: 0.2}
+pairs: {method.rank: 2, task.type: preference, data.train: PAIRS, data.eval: PAIRS}
+last: {method.rank: 3, method.targets: [q, v]}
+"""
+
+
+@pytest.mark.parametrize("quantize", ["none", pytest.param("nf4", marks=pytest.mark.slow)])
+def test_members_of_all_kinds_are_the_runs_that_they_would_be_alone(
+    quantize: str, base: Path, tmp_path: Path
+) -> None:
+    sections = {"base": {"quantize": quantize}, "method": {"rank": None, "targets": None}}
+    recipe = write(tmp_path / "data", base, **sections, **PACKED)
+    pairs = tmp_path / "data" / "pairs.jsonl"
+    row = {"prompt": "Say yes.", "chosen": "yes", "rejected": "no"}
+    pairs.write_text((json.dumps(row) + "\n") * 6)
+    picked = tmp_path / "members.yaml"
+    picked.write_text(DIFFERENT.replace("PAIRS", str(pairs)))
+    members = pick(recipe, picked, out=tmp_path / "out")
+    outcomes = sweep(members, tmp_path / "out")
+    assert not [outcome.error for outcome in outcomes if outcome.state != "done"]
+    by_name = {outcome.name: outcome for outcome in outcomes}
+    for member in members:
+        folder = tmp_path / "out" / member.name
+        single = alone(recipe, member.settings, tmp_path / f"alone-{member.name}")
+        assert as_saved(folder) == as_saved(single), member.name
+        assert by_name[member.name].loss == losses(folder)[-1]
+        assert by_name[member.name].eval_loss is not None
+    assert as_saved(tmp_path / "out" / "lora") == as_saved(tmp_path / "out" / "last")
+
+
+def test_the_best_member_is_copied_and_all_are_told(base: Path, tmp_path: Path) -> None:
+    recipe = write(tmp_path / "data", base)
+    members = grid(recipe, ["train.learning_rate=1e-6,5e-3"], out=tmp_path / "out")
+    events: list[Event] = []
+    best, other = sweep(members, tmp_path / "out", on_event=events.append)
+    assert (best.name, other.name) == tuple(member.name for member in reversed(members))
+    saved = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert saved["best"] == best.name
+    assert [entry["name"] for entry in saved["members"]] == [member.name for member in members]
+    tensors = named_tensors(tmp_path / "out" / "best")
+    for name, tensor in named_tensors(Path(best.folder)).items():
+        assert torch.equal(tensors[name], tensor)
+    report = (tmp_path / "out" / "report.html").read_text()
+    assert all(f">{member.name}<" in report for member in members)
+    table = next(e for e in events if isinstance(e, Table) and e.title.startswith("The sweep"))
+    assert [row[0] for row in table.rows] == [best.name, other.name]
+
+
+def test_the_base_is_loaded_once_and_rows_are_encoded_once(base: Path, tmp_path: Path) -> None:
+    recipe = write(tmp_path / "data", base)
+    stages: list[str] = []
+    sweep(
+        grid(recipe, ["method.rank=2,3,4"], out=tmp_path / "out"),
+        tmp_path / "out",
+        on_event=lambda event: stages.append(event.text) if isinstance(event, Stage) else None,
+    )
+    assert sum(text.startswith("Loading") for text in stages) == 1, stages
+    assert sum("ncod" in text for text in stages) <= 2, stages  # train and eval
+
+
+def test_a_member_that_fails_fails_alone(base: Path, tmp_path: Path) -> None:
+    recipe = write(tmp_path / "data", base)
+    over = ["train.learning_rate=1e-3,1e30,2e-3"]
+    members = grid(recipe, over, out=tmp_path / "out")
+    events: list[Event] = []
+    outcomes = sweep(members, tmp_path / "out", on_event=events.append)
+    assert [outcome.state for outcome in outcomes] == ["done", "done", "failed"]
+    assert outcomes[2].name == members[1].name
+    assert "loss of nan" in outcomes[2].error
+    assert any(isinstance(e, Notice) and "the others go on" in e.text for e in events)
+    single = alone(recipe, members[2].settings, tmp_path / "alone")
+    assert as_saved(tmp_path / "out" / members[2].name) == as_saved(single)
+    assert json.loads((tmp_path / "out" / "sweep.json").read_text())["members"][1]["error"]
+
+
+def test_an_error_before_any_step_ends_the_sweep(base: Path, tmp_path: Path) -> None:
+    recipe = write(tmp_path / "data", base, data={"train": str(tmp_path / "nowhere.jsonl")})
+    members = grid(recipe, ["method.rank=2,3"], out=tmp_path / "out")
+    with pytest.raises(PeftkitError, match="nowhere"):
+        sweep(members, tmp_path / "out")
+    targets = write(tmp_path / "data", base)
+    members = grid(targets, ["method.targets=[q],[u]"], out=tmp_path / "out")
+    with pytest.raises(TargetError, match="'u'"):  # before the first member is trained
+        sweep(members, tmp_path / "out")
+    assert not (tmp_path / "out" / "sweep.json").exists()
+
+
+@pytest.mark.parametrize("stop_in", [1, 2], ids=["first", "second"])
+def test_an_interrupted_sweep_is_resumed_to_the_same_end(
+    stop_in: int, base: Path, tmp_path: Path
+) -> None:
+    recipe = write(tmp_path / "data", base, train={"max_steps": 3, "save_every": 1})
+    over = ["method.rank=2,3"]
+    complete = sweep(grid(recipe, over, out=tmp_path / "complete"), tmp_path / "complete")
+    steps = 0
+
+    def interrupt(event: Event) -> None:
+        nonlocal steps
+        steps += isinstance(event, StepDone)
+        if isinstance(event, StepDone) and steps == 3 * stop_in - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    members = grid(recipe, over, out=tmp_path / "out")
+    with pytest.raises(Interrupted, match="Go on with --resume"):
+        sweep(members, tmp_path / "out", on_event=interrupt)
+    with pytest.raises(OutputError, match="already holds a sweep"):
+        sweep(members, tmp_path / "out")
+    with pytest.raises(OutputError, match="has other members"):
+        sweep(
+            grid(recipe, ["method.rank=2,4"], out=tmp_path / "out"), tmp_path / "out", resume=True
+        )
+    events: list[Event] = []
+    resumed = sweep(members, tmp_path / "out", resume=True, on_event=events.append)
+    assert sum(isinstance(event, StepDone) for event in events) == 6 - (3 * stop_in - 1)
+    assert [(o.name, o.steps, o.loss) for o in resumed] == [
+        (o.name, o.steps, o.loss) for o in complete
+    ]
+    for outcome in resumed:
+        tensors = named_tensors(Path(outcome.folder))
+        for name, tensor in named_tensors(tmp_path / "complete" / outcome.name).items():
+            assert torch.equal(tensors[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("over", "message"),
+    [
+        (["base.dtype=fp32,bf16"], "base.dtype differs"),
+        (["train.shard=none,base"], "several processes"),
+        (["method.rank=8,8"], "the same"),
+        (["method.rank=8"], "from 2 to 256"),
+        (["method.rank="], "no values"),
+        (["method.rank=8", "method.rank=9"], "each once"),
+        ([], "at least one"),
+    ],
+)
+def test_what_is_no_sweep_is_refused_by_name(
+    over: list[str], message: str, base: Path, tmp_path: Path
+) -> None:
+    recipe = write(tmp_path / "data", base)
+    with pytest.raises(ConfigError) as error:
+        check_members(grid(recipe, over, out=tmp_path / "out"))
+    assert message in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_members_with_other_labels_need_another_base(base: Path, tmp_path: Path) -> None:
+    recipe = write(tmp_path / "data", base, train={"max_steps": 1}, data={"max_length": None})
+    for labels in ("ab", "ac"):
+        rows = [{"text": "yes or no", "label": label} for label in labels]
+        (tmp_path / f"{labels}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    classify = ["task=sequence_classification", "data.packing=true", "data.eval=null"]
+    over = [f"data.train={tmp_path}/ab.jsonl,{tmp_path}/ac.jsonl"]
+    with pytest.raises(ConfigError, match="what the task loads the base for differs"):
+        check_members(grid(recipe, over, classify, out=tmp_path / "out"))
+
+
+def test_members_are_picked_by_name(base: Path, tmp_path: Path) -> None:
+    recipe = write(tmp_path / "data", base)
+    file = tmp_path / "members.yaml"
+    file.write_text("small: {method.rank: 2}\nlarge: {method.rank: 9, train.seed: 3}\n")
+    picked = {m.name: dict(m.settings) for m in pick(recipe, file, out=tmp_path)}
+    assert picked == {"small": {"method.rank": 2}, "large": {"method.rank": 9, "train.seed": 3}}
+    file.write_text("- 1\n")
+    with pytest.raises(ConfigError, match="does not name the members"):
+        pick(recipe, file, out=tmp_path)
