@@ -34,8 +34,8 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     ),  # comes with transformers; a checkpoint holds its generator's state
     "triton": ("kernels/",),
     "accelerate": ("execution/world", "train/metrics"),
-    "datasets": ("data/data_sets",),
-    "pyarrow": ("data/columns",),  # datasets brings it; imported when rows are encoded
+    "datasets": ("data/load",),
+    "pyarrow": ("data/rows",),  # datasets brings it; imported when rows are encoded
     "filelock": ("files/folders",),  # likewise
     "transformers": ("base/", "tasks/", "methods/prefix", "methods/read_cache", "inference/"),
     "gguf": ("formats/gguf/", "base/gguf"),  # the optional extra; imported when called
@@ -56,10 +56,10 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
         "serve/requests",
     ),
     "yaml": ("config/", "cli/import_recipe"),  # there: files of other programs
-    "PIL": ("data/images",),  # the optional extra `images`; imported when called
-    "av": ("data/videos",),  # the optional extra `video`; imported when called
-    "soundfile": ("data/sounds",),  # the optional extra `audio`; imported when called
-    "soxr": ("data/sounds",),
+    "PIL": ("data/media",),  # the optional extra `images`; imported when called
+    "av": ("data/media",),  # the optional extra `video`; imported when called
+    "soundfile": ("data/media",),  # the optional extra `audio`; imported when called
+    "soxr": ("data/media",),
     "jiwer": ("tasks/error_rates",),
     "starlette": ("serve/",),  # the optional extra `serve`, with uvicorn; imported when called
     "uvicorn": ("serve/server",),

@@ -79,8 +79,8 @@ def _family(pid: str) -> Iterator[str]:
 
 def ours(job: dict[str, Any], tokenizer: Any) -> Any:
     """As peftkit."""
-    from peftkit.data.cache import encoded
-    from peftkit.data.documents import DocumentEncoder
+    from peftkit.data.encode import DocumentEncoder
+    from peftkit.data.rows import encoded
 
     encoder = DocumentEncoder(tokenizer, None, "auto", 1024)
     return encoded(job["path"], encoder, processes=job["processes"])

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import typer
 
 from peftkit.data.encode import Style, prompt_ids, stop_ids
-from peftkit.data.media import Media
-from peftkit.data.media_row import KINDS
+from peftkit.data.media import KINDS, Media
 from peftkit.errors import PeftkitError, did_you_mean
 from peftkit.formats.open_adapter import Opened
 from peftkit.inference.bank import AdapterBank

@@ -62,7 +62,7 @@ def generate(
     if not text:
         raise DataError("the prompt is empty.", fix="Give at least one word with --prompt.")
     opened = _open(adapter, base, force)
-    from peftkit.data.media_row import KINDS
+    from peftkit.data.media import KINDS
     from peftkit.inference.generate import generate as generate_text
     from peftkit.inference.generate_media import generate_with_media
     from peftkit.tasks.media_text import MediaTextConfig

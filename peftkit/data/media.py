@@ -1,7 +1,8 @@
-"""Images, sounds and videos as rows name them, and where their bytes are read: bounded.
+"""Images, audio and video: what rows name, and how it is decoded, within bounds.
 
-One is a path (beside the data file that names it), a data URL, encoded bytes, or {"bytes": ...,
-"path": ...} as data sets have it. Nothing is ever fetched.
+A medium is a path (relative to the data file), a data URL, encoded bytes, or {"bytes": ..., "path":
+...} as in data sets. Nothing is ever fetched. The packages that decode are optional extras,
+imported when they are called: Pillow (`images`), soundfile and soxr (`audio`), PyAV (`video`).
 """
 
 from __future__ import annotations
@@ -10,11 +11,17 @@ import base64
 import binascii
 import hashlib
 import importlib.util
+import math
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
 
 from peftkit.data.load import Record
 from peftkit.errors import DataError
@@ -149,13 +156,6 @@ class Media:
             return known | dict(zip(STAMP, stamp, strict=True))
         return known | {"data": self.encoded()}
 
-    @classmethod
-    def opened(cls, scalar: Any, source: str) -> Any:
-        """Return one that Arrow has; bytes stay where they are."""
-        path = scalar["path"].as_py()
-        data = memoryview(scalar["data"].as_buffer()) if path is None else Path(path)
-        return cls(data, source, scalar["which"].as_py(), scalar["digest"].as_py())
-
     def encoded(self) -> bytes:
         """Return the encoded bytes.
 
@@ -201,17 +201,6 @@ MediaClass = type[Media]
 AnyMedia = TypeVar("AnyMedia", bound=Media)
 
 
-def is_as_stored(stamp: Mapping[str, Any]) -> bool:
-    """Tell whether the file of a stored one, if it has one, is as it was."""
-    if stamp["path"] is None:
-        return True
-    try:
-        there = Path(stamp["path"]).stat()
-    except OSError:
-        return False
-    return (there.st_size, there.st_mtime_ns) == (stamp["num_bytes"], stamp["changed"])
-
-
 def media_of(
     cls: type[AnyMedia], value: object, record: Record, where: str, which: str = ""
 ) -> AnyMedia | None:
@@ -237,3 +226,425 @@ def media_of(
     path = Path(value).expanduser()
     beside = Path(where).expanduser().parent
     return cls(path if path.is_absolute() else beside / path, record.source, which)
+
+
+DEEP_MODES = ("I", "F")
+"""First letters of Pillow's modes of more than 8 bits, which a conversion would cut off."""
+MAX_PIXELS = 100_000_000
+"""Of an image; looked up in its header, before anything is allocated for them."""
+
+
+class Picture(Media):
+    """An image as it is stored."""
+
+    __slots__ = ()
+    kind = "image"
+    name = "image"
+    argument = "images"
+    fields = ("images", "image")
+    parts = ("image", "image_url", "input_image")
+    mark = "\N{OBJECT REPLACEMENT CHARACTER}"
+    readers = ("image_processor",)
+    packages = ("PIL",)
+    extra = "images"
+
+    def read(self, limits: Limits) -> Any:
+        return self.decode("RGB", limits.max_pixels)
+
+    @classmethod
+    def size(cls, read: Any) -> object:
+        return read.size
+
+    @classmethod
+    def told(cls, read: Any, limits: Limits) -> str:
+        return f"{read.width}x{read.height}"
+
+    @classmethod
+    def blank(cls, limits: Limits) -> Any:
+        """Return a white square, as Pillow has it."""
+        from PIL import Image
+
+        return Image.new("RGB", (64, 64), "white")
+
+    @classmethod
+    def given(cls, rows: Sequence[Sequence[Any]], limits: Limits) -> dict[str, Any]:
+        return {"images": [list(row) for row in rows]}
+
+    def decode(self, mode: str = "RGB", max_pixels: int | None = None) -> Any:
+        """Return it as Pillow has it, upright.
+
+        Args:
+            mode: Pillow's: "RGB", or "L" for one channel.
+            max_pixels: Larger ones are scaled down to so many, sides in proportion.
+
+        Raises:
+            DataError: It is not there, is too large, is animated, or does not decode; names it.
+        """
+        self.require()
+        from PIL import Image, ImageOps
+
+        try:
+            stored = self.encoded()
+            if re.match(rb"\s*(<\?xml|<svg|<!DOCTYPE svg)", stored[:256], re.IGNORECASE):
+                raise self.error("It is an SVG: a drawing, not pixels.", "Render it to a PNG.")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # see MAX_PIXELS
+                opened = Image.open(BytesIO(stored))
+            if (problem := _unusable(opened)) is not None:
+                raise self.error(*problem)
+            image = ImageOps.exif_transpose(opened).convert(mode)
+        except DataError:
+            raise
+        except Image.DecompressionBombError:
+            raise self.error(*_TOO_MANY) from None
+        except Exception as problem:  # a damaged image can raise anything
+            raise self.error(_short(problem), "Mend or remove it.") from problem
+        if max_pixels is None or image.width * image.height <= max_pixels:
+            return image
+        scale = math.sqrt(max_pixels / (image.width * image.height))
+        size = max(1, int(image.width * scale)), max(1, int(image.height * scale))
+        return image.resize(size, Image.Resampling.BICUBIC)
+
+
+_TOO_MANY = f"It has more than {MAX_PIXELS:,} pixels.", "Scale it down first, or remove it."
+
+
+def _unusable(image: Any) -> tuple[str, str] | None:
+    """Return what is wrong with an image by its header, and what to do; None if nothing is."""
+    width, height = image.size
+    if not width or not height:
+        return f"It has no pixels: {width} x {height}.", "Remove it."
+    if width * height > MAX_PIXELS:
+        return f"{_TOO_MANY[0][:-1]}: {width:,} x {height:,}.", _TOO_MANY[1]
+    # an MPO is a photo with a preview or a second view after it
+    if getattr(image, "is_animated", False) and image.format != "MPO":
+        return f"It has several frames ({image.format}).", "Keep one of them."
+    if image.mode.startswith(DEEP_MODES):
+        bits = f"Its pixels have more than 8 bits (Pillow's mode {image.mode})."
+        return bits, "Scale it to 8 bits first."
+    if image.mode in ("CMYK", "LAB"):
+        return (
+            f"Its colours are for print ({image.mode}), which have no one meaning on a screen.",
+            "Convert it to RGB first.",
+        )
+    return None
+
+
+def _short(problem: Exception) -> str:
+    if type(problem).__name__ == "UnidentifiedImageError":  # its text names our buffer
+        return "It is in no image format that Pillow knows."
+    return (str(problem) or type(problem).__name__).splitlines()[0][:200]
+
+
+MAX_CHANNELS = 2
+"""More are those of several microphones, whose mean is not what each of them heard."""
+SAMPLING_RATES = (1_000, 384_000)
+"""Hertz that are taken for a sampling rate."""
+MIN_AUDIO_SECONDS = 0.1
+"""Of less a processor of sounds and text makes no token, or one that its model takes for none."""
+MAX_SILENCE = 1e-5
+"""A sound whose samples never exceed this holds nothing to be heard."""
+
+
+class LongSound(DataError):
+    """It lasts longer than may be."""
+
+
+class SilentSound(DataError):
+    """There is nothing to be heard."""
+
+
+class Sound(Media):
+    """A sound as it is stored: wav, flac, ogg, mp3."""
+
+    __slots__ = ()
+    kind = "sound"
+    name = "audio"
+    argument = "audio"
+    fields = ("audio", "audios")
+    parts = ("audio", "audio_url", "input_audio")
+    mark = "\N{INTERLINEAR ANNOTATION ANCHOR}"
+    readers = ("feature_extractor", "audio_processor")
+    packages = ("soundfile", "soxr", "jiwer")
+    extra = "audio"
+
+    def read(self, limits: Limits) -> Any:
+        found = self.decode(limits.rate, limits.max_seconds, silent=True)
+        if len(found) < MIN_AUDIO_SECONDS * limits.rate:
+            words = f"It lasts {len(found) / limits.rate:.3f} s, less than {MIN_AUDIO_SECONDS:g} s."
+            raise self.error(words, "Remove it.")
+        return found
+
+    @classmethod
+    def size(cls, read: Any) -> object:
+        return len(read)
+
+    @classmethod
+    def told(cls, read: Any, limits: Limits) -> str:
+        return f"{len(read) / limits.rate:.2f} s"
+
+    @classmethod
+    def blank(cls, limits: Limits) -> Any:
+        """Return a second of a low hum."""
+        times = torch.arange(round(limits.rate * min(1.0, limits.max_seconds))) / limits.rate
+        return (0.1 * torch.sin(600 * times)).numpy()
+
+    @classmethod
+    def given(cls, rows: Sequence[Sequence[Any]], limits: Limits) -> dict[str, Any]:
+        return {**super().given(rows, limits), "sampling_rate": limits.rate}
+
+    def decode(self, rate: int, max_seconds: float, *, silent: bool = False) -> Any:
+        """Return it as a numpy array of float32 (samples,), its channels mixed.
+
+        Args:
+            rate: Samples a second that it is resampled to.
+            max_seconds: Longer ones are refused, whatever their header says.
+            silent: Whether it may be silent.
+
+        Raises:
+            LongSound: It lasts longer.
+            SilentSound: It is empty or silent.
+            DataError: It is not there, does not decode, has too many channels, or holds values that
+                are no numbers; names it.
+        """
+        self.require()
+        import soundfile
+        import soxr
+
+        try:
+            with soundfile.SoundFile(BytesIO(self.encoded())) as file:
+                own = file.samplerate
+                if not SAMPLING_RATES[0] <= own <= SAMPLING_RATES[1]:
+                    raise self.error(f"It has {own:,} samples a second.", "Resample it first.")
+                if file.channels > MAX_CHANNELS:
+                    words = f"It has {file.channels} channels, more than {MAX_CHANNELS}."
+                    raise self.error(words, "Mix them, or keep one.")
+                most = int(max_seconds * own)
+                found = file.read(most + 1, dtype="float32", always_2d=True)
+                if len(found) > most:
+                    lasts = max(file.frames, len(found)) / own
+                    raise LongSound(
+                        f"Cannot use {self.which} of {self.source}.",
+                        found=f"It lasts {lasts:,.1f} s, more than {max_seconds:g} s.",
+                        fix="Cut it into pieces, or remove it.",
+                    )
+        except soundfile.SoundFileError as problem:
+            words = str(problem).splitlines()[0].rpartition(": ")[2]
+            raise self.error(f"{words} wav, flac, ogg and mp3 are read.", "Convert it.") from None
+        loudest = float(abs(found).max()) if len(found) else 0.0
+        if loudest <= MAX_SILENCE and not (silent and len(found)):
+            words = f"Cannot use {self.which} of {self.source}."
+            raise SilentSound(words, found="It is empty or silent.", fix="Remove it.")
+        if not loudest < float("inf"):  # NaN too
+            raise self.error("It holds values that are no numbers.", "Mend or remove it.")
+        mixed = found.mean(axis=1)
+        return mixed if own == rate else soxr.resample(mixed, own, rate)
+
+
+MAX_FRAME_PIXELS = 36_000_000
+"""Of a frame: 8K."""
+MAX_VIDEO_SECONDS = 3600
+"""Of a video."""
+MAX_VIDEO_FRAMES = 200_000
+"""Of a video; looked up in its packets, before any of them is decoded."""
+MAX_VIDEO_PIXELS = 40_000_000_000
+"""Pixels of all frames of a video: ten minutes of 1920 x 1080, a minute or two of a processor."""
+FFMPEG_OPTIONS = {
+    "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpegts,ogg,flv",
+    "protocol_whitelist": "none",
+}
+"""Of FFmpeg: no playlists, whose files it would fetch; nothing but the bytes that it is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Some frames of a video.
+
+    Attributes:
+        frames: (F, 3, H, W), bytes.
+        places: Their numbers in the video, from 0.
+        num_frames: Of the whole. fps: Frames of the whole in a second.
+    """
+
+    frames: Tensor
+    places: tuple[int, ...]
+    num_frames: int
+    fps: float
+
+
+class Video(Media):
+    """A video as it is stored: mp4, mov, webm, mkv, avi, gif and others; see FFMPEG_OPTIONS."""
+
+    __slots__ = ()
+    kind = "video"
+    name = "video"
+    argument = "videos"
+    fields = ("videos", "video")
+    parts = ("video", "video_url", "input_video")
+    mark = "\N{INTERLINEAR ANNOTATION SEPARATOR}"
+    readers = ("video_processor",)
+    packages = ("av",)
+    extra = "video"
+
+    def read(self, limits: Limits) -> Clip:
+        return self.decode(limits.video_frames, limits.max_pixels)
+
+    @classmethod
+    def size(cls, read: Clip) -> object:
+        return (*read.frames.shape, *read.places, read.num_frames, read.fps)
+
+    @classmethod
+    def told(cls, read: Clip, limits: Limits) -> str:
+        count, _, height, width = read.frames.shape
+        return f"{count} of {read.num_frames} frames, {width}x{height}"
+
+    @classmethod
+    def blank(cls, limits: Limits) -> Clip:
+        return Clip(torch.full((4, 3, 64, 64), 255, dtype=torch.uint8), (0, 1, 2, 3), 4, 2.0)
+
+    @classmethod
+    def given(cls, rows: Sequence[Sequence[Any]], limits: Limits) -> dict[str, Any]:
+        """Return clips as they are: a processor that chose frames of its own would lose some."""
+        clips = [clip for row in rows for clip in row]
+        told = [
+            {
+                "total_num_frames": clip.num_frames,
+                "fps": clip.fps,
+                "duration": clip.num_frames / clip.fps,
+                "frames_indices": list(clip.places),
+            }
+            for clip in clips
+        ]
+        frames = [clip.frames for clip in clips]
+        return {"videos": frames, "video_metadata": told, "do_sample_frames": False}
+
+    def decode(self, num_frames: int, max_pixels: int | None = None) -> Clip:
+        """Return frames that lie evenly over it, from the first to the last.
+
+        Args:
+            num_frames: So many, or all that there are.
+            max_pixels: Larger frames are scaled down to so many, sides in proportion.
+
+        Raises:
+            DataError: It is not there, is too long or too large, or does not decode; names it.
+        """
+        self.require()
+        import av
+
+        try:
+            stored = BytesIO(self.encoded())
+            with av.open(stored, metadata_errors="replace", options=FFMPEG_OPTIONS) as file:
+                if not file.streams.video:
+                    raise self.error("There is no video in it.", "Remove it.")
+                stream = file.streams.video[0]
+                stream.thread_type = "AUTO"
+                packets = self._packets(file, stream)
+                times = sorted(time for time, _ in packets)
+                most = min(num_frames, len(times))
+                places = [n * (len(times) - 1) // max(most - 1, 1) for n in range(most)]
+                keys = sorted(time for time, is_key in packets if is_key)
+                wanted = [times[place] for place in places]
+                found = [
+                    torch.from_numpy(self._scaled(frame, max_pixels).to_ndarray(format="rgb24"))
+                    for frame in self._at(file, stream, wanted, keys)
+                ]
+                seconds = (times[-1] - times[0]) * float(stream.time_base or 0) or 1.0
+                if len(found) < len(places):
+                    words = f"It breaks off: {len(found)} of {len(places)} frames are there."
+                    raise self.error(words, "Mend or remove it.")
+                fps = max(len(times) - 1, 1) / seconds
+        except DataError:
+            raise
+        except Exception as problem:  # a damaged video can raise anything
+            said = getattr(problem, "strerror", None) or str(problem) or type(problem).__name__
+            text = said.splitlines()[0][:200]
+            raise self.error(f"It does not decode: {text}", "Mend or remove it.") from problem
+        if len({frame.shape for frame in found}) > 1:
+            raise self.error("Its frames have several sizes.", "Cut it into pieces.")
+        frames = torch.stack(found).permute(0, 3, 1, 2).contiguous()
+        return Clip(frames, tuple(places), len(times), fps)
+
+    def _packets(self, file: Any, stream: Any) -> list[tuple[int, bool]]:
+        """Return the time of each frame, and whether it is decoded without others; no frame is.
+
+        Raises:
+            DataError: They are too many, too long, or too large.
+        """
+        side = stream.codec_context.width * stream.codec_context.height
+        if not side:
+            raise self.error("It has no pixels.", "Remove it.")
+        if side > MAX_FRAME_PIXELS:
+            raise self.error(
+                f"Its frames have more than {MAX_FRAME_PIXELS:,} pixels.", "Scale it down."
+            )
+        found = []
+        for packet in file.demux(stream):
+            time = packet.pts if packet.pts is not None else packet.dts
+            if time is None or not packet.size:
+                continue  # the last one, which is empty
+            found.append((time, packet.is_keyframe))
+            if len(found) > MAX_VIDEO_FRAMES or len(found) * side > MAX_VIDEO_PIXELS:
+                words = f"It has more than {len(found) - 1:,} frames of {side:,} pixels."
+                raise self.error(words, "Cut it, or scale it down.")
+        if not found:
+            raise self.error("It holds no frames.", "Remove it.")
+        times = [time for time, _ in found]
+        seconds = (max(times) - min(times)) * float(stream.time_base)
+        if seconds > MAX_VIDEO_SECONDS:
+            words = f"It lasts {seconds:,.0f} s, more than {MAX_VIDEO_SECONDS:,}."
+            raise self.error(words, "Cut it into pieces.")
+        return found
+
+    def _at(
+        self, file: Any, stream: Any, wanted: Sequence[int], keys: Sequence[int]
+    ) -> Iterator[Any]:
+        """Yield the frames of some times, in order; what lies between is skipped if it can be."""
+        frames: Iterator[Any] = iter(())
+        last: int | None = None
+        for time in wanted:
+            begins = max((key for key in keys if key <= time), default=None)
+            if last is None or (begins is not None and begins > last):
+                file.seek(time if begins is None else begins, stream=stream)
+                frames = file.decode(stream)
+            for frame in frames:
+                if frame.width * frame.height > MAX_FRAME_PIXELS:
+                    raise self.error("A frame of it is larger than it says.", "Remove it.")
+                last = frame.pts if frame.pts is not None else frame.dts
+                if last is not None and last >= time:
+                    yield frame
+                    break
+
+    @staticmethod
+    def _scaled(frame: Any, max_pixels: int | None) -> Any:
+        if max_pixels is None or frame.width * frame.height <= max_pixels:
+            return frame
+        scale = math.sqrt(max_pixels / (frame.width * frame.height))
+        return frame.reformat(
+            width=max(1, int(frame.width * scale)), height=max(1, int(frame.height * scale))
+        )
+
+
+KINDS: tuple[type[Media], ...] = (Picture, Sound, Video)
+"""All kinds of media."""
+MARKS = {kind.mark: kind for kind in KINDS}
+"""What stands for a medium in the texts of an example."""
+ANY_MARK = re.compile(f"([{''.join(MARKS)}])")
+
+
+def opened(scalar: Any, source: str) -> Any:
+    """Return a medium as Arrow stores it; bytes stay mapped."""
+    kind = next(kind for kind in KINDS if kind.kind == scalar["kind"].as_py())
+    path = scalar["path"].as_py()
+    data = memoryview(scalar["data"].as_buffer()) if path is None else Path(path)
+    return kind(data, source, scalar["which"].as_py(), scalar["digest"].as_py())
+
+
+def is_as_stored(path: str | None, num_bytes: int, changed: int) -> bool:
+    """Return whether the file of a stored medium is unchanged; see STAMP."""
+    if path is None:
+        return True
+    try:
+        file = Path(path).stat()
+    except OSError:
+        return False
+    return (file.st_size, file.st_mtime_ns) == (num_bytes, changed)

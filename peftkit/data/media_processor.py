@@ -13,12 +13,8 @@ from typing import Any
 import torch
 
 from peftkit.data.chat import SENTINEL, Rendered, Span
-from peftkit.data.images import Picture
-from peftkit.data.media import Limits, Media
-from peftkit.data.media_row import KINDS
-from peftkit.data.media_rows import ANY_MARK, MARKS
-from peftkit.data.messages import Message
-from peftkit.data.sounds import Sound
+from peftkit.data.format import Message
+from peftkit.data.media import ANY_MARK, KINDS, MARKS, Limits, Media, Picture, Sound
 from peftkit.errors import BaseError, DataError
 
 ReadMedia = Sequence[tuple[type[Media], Any]]

@@ -10,28 +10,297 @@ Shapes: B rows, T tokens of the longest row, rounded up.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from peftkit.data.cache import tokenizer_key
 from peftkit.data.chat import Chat, Rendered, Span
-from peftkit.data.columns import Dropped
-from peftkit.data.documents import agreed_style
-from peftkit.data.encode import Encoder, Style, require_template, row_of, with_bos
-from peftkit.data.encoding import EncodedRows, RowEncoder
-from peftkit.data.format import Completion, Conversation, Example, Instruction, ParsedRow
-from peftkit.data.load import Record
-from peftkit.data.media import Media
+from peftkit.data.encode import Encoder, Style, agreed_style, require_template, row_of, with_bos
+from peftkit.data.format import (
+    QUESTIONS,
+    TURNS,
+    Completion,
+    Conversation,
+    Example,
+    Instruction,
+    Message,
+    ParsedRow,
+    Text,
+    WrongField,
+    first_of,
+    kind_of,
+    parse,
+    read_each,
+    text_of,
+)
+from peftkit.data.load import FormatName, Record
+from peftkit.data.media import ANY_MARK, KINDS, MARKS, Media, Picture, media_of
 from peftkit.data.media_processor import Asked, MediaTemplate, ReadMedia, expanded
-from peftkit.data.media_row import MediaRow
-from peftkit.data.media_rows import marks_in, parse_with_media
-from peftkit.data.messages import Message
-from peftkit.data.pack import Row, cut_document
+from peftkit.data.pack import IGNORE, Row, cut_document
+from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRow(Row):
+    """A row of tokens, and what the processor makes its other inputs of.
+
+    Args:
+        text: As the processor takes it: one mark of its own for each image, sound or video.
+        suffix: What is learnt, for a processor that wants it apart from the text.
+        media: In their order.
+        sizes: How large each is, for people.
+        media_tokens: Tokens of each that the model replaces by what it sees or hears.
+        num_patches: What all of them cost a tower, in its own tokens.
+        prompt: The text up to the last answer.
+    """
+
+    text: str
+    suffix: str | None
+    media: tuple[Media, ...]
+    sizes: tuple[str, ...]
+    media_tokens: tuple[int, ...]
+    num_patches: int
+    prompt: str
+
+    @property
+    def documents(self) -> tuple[Row, ...]:
+        """The row itself: it is one document, with its media."""
+        return (self,)
+
+    def pieces(
+        self, media_ids: Collection[int], decode: Callable[[list[int]], str]
+    ) -> list[tuple[str, str]]:
+        """Return its text in pieces, "learnt" or "" before each, an image as its size.
+
+        Args:
+            media_ids: Tokens that stand for what the model sees or hears.
+        """
+        places: list[tuple[bool, int, str]] = []  # learnt, token, or the text of an image
+        left = [*self.media_tokens]
+        for token, label in zip(self.input_ids, self.labels, strict=True):
+            number = len(self.media_tokens) - len(left)
+            if token not in media_ids:
+                if left and left[0] < self.media_tokens[number]:
+                    continue  # a line's end, or a tile's, within an image
+                places.append((label != IGNORE, token, ""))
+                continue
+            if left[0] == self.media_tokens[number]:
+                many = "s" if left[0] > 1 else ""
+                what = f"{self.media[number].kind} {self.sizes[number]}"
+                places.append((False, -1, f"[{what}: {left[0]} token{many}]"))
+            left[0] -= 1
+            if left[0] == 0:
+                left.pop(0)
+        pieces = []
+        for learnt, group in groupby(places, key=lambda place: place[0]):
+            texts = [
+                "".join(text for *_, text in part)
+                if is_media
+                else decode([token for _, token, _ in part])
+                for is_media, part in groupby(group, key=lambda place: bool(place[2]))
+            ]
+            pieces.append(("learnt" if learnt else "", "".join(texts)))
+        return pieces
+
+
+_FIELDS = {name for kind in KINDS for name in kind.fields}
+_SOURCES = ("url", "path", "base64", "data")
+"""Keys of a part, one of which may hold what it is; its types are keys as well."""
+_TEXTS = ("text", "input_text", "output_text")
+_LISTS = (*TURNS, "prompt", "completion")
+"""Fields that may be lists of messages."""
+
+
+def parse_with_media(
+    records: Sequence[Record], name: Literal["auto"] | FormatName, *, where: str
+) -> tuple[ParsedRow, list[tuple[Media, ...]]]:
+    """Give every record its meaning, as `peftkit.data.format.parse` does, and find its media.
+
+    Returns:
+        Examples whose texts have the mark of its kind where a medium stands; and each one's media,
+        in that order.
+
+    Raises:
+        DataError: With file, line and field of the first few rows that cannot be used.
+    """
+
+    def read(record: Record) -> tuple[tuple[Record, tuple[Media, ...]], set[str]]:
+        row = _Row(record, where)
+        return (row.told(), tuple(row.media)), set()
+
+    found, _ = read_each(records, read, "media in text", where)
+    parsed = parse([told for told, _ in found], name, where=where)
+    for example in parsed.examples:
+        try:
+            _check(example)
+        except WrongField as problem:
+            raise DataError(f"Cannot use {example.source}: {problem}.") from None
+    return parsed, [media for _, media in found]
+
+
+def marks_in(text: str) -> int:
+    """Return how many media stand in a text of an example."""
+    return len(ANY_MARK.findall(text))
+
+
+class _Listed:
+    """What a row has of one kind of media, beside its messages.
+
+    Attributes:
+        field: Where. values: What is there. num_taken: How many of them have been placed.
+    """
+
+    def __init__(self, kind: type[Media], fields: Mapping[str, Any]) -> None:
+        names = [name for name in kind.fields if fields.get(name)]
+        if len(names) > 1:
+            words = f"the row has {names[0]} as well; leave one of them out"
+            raise WrongField(names[1], words)
+        self.field = names[0] if names else kind.fields[0]
+        values = fields.get(self.field) or []
+        self.values = values if isinstance(values, list | tuple) else [values]
+        self.num_taken = 0
+
+
+class _Row:
+    """One record on its way to a record of texts alone.
+
+    Attributes:
+        media: In the order of their marks.
+    """
+
+    def __init__(self, record: Record, where: str) -> None:
+        self._record, self._where = record, where
+        self.media: list[Media] = []
+        self._listed = {kind: _Listed(kind, record.fields) for kind in KINDS}
+        # <audio> and <video> are words of HTML too
+        shown = [k for k, listed in self._listed.items() if listed.values or k is Picture]
+        self._shown = {f"<{kind.name}>": kind for kind in shown}
+        self._any_shown = re.compile("(" + "|".join(self._shown) + ")")
+
+    def told(self) -> Record:
+        """Return the record with a mark for each medium and without the media themselves."""
+        fields = {k: v for k, v in self._record.fields.items() if k not in _FIELDS}
+        for name, value in fields.items():
+            if isinstance(value, str):
+                fields[name] = self._marked(value, name)
+            elif name in _LISTS and isinstance(value, list):
+                fields[name] = [self._turn(turn, f"{name}[{n}]") for n, turn in enumerate(value)]
+        for kind, listed in reversed(self._listed.items()):
+            if listed.values and not any(isinstance(one, kind) for one in self.media):
+                own, self.media = self.media, []
+                lead = "".join(self._next(kind, listed.field) for _ in listed.values)
+                self.media += own
+                fields = _begun_with(lead, fields, listed.field)
+        for kind, listed in self._listed.items():
+            if listed.num_taken != len(listed.values):
+                words = f"{len(listed.values)} {kind.kind}s, and {listed.num_taken} marks in the"
+                raise WrongField(listed.field, f"{words} text")
+        return Record(fields, self._record.source)
+
+    def _turn(self, turn: Any, path: str) -> Any:
+        key = "value" if isinstance(turn, Mapping) and "from" in turn else "content"
+        if not isinstance(turn, Mapping) or key not in turn:
+            return turn  # whatever is wrong with it, `parse` says it
+        value = turn[key]
+        if isinstance(value, str):
+            return {**turn, key: self._marked(value, f"{path}.{key}")}
+        if not isinstance(value, list):
+            return turn
+        parts = [self._part(part, f"{path}.{key}[{n}]") for n, part in enumerate(value)]
+        return {**turn, key: "".join(parts)}
+
+    def _part(self, part: Any, path: str) -> str:
+        if isinstance(part, str):
+            return self._marked(part, path)
+        if not isinstance(part, Mapping):
+            raise WrongField(path, f"expected an object, found {kind_of(part)}")
+        name = part.get("type")
+        if name in _TEXTS:
+            return self._marked(text_of(part, "text", f"{path}.text"), path)
+        kind = next((kind for kind in KINDS if name in kind.parts), None)
+        if kind is None:
+            read = ", ".join(f"{kind.kind}s" for kind in KINDS)
+            raise WrongField(path, f"only text, {read} can be read, found {name!r}")
+        keys = (*kind.parts, *_SOURCES)
+        key = next((name for name in keys if part.get(name) is not None), None)
+        if key is None:
+            return self._next(kind, path)
+        value = part[key]
+        if isinstance(value, Mapping) and ("url" in value or "data" in value):  # OpenAI's
+            key, value = next((k, value[k]) for k in ("url", "data") if k in value)
+        if key in ("base64", "data") and isinstance(value, str) and not value.startswith("data:"):
+            value = f"data:{kind.name};base64,{value}"
+        return self._add(kind, value, f"{path}.{key}")
+
+    def _marked(self, text: str, path: str) -> str:
+        if found := ANY_MARK.search(text):
+            raise WrongField(path, f"it holds {found[1]!a}, which stands for a medium here")
+        return "".join(
+            self._next(self._shown[piece], path) if piece in self._shown else piece
+            for piece in self._any_shown.split(text)
+        )
+
+    def _next(self, kind: type[Media], path: str) -> str:
+        """Take the next of those that the row lists."""
+        listed = self._listed[kind]
+        if listed.num_taken >= len(listed.values):
+            words = f"a mark for {kind.kind} {listed.num_taken + 1}, and the row has"
+            raise WrongField(path, f"{words} {len(listed.values)}")
+        listed.num_taken += 1
+        number = listed.num_taken - 1
+        return self._add(kind, listed.values[number], f"{listed.field}[{number}]")
+
+    def _add(self, kind: type[Media], value: Any, path: str) -> str:
+        number = sum(isinstance(one, kind) for one in self.media) + 1
+        found = media_of(kind, value, self._record, self._where, f"{kind.kind} {number}")
+        if found is None:
+            told = kind_of(value) if isinstance(value, str | list | dict | None) else "a value"
+            words = f"expected a path, a data URL or bytes of {kind.kind} {number}, found {told}"
+            raise WrongField(path, words)
+        self.media.append(found)
+        return kind.mark
+
+
+def _begun_with(lead: str, fields: dict[str, Any], field: str) -> dict[str, Any]:
+    """Put media at the beginning of the first thing that the user says."""
+    key = first_of(fields, [name for name in _LISTS if isinstance(fields.get(name), list)])
+    if key is None:
+        question = first_of(fields, ("prompt", *QUESTIONS))
+        if question is None or not isinstance(fields[question], str):
+            raise WrongField(field, f"there is no question or prompt that the {field} belong to")
+        return {**fields, question: lead + fields[question]}
+    turns = list(fields[key])
+    for number, turn in enumerate(turns):
+        text = "value" if isinstance(turn, Mapping) and "from" in turn else "content"
+        if isinstance(turn, Mapping) and turn.get("role", turn.get("from")) in ("user", "human"):
+            turns[number] = {**turn, text: lead + str(turn.get(text) or "")}
+            return {**fields, key: turns}
+    raise WrongField(key, f"there is no user turn that the {field} belong to")
+
+
+def _check(example: Example) -> None:
+    """Refuse media where none can be, and rows that ask nothing."""
+    if isinstance(example, Conversation):
+        for number, message in enumerate(example.messages):
+            found = ANY_MARK.search(message.get("content") or "")
+            if found and message["role"] in ("system", "assistant"):
+                words = f"{MARKS[found[1]].kind}s in a {message['role']} message"
+                raise WrongField(f"messages[{number}]", f"{words}; a user's may hold some")
+    elif isinstance(example, Text):
+        raise WrongField("text", "a text alone; give a question and its answer")
+    elif isinstance(example, Instruction | Completion):
+        answer = example.output if isinstance(example, Instruction) else example.completion
+        if found := ANY_MARK.search(answer):
+            words = f"{MARKS[found[1]].kind}s in the answer; only the question may hold some"
+            raise WrongField("", words)
+
 
 NOTHING, TOO_LONG = 0, 1
 """Why a row is dropped; see `MediaEncoder.drops`."""

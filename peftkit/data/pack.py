@@ -18,7 +18,7 @@ from torch import Tensor
 IGNORE = -100
 MULTIPLE = 8
 """Rows are padded to a multiple of this: few different shapes, which matrix products like."""
-Learnt = Annotated[tuple[int, ...], "the input_ids where they are learnt, elsewhere IGNORE"]
+Labels = Annotated[tuple[int, ...], "the input_ids of targets, elsewhere IGNORE"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Row:
     """
 
     input_ids: tuple[int, ...]
-    labels: Learnt
+    labels: Labels
     lengths: tuple[int, ...]
     source: str
 
@@ -204,9 +204,11 @@ def num_tokens(row: Any) -> int:
 
 
 def tokens_of_each(rows: Sequence[Any]) -> Tensor:
-    """Return each row's length in tokens (rows,); lazy rows know it without a look."""
-    known: Tensor | None = getattr(rows, "num_tokens", None)
-    return torch.tensor([num_tokens(row) for row in rows]) if known is None else known
+    """Return each row's length in tokens (rows,); lazy rows know it without being made."""
+    tokens: Tensor | None = getattr(rows, "num_tokens", None)
+    if tokens is not None:
+        return tokens
+    return torch.tensor([num_tokens(row) for row in rows], dtype=torch.int64)
 
 
 def padded(*rows: Any) -> int:

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from peftkit.data.columns import Dropped
 from peftkit.data.format import (
     QUESTIONS,
     TURNS,
@@ -23,20 +22,19 @@ from peftkit.data.format import (
     Conversation,
     Example,
     Instruction,
-    Text,
-    conversation_of,
-    parse,
-    read_each,
-)
-from peftkit.data.load import Record
-from peftkit.data.messages import (
     Message,
+    Text,
     WrongField,
     completion_messages,
+    conversation_of,
     full_text,
+    parse,
     parse_messages,
+    read_each,
     text_of,
 )
+from peftkit.data.load import Record
+from peftkit.data.rows import Dropped
 from peftkit.errors import DataError
 
 SIDES = ("chosen", "rejected")

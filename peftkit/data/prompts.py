@@ -14,13 +14,13 @@ from peftkit.data.format import (
     Conversation,
     Example,
     Instruction,
+    Message,
     ParsedRow,
     Text,
     first_of,
     parse,
 )
 from peftkit.data.load import FormatName, Record
-from peftkit.data.messages import Message
 from peftkit.errors import DataError
 
 OPEN = "\ue000"

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from peftkit.data.format import read_each
+from peftkit.data.format import full_text, read_each
 from peftkit.data.load import DataConfig, Record, read_records
-from peftkit.data.messages import full_text
 from peftkit.errors import AdapterError, DataError
 from peftkit.events import Listener, Progress, Stage, Table, ignore
 from peftkit.formats.open_adapter import Opened

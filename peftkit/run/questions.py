@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from peftkit.base.load import Base
 from peftkit.data.encode import default_style, prompt_ids, stop_ids
-from peftkit.data.messages import Message
+from peftkit.data.format import Message
 from peftkit.errors import DataError
 from peftkit.events import Listener, Progress, Stage, ignore
 from peftkit.inference.generate import decoded, generate_ids

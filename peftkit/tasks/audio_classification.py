@@ -10,8 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from peftkit.base.purpose import Processor
-from peftkit.data.media import MediaClass
-from peftkit.data.sounds import Sound
+from peftkit.data.media import MediaClass, Sound
 from peftkit.tasks.classified_media import (
     ClassifiedEncoder,
     ClassifiedMedia,

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from peftkit.data.documents import DocumentEncoder
+from peftkit.data.encode import DocumentEncoder
 from peftkit.data.format import FieldNames
-from peftkit.data.lazy_rows import LazyRows, PackedRows
 from peftkit.data.load import CHAT, DataConfig
+from peftkit.data.rows import LazyRows, PackedRows
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice
 from peftkit.kernels.context import Context

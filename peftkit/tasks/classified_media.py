@@ -16,12 +16,10 @@ from pydantic import field_validator
 from torch import Tensor, nn
 
 from peftkit.base.purpose import ProblemType, labels_of
-from peftkit.data.encoding import EncodedRows, RowEncoder
-from peftkit.data.format import read_each
-from peftkit.data.lazy_rows import StoredRows
+from peftkit.data.format import WrongField, read_each
 from peftkit.data.load import DataConfig, Part, Record, iterate_records
 from peftkit.data.media import Media, MediaClass, media_of
-from peftkit.data.messages import WrongField
+from peftkit.data.rows import EncodedRows, RowEncoder, StoredRows
 from peftkit.errors import DataError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.files.strict_json import shown

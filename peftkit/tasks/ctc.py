@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, Processor, Purpose
-from peftkit.data.cache import tokenizer_key
-from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import DataConfig, iterate_records
-from peftkit.data.sounds import Sound
+from peftkit.data.media import Sound
+from peftkit.data.rows import StoredRows, tokenizer_key
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.tasks.batches import over_batches

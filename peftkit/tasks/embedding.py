@@ -23,10 +23,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.data.encoding import EncodedRows
-from peftkit.data.lazy_rows import StoredRows
+from peftkit.data.format import WrongField, full_text, texts_of
 from peftkit.data.load import Record
-from peftkit.data.messages import WrongField, full_text, texts_of
+from peftkit.data.rows import EncodedRows, StoredRows
 from peftkit.errors import DataError
 from peftkit.events import Listener, ignore
 from peftkit.tasks.batches import over_batches

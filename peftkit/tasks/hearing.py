@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftkit.data.sounds import Sound
+from peftkit.data.media import Sound
 from peftkit.errors import BaseError, DataError
 from peftkit.tasks.loss import unwrapped
 

@@ -12,8 +12,7 @@ from typing import ClassVar, Literal
 from torch import Tensor, nn
 
 from peftkit.base.purpose import Processor
-from peftkit.data.images import Picture
-from peftkit.data.media import MediaClass
+from peftkit.data.media import MediaClass, Picture
 from peftkit.tasks.classified_media import (
     ClassifiedEncoder,
     ClassifiedMedia,

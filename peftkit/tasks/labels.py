@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+from peftkit.data.format import WrongField, full_text
 from peftkit.data.load import DataConfig, Record, iterate_records
-from peftkit.data.messages import WrongField, full_text
 from peftkit.errors import ConfigError, DataError, did_you_mean, first_few
 from peftkit.files.strict_json import shown
 

@@ -24,14 +24,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from peftkit.data.cache import tokenizer_key
-from peftkit.data.columns import Dropped
 from peftkit.data.encode import SpecialTokens
-from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import ParsedRow, Text, parse
-from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import Record
 from peftkit.data.pack import padded_rows
+from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, StoredRows, tokenizer_key
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.tasks.batches import over_batches

@@ -18,15 +18,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from peftkit.base.purpose import Processor
-from peftkit.data.images import Picture
-from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import CHAT, DataConfig
-from peftkit.data.media import Limits, Media, MediaClass
+from peftkit.data.media import KINDS, Limits, Media, MediaClass, Picture, Sound
 from peftkit.data.media_processor import Asked, media_id
-from peftkit.data.media_row import KINDS, MediaRow
-from peftkit.data.media_text import MediaEncoder
+from peftkit.data.media_text import MediaEncoder, MediaRow
 from peftkit.data.pack import IGNORE
-from peftkit.data.sounds import Sound
+from peftkit.data.rows import StoredRows
 from peftkit.errors import BaseError
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.tasks.isolation import check_causal_answer

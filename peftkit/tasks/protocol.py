@@ -20,14 +20,11 @@ from torch import nn
 
 from peftkit.base.purpose import Processor, Purpose
 from peftkit.config.schema import Config
-from peftkit.data.cache import encoded
 from peftkit.data.chat import choose_template
-from peftkit.data.documents import agreed_style
-from peftkit.data.encode import STYLES, Style
-from peftkit.data.encoding import RowEncoder
-from peftkit.data.lazy_rows import LazyRows, StoredRows, weighted
+from peftkit.data.encode import STYLES, Style, agreed_style
 from peftkit.data.load import DataConfig, Record
 from peftkit.data.pack import padded
+from peftkit.data.rows import LazyRows, RowEncoder, StoredRows, encoded, weighted
 from peftkit.errors import DataError
 from peftkit.events import Listener, Notice, Stage, Table, ignore
 from peftkit.execution.plan import ExecutionPlan

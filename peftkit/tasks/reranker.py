@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, Purpose
-from peftkit.data.lazy_rows import StoredRows
+from peftkit.data.format import WrongField, full_text, texts_of
 from peftkit.data.load import Record
-from peftkit.data.messages import WrongField, full_text, texts_of
+from peftkit.data.rows import StoredRows
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.tasks.batches import over_batches

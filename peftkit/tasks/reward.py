@@ -19,12 +19,11 @@ from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, Purpose
 from peftkit.data.chat import Chat
-from peftkit.data.columns import Dropped
 from peftkit.data.encode import Encoder
-from peftkit.data.encoding import EncodedRows
 from peftkit.data.format import Completion, Conversation, Example, Instruction, Text, parse
 from peftkit.data.load import CHAT, Record
 from peftkit.data.preferences import NOTHING_TO_COMPARE, PAIRS, SIDES, read_pair
+from peftkit.data.rows import Dropped, EncodedRows
 from peftkit.events import Listener, ignore
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.texts import (

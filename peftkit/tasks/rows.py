@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import DataConfig
+from peftkit.data.rows import StoredRows
 from peftkit.errors import DataError, first_few
 
 MAX_NAMED = 5

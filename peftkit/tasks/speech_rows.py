@@ -10,14 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from peftkit.data.cache import tokenizer_key
-from peftkit.data.columns import Dropped
-from peftkit.data.encoding import EncodedRows, RowEncoder
-from peftkit.data.format import read_each
+from peftkit.data.format import WrongField, read_each, text_of
 from peftkit.data.load import Record
-from peftkit.data.media import media_of
-from peftkit.data.messages import WrongField, text_of
-from peftkit.data.sounds import LongSound, SilentSound, Sound
+from peftkit.data.media import LongSound, SilentSound, Sound, media_of
+from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import DataError
 from peftkit.tasks.hearing import Hearing, ShortSound
 

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, ProblemType, Purpose
-from peftkit.data.cache import tokenizer_key
-from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.format import read_each
 from peftkit.data.load import Record
 from peftkit.data.pack import padded_rows, rounded_up
+from peftkit.data.rows import EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import BaseError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.batches import BATCH_SIZE, over_batches

@@ -18,9 +18,9 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from peftkit.base.purpose import labels_of
-from peftkit.data.lazy_rows import StoredRows
+from peftkit.data.format import WrongField, texts_of
 from peftkit.data.load import DataConfig, Record
-from peftkit.data.messages import WrongField, texts_of
+from peftkit.data.rows import StoredRows
 from peftkit.errors import BaseError, DataError
 from peftkit.tasks.labels import check_names, label_names, list_of, names_in, number_of
 from peftkit.tasks.loss import unwrapped

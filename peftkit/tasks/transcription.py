@@ -18,10 +18,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from peftkit.base.purpose import Processor
-from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import DataConfig
+from peftkit.data.media import Sound
 from peftkit.data.pack import padded_rows
-from peftkit.data.sounds import Sound
+from peftkit.data.rows import StoredRows
 from peftkit.events import Listener, Progress, ignore
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.files.disk import read_json, write_json

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from peftkit.data import messages
+from peftkit.data import format as data_format
 from peftkit.data.format import (
     Completion,
     Conversation,
@@ -42,7 +42,7 @@ def test_two_named_fields_are_prompt_and_completion() -> None:
 
 
 def test_a_text_of_many_megabytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "MAX_CHARACTERS", 9)
+    monkeypatch.setattr(data_format, "MAX_CHARACTERS", 9)
     assert "a.jsonl:2: text: 10 characters; at most 9" in refused(
         {"text": "a" * 9}, {"text": "a" * 10}
     )

@@ -13,9 +13,9 @@ from PIL import Image
 
 from peftkit.data import media
 from peftkit.data.format import Conversation
-from peftkit.data.images import Picture
 from peftkit.data.load import Record, read_records
-from peftkit.data.media_rows import parse_with_media
+from peftkit.data.media import Picture
+from peftkit.data.media_text import parse_with_media
 from peftkit.errors import DataError
 from tests.vision import png, said
 

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from peftkit.data.lazy_rows import PackedRows, View
 from peftkit.data.pack import IGNORE, Row, collate
+from peftkit.data.rows import PackedRows, View
 
 
 def pack(rows: list[Row], max_length: int) -> list[Row]:

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from peftkit.data.columns import Dropped
-from peftkit.data.format import Completion, Conversation, Instruction, Text
+from peftkit.data.format import Completion, Conversation, Instruction, Text, WrongField
 from peftkit.data.load import Record
-from peftkit.data.messages import WrongField
 from peftkit.data.preferences import (
     USELESS,
     check_both_labels,
@@ -17,6 +15,7 @@ from peftkit.data.preferences import (
     read_pairs_of,
     read_verdicts,
 )
+from peftkit.data.rows import Dropped
 from peftkit.errors import DataError
 
 USER = {"role": "user", "content": "who?"}

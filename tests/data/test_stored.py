@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from peftkit.data import cache, load, strict_rows
-from peftkit.data.cache import cache_folder, encoded
-from peftkit.data.columns import labels_of
-from peftkit.data.documents import BEYOND, NOTHING, DocumentEncoder
-from peftkit.data.encode import Encoder
+from peftkit.data import load
+from peftkit.data import rows as data_rows
+from peftkit.data.encode import BEYOND, NOTHING, DocumentEncoder, Encoder
 from peftkit.data.format import parse
 from peftkit.data.load import read_records
 from peftkit.data.pack import IGNORE
+from peftkit.data.rows import cache_folder, encoded, labels_of
 from peftkit.errors import DataError, RunError
 
 
@@ -81,7 +80,7 @@ def test_a_second_start_encodes_nothing(
     def never(*args: Any) -> Any:
         raise AssertionError("it encodes")
 
-    monkeypatch.setattr(cache, "blocks", never)
+    monkeypatch.setattr(data_rows, "blocks", never)
     again = encoded(str(elsewhere), encoder)
     assert [row.input_ids for row in again] == [row.input_ids for row in first]
     assert again[0].source == f"{elsewhere}:1"
@@ -127,7 +126,7 @@ def test_rows_of_any_file_are_encoded_in_processes_and_once(
     together = encoded(where, encoder, processes=2)
     assert len(alone) == 50
     assert list(together) == list(alone)
-    monkeypatch.setattr(cache, "blocks", lambda *args: pytest.fail("it encodes"))
+    monkeypatch.setattr(data_rows, "blocks", lambda *args: pytest.fail("it encodes"))
     assert encoded(where, encoder).fingerprint == alone.fingerprint
 
 
@@ -147,7 +146,7 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(
         raise OSError(28, "No space left on device")
         yield
 
-    monkeypatch.setattr(cache, "blocks", full)
+    monkeypatch.setattr(data_rows, "blocks", full)
     with pytest.raises(RunError, match=r"No space left(.|\n)*HF_HOME"):
         encoded(str(write(tmp_path / "a.jsonl", 9)), encoder)
     assert not list(cache_folder().glob("[!.]*"))
@@ -157,7 +156,7 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(
 def test_wrong_rows_are_named_by_line_and_counted(
     tmp_path: Path, encoder: DocumentEncoder, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strict_rows, "PART_BYTES", 700)
+    monkeypatch.setattr(load, "PART_BYTES", 700)
     monkeypatch.setattr(DocumentEncoder, "at_once", 10)
     path = write(tmp_path / "a.jsonl", 83)
     lines = path.read_text().splitlines()

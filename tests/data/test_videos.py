@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from peftkit.data import videos
+from peftkit.data import media
 from peftkit.data.load import DataConfig
-from peftkit.data.videos import Video
+from peftkit.data.media import Video
 from peftkit.errors import DataError
 from peftkit.tasks.media_text import ImageTextConfig
 from tests import vision
@@ -89,16 +89,16 @@ def test_hostile_videos_are_named_with_their_row(change: Any, words: str, clip: 
 @pytest.mark.parametrize(
     ("bound", "most", "words"),
     [
-        ("MAX_FRAMES", 49, "more than 49 frames"),
-        ("MAX_SECONDS", 4, "lasts 5 s, more than 4"),
-        ("MAX_PIXELS", 64 * 48 - 1, "more than 3,071 pixels"),
-        ("MAX_DECODED", 64 * 48 * 50 - 1, "more than 49 frames of 3,072 pixels"),
+        ("MAX_VIDEO_FRAMES", 49, "more than 49 frames"),
+        ("MAX_VIDEO_SECONDS", 4, "lasts 5 s, more than 4"),
+        ("MAX_FRAME_PIXELS", 64 * 48 - 1, "more than 3,071 pixels"),
+        ("MAX_VIDEO_PIXELS", 64 * 48 * 50 - 1, "more than 49 frames of 3,072 pixels"),
     ],
 )
 def test_videos_are_bounded(
     bound: str, most: int, words: str, clip: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(videos, bound, most)
+    monkeypatch.setattr(media, bound, most)
     with pytest.raises(DataError, match=words):
         Video(clip, "a:1").decode(4)
 

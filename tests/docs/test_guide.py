@@ -20,7 +20,7 @@ import peftkit
 from peftkit import PeftkitError, load_recipe
 from peftkit.data.format import parse as parse_rows
 from peftkit.data.load import DataConfig, read_records
-from peftkit.data.media_rows import parse_with_media
+from peftkit.data.media_text import parse_with_media
 from peftkit.data.preferences import read_pairs_of, read_verdicts
 from peftkit.data.prompts import read_prompts
 from peftkit.run.config import Recipe

@@ -21,10 +21,8 @@ from peftkit import recipe
 from peftkit.adapter import attach
 from peftkit.base.config import BaseConfig
 from peftkit.base.load import load_base
-from peftkit.data.images import Picture
 from peftkit.data.load import DataConfig
-from peftkit.data.media import Media
-from peftkit.data.sounds import Sound
+from peftkit.data.media import Media, Picture, Sound
 from peftkit.errors import AdapterError, DataError, PeftkitError
 from peftkit.events import Event, RunStarted, Sampled
 from peftkit.formats.exchange import export_adapter

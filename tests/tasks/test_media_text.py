@@ -17,7 +17,7 @@ from torch import Tensor
 
 from peftkit.adapter import attach
 from peftkit.data.load import DataConfig
-from peftkit.data.media_row import MediaRow
+from peftkit.data.media_text import MediaRow
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Table
 from peftkit.methods.lora import LoRA

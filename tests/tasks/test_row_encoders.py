@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from peftkit.data import cache
-from peftkit.data.cache import encoded
-from peftkit.data.columns import Dropped
-from peftkit.data.documents import DocumentEncoder
-from peftkit.data.encoding import RowEncoder
+from peftkit.data import rows as data_rows
+from peftkit.data.encode import DocumentEncoder
 from peftkit.data.load import read_records
+from peftkit.data.rows import Dropped, RowEncoder, encoded
 from peftkit.tasks.embedding import EmbeddingConfig, EmbeddingEncoder
 from peftkit.tasks.masked_lm import MaskedEncoder, MaskedLMConfig
 from peftkit.tasks.preference.kto import JudgedEncoder
@@ -91,12 +89,13 @@ def test_rows_come_back_as_they_were_encoded_and_only_once(
 ) -> None:
     made, given = CASES[name]
     where = write(tmp_path / "rows.jsonl", given)
-    plain = made(copy.deepcopy(tokenizer)).made(read_records(where), where).rows
+    encoder = made(copy.deepcopy(tokenizer))
+    plain = encoder.rows(encoder.read(read_records(where), where)).rows
     kept = [row for row in plain if not isinstance(row, Dropped)]
     rows = encoded(where, made(copy.deepcopy(tokenizer)))
     assert list(rows) == kept
     assert list(rows.dropped(0)) == [r.source for r in plain if r == Dropped(r.source, 0)]
-    monkeypatch.setattr(cache, "blocks", never)
+    monkeypatch.setattr(data_rows, "blocks", never)
     again = encoded(where, made(tokenizer))
     assert list(again) == kept
     assert again.counts == rows.counts

@@ -23,7 +23,7 @@ from peftkit import recipe
 from peftkit.adapter import attach
 from peftkit.base.load import BaseConfig, load_base
 from peftkit.data.load import DataConfig
-from peftkit.data.sounds import Sound
+from peftkit.data.media import Sound
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Notice
 from peftkit.formats.open_adapter import open_adapter

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peftkit.data.messages import Message, WrongField, parse_messages
+from peftkit.data.format import Message, WrongField, parse_messages
 from peftkit.errors import DataError, neighbours
 
 TEXT_ENDINGS = (".md", ".txt")

@@ -7,15 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from peftkit.data.cache import tokenizer_key
-from peftkit.data.columns import Dropped
-from peftkit.data.documents import BEYOND, NOTHING, DocumentEncoder
-from peftkit.data.encode import Encoder, Style, prompt_ids, require_template
-from peftkit.data.encoding import EncodedRows, RowEncoder
+from peftkit.data.encode import (
+    BEYOND,
+    NOTHING,
+    DocumentEncoder,
+    Encoder,
+    Style,
+    prompt_ids,
+    require_template,
+)
 from peftkit.data.format import Conversation, ParsedRow
 from peftkit.data.load import DataConfig, Record
 from peftkit.data.pack import IGNORE, Row
 from peftkit.data.prompts import Asked, read_prompts
+from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, tokenizer_key
 from peftkit.tasks.distill.prompt import TeacherPrompt
 
 TOO_LONG = 2

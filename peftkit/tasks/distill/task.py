@@ -19,11 +19,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from peftkit.data.columns import columns_of
 from peftkit.data.encode import stop_ids
-from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import CHAT
 from peftkit.data.pack import Row
+from peftkit.data.rows import StoredRows, row_digest
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, Notice, ScoredAnswer, ignore
 from peftkit.execution.rng import seed_of
@@ -310,7 +309,7 @@ class Distill(DocumentTask):
 
 
 def _key(row: Distilled) -> int:
-    return columns_of(Distilled).digest(row)
+    return row_digest(row)
 
 
 def _check_head(model: nn.Module) -> None:

@@ -10,13 +10,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from peftkit.data.cache import tokenizer_key
-from peftkit.data.columns import Dropped
 from peftkit.data.encode import Style, prompt_ids
-from peftkit.data.encoding import EncodedRows, RowEncoder
 from peftkit.data.load import Record
 from peftkit.data.pack import IGNORE, Row
 from peftkit.data.prompts import Asked, read_prompts
+from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, tokenizer_key
 
 
 @dataclass(frozen=True, slots=True)

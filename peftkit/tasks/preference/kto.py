@@ -9,12 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from peftkit.data.columns import Dropped
-from peftkit.data.encoding import EncodedRows
-from peftkit.data.lazy_rows import LazyRows, StoredRows
 from peftkit.data.load import Record
 from peftkit.data.pack import cut_document
 from peftkit.data.preferences import Verdict, check_both_labels, read_verdicts
+from peftkit.data.rows import Dropped, EncodedRows, LazyRows, StoredRows
 from peftkit.tasks.preference.losses import kto_losses
 from peftkit.tasks.preference.rows import AnswerEncoder, Compared, Judged, answer_start
 from peftkit.tasks.preference.task import Preference, summed

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftkit.data.columns import columns_of
-from peftkit.data.lazy_rows import View
 from peftkit.data.pack import tokens_of_each
+from peftkit.data.rows import View, row_digest
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice, Progress, Stage
 from peftkit.execution.out_of_memory import release_memory
@@ -87,7 +86,7 @@ class ReferenceValues:
         missing = (~known).nonzero().flatten()
         if len(missing):
             context.say(Stage(f"Asking the reference about {len(missing):,} rows"))
-            made = self._missing(model, reference, View([rows], first[missing].tolist()), context)
+            made = self._missing(model, reference, View([rows], first[missing]), context)
             values[missing], known[missing] = made[:, :2], made[:, 2] > 0
             if reference.key and ranks.is_main:
                 _keep(path, keys[known], values[known], context)
@@ -105,7 +104,7 @@ class ReferenceValues:
         ranks, in_step = context.ranks, context.in_step
         order = tokens_of_each(rows).sort(descending=True, stable=True).indices
         places = order[ranks.rank :: ranks.world_size]
-        own = View([rows], places.tolist())
+        own = View([rows], places)
         made = torch.zeros(len(rows), 3, device=ranks.device)
         done, pending = 0, in_step.padded_passes(_parts(own, BATCH_SIZE))
         with evaluating(model), reference.state():
@@ -148,7 +147,7 @@ def _parts(rows: Sequence[Any], size: int) -> list[Sequence[Any]]:
 
 
 def _key(reference: str, row: Any) -> int:
-    told = f"{reference} {columns_of(type(row)).digest(row)}".encode()
+    told = f"{reference} {row_digest(row)}".encode()
     return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little", signed=True)
 
 

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from peftkit.data.cache import tokenizer_key
 from peftkit.data.encode import Encoder
-from peftkit.data.encoding import RowEncoder
 from peftkit.data.format import Example
-from peftkit.data.pack import IGNORE, Learnt, Row, cut_document
+from peftkit.data.pack import IGNORE, Labels, Row, cut_document
 from peftkit.data.preferences import NOTHING_TO_COMPARE
+from peftkit.data.rows import RowEncoder, tokenizer_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Judged:
     """
 
     input_ids: tuple[int, ...]
-    labels: Learnt
+    labels: Labels
     start: int
     is_cut: bool
     wanted: bool

@@ -15,12 +15,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from peftkit.data.columns import Dropped
-from peftkit.data.encoding import EncodedRows
-from peftkit.data.lazy_rows import StoredRows
 from peftkit.data.load import Record
 from peftkit.data.pack import IGNORE, Row, labelled_pieces
 from peftkit.data.preferences import Pair, read_pairs_of
+from peftkit.data.rows import Dropped, EncodedRows, StoredRows
 from peftkit.tasks.preference.losses import Answers, pair_losses, rewards
 from peftkit.tasks.preference.reference import ReferenceValues
 from peftkit.tasks.preference.rows import AnswerEncoder, Compared, after_common_tokens, compared
