@@ -584,10 +584,14 @@ class Columns:
         return int.from_bytes(digest, "little", signed=True)
 
 
-@cache
 def columns_of(kind: type[Any]) -> Columns:
     """Return the columns of a class of rows."""
-    return Columns(kind)
+    if kind not in _columns:
+        _columns[kind] = Columns(kind)
+    return _columns[kind]
+
+
+_columns: dict[type[Any], Columns] = {}
 
 
 def row_digest(row: Any) -> int:
@@ -834,6 +838,8 @@ def fingerprint_of(*contents: object) -> str:
     """Return a hash of texts and tensors."""
     digest = hashlib.sha256()
     for content in contents:
-        is_tensor = isinstance(content, Tensor)
-        digest.update(content.numpy().tobytes() if is_tensor else str(content).encode())
+        if isinstance(content, Tensor):
+            digest.update(content.numpy().tobytes())
+        else:
+            digest.update(str(content).encode())
     return f"sha256:{digest.hexdigest()[:32]}"
