@@ -234,29 +234,10 @@ def _code_hash(module: str) -> str:
 def _cached(where: str, folder: Path, encoder: RowEncoder) -> StoredRows | None:
     """Open the rows of a folder; None if they are missing, damaged, or name changed files."""
     try:
-        rows = _open(where, folder, encoder.kind)
+        rows = StoredRows(where, folder, encoder.kind)
     except (OSError, ValueError, KeyError):
         return None
     return rows if rows.is_current else None
-
-
-def _open(where: str, folder: Path, kind: type[Any]) -> StoredRows:
-    """Open what `_write` wrote.
-
-    Raises:
-        OSError, ValueError, KeyError: It is missing or damaged.
-    """
-    import pyarrow as pa
-
-    facts = json.loads((folder / FACTS).read_bytes())
-    if (folder / ROWS).stat().st_size != facts["num_bytes"]:
-        raise ValueError("torn")
-    with pa.memory_map(str(folder / ROWS)) as file:
-        table = pa.ipc.open_stream(file).read_all()
-    columns = columns_of(kind)
-    if len(table) != facts["num_rows"] or table.schema != columns.schema:
-        raise ValueError("of other columns")
-    return StoredRows(where, columns, table, facts)
 
 
 def _encode(
@@ -275,13 +256,12 @@ def _encode(
         shutil.rmtree(stale, ignore_errors=True)  # of a process that was killed
     temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
-        encoded_blocks = blocks(where, encoder, processes)
-        _write(temporary, encoded_blocks, columns_of(encoder.kind), where, num_lines, on_event)
+        _write(temporary, where, encoder, num_lines, on_event, processes)
         if folder is None:
-            return _open(where, temporary, encoder.kind)
+            return StoredRows(where, temporary, encoder.kind)
         shutil.rmtree(folder, ignore_errors=True)  # damaged, or naming changed files
-        os.rename(temporary, folder)
-        return _open(where, folder, encoder.kind)
+        temporary.rename(folder)
+        return StoredRows(where, folder, encoder.kind)
     except DataError:
         _check_whole_file(where, encoder)
         raise
@@ -300,13 +280,13 @@ def _check_whole_file(where: str, encoder: RowEncoder) -> None:
 
 def _write(
     folder: Path,
-    encoded_blocks: Iterable[Block],
-    columns: Columns,
     where: str,
+    encoder: RowEncoder,
     num_lines: int,
     on_event: Listener,
+    processes: int | None,
 ) -> None:
-    """Write blocks, and the facts that are added up over them, into a folder.
+    """Encode rows into a folder, with the facts that are added up over them.
 
     Raises:
         DataError: There are no rows, or two of them differ in what all must have in common.
@@ -319,9 +299,9 @@ def _write(
     num_read = num_rows = 0
     with (
         pa.OSFile(str(folder / ROWS), "wb") as file,
-        pa.ipc.new_stream(file, columns.schema) as writer,
+        pa.ipc.new_stream(file, columns_of(encoder.kind).schema) as writer,
     ):
-        for block in encoded_blocks:
+        for block in blocks(where, encoder, processes):
             agreed = agreed or block.agreed
             _check_agreed(agreed, block, where)
             counts.update(block.counts)
@@ -511,7 +491,7 @@ class Columns:
                 status = 1 + row.why
             else:
                 values = self._stored(row)
-                tokens, digest = num_tokens(row), self._digest(row, values)
+                tokens, digest = num_tokens(row), self.digest(row, values)
             columns["status"].append(status)
             columns["tokens"].append(tokens)
             columns["digest"].append(digest)
@@ -558,10 +538,6 @@ class Columns:
                     return False
         return True
 
-    def digest(self, row: Any) -> int:
-        """Return 64 bits that are equal for rows of equal content, whatever their source."""
-        return self._digest(row, self._stored(row))
-
     def _stored(self, row: Any) -> dict[str, Any]:
         """Return a row's values as Arrow takes them: of labels, where targets begin and end."""
         values = {name: getattr(row, name) for name in self._names}
@@ -572,9 +548,11 @@ class Columns:
             values[name] = [one.stored() for one in media]
         return values
 
-    def _digest(self, row: Any, values: Mapping[str, Any]) -> int:
+    def digest(self, row: Any, stored: Mapping[str, Any] | None = None) -> int:
+        """Return 64 bits that are equal for rows of equal content, whatever their source."""
+        stored = self._stored(row) if stored is None else stored
         contents = [
-            array("i", values[name]).tobytes()
+            array("i", stored[name]).tobytes()
             if name in self._ints
             else repr(getattr(row, name)).encode("utf-8", "surrogatepass")
             for name in self._names
@@ -760,10 +738,22 @@ class StoredRows(LazyRows):
         num_read: Records of the file.
         num_dropped: Records without a row.
         counts, agreed, unused: See `EncodedRows`.
+
+    Raises:
+        OSError, ValueError, KeyError: The folder does not hold what `_write` writes, or is damaged.
     """
 
-    def __init__(self, where: str, columns: Columns, table: Any, facts: dict[str, Any]) -> None:
-        self.where, self._columns, self._table = where, columns, table
+    def __init__(self, where: str, folder: Path, kind: type[Any]) -> None:
+        import pyarrow as pa
+
+        facts = json.loads((folder / FACTS).read_bytes())
+        if (folder / ROWS).stat().st_size != facts["num_bytes"]:
+            raise ValueError("torn")
+        with pa.memory_map(str(folder / ROWS)) as file:
+            table = pa.ipc.open_stream(file).read_all()
+        self.where, self._columns, self._table = where, columns_of(kind), table
+        if len(table) != facts["num_rows"] or table.schema != self._columns.schema:
+            raise ValueError("of other columns")
         status = _numbers(table.column("status"))
         self._kept = (status == KEPT).nonzero().flatten()
         self._dropped = (status != KEPT).nonzero().flatten()
