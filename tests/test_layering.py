@@ -41,7 +41,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "gguf": ("formats/gguf/", "base/gguf"),  # the optional extra; imported when called
     "huggingface_hub": ("formats/hub",),
     "tqdm": ("base/pretrained",),  # what the hub tells of a download by; transformers brings it
-    "safetensors": ("formats/", "merging/", "base/store"),
+    "safetensors": ("files/", "formats/", "merging/", "base/store"),
     "pydantic_core": ("config/",),
     "pydantic": (
         "settings",

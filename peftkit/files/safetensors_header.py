@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from peftkit.errors import AdapterError, PeftkitError
-from peftkit.files.strict_json import parse_json, shown
+from peftkit.files.strict_json import shown
 
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+MAX_DIMS = 32
 
 # Name in the file -> bits, torch dtype (None: can be copied as bytes only). In safetensors' own
 # order: it sorts the tensors of a file by it, last first, and then by name.
@@ -94,35 +96,51 @@ def read_header(
     max_bytes: int = MAX_HEADER_BYTES,
     error: type[PeftkitError] = AdapterError,
 ) -> Header:
-    """Read and check the header of an open file; anything wrong raises `error`."""
+    """Read and check the header of a file; anything wrong raises `error`.
+
+    The safetensors library checks keys, dtypes, shapes against bytes, and that every byte of the
+    payload belongs to one tensor. Checked here: the length before anything is parsed, names that
+    occur twice (of which the library takes the last), and shapes that torch cannot hold.
+
+    Args:
+        file: `path`, open at its beginning.
+    """
     asked = f"cannot read {path} as safetensors"
-    size = os.fstat(file.fileno()).st_size
-    if size < 8:
-        raise error(asked, found=f"It holds {size} bytes; a header length alone takes 8.")
+    status = os.fstat(file.fileno())
+    if status.st_size < 8:
+        raise error(asked, found=f"It holds {status.st_size} bytes; a header length takes 8.")
     length = int.from_bytes(file.read(8), "little")
-    if length > size - 8:
+    if length > status.st_size - 8:
         raise error(
             asked,
-            found=f"It promises a header of {length:,} bytes; the file has {size:,}.",
+            found=f"It promises a header of {length:,} bytes; the file has {status.st_size:,}.",
             fix="The file is cut short or is not safetensors: fetch or write it again.",
         )
     if length > max_bytes:
         raise error(asked, found=f"Its header has {length:,} bytes; the limit is {max_bytes:,}.")
     text = file.read(length)
-    if not text.startswith(b"{"):
-        raise error(asked, found=f"Its header begins with {shown(text[:8])}, not with '{{'.")
-    content = parse_json(text, f"cannot read the header of {path}", error=error)
-    metadata = content.pop("__metadata__", None)
-    metadata = {} if metadata is None else metadata  # mlx writes null where there is none
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise error(asked, found="Its __metadata__ is not an object of strings.")
+    entries: dict[str, Entry] = {}
+    metadata: Mapping[str, str] = {}
+    problem, start = "", 0
     try:
-        entries = {name: _entry(name, spec) for name, spec in content.items()}
-        entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)))
-        _check_offsets(entries, size - 8 - length)
-    except ValueError as problem:
-        fix = "The file is damaged: fetch or write it again."
-        raise error(asked, found=str(problem), fix=fix) from None
+        with safe_open(path, framework="numpy") as checked:
+            metadata = checked.metadata() or {}
+            for name in checked.offset_keys():
+                tensor = checked.get_slice(name)
+                dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
+                if len(shape) > MAX_DIMS or any(size >= 2**63 for size in shape):
+                    problem = f"Tensor {shown(name)} has the shape {shown(shape)}."
+                end = start + math.prod(shape) * DTYPES[dtype][0] // 8
+                entries[name] = Entry(dtype, shape, start, end)
+                start = end
+        if not os.path.samestat(status, os.stat(path)):
+            problem = "It was replaced while it was read."
+        elif text.count(b'"data_offsets"') != len(entries):
+            problem = "It holds a tensor twice."
+    except (SafetensorError, OSError) as refusal:  # the text may quote a tensor's name
+        problem = shown(str(refusal).removeprefix("Error while deserializing header: "), 300)[1:-1]
+    if problem:
+        raise error(asked, found=problem, fix="The file is damaged: fetch or write it again.")
     return Header(entries, metadata, 8 + length)
 
 
@@ -141,43 +159,3 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * (-len(text) % 8)  # keeps the payload aligned
     return len(text).to_bytes(8, "little") + text
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**63  # bool is an int elsewhere, not here
-
-
-def _entry(name: str, spec: object) -> Entry:
-    """Check one tensor's entry: keys, dtype, shape, and shape against bytes."""
-    what = f"Tensor {shown(name)}"
-    if not isinstance(spec, dict) or set(spec) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{what} does not have exactly dtype, shape and data_offsets.")
-    dtype, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{what} has the unknown dtype {shown(dtype)}.")
-    if not isinstance(shape, list) or len(shape) > 32 or not all(map(_is_count, shape)):
-        raise ValueError(f"{what} has the shape {shown(shape)}.")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
-        raise ValueError(f"{what} has the offsets {shown(offsets)}.")
-    start, end = offsets
-    bits = math.prod(shape) * DTYPES[dtype][0]
-    if bits != 8 * (end - start):
-        raise ValueError(
-            f"{what} of shape {shown(shape)} in {dtype} takes {-(-bits // 8):,} bytes; "
-            f"its offsets {start}, {end} give {end - start:,}."
-        )
-    return Entry(dtype, tuple(shape), start, end)
-
-
-def _check_offsets(entries: Mapping[str, Entry], payload_bytes: int) -> None:
-    """Every byte of the payload belongs to exactly one tensor."""
-    position = 0
-    for name, entry in entries.items():
-        if entry.start != position:
-            what = "overlaps another" if entry.start < position else "leaves a hole before it"
-            raise ValueError(
-                f"Tensor {shown(name)} {what}: it starts at {entry.start:,}, not {position:,}."
-            )
-        position = entry.end
-    if position != payload_bytes:
-        raise ValueError(f"Its tensors take {position:,} bytes; the payload has {payload_bytes:,}.")
