@@ -14,7 +14,7 @@ from peftkit.base.load import Base
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.events import Table
 from peftkit.files.disk import write_text
-from peftkit.formats.peft.config_fields import refused_by_peft
+from peftkit.formats.peft.targets import refused_by_peft
 from peftkit.formats.serving import vllm_serve
 from peftkit.methods.protocol import AdapterModule
 from peftkit.model.places import is_linear, linear_shape, stacked_shape

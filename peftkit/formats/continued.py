@@ -1,4 +1,4 @@
-"""Going on with an adapter: what it was before; and one that computes beside it."""
+"""Continuing training: an adapter's folder as checkpoint, as start, and as frozen companion."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from peftkit.adapter import Adapter
 from peftkit.base.load import Base
-from peftkit.base.new_tokens import restore_tokens
+from peftkit.base.new_tokens import restore_tokens, save_tokenizer
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, Notice, ignore
 from peftkit.files.disk import read_tensors, sha256_of, write_tensors
@@ -24,9 +25,12 @@ from peftkit.formats.peft.folder import (
     load_adapter,
     named_tensors,
     read_adapter,
+    save_adapter,
 )
 from peftkit.formats.peft.low_rank import A, B, layers_of, read_low_rank
+from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.protocol import Method
+from peftkit.methods.table import format_of
 from peftkit.model.side_adapter import SideAdapter
 
 START = "start.safetensors"
@@ -128,9 +132,37 @@ def _check_asked(asked: Method, file: AdapterFile) -> None:
             )
 
 
-def save_start(start: Mapping[str, Tensor], folder: Path) -> None:
-    """Write what an adapter began with beside it."""
-    write_tensors({name: tensor.cpu() for name, tensor in start.items()}, folder / START)
+class AdapterFolder:
+    """The adapter's part of a checkpoint: every checkpoint is an adapter folder.
+
+    Args:
+        base: Has tokens that the published base lacks, so that its tokenizer is saved too.
+        start: The tensors that the adapter began with, saved for `before_training`.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        provenance: Provenance,
+        *,
+        base: Base | None = None,
+        start: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._adapter, self._provenance, self._base, self._start = adapter, provenance, base, start
+
+    def save(self, folder: Path) -> None:
+        """Write the adapter's files; then tokenizer and start, where there are any."""
+        save_adapter(self._adapter, folder, self._provenance)
+        if self._base is not None:
+            save_tokenizer(self._base, folder)
+        if self._start is not None:
+            write_tensors({n: tensor.cpu() for n, tensor in self._start.items()}, folder / START)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Load the tensors of a checkpoint's adapter files, bit for bit."""
+        _, tensors = format_of(self._adapter.method).from_file({}, named_tensors(folder))
+        self._adapter.load_state(tensors)
 
 
 def before_training(adapter: Adapter, folder: Path) -> Callable[[], AbstractContextManager[None]]:

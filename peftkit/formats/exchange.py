@@ -27,18 +27,19 @@ from peftkit.events import Listener, Notice, Saved, Stage, ignore
 from peftkit.files import disk
 from peftkit.formats.card import CARD
 from peftkit.formats.find_adapter import adapter_folder
-from peftkit.formats.foreign import Found, plain_folder, recognise
+from peftkit.formats.foreign import Found, peft_folder, recognise
 from peftkit.formats.gguf.header import read_header
 from peftkit.formats.guard import read_json, read_tensors
 from peftkit.formats.mlx import read_mlx, write_mlx
 from peftkit.formats.open_adapter import task_of
-from peftkit.formats.peft.config_fields import shortest_endings
 from peftkit.formats.peft.folder import (
     CONFIG,
     NOTES,
+    PREFIX,
     TENSORS,
     AdapterFile,
     load_adapter,
+    named_tensors,
     read_adapter,
     save_adapter,
 )
@@ -51,6 +52,7 @@ from peftkit.formats.peft.low_rank import (
     uniform,
 )
 from peftkit.formats.peft.notes import Provenance
+from peftkit.formats.peft.targets import shortest_endings
 from peftkit.formats.serving import (
     MAX_LORA_RANKS,
     check_serving,
@@ -267,7 +269,7 @@ def _import_peft(
     found: Found, folder: Path, base: str, model: nn.Module, on_event: Listener
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="peftkit-") as scratch:
-        source = plain_folder(found, Path(scratch))
+        source = peft_folder(found, Path(scratch))
         init = read_json(source / CONFIG).get("init_lora_weights")
         if init in ("pissa", "olora"):  # what it subtracts is made from the base's weights
             loaded = load_base(base, device="cpu", dtype="fp32", on_event=on_event)
@@ -284,7 +286,7 @@ def _import_peft(
 
 
 def _keep(source: Path, folder: Path, model: nn.Module, location: Location, scratch: Path) -> None:
-    """Write an adapter of stacked experts, whose layout is the same here, as it is.
+    """Write an adapter of stacked experts, whose layout is the same here.
 
     Args:
         model: The base's skeleton, on which it must fit.
@@ -294,9 +296,12 @@ def _keep(source: Path, folder: Path, model: nn.Module, location: Location, scra
     for name in (CONFIG, TENSORS):
         shutil.copyfile(source / name, bare / name)
     load_adapter(model, bare).detach()
-    for name in (TENSORS, NOTES):
-        if (source / name).is_file():
+    if (source / NOTES).is_file():
+        for name in (TENSORS, NOTES):
             shutil.copyfile(source / name, folder / name)
+    else:
+        tensors = {PREFIX + name: tensor for name, tensor in named_tensors(bare).items()}
+        disk.write_tensors(tensors, folder / TENSORS, {"format": "pt"})
     named = {"base_model_name_or_path": location.hub_id or location.name}
     disk.write_json(read_json(source / CONFIG) | named, folder / CONFIG)
 

@@ -1,28 +1,21 @@
-"""Adapters of other tools: recognised by content, their tensor names normalised to PEFT's."""
+"""Adapters of other tools: recognised by content, and refused by name where they are unusable."""
 
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from peftkit.errors import AdapterError, first_few
-from peftkit.files.disk import write_json, write_tensors
-from peftkit.formats.guard import check_safetensors, read_json, read_tensors, what_is
+from peftkit.formats.guard import check_safetensors, read_json, what_is
 from peftkit.formats.mlx import MLX_TENSORS
-from peftkit.formats.peft.folder import CONFIG, NOTES, PREFIX, TENSORS
+from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS
 from peftkit.methods.lora_format import check_layout
 
 GGUF = "a GGUF file"
 _SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
-_ADAPTER_NAME = re.compile(
-    r"(?<=\.)(lora_[AB]|lora_magnitude_vector)\.(?!weight$|bias$)[A-Za-z0-9_-]+(?=\.weight$|$)"
-)
-"""PEFT's in-memory adapter name, which some tools leave in tensor names."""
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module)\.")
-"""Prefixes that torch.compile and FSDP add to names."""
-
 _MERGED = "Merge it in the tool that made it, or ask for it as a PEFT LoRA."
 _REFUSED: tuple[tuple[str, str, str], ...] = (
     (
@@ -120,32 +113,10 @@ def _refuse_experts(folder: Path, names: Iterable[str]) -> None:
         check_layout(read_json(folder / CONFIG) | {"target_parameters": stacked})
 
 
-def plain_folder(found: Found, scratch: Path) -> Path:
-    """Return a PEFT adapter's folder, or a copy of it in `scratch` with plain names.
-
-    Raises:
-        AdapterError: A tensor occurs twice, under different names.
-    """
-    origin: dict[str, str] = {}
-    for name in check_safetensors(found.file).tensors:
-        plain = plain_name(name)
-        if plain in origin:
-            raise AdapterError(
-                f"cannot import {found.folder}",
-                found=f"{origin[plain]} and {name} are one tensor of two adapters.",
-                fix="Save one adapter at a time.",
-            )
-        origin[plain] = name
-    if found.file.name == TENSORS and all(plain == name for plain, name in origin.items()):
+def peft_folder(found: Found, scratch: Path) -> Path:
+    """Return a PEFT adapter's folder; a copy in `scratch`, where its file has another name."""
+    if found.file.name == TENSORS:
         return found.folder
-    named = {plain_name(name): tensor for name, tensor in read_tensors(found.file).items()}
-    write_tensors(named, scratch / TENSORS, {"format": "pt"})
-    write_json(read_json(found.folder / CONFIG), scratch / CONFIG)
+    shutil.copyfile(found.file, scratch / TENSORS)
+    shutil.copyfile(found.folder / CONFIG, scratch / CONFIG)
     return scratch
-
-
-def plain_name(name: str) -> str:
-    """Return a tensor's name as PEFT saves it today."""
-    plain = _WRAPPERS.sub("", name).removeprefix(PREFIX)
-    plain = _ADAPTER_NAME.sub(r"\1", plain)
-    return PREFIX + plain.removesuffix(".weight" if plain.endswith("vector.weight") else "")

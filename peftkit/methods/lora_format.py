@@ -15,7 +15,7 @@ from peftkit.errors import AdapterError
 from peftkit.files.strict_json import shown
 from peftkit.methods.experts import LoRAExperts
 from peftkit.methods.lora import DoRA, LoRA
-from peftkit.methods.lora_linear import LoRALinear
+from peftkit.methods.lora_linear import SUBTRACTED, LoRALinear
 from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
 from peftkit.methods.protocol import AdapterModule
 
@@ -97,25 +97,24 @@ class LoRAFormat(PeftFormat[LoRA]):
         return fields | peft_scales(ranks, scalings, rslora=method.rslora)
 
     def with_missing(
-        self, module: AdapterModule, state: Mapping[str, Tensor]
+        self,
+        fields: Mapping[str, Any],
+        modules: Mapping[str, AdapterModule],
+        tensors: Mapping[str, Tensor],
     ) -> Mapping[str, Tensor]:
-        """Add the subtracted values that PEFT's PiSSA and OLoRA make again from the weight."""
-        if not isinstance(module, LoRALinear):
-            return state
-        a, b = state["lora_A.weight"], state["lora_B.weight"]
-        start_a, start_b = module.initial_A, module.initial_B
-        if start_a is None or start_b is None:
-            return state
-        if start_a.is_meta:  # only the shapes are asked for
-            start_a = torch.empty_like(start_a, device=a.device)
-            start_b = torch.empty_like(start_b, device=b.device)
-        else:
+        """Add what PEFT's PiSSA and OLoRA subtract: they make it from the base's weights."""
+        if fields.get("init_lora_weights") not in SUBTRACTED:
+            return tensors
+        complete = dict(tensors)
+        for path, module in modules.items():
+            names = f"{path}.lora_A.weight", f"{path}.lora_B.weight"
+            if not isinstance(module, LoRALinear) or not complete.keys() >= {*names}:
+                continue
+            a, b = (complete[name] for name in names)
             start_a, start_b = module.subtracted_values(exact=True)
-        return {
-            **state,
-            "lora_A.weight": torch.cat([a, start_a.to(a)]),
-            "lora_B.weight": torch.cat([b, -start_b.to(b)], dim=1),
-        }
+            complete[names[0]] = torch.cat([a, start_a.to(a)])
+            complete[names[1]] = torch.cat([b, -start_b.to(b)], dim=1)
+        return complete
 
 
 class DoRAFormat(LoRAFormat):

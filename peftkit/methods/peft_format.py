@@ -105,7 +105,10 @@ class PeftFormat(ABC, Generic[M]):
         return fields, tensors
 
     def with_missing(
-        self, module: AdapterModule, state: Mapping[str, Tensor]
+        self,
+        fields: Mapping[str, Any],
+        modules: Mapping[str, AdapterModule],
+        tensors: Mapping[str, Tensor],
     ) -> Mapping[str, Tensor]:
-        """Add tensors of a module that PEFT leaves out of the file and computes when loading."""
-        return state
+        """Complete a file's tensors by those that PEFT computes from the base when it loads."""
+        return tensors

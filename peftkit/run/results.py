@@ -6,12 +6,10 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from peftkit.base.new_tokens import save_tokenizer
 from peftkit.config import schema
 from peftkit.data.pack import tokens_of_each
 from peftkit.events import Listener, Notice, Saved, Table, ignore
@@ -24,10 +22,9 @@ from peftkit.formats.card import (
     training_card,
     write_card,
 )
-from peftkit.formats.continued import save_start
-from peftkit.formats.peft.config_fields import refused_by_peft
-from peftkit.formats.peft.folder import AdapterFolder
+from peftkit.formats.continued import AdapterFolder
 from peftkit.formats.peft.notes import Provenance
+from peftkit.formats.peft.targets import refused_by_peft
 from peftkit.formats.serving import served_rank
 from peftkit.model.modes import evaluating
 from peftkit.report.history import FACTS, RunFacts
@@ -44,14 +41,13 @@ MAX_PIECE_CHARS, MAX_PIECES = 4_000, 32
 def adapter_folder(recipe: Recipe, ready: Prepared) -> AdapterFolder:
     """Return what a checkpoint holds of the model: an adapter folder."""
     start = ready.continued
-
-    def beside(folder: Path) -> None:
-        if recipe.base.new_tokens or (start and start.has_tokens):
-            save_tokenizer(ready.base, folder)
-        if start and ready.settings.needs_reference:
-            save_start(start.start, folder)
-
-    return AdapterFolder(ready.adapter, _provenance(recipe, ready), beside)
+    has_tokens = recipe.base.new_tokens or (start and start.has_tokens)
+    return AdapterFolder(
+        ready.adapter,
+        _provenance(recipe, ready),
+        base=ready.base if has_tokens else None,
+        start=start.start if start and ready.settings.needs_reference else None,
+    )
 
 
 def identity(recipe: Recipe, ready: Prepared) -> dict[str, Any]:

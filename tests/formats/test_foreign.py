@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from peftkit.errors import AdapterError
 from peftkit.formats.exchange import import_adapter
-from peftkit.formats.foreign import plain_name, recognise
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.foreign import recognise
+from peftkit.formats.peft.folder import PREFIX, load_adapter, plain_name, save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.methods.lora import LoRA
 from tests.formats.test_mlx import base_folder, logits, trained
@@ -91,7 +91,7 @@ P = "base_model.model.model.layers.0.self_attn.q_proj"
     ],
 )
 def test_names_are_put_as_peft_saves_them(name: str, plain: str) -> None:
-    assert plain_name(name) == plain
+    assert PREFIX + plain_name(name) == plain
 
 
 @pytest.mark.parametrize("style", ["as it is", "named", "bare", "pissa"])
@@ -138,6 +138,7 @@ def tokenizer_of(folder: Path) -> None:
 def test_the_same_tensor_of_two_adapters_is_refused(tmp_path: Path) -> None:
     _, adapter = trained("llama", LoRA(rank=2, targets=("q",)))
     source = save_adapter(adapter, tmp_path / "one")
+    (source / "peftkit.json").unlink()
     file = source / "adapter_model.safetensors"
     tensors = load_file(file)
     named = {n.replace(".weight", ".other.weight"): t.clone() for n, t in tensors.items()}

@@ -14,8 +14,8 @@ from peftkit import recipe
 from peftkit.errors import BaseError
 from peftkit.events import Event, Progress, Saved, Stage, Table
 from peftkit.execution.signals import Interrupted, stopping_at_once
+from peftkit.formats.continued import AdapterFolder
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.formats.peft.folder import AdapterFolder
 from peftkit.run.config import Recipe
 from tests.command_line import start
 

@@ -1,7 +1,8 @@
 """Adapter folders in HF PEFT's format, both ways.
 
 A folder holds adapter_config.json, adapter_model.safetensors, and, when made here, peftkit.json:
-what PEFT's config has no place for (the method as asked, the base's fingerprint, the prompt style).
+what PEFT's config has no place for (the user's method, the base's fingerprint, the prompt style).
+Folders of PEFT and of peftkit are read alike; peftkit.json replaces what the config says less well.
 The format is PEFT 0.21's: a tensor of the module at `path` is "base_model.model.{path}.{name}".
 Only the sixteen oldest config keys and those that differ from their defaults are written, because
 PEFT before 0.14 refuses keys that it does not know.
@@ -10,21 +11,26 @@ PEFT before 0.14 refuses keys that it does not know.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import Adapter, attach
 from peftkit.errors import AdapterError, TargetError
 from peftkit.files.disk import write_json, write_tensors
 from peftkit.formats.guard import CONVERT, check_safetensors, read_json, read_tensors
-from peftkit.formats.peft.config_fields import check_targets, with_implied_heads, written_fields
-from peftkit.formats.peft.fit_to_model import check_targets_of, completed, fit_to_model
 from peftkit.formats.peft.notes import OLDEST_FIELDS, Provenance, read_notes, write_notes
+from peftkit.formats.peft.targets import (
+    check_targets,
+    check_targets_of,
+    fit_to_model,
+    with_implied_heads,
+    written_fields,
+)
+from peftkit.methods.lora_linear import MAGNITUDE
 from peftkit.methods.protocol import Method
 from peftkit.methods.table import format_of, method_from_peft
 from peftkit.methods.virtual import NAME as PROMPT
@@ -38,13 +44,24 @@ FINGERPRINT = "base_fingerprint"
 PREFIX = "base_model.model."
 BARE = "base_model."
 """Prefix of methods that act on the input and wrap no layers."""
-DEFAULT_NAME = re.compile(r"\.default(?=\.weight$|$)")
-"""PEFT's in-memory adapter name, which some tools leave in tensor names."""
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module)\.")
+"""Prefixes that torch.compile and FSDP add to names."""
+_LORA_NAME = re.compile(
+    r"(?<=\.)(lora_[AB]|lora_magnitude_vector)\.(?!weight$|bias$)[A-Za-z0-9_-]+(?=\.weight$|$)"
+)
+_DEFAULT_NAME = re.compile(r"\.default(?=\.weight$|$)")
+"""PEFT's in-memory adapter names, which some tools leave in tensor names."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """The checked contents of an adapter folder, without its tensors."""
+    """The checked contents of an adapter folder, without its tensors.
+
+    Attributes:
+        method: As the user configured it, where peftkit.json holds it; else as the config says.
+        fields: The content of adapter_config.json.
+        made_here: There is a peftkit.json.
+    """
 
     folder: Path
     method: Method
@@ -53,10 +70,10 @@ class AdapterFile:
     made_here: bool
 
     def base_or(self, other: str | None) -> tuple[str, str | None]:
-        """Return name and revision of its base, or of another one that is given instead.
+        """Return name and revision of its base; of `other`, where that is given.
 
         Raises:
-            AdapterError: It does not name one, and none is given.
+            AdapterError: The folder names no base, and `other` is None.
         """
         name = other or self.provenance.base
         if not name:
@@ -97,8 +114,10 @@ def write_folder(
     """Write the three files of an adapter folder; see `save_adapter`."""
     tensors = {_prefix(method, name) + name: tensor.cpu() for name, tensor in state.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    known = {FINGERPRINT: provenance.fingerprint} if provenance.fingerprint else {}
-    write_tensors(tensors, folder / TENSORS, {"format": "pt", **known})
+    metadata = {"format": "pt"}
+    if provenance.fingerprint:
+        metadata[FINGERPRINT] = provenance.fingerprint
+    write_tensors(tensors, folder / TENSORS, metadata)
     write_json(fields, folder / CONFIG)
     write_notes(folder / NOTES, folder / TENSORS, method, fields, provenance)
     return folder
@@ -141,30 +160,33 @@ def read_adapter(folder: str | Path) -> AdapterFile:
         AdapterError: There is no adapter, a file is damaged, or the method is not supported.
     """
     folder = Path(folder)
-    fields = read_json(_existing(folder, CONFIG))
-    if "peft_type" not in fields and {"fine_tune_type", "lora_parameters"} & fields.keys():
-        raise AdapterError(
-            f"{folder} is an adapter of mlx-lm",
-            found=f"{CONFIG} has no peft_type",
-            fix=f"Convert it first: peftkit import {folder} --base MODEL --out DIR",
-        )
-    for name in ("target_modules", "target_parameters"):
-        check_targets(fields.get(name), f"cannot use {folder / CONFIG}", name)
-    tensors = _existing(folder, TENSORS)
-    if (folder / NOTES).exists():
-        method_from_peft(fields)  # refuses what peftkit does not read
-        method, origin = read_notes(folder / NOTES, tensors, folder / CONFIG, fields)
-        return AdapterFile(folder, method, fields, origin, made_here=True)
-    header = check_safetensors(tensors)
-    fields = dict(with_implied_heads(fields, header.tensors))
-    known = header.metadata.get(FINGERPRINT, "")
-    origin = Provenance(
+    config, tensors, notes = _existing(folder, CONFIG), folder / TENSORS, folder / NOTES
+    fields = read_json(config)
+    _check_config(config, fields)
+    header = check_safetensors(_existing(folder, TENSORS))
+    complete = with_implied_heads(fields, header.tensors)
+    method = method_from_peft(complete)
+    fingerprint = header.metadata.get(FINGERPRINT, "")
+    provenance = Provenance(
         base=fields.get("base_model_name_or_path") or None,
         revision=fields.get("revision"),
-        fingerprint=known if re.fullmatch("sha256:[0-9a-f]{64}", known) else None,
+        fingerprint=fingerprint if re.fullmatch("sha256:[0-9a-f]{64}", fingerprint) else None,
         task_type=fields.get("task_type"),
     )
-    return AdapterFile(folder, method_from_peft(fields), fields, origin, made_here=False)
+    if made_here := notes.exists():
+        method, provenance = read_notes(notes, tensors, config, fields)
+    return AdapterFile(folder, method, complete, provenance, made_here)
+
+
+def _check_config(path: Path, fields: Mapping[str, Any]) -> None:
+    if "peft_type" not in fields and {"fine_tune_type", "lora_parameters"} & fields.keys():
+        raise AdapterError(
+            f"{path.parent} is an adapter of mlx-lm",
+            found=f"{path.name} has no peft_type",
+            fix=f"Convert it first: peftkit import {path.parent} --base MODEL --out DIR",
+        )
+    for name in ("target_modules", "target_parameters"):
+        check_targets(fields.get(name), f"cannot use {path}", name)
 
 
 def load_adapter(
@@ -185,8 +207,8 @@ def load_adapter(
         fingerprint: Of `model`; compared with the one recorded in the folder.
         force: Load although the fingerprints differ.
         trainable: Keep the adapter's tensors trainable.
-        dropout: Another one than it was trained with.
-        head: Modules to train in full too; they begin as they are where the folder has none.
+        dropout: Replaces the dropout that it was trained with.
+        head: Modules to train in full too; without tensors in the folder they keep the base's.
 
     Raises:
         AdapterError: It is another base, or tensors do not fit; lists all of them.
@@ -194,25 +216,22 @@ def load_adapter(
     file = read_adapter(folder)
     if fingerprint and not force:
         check_weights(file, fingerprint)
-    fields, tensors = format_of(file.method).from_file(file.fields, named_tensors(file.folder))
+    form = format_of(file.method)
+    fields, tensors = form.from_file(file.fields, named_tensors(file.folder))
     try:
         method, sites = fit_to_model(
             model, file.method, fields, tensors, folder=file.folder, made_here=file.made_here
         )
-        method = _changed(method, dropout, head)
-        # a stranger's file may leave out what is made from the weight
-        adapter = attach(model, method, sites=sites, fresh=not file.made_here)
+        adapter = attach(model, _changed(method, dropout, head), sites=sites, fresh=False)
     except TargetError as error:
         raise AdapterError(
             f"the adapter in {folder} does not fit {type(model).__name__}", found=str(error)
         ) from error
     try:
         check_targets_of(fields, adapter, file.folder)
-        if not file.made_here:
-            tensors = completed(adapter, tensors)
-        began = tuple(f"{path}." for path in head)
-        fresh = {n: t for n, t in adapter.state().items() if n.startswith(began)} if head else {}
-        adapter.load_state({**fresh, **tensors})
+        heads = tuple(f"{path}." for path in head)
+        unchanged = {name: t for name, t in adapter.state().items() if name.startswith(heads)}
+        adapter.load_state({**unchanged, **form.with_missing(fields, adapter.own, tensors)})
     except BaseException:
         adapter.detach()
         raise
@@ -222,8 +241,8 @@ def load_adapter(
 
 
 def _changed(method: Method, dropout: float | None, head: Sequence[str]) -> Method:
-    whole = tuple(dict.fromkeys((*method.train_fully, *head)))
-    update: dict[str, Any] = {"train_fully": whole, "start_from": None}
+    full = tuple(dict.fromkeys((*method.train_fully, *head)))
+    update: dict[str, Any] = {"train_fully": full, "start_from": None}
     return method.model_copy(update=update if dropout is None else {**update, "dropout": dropout})
 
 
@@ -249,11 +268,12 @@ def named_tensors(folder: Path) -> dict[str, Tensor]:
     Raises:
         AdapterError: Unreadable, not finite, or a name that occurs twice.
     """
-    named: dict[str, Tensor] = {}
     tensors = read_tensors(_existing(folder, TENSORS))
     prefix = BARE if PROMPT in tensors else PREFIX
+    named: dict[str, Tensor] = {}
+    names: dict[str, str] = {}
     for name, tensor in tensors.items():
-        plain = DEFAULT_NAME.sub("", name.removeprefix(prefix).removeprefix(BARE))
+        plain = plain_name(name, prefix)
         if f".{BARE}" in plain:
             raise AdapterError(
                 f"{folder / TENSORS} holds a tensor that belongs to no adapter",
@@ -261,18 +281,29 @@ def named_tensors(folder: Path) -> dict[str, Tensor]:
                 fix="Save it again with the tool that made it; PEFT's names begin with that.",
             )
         if plain in named:
-            raise AdapterError(f"{folder / TENSORS} holds {plain} twice", found=f"again as {name}")
-        named[plain] = tensor
+            raise AdapterError(
+                f"{folder / TENSORS} holds {plain} twice",
+                found=f"{names[plain]} and {name} are one tensor of two adapters.",
+                fix="Save one adapter at a time.",
+            )
+        named[plain], names[plain] = tensor, name
     return named
+
+
+def plain_name(name: str, prefix: str = PREFIX) -> str:
+    """Return the name in `Adapter.state()` of a tensor in a file of PEFT."""
+    plain = _WRAPPERS.sub("", name).removeprefix(prefix).removeprefix(BARE)
+    plain = _DEFAULT_NAME.sub("", _LORA_NAME.sub(r"\1", plain))
+    return plain.removesuffix(".weight" if plain.endswith(f"{MAGNITUDE}.weight") else "")
 
 
 def _existing(folder: Path, name: str) -> Path:
     path = folder / name
     if path.exists():
         return path
-    found = sorted(p.name for p in folder.iterdir())[:12] if folder.is_dir() else []
+    files = sorted(p.name for p in folder.iterdir())[:12] if folder.is_dir() else []
     fix = "Give the folder that a run wrote, or one saved by PEFT."
-    pickles = [f for f in found if f.endswith((".bin", ".pt", ".pth"))]
+    pickles = [f for f in files if f.endswith((".bin", ".pt", ".pth"))]
     if name == TENSORS and pickles:
         fix = (
             "A pickle can run code when it is read; ask for the adapter as safetensors. This line, "
@@ -280,34 +311,6 @@ def _existing(folder: Path, name: str) -> Path:
         )
     raise AdapterError(
         f"{folder} holds no {name}",
-        found=("there is " + ", ".join(found)) if found else "no such folder, or an empty one",
+        found=("there is " + ", ".join(files)) if files else "no such folder, or an empty one",
         fix=fix,
     )
-
-
-class AdapterFolder:
-    """The adapter's side of a checkpoint: every checkpoint is an adapter folder.
-
-    Args:
-        beside: Writes further files that the adapter needs into the folder.
-    """
-
-    def __init__(
-        self,
-        adapter: Adapter,
-        provenance: Provenance,
-        beside: Callable[[Path], None] | None = None,
-    ) -> None:
-        self._adapter, self._provenance, self._beside = adapter, provenance, beside
-
-    def save(self, folder: Path) -> None:
-        """Write the adapter files and the further ones."""
-        save_adapter(self._adapter, folder, self._provenance)
-        if self._beside is not None:
-            self._beside(folder)
-
-    @torch.no_grad()
-    def load(self, folder: Path) -> None:
-        """Load the tensors of a checkpoint's adapter files, bit for bit."""
-        _, tensors = format_of(self._adapter.method).from_file({}, named_tensors(folder))
-        self._adapter.load_state(tensors)

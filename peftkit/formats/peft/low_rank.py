@@ -18,7 +18,6 @@ from torch.nn.functional import pad
 
 from peftkit.errors import AdapterError
 from peftkit.files.strict_json import shown
-from peftkit.formats.peft.config_fields import LAYERS, shortest_endings, unmatched
 from peftkit.formats.peft.folder import (
     AdapterFile,
     named_tensors,
@@ -27,6 +26,7 @@ from peftkit.formats.peft.folder import (
     write_folder,
 )
 from peftkit.formats.peft.notes import Provenance
+from peftkit.formats.peft.targets import LAYERS, shortest_endings, unmatched
 from peftkit.kernels import svd
 from peftkit.methods.lora import DoRA, LoRA
 from peftkit.methods.lora_format import peft_scales

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError
-from peftkit.formats.peft.config_fields import shortest_endings
 from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.targets import shortest_endings
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import DoRA, LoRA
 from peftkit.methods.own_parameters import LNTuning

@@ -1,4 +1,4 @@
-"""PEFT's config: which modules it names, what is written into it, where PEFT reads it otherwise.
+"""Which modules PEFT's config names: written for an adapter, and found again in a model.
 
 `target_modules` is a list of dotted endings, or one regular expression for whole paths.
 """
@@ -6,25 +6,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from peftkit.adapter import Adapter
-from peftkit.errors import AdapterError
+from peftkit.errors import AdapterError, first_few
 from peftkit.files.safe_regex import fullmatches
 from peftkit.files.strict_json import shown
-from peftkit.methods.modules_to_save import TokenRows, named_modules
-from peftkit.methods.protocol import AdapterModule
-from peftkit.methods.table import format_of
+from peftkit.methods.modules_to_save import TokenRows, find_rows, named_modules
+from peftkit.methods.protocol import AdapterModule, Method
+from peftkit.methods.table import BESIDE, format_of
 from peftkit.model.places import is_transposed
 from peftkit.model.targets import Site
 
 ANY = "all-linear"
 LAYERS = ("layers_to_transform", "exclude_modules")
 """Fields that exclude modules from the targets again."""
-
-
 PATTERNS = ("rank_pattern", "alpha_pattern")
 _TAKEN = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Module names that PEFT takes for experts in a model with stacked experts."""
@@ -98,6 +99,31 @@ def _as_weights(
     if not any(places.values()):
         return set()
     return {p for p, m in modules.items() if not m.stacked and p.rpartition(".")[2] in _TAKEN}
+
+
+def refused_by_peft(adapter: Adapter) -> str:
+    """Return why PEFT will not load an adapter saved here, if that is known; else "".
+
+    PEFT 0.21 refuses LoRA on out_proj by the model's type (tuners_utils.py), and reads stacks of
+    experts as (experts, out, in) unless the module has the attribute is_transposed (Llama 4's has
+    not). peftkit computes what the model computes.
+    """
+    if format_of(adapter.method).peft_type != "LORA":
+        return ""
+    kind = getattr(getattr(adapter.model, "config", None), "model_type", "")
+    reason = ""
+    if kind in _MAMBA and any(path.rpartition(".")[2] == _REFUSED for path in adapter.own):
+        reason = f"it takes no LoRA on {_REFUSED} in models of type {kind}"
+    for path, module in adapter.own.items():
+        experts = module.base
+        if module.stacked and is_transposed(experts) and not hasattr(experts, "is_transposed"):
+            reason = f"it takes the rows of the stacks in {path} for columns"
+    if not reason:
+        return ""
+    return (
+        f"PEFT does not load this adapter: {reason}. peftkit loads and merges it; for PEFT, leave "
+        "these out of the targets."
+    )
 
 
 def sites_of(
@@ -200,26 +226,111 @@ def with_implied_heads(fields: Mapping[str, Any], tensors: Collection[str]) -> M
     return {**fields, "modules_to_save": [*named, *missing]} if missing else fields
 
 
-def refused_by_peft(adapter: Adapter) -> str:
-    """Return why PEFT will not load an adapter saved here, if that is known; else "".
+def fit_to_model(
+    model: nn.Module,
+    method: Method,
+    fields: Mapping[str, Any],
+    tensors: Collection[str],
+    *,
+    folder: Path,
+    made_here: bool,
+) -> tuple[Method, list[Site]]:
+    """Find the sites of an adapter's tensors in a model.
 
-    PEFT 0.21 refuses LoRA on out_proj by the model's type (tuners_utils.py), and reads stacks of
-    experts as (experts, out, in) unless the module has the attribute is_transposed (Llama 4's has
-    not). peftkit computes what the model computes.
+    Args:
+        method, fields, tensors: The folder's method, config, and names of tensors.
+        folder: For messages.
+        made_here: The method has the targets that the user gave, with roles and parts of fused
+            layers, which PEFT's config cannot name. Otherwise the sites come from config and
+            tensors, and the returned method names them.
+
+    Raises:
+        AdapterError: A tensor belongs to no module that the method could adapt, or is missing.
+        TargetError: The method names a module that is not in this model.
     """
-    if format_of(adapter.method).peft_type != "LORA":
-        return ""
-    kind = getattr(getattr(adapter.model, "config", None), "model_type", "")
-    reason = ""
-    if kind in _MAMBA and any(path.rpartition(".")[2] == _REFUSED for path in adapter.own):
-        reason = f"it takes no LoRA on {_REFUSED} in models of type {kind}"
-    for path, module in adapter.own.items():
-        experts = module.base
-        if module.stacked and is_transposed(experts) and not hasattr(experts, "is_transposed"):
-            reason = f"it takes the rows of the stacks in {path} for columns"
-    if not reason:
-        return ""
-    return (
-        f"PEFT does not load this adapter: {reason}. peftkit loads and merges it; for PEFT, leave "
-        "these out of the targets."
-    )
+    full = _trained_fully(fields, tensors, model, folder)
+    others = [f"{path}." for path in (*full, *find_rows(model, method))]
+    rest = [name for name in tensors if not name.startswith(tuple(others))]
+    places, shared = method.candidates(model), method.shared_names
+    strange = sorted(name for name in rest if name not in shared and not _owner(name, places))
+    if strange or not rest:
+        raise AdapterError(
+            f"the adapter in {folder} does not fit {type(model).__name__}",
+            found="\n".join(f"unexpected: {name}" for name in strange) or "no tensors",
+            fix="Use the base it was trained on: peftkit inspect ADAPTER",
+        )
+    if made_here:
+        return method, method.sites(model)
+    if method.acts_on_input:
+        sites = method.sites(model)
+    else:
+        sites = sites_of(fields, places, {_owner(name, places) for name in rest})
+    paths = (f"{s.path}.{s.parameter}" if s.parameter else s.path for s in sites)
+    update = {"targets": tuple(dict.fromkeys(paths)), "train_fully": tuple(full)}
+    return method.model_copy(update=update), sites
+
+
+def _trained_fully(
+    fields: Mapping[str, Any], tensors: Collection[str], model: nn.Module, folder: Path
+) -> list[str]:
+    """Return the paths of the modules that `modules_to_save` names.
+
+    By PEFT's own rule, which ignores dots. A name may match nothing in this model.
+    """
+    names = fields.get(BESIDE["train_fully"]) or ()
+    paths = [
+        path
+        for path, module in model.named_modules()
+        if path.endswith(tuple(names)) and any(True for _ in module.parameters())
+    ]
+    missing = [path for path in paths if not any(n.startswith(f"{path}.") for n in tensors)]
+    if missing:
+        raise AdapterError(
+            f"{folder} has no tensors for the module {_some(missing)}",
+            found=f"modules_to_save: {_some(names)}",
+            fix="The file is incomplete, or belongs to another base.",
+        )
+    return paths
+
+
+def _owner(name: str, places: Collection[str]) -> str:
+    """Return the module that a tensor belongs to, or an empty string."""
+    while name and name not in places:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def check_targets_of(fields: Mapping[str, Any], adapter: Adapter, folder: Path) -> None:
+    """Refuse a config whose targets are not the modules with tensors: scales would be wrong.
+
+    Raises:
+        AdapterError: Names targets without tensors, or modules with tensors that are no target.
+    """
+    paths = {path for path, module in adapter.own.items() if not module.stacked}
+    targets = fields.get("target_modules")
+    stacks = [
+        f"{path}.{name}"
+        for path, module in adapter.own.items()
+        for name in module.stacked or ("weight",)
+    ]
+    missing = unmatched(targets, paths | adapter.full)
+    missing += unmatched(fields.get("target_parameters"), stacks)
+    if missing:
+        raise AdapterError(
+            f"{folder} has no tensors for the target {_some(missing)}",
+            found=f"tensors for {_some(shortest_endings(paths, []))}",
+            fix="The file is incomplete, or belongs to another base.",
+        )
+    extra = paths - set(targeted(paths, targets))
+    extra -= {p for p in paths if targeted([f"{p}.weight"], fields.get("target_parameters"))}
+    if extra and targets not in (None, ANY):
+        raise AdapterError(
+            f"{folder} has tensors for modules that its config does not target",
+            found=_some(sorted(extra)),
+            fix="The config or the tensors belong to another adapter.",
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first few of untrusted names, shortened."""
+    return first_few(map(shown, names), 5, ", ")
