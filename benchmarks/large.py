@@ -32,8 +32,8 @@ import transformers
 from benchmarks import shapes
 from benchmarks.report import heading, table, versions
 from benchmarks.workers.large import LOADING, STEPS, work
-from peftkit.files.disk import check_space, write_json, write_tensor_stream
-from peftkit.files.safetensors_header import DTYPE_NAMES, TensorSpec
+from peftkit.files.disk import check_space, write_json
+from peftkit.files.tensors import DTYPE_NAMES, TensorSpec, write_tensor_stream
 from peftkit.kernels.device import free_bytes
 
 SIZES: dict[str, dict[str, int]] = {

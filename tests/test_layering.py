@@ -36,12 +36,12 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "accelerate": ("execution/world", "train/metrics"),
     "datasets": ("data/load",),
     "pyarrow": ("data/rows",),  # datasets brings it; imported when rows are encoded
-    "filelock": ("files/folders",),  # likewise
+    "filelock": ("files/disk",),  # likewise
     "transformers": ("base/", "tasks/", "methods/prefix", "methods/read_cache", "inference/"),
     "gguf": ("formats/gguf/", "base/gguf"),  # the optional extra; imported when called
     "huggingface_hub": ("formats/hub",),
     "tqdm": ("base/pretrained",),  # what the hub tells of a download by; transformers brings it
-    "safetensors": ("files/", "formats/", "merging/", "base/store"),
+    "safetensors": ("files/tensors", "formats/", "merging/", "base/store"),
     "pydantic_core": ("config/",),
     "pydantic": (
         "settings",

@@ -19,7 +19,7 @@ from peftkit_cli.arguments import Json, note
 if TYPE_CHECKING:
     from torch import nn
 
-    from peftkit.files.safetensors_header import Entry
+    from peftkit.files.tensors import Entry
     from peftkit.formats.peft.low_rank import RoleUpdate
     from peftkit.model.targets import Site
 

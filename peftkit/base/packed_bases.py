@@ -38,8 +38,10 @@ from peftkit.config.schema import from_dict
 from peftkit.errors import BaseError, OutputError, PeftkitError
 from peftkit.events import Listener, Notice, Stage, ignore
 from peftkit.execution.environment import default_device
-from peftkit.files import disk, safetensors_header
-from peftkit.files.folders import alone
+from peftkit.files import disk
+from peftkit.files.disk import alone
+from peftkit.files.tensors import DTYPES as FILE_DTYPES
+from peftkit.files.tensors import open_tensors
 
 LEFT_FREE = 10_000_000_000
 """Bytes of a disk that no packed base is written into without being asked for."""
@@ -210,9 +212,9 @@ def _is_in_files(wanted: BaseRequest) -> bool:
     held: Counter[tuple[tuple[int, ...], Any]] = Counter()
     source = files_of(wanted.location)
     for path in source.glob("*.safetensors") if source else ():
-        with disk.open_tensors(path, error=BaseError) as file:
+        with open_tensors(path, error=BaseError) as file:
             entries = file.header.tensors.values()
-            known = safetensors_header.DTYPES
+            known = FILE_DTYPES
             held.update((entry.shape, known[entry.dtype][1]) for entry in entries)
     model = packed_skeleton(wanted.config, wanted.purpose, wanted.form)
     head = head_of_classes(model) if wanted.purpose.head is not None else ()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import BaseError, did_you_mean, first_few
-from peftkit.files.disk import open_tensors
+from peftkit.files.tensors import open_tensors
 
 Processor = Literal["tokenizer", "image_processor", "feature_extractor", "multimodal", "audio"]
 """multimodal: a processor of images and text, with a tokenizer of its own; audio: of sounds and

@@ -29,7 +29,8 @@ from peftkit.base.request import BaseRequest, LoadedModel, StorageFormat
 from peftkit.base.skeleton import packed_skeleton
 from peftkit.errors import BaseError, OutputError, PeftkitError
 from peftkit.files import disk
-from peftkit.files.folders import LOCKS, new_folder
+from peftkit.files.disk import LOCKS, new_folder
+from peftkit.files.tensors import open_tensors, specs_of, write_tensor_stream
 
 VERSION = 3
 WEIGHTS, MANIFEST, FOLDER = "model.safetensors", "store.json", "packed"
@@ -84,9 +85,9 @@ def keep(folder: Path, built: LoadedModel, wanted: BaseRequest) -> None:
     disk.check_space(folder.parent, num_bytes(built.model))
     try:
         with new_folder(folder, last=MANIFEST) as made:
-            specs = disk.specs_of(tensors)
+            specs = specs_of(tensors)
             values = (tensors[spec.name] for spec in specs)
-            disk.write_tensor_stream(made / WEIGHTS, specs, values, {"format": "pt"})
+            write_tensor_stream(made / WEIGHTS, specs, values, {"format": "pt"})
             manifest = {
                 "version": VERSION,
                 "model": wanted.location.name,
@@ -256,7 +257,7 @@ def _stored(folder: Path) -> Stored:
         return Stored(folder, "?", "?", "?", size, "not finished: being packed, or left behind")
     try:
         manifest = manifest_of(folder)
-        with disk.open_tensors(folder / WEIGHTS, error=BaseError):
+        with open_tensors(folder / WEIGHTS, error=BaseError):
             problem = ""
     except PeftkitError as error:
         return Stored(folder, "?", "?", "?", size, error.found.splitlines()[0])

@@ -48,7 +48,7 @@ from peftkit.data.load import Part, Record
 from peftkit.data.pack import IGNORE, Labels, joined, num_tokens, packing, tokens_of_each
 from peftkit.errors import DataError, RunError
 from peftkit.events import Listener, Notice, Progress, ignore
-from peftkit.files.folders import alone
+from peftkit.files.disk import alone
 
 ROWS, FACTS = "rows.arrow", "facts.json"
 KEPT = 0

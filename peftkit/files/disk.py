@@ -1,8 +1,7 @@
-"""Files: checked when read, written atomically.
+"""Files and folders: regular files and strict JSON are read, all is written whole or not at all.
 
-Reading: regular files only, strict JSON, safetensors headers checked before their payload.
-Writing: a temporary file in the same folder, fsync, rename, fsync of the folder; so a crash, a full
-disk or a signal leaves the old file or the new one. No pickle, in either direction.
+Writing: a temporary file or folder next to it, fsync, rename, fsync of the parent; so a crash, a
+full disk or a signal leaves the old one or the new one.
 """
 
 from __future__ import annotations
@@ -15,24 +14,12 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-from torch import Tensor
-
-from peftkit.errors import AdapterError, OutputError, PeftkitError, RunError, first_few
-from peftkit.files.safetensors_header import (
-    DTYPE_NAMES,
-    DTYPES,
-    MAX_HEADER_BYTES,
-    Header,
-    TensorSpec,
-    header_bytes,
-    read_header,
-)
-from peftkit.files.strict_json import parse_json, shown
+from peftkit.errors import AdapterError, OutputError, PeftkitError, RunError
+from peftkit.files.strict_json import parse_json
 
 ErrorType = type[PeftkitError]
 MAX_JSON_BYTES = 1 << 20
@@ -76,72 +63,6 @@ def read_json(
     if len(data) > max_bytes:
         raise error(asked, found=f"It is larger than {max_bytes:,} bytes.")
     return parse_json(data, asked, error=error)
-
-
-class TensorFile:
-    """An open safetensors file, its header checked; reads one tensor at a time, as a copy."""
-
-    def __init__(self, path: Path, file: BinaryIO, header: Header, error: ErrorType) -> None:
-        self.path, self.header = path, header
-        self._file, self._error = file, error
-
-    def raw(self, name: str) -> Tensor:
-        """Return a tensor's bytes: uint8 of shape (num_bytes,)."""
-        entry = self.header.tensors[name]
-        data = torch.empty(entry.end - entry.start, dtype=torch.uint8)
-        self._file.seek(self.header.payload + entry.start)
-        # not mmap: a file cut short meanwhile would be a SIGBUS instead of an error
-        if self._file.readinto(data.numpy().data) != data.numel():  # type: ignore[attr-defined]
-            raise self._error(f"cannot read {self.path}", found="It shrank while it was read.")
-        return data
-
-    def tensor(self, name: str) -> Tensor:
-        """Return a tensor in its own dtype and shape."""
-        entry = self.header.tensors[name]
-        dtype = DTYPES[entry.dtype][1]
-        if dtype is None:
-            raise self._error(
-                f"cannot use tensor {shown(name)} of {self.path}",
-                found=f"Its dtype {entry.dtype} has no torch counterpart.",
-            )
-        return self.raw(name).view(dtype).reshape(entry.shape)
-
-
-@contextlib.contextmanager
-def open_tensors(
-    path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES, error: ErrorType = AdapterError
-) -> Iterator[TensorFile]:
-    """Open a safetensors file after checking its whole header; anything wrong raises `error`."""
-    with open_regular(path, error=error) as file:
-        header = read_header(path, file, max_bytes=max_header_bytes, error=error)
-        yield TensorFile(path, file, header, error)
-
-
-def read_tensors(
-    path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES, error: ErrorType = AdapterError
-) -> dict[str, Tensor]:
-    """Return every tensor of a safetensors file, on the CPU, each with memory of its own."""
-    with open_tensors(path, max_header_bytes=max_header_bytes, error=error) as file:
-        return {name: file.tensor(name) for name in file.header.tensors}
-
-
-def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the tensors that hold NaN or Infinity."""
-    return [name for name, tensor in tensors.items() if not is_finite(tensor)]
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """True if every number is finite; needs little extra memory."""
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    small = tensor.dtype in (torch.float8_e5m2, torch.float8_e4m3fn)  # torch has no min of these
-    for chunk in tensor.detach().reshape(-1).split(1 << 22):
-        # NaN comes out of aminmax too; eight times as fast as isfinite().all()
-        lowest, highest = torch.aminmax(chunk.float() if small else chunk)
-        if not (lowest.isfinite() and highest.isfinite()):
-            return False
-    return True
 
 
 def fsync_file(path: Path) -> None:
@@ -267,47 +188,78 @@ def write_json(value: Mapping[str, Any], path: Path) -> None:
     write_text(text + "\n", path)
 
 
-def write_tensors(
-    tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
-) -> None:
-    """Write a safetensors file, byte for byte as the safetensors library would.
+@contextlib.contextmanager
+def new_folder(
+    out: Path, *, last: str = "", replaced: Callable[[str], bool] = lambda name: True
+) -> Iterator[Path]:
+    """Yield an empty folder whose files become those of `out`, durably, when the block ends well.
 
-    Raises RunError for no tensors and for non-finite ones, naming them; else as `replacing`.
+    Where it does not end well, `out` is as it was. A folder that is there already is written in,
+    since it may be a disk of its own; then the files are moved up.
+
+    Args:
+        last: The file without which `out` is not used: it is removed first and moved last, so that
+            a folder that is half replaced is never taken for a whole one.
+        replaced: Tells of the name of a file in `out` whether it goes where there is no new one.
+
+    Raises:
+        OutputError: The folder cannot be written into.
     """
-    asked = f"cannot save {path}"
-    if not tensors:
-        raise RunError(asked, found="There are no tensors to save.")
-    if bad := non_finite(tensors):
-        raise RunError(
-            asked,
-            found=f"{len(bad)} of {len(tensors)} tensors hold NaN or Infinity: "
-            f"{first_few(bad, 3, ', ')}",
-            fix="The run diverged: lower the learning rate, or go back to an earlier checkpoint.",
-        )
-    specs = specs_of(tensors)
-    write_tensor_stream(path, specs, (tensors[spec.name] for spec in specs), metadata)
+    home = writable_folder(out if out.exists() else out.parent)
+    folder = home / f".{out.name}-{secrets.token_hex(4)}"
+    folder.mkdir()
+    try:
+        yield folder
+        for path in folder.rglob("*"):  # those that libraries wrote are not on the disk yet
+            if path.is_file():
+                fsync_file(path)
+        if home == out or out.exists():
+            _move_into(folder, out, last, replaced)
+        else:
+            os.replace(folder, out)
+        fsync_dir(home)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def specs_of(tensors: Mapping[str, Tensor]) -> list[TensorSpec]:
-    """Return how a safetensors file of these begins, in the order in which they are written."""
-    specs = [TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in tensors.items()]
-    return sorted(specs, key=lambda spec: spec.order)
+def _move_into(folder: Path, out: Path, last: str, replaced: Callable[[str], bool]) -> None:
+    if last:
+        (out / last).unlink(missing_ok=True)
+    for path in out.iterdir():
+        if path.is_file() and replaced(path.name) and not (folder / path.name).exists():
+            path.unlink()
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == last):
+        if path.is_dir():
+            shutil.rmtree(out / path.name, ignore_errors=True)
+        os.replace(path, out / path.name)
+    fsync_dir(out)
 
 
-def write_tensor_stream(
-    path: Path,
-    specs: Sequence[TensorSpec],
-    tensors: Iterable[Tensor],
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write a safetensors file whose tensors come one at a time, in the order of `specs`.
+LOCKS = ".locks"
+"""A folder of lock files, beside what they are about; not every system can remove them."""
 
-    A tensor may also come as its bytes (uint8). Nothing is checked for being finite.
+
+@contextlib.contextmanager
+def alone(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold the lock of a file or folder as long as the context lasts; wait while another does.
+
+    The lock of a process that is killed is gone with it. Where the file system knows no locks,
+    nobody waits.
+
+    Args:
+        path: In a folder that is there; it need not be there itself.
+        on_wait: Called before waiting; what it raises ends the wait.
     """
-    header = header_bytes(specs, metadata)
-    with replacing(path, len(header) + sum(spec.num_bytes for spec in specs)) as file:
-        file.write(header)
-        for spec, tensor in zip(specs, tensors, strict=True):
-            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            assert data.numel() == spec.num_bytes, spec
-            file.write(data.numpy().data)
+    from filelock import FileLock, Timeout  # brought by datasets
+
+    (path.parent / LOCKS).mkdir(exist_ok=True)
+    lock = FileLock(path.parent / LOCKS / path.name)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(lock.acquire(timeout=0))
+        except Timeout:
+            on_wait()
+            held.enter_context(lock.acquire(poll_interval=0.2))
+        except NotImplementedError:
+            pass
+        yield

@@ -16,7 +16,8 @@ from peftkit.base.load import Base
 from peftkit.base.new_tokens import restore_tokens, save_tokenizer
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, Notice, ignore
-from peftkit.files.disk import read_tensors, sha256_of, write_tensors
+from peftkit.files.disk import sha256_of
+from peftkit.files.tensors import read_tensors, write_tensors
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.open_adapter import task_of
 from peftkit.formats.peft.folder import (

@@ -25,6 +25,7 @@ from peftkit.base.skeleton import skeleton
 from peftkit.errors import AdapterError, first_few
 from peftkit.events import Listener, Notice, Saved, Stage, ignore
 from peftkit.files import disk
+from peftkit.files.tensors import write_tensors
 from peftkit.formats.card import CARD
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.foreign import Found, peft_folder, recognise
@@ -174,7 +175,7 @@ def _copy(source: Path, folder: Path, dtype: torch.dtype) -> None:
         names += [TENSORS, NOTES]
     else:
         cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-        disk.write_tensors(cast, folder / TENSORS, {"format": "pt"})
+        write_tensors(cast, folder / TENSORS, {"format": "pt"})
     for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -301,7 +302,7 @@ def _keep(source: Path, folder: Path, model: nn.Module, location: Location, scra
             shutil.copyfile(source / name, folder / name)
     else:
         tensors = {PREFIX + name: tensor for name, tensor in named_tensors(bare).items()}
-        disk.write_tensors(tensors, folder / TENSORS, {"format": "pt"})
+        write_tensors(tensors, folder / TENSORS, {"format": "pt"})
     named = {"base_model_name_or_path": location.hub_id or location.name}
     disk.write_json(read_json(source / CONFIG) | named, folder / CONFIG)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from peftkit.errors import AdapterError, first_few
 from peftkit.files import disk
-from peftkit.files.safetensors_header import Entry, Header
 from peftkit.files.strict_json import shown
+from peftkit.files.tensors import Entry, Header, TensorFile, non_finite, open_tensors
 
 MAX_HEADER_BYTES = 8 << 20  # 60,000 tensors
 MAX_TENSORS = 50_000
@@ -114,7 +114,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """
     with _checked(path) as file:
         tensors = {name: file.tensor(name) for name in file.header.tensors}
-    if bad := disk.non_finite(tensors):
+    if bad := non_finite(tensors):
         raise AdapterError(
             f"cannot use {path}",
             found=f"{len(bad)} of {len(tensors)} tensors hold NaN or Infinity, as {bad[0]}",
@@ -136,13 +136,13 @@ def read_json(path: Path, *, max_bytes: int = disk.MAX_JSON_BYTES) -> dict[str, 
 
 
 @contextlib.contextmanager
-def _checked(path: Path) -> Iterator[disk.TensorFile]:
+def _checked(path: Path) -> Iterator[TensorFile]:
     asked = f"cannot read {path} as safetensors"
     kind = what_is(path)
     if kind not in (SAFETENSORS, UNKNOWN):
         fix = _FIXES.get(kind, "Give an adapter saved as safetensors.")
         raise AdapterError(asked, found=f"It is {kind}.", fix=fix)
-    with disk.open_tensors(path, max_header_bytes=MAX_HEADER_BYTES) as file:
+    with open_tensors(path, max_header_bytes=MAX_HEADER_BYTES) as file:
         tensors = file.header.tensors
         if len(tensors) > MAX_TENSORS:
             raise AdapterError(

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from peftkit.errors import AdapterError, first_few
-from peftkit.files.disk import write_json, write_tensors
+from peftkit.files.disk import write_json
+from peftkit.files.tensors import write_tensors
 from peftkit.formats.guard import read_json, read_tensors
 from peftkit.formats.peft.folder import CONFIG, AdapterFile
 from peftkit.formats.peft.low_rank import LowRank, by_module, uniform

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from peftkit.errors import OutputError, first_few
-from peftkit.files.folders import new_folder
+from peftkit.files.disk import new_folder
 from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS
 
 RUN_FILES = ("checkpoints", "recipe.yaml", "metrics.jsonl")

@@ -18,6 +18,7 @@ from peftkit.errors import MergeError, RunError
 from peftkit.events import Listener, Notice, Stage
 from peftkit.execution.environment import free_now
 from peftkit.files import disk
+from peftkit.files.tensors import non_finite
 from peftkit.formats.open_adapter import Opened
 from peftkit.merging.fold import Tally, merge_dequantized, merge_into
 from peftkit.merging.over_files import FLOATS, Shards
@@ -87,7 +88,7 @@ def write_in_memory(
     else:
         on_event(Notice(cost_of(kind)))
         model = merge_dequantized(opened.adapter, dtype, tally=tally)
-    if bad := disk.non_finite(model.state_dict()):
+    if bad := non_finite(model.state_dict()):
         raise RunError(
             f"cannot write {len(bad)} weights in {dtype}",
             found=f"they hold NaN, Infinity, or numbers too large for it, as {bad[0]}",

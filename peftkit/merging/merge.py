@@ -24,7 +24,7 @@ from peftkit.base.skeleton import read_config, skeleton
 from peftkit.errors import MergeError, OutputError, first_few
 from peftkit.events import Listener, Saved, Stage, Table, ignore
 from peftkit.execution.out_of_memory import release_memory
-from peftkit.files.folders import new_folder
+from peftkit.files.disk import new_folder
 from peftkit.formats.card import Card, write_card
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.open_adapter import open_adapter, task_of

@@ -20,8 +20,17 @@ from peftkit.base.load import local_folder
 from peftkit.errors import BaseError, RunError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.files import disk
-from peftkit.files.safetensors_header import DTYPE_NAMES, DTYPES, Entry, Header, TensorSpec
 from peftkit.files.strict_json import shown
+from peftkit.files.tensors import (
+    DTYPE_NAMES,
+    DTYPES,
+    Entry,
+    Header,
+    TensorSpec,
+    is_finite,
+    open_tensors,
+    write_tensor_stream,
+)
 from peftkit.formats.peft.folder import AdapterFile, load_adapter
 from peftkit.kernels.device import keep_freed_memory
 from peftkit.merging.fold import Tally, check_all, merged_tensor
@@ -105,7 +114,7 @@ def find_shards(folder: Path) -> Shards | None:
 
 
 def _header(path: Path) -> Header:
-    with disk.open_tensors(path, error=BaseError) as file:
+    with open_tensors(path, error=BaseError) as file:
         return file.header
 
 
@@ -192,7 +201,7 @@ def write_over_files(
     for number, (name, header) in enumerate(shards.headers.items()):
         on_event(Progress(f"Writing {name}", number, len(shards.headers)))
         source = _rewritten(shards.folder / name, specs[name], changes)
-        disk.write_tensor_stream(out / name, specs[name], source, header.metadata or None)
+        write_tensor_stream(out / name, specs[name], source, header.metadata or None)
     if shards.index_metadata is not None:
         metadata = {**shards.index_metadata, "total_size": total_bytes}
         where = {tensor: name for name, h in shards.headers.items() for tensor in h.tensors}
@@ -205,7 +214,7 @@ def _new_dtype(name: str, dtype: torch.dtype | None) -> str:
 
 
 def _rewritten(path: Path, specs: list[TensorSpec], changes: Changes) -> Iterator[Tensor]:
-    with disk.open_tensors(path, error=BaseError) as file:
+    with open_tensors(path, error=BaseError) as file:
         for spec in specs:
             entry = file.header.tensors[spec.name]
             change = changes.get(spec.name)
@@ -222,7 +231,7 @@ def _rewritten(path: Path, specs: list[TensorSpec], changes: Changes) -> Iterato
             new_dtype = DTYPES[spec.dtype][1]
             assert new_dtype is not None
             tensor = tensor.to(new_dtype)
-            if not disk.is_finite(tensor):
+            if not is_finite(tensor):
                 raise RunError(
                     f"cannot write {spec.name} in {spec.dtype}",
                     found="it holds NaN, Infinity, or numbers too large for that dtype",

@@ -18,7 +18,7 @@ from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.request import DTYPES
 from peftkit.errors import RunError
 from peftkit.execution.environment import free_now
-from peftkit.files.disk import is_finite
+from peftkit.files.tensors import is_finite
 from peftkit.formats.open_adapter import Opened
 from peftkit.merging.fold import Tally, too_large_values
 from peftkit.tasks.hearing import INPUTS, Hearing

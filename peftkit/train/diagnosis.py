@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import PeftkitError, RunError
-from peftkit.files.disk import non_finite, write_json
+from peftkit.files.disk import write_json
+from peftkit.files.tensors import non_finite
 from peftkit.tasks.lockstep import Pass
 
 DIAGNOSIS = "diagnosis.json"

@@ -12,7 +12,8 @@ from peftkit.errors import CheckpointError, OutputError
 from peftkit.events import Event, Notice, Saved
 from peftkit.execution import rng
 from peftkit.execution.state import state_from_json
-from peftkit.files.disk import free_bytes, read_json, read_tensors, write_json, write_tensors
+from peftkit.files.disk import free_bytes, read_json, write_json
+from peftkit.files.tensors import read_tensors, write_tensors
 from peftkit.settings import TrainConfig
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.checkpoints.checkpoint import Checkpoint, Checkpoints

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from peftkit.files.folders import LOCKS
+from peftkit.files.disk import LOCKS
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.generate import generate
 from tests.command_line import Run, start, turn, write_rows

@@ -15,8 +15,14 @@ from torch import Tensor
 
 from peftkit.errors import AdapterError, CheckpointError, OutputError, RunError
 from peftkit.files import disk
-from peftkit.files.safetensors_header import TensorSpec
 from peftkit.files.strict_json import MAX_DEPTH, parse_json
+from peftkit.files.tensors import (
+    TensorSpec,
+    is_finite,
+    read_tensors,
+    write_tensor_stream,
+    write_tensors,
+)
 
 TENSORS = {
     "b.half": torch.linspace(-1, 1, 9).to(torch.float16),
@@ -37,17 +43,17 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def test_tensors_are_written_byte_for_byte_as_the_library_writes_them(tmp_path: Path) -> None:
-    disk.write_tensors(TENSORS, tmp_path / "t.safetensors", {"format": "pt"})
+    write_tensors(TENSORS, tmp_path / "t.safetensors", {"format": "pt"})
     expected = library_save(TENSORS, {"format": "pt"})
     assert (tmp_path / "t.safetensors").read_bytes() == expected
 
 
 def test_tensors_written_by_the_library_are_read_back_equal(tmp_path: Path) -> None:
     (tmp_path / "t").write_bytes(library_save(TENSORS))
-    read = disk.read_tensors(tmp_path / "t")
+    read = read_tensors(tmp_path / "t")
     assert same(read, TENSORS)
     read["a.single"].zero_()  # own memory: the file is not behind it
-    assert same(disk.read_tensors(tmp_path / "t"), TENSORS)
+    assert same(read_tensors(tmp_path / "t"), TENSORS)
 
 
 @pytest.mark.parametrize(
@@ -66,13 +72,13 @@ def test_non_finite_tensors_are_refused_by_name_and_the_old_file_stays(
     bad = torch.zeros(5)
     bad[3] = value
     with pytest.raises(RunError, match=r"NaN or Infinity: lora\.bad"):
-        disk.write_tensors({"fine": torch.ones(2), "lora.bad": bad.to(dtype)}, path)
+        write_tensors({"fine": torch.ones(2), "lora.bad": bad.to(dtype)}, path)
     assert path.read_bytes() == b"old"
 
 
 def test_an_empty_set_of_tensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no tensors"):
-        disk.write_tensors({}, tmp_path / "t")
+        write_tensors({}, tmp_path / "t")
     assert not list(tmp_path.iterdir())
 
 
@@ -114,11 +120,11 @@ def test_a_symbolic_link_may_be_read(tmp_path: Path) -> None:
 def test_a_missing_file_raises_the_error_that_was_asked_for(tmp_path: Path) -> None:
     (tmp_path / "broken").symlink_to("nothing")
     with pytest.raises(CheckpointError, match="no such file"):
-        disk.read_tensors(tmp_path / "t", error=CheckpointError)
+        read_tensors(tmp_path / "t", error=CheckpointError)
     with pytest.raises(CheckpointError, match="link to nothing"):
-        disk.read_tensors(tmp_path / "broken", error=CheckpointError)
+        read_tensors(tmp_path / "broken", error=CheckpointError)
     with pytest.raises(AdapterError, match="null byte"):
-        disk.read_tensors(tmp_path / "a\0b")
+        read_tensors(tmp_path / "a\0b")
 
 
 def test_a_failing_block_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
@@ -131,7 +137,7 @@ def test_a_failing_block_leaves_the_old_file_and_nothing_else(tmp_path: Path) ->
 
     specs = [TensorSpec("a", "F32", (2,)), TensorSpec("b", "F32", (2,))]
     with pytest.raises(KeyboardInterrupt):
-        disk.write_tensor_stream(path, specs, interrupted())
+        write_tensor_stream(path, specs, interrupted())
     assert [p.name for p in tmp_path.iterdir()] == ["t"]
     assert path.read_text() == "old"
 
@@ -143,7 +149,7 @@ def test_a_full_disk_is_one_clear_error_and_the_old_file_stays(tmp_path: Path) -
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # Python ignores SIGXFSZ
     try:
         with pytest.raises(RunError, match=r"disk is full: 80,072 bytes needed, [\d,]+ free"):
-            disk.write_tensors({"t": torch.ones(20_000)}, path)
+            write_tensors({"t": torch.ones(20_000)}, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [p.name for p in tmp_path.iterdir()] == ["t"]
@@ -224,11 +230,11 @@ def test_a_large_json_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.complex64, torch.int8])
 def test_any_kind_of_tensor_can_be_asked_whether_it_is_finite(dtype: torch.dtype) -> None:
     tensor = torch.arange(20).reshape(4, 5).to(dtype)
-    assert disk.is_finite(tensor)
-    assert disk.is_finite(tensor[:0])
-    assert disk.is_finite(tensor.t())
+    assert is_finite(tensor)
+    assert is_finite(tensor[:0])
+    assert is_finite(tensor.t())
     if dtype != torch.int8:
         tensor[2, 1] = float("nan")
-        assert not disk.is_finite(tensor)
+        assert not is_finite(tensor)
         tensor[2, 1] = float("-inf")
-        assert not disk.is_finite(tensor.t())
+        assert not is_finite(tensor.t())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from peftkit.errors import OutputError
-from peftkit.files.folders import alone, new_folder
+from peftkit.files.disk import alone, new_folder
 
 
 def names(folder: Path) -> list[str]:

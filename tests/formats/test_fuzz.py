@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from peftkit.adapter import Adapter, attach
 from peftkit.errors import PeftkitError
-from peftkit.files.disk import write_tensors
+from peftkit.files.tensors import write_tensors
 from peftkit.formats.guard import read_json, read_tensors
 from peftkit.formats.peft.folder import NOTES, TENSORS, load_adapter, save_adapter
 from peftkit.formats.peft.notes import Provenance

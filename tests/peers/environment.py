@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.base.locate import cache_folder
-from peftkit.files.folders import alone
+from peftkit.files.disk import alone
 
 ROOT = Path(__file__).parents[2]
 TORCH = "torch==2.13.0"

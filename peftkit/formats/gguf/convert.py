@@ -21,6 +21,7 @@ from peftkit.base.skeleton import skeleton
 from peftkit.errors import AdapterError, OutputError, did_you_mean, first_few
 from peftkit.files import disk
 from peftkit.files.strict_json import shown
+from peftkit.files.tensors import non_finite
 from peftkit.formats.gguf.header import GGUFHeader, read_header, read_values
 from peftkit.formats.gguf.names import (
     Architecture,
@@ -117,7 +118,7 @@ def read_gguf(path: Path, model: nn.Module, base: str) -> dict[str, LowRank]:
         places = find_places(model, architecture)
         paths = _paired(path, header, places, base)
         tensors = {name: read_values(path, file, entry) for name, entry in header.tensors.items()}
-    if bad := disk.non_finite(tensors):
+    if bad := non_finite(tensors):
         raise AdapterError(
             f"cannot use {path}",
             found=f"{len(bad)} of {len(tensors)} tensors hold NaN or Infinity, as {bad[0]}",

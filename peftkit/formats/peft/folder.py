@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from peftkit.adapter import Adapter, attach
 from peftkit.errors import AdapterError, TargetError
-from peftkit.files.disk import write_json, write_tensors
+from peftkit.files.disk import write_json
+from peftkit.files.tensors import write_tensors
 from peftkit.formats.guard import CONVERT, check_safetensors, read_json, read_tensors
 from peftkit.formats.peft.notes import OLDEST_FIELDS, Provenance, read_notes, write_notes
 from peftkit.formats.peft.targets import (

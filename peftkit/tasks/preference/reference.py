@@ -22,7 +22,7 @@ from peftkit.errors import PeftkitError
 from peftkit.events import Notice, Progress, Stage
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.signals import Interrupted
-from peftkit.files.disk import read_tensors, write_tensors
+from peftkit.files.tensors import read_tensors, write_tensors
 from peftkit.model.modes import evaluating
 from peftkit.tasks.batches import too_large
 from peftkit.tasks.token_task import Reference

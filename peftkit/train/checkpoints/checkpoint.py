@@ -27,8 +27,7 @@ from typing import Any
 from peftkit.errors import CheckpointError, OutputError, RunError
 from peftkit.events import Listener, Notice
 from peftkit.execution.environment import is_main_process
-from peftkit.files.disk import free_bytes, fsync_dir, writable_folder, write_text
-from peftkit.files.folders import LOCKS, alone
+from peftkit.files.disk import LOCKS, alone, free_bytes, fsync_dir, writable_folder, write_text
 from peftkit.train.checkpoints import manifest
 from peftkit.train.checkpoints.manifest import Writer
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from peftkit.base.load import load_base
 from peftkit.errors import AdapterError, PeftkitError
 from peftkit.events import RunStarted, StepDone
-from peftkit.files.disk import read_tensors
+from peftkit.files.tensors import read_tensors
 from peftkit.formats.continued import START, before_training
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
