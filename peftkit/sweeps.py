@@ -43,8 +43,7 @@ from peftkit.events import (
 from peftkit.execution.environment import world_size
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.signals import Interrupted, stopping_at_once
-from peftkit.files.disk import read_json, writable_folder, write_json
-from peftkit.files.disk import new_folder
+from peftkit.files.disk import new_folder, read_json, writable_folder, write_json
 from peftkit.planning.resolve import resolve_plan
 from peftkit.recipe import run
 from peftkit.report.history import is_run
