@@ -14,11 +14,11 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from peftkit.report.chart import Chart, Line, charts
+from peftkit.figures import duration
+from peftkit.report.chart import NUM_COLORS, Chart, Line, charts
 from peftkit.report.history import History, read_history
-from peftkit.report.html import NUM_COLORS, text
+from peftkit.report.html import text
 from peftkit.report.page import STYLE
-from peftkit.report.verdict import verdict
 
 HERE = Path(__file__).parent
 WIDTH, HEIGHT = 960, 330
@@ -39,7 +39,7 @@ def picture(run: History, theme: str, prompt: int) -> str:
     parts = [
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="{look["ground"]}"/>',
         write(LEFT - 22, 34, "What this run learnt", 17, look["text"], bold=True),
-        write(LEFT - 22, 56, verdict(run).split(" (")[0] + ".", 12.5, look["soft"]),
+        write(LEFT - 22, 56, summary(run), 12.5, look["soft"]),
         *curve(chart, look, COLORS[theme]),
         *answers(run, prompt, look, COLORS[theme]),
     ]
@@ -47,6 +47,12 @@ def picture(run: History, theme: str, prompt: int) -> str:
     font = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
     body = "\n".join(parts)
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{font}">\n{body}\n</svg>\n'
+
+
+def summary(run: History) -> str:
+    """Return the size of the run in one line."""
+    rows, took = run.started["num_rows"], duration(run.seconds)
+    return f"{rows:,} rows, {run.step:,} steps in {took}"
 
 
 def curve(chart: Chart, look: dict[str, str], colors: tuple[str, ...]) -> Iterator[str]:

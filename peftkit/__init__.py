@@ -73,8 +73,8 @@ if TYPE_CHECKING:
     from peftkit.planning.plan import plan_run as plan_run
     from peftkit.recipe import check as check_recipe
     from peftkit.recipe import run as run_recipe
+    from peftkit.report.history import list_runs as list_runs
     from peftkit.report.page import write_report as write_report
-    from peftkit.report.runs import list_runs as list_runs
     from peftkit.run.config import Recipe as Recipe
     from peftkit.run.config import load as load_recipe
     from peftkit.run.prepare import prepare as prepare_recipe

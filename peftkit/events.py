@@ -178,3 +178,13 @@ Listener = Callable[[Event], None]
 
 def ignore(event: Event) -> None:
     """Listen to nothing."""
+
+
+def to_all(*listeners: Listener) -> Listener:
+    """Return a listener that passes events on to several, in their order."""
+
+    def pass_on(event: Event) -> None:
+        for listener in listeners:
+            listener(event)
+
+    return pass_on

@@ -10,7 +10,7 @@ from typing import cast
 from peftkit.base.load import Base
 from peftkit.base.sharding import is_sharded
 from peftkit.errors import ConfigError
-from peftkit.events import Listener, Notice, Table, ignore
+from peftkit.events import Event, Listener, Notice, Table, ignore, to_all
 from peftkit.execution.environment import world_size
 from peftkit.execution.signals import Interrupted, stop_requests, stopping_at_once
 from peftkit.execution.state import Result
@@ -20,17 +20,10 @@ from peftkit.inference.engine import MAX_ROWS
 from peftkit.inference.evaluate import Metric, TextWatch
 from peftkit.inference.generate import ModelSampler
 from peftkit.planning.resolve import resolve_plan
-from peftkit.report.live import BeforeRun, LiveReport
+from peftkit.record import RunRecord, facts_writer, metrics_before_training, save_result
 from peftkit.run import rules
 from peftkit.run.config import Recipe
 from peftkit.run.prepare import Prepared, prepare
-from peftkit.run.results import (
-    adapter_folder,
-    identity,
-    measured_before,
-    save_result,
-    write_facts,
-)
 from peftkit.tasks.seq2seq import EncoderDecoder
 from peftkit.tasks.token_task import AnswerTask
 from peftkit.train.checkpoints.checkpoint import StartPolicy, locked
@@ -78,22 +71,21 @@ def run(
         ranks.check_shared(folder)
         stack.enter_context(locked(folder))
         with stopping_at_once("stopped before the first step; what was there is as it was."):
-            before = BeforeRun(on_event)
-            ready = prepare(recipe, base=base, resume=resume, ranks=ranks, on_event=before.on_event)
+            before: list[Event] = []
+            early = to_all(before.append, on_event)
+            ready = prepare(recipe, base=base, resume=resume, ranks=ranks, on_event=early)
             watch = watch_of(recipe, ready, metrics, on_event)
-            known = {} if resume else measured_before(ready, before.on_event)
-        recipe = ready.recipe
-        weights = adapter_folder(recipe, ready)
-        report = LiveReport(folder, on_event, lambda: write_facts(recipe, ready, before))
+            base_metrics = {} if resume else metrics_before_training(ready, early)
+        recipe, record = ready.recipe, RunRecord(ready, before)
         job = Job(
             ready.base.model,
             ready.task,
             ready.train,
             ready.eval,
             recipe.train,
-            weights=weights,
-            identity=identity(recipe, ready),
-            on_event=report.on_event,
+            weights=record.adapter_folder(),
+            identity=record.identity(),
+            on_event=to_all(facts_writer(record, on_event), on_event),
             watch=watch,
             plan=ready.plan,
             sampler=ModelSampler(ready.base.model, ready.base.tokenizer, MAX_ROWS),
@@ -101,10 +93,8 @@ def run(
         result = train_job(job, start)
         if result.is_main or is_sharded(ready.base.model):  # then all processes run the model
             with stop_requests() as stop:
-                result = replace(result, metrics={**known, **result.metrics})
-                result = save_result(recipe, ready, result, on_event=on_event)
-                if result.is_main:
-                    report.write()
+                result = replace(result, metrics={**base_metrics, **result.metrics})
+                result = save_result(record, result, on_event=on_event)
             if stop.signum:
                 raise Interrupted(stop.signum, f"all is done; the adapter is in {folder}.")
         if base is not None:

@@ -39,6 +39,7 @@ from peftkit.events import (
     StepDone,
     Table,
     ignore,
+    to_all,
 )
 from peftkit.execution.environment import world_size
 from peftkit.execution.out_of_memory import release_memory
@@ -47,8 +48,7 @@ from peftkit.files.disk import new_folder, read_json, writable_folder, write_jso
 from peftkit.planning.resolve import resolve_plan
 from peftkit.recipe import run
 from peftkit.report.history import is_run
-from peftkit.report.live import REPORT
-from peftkit.report.page import write_report
+from peftkit.report.page import REPORT, LiveReport, write_report
 from peftkit.run import rules
 from peftkit.run.config import Recipe, load
 from peftkit.run.prepare import open_base
@@ -310,9 +310,11 @@ def _train(
             outcome.eval_loss = event.metrics.get("loss")
         on_event(event)
 
+    report = LiveReport(member.recipe.train.output_dir, on_event)
+    listener = to_all(record, report.on_event)
     try:
         again = resume and _has_checkpoints(member)
-        result = run(member.recipe, resume=again, base=base, on_event=record)
+        result = run(member.recipe, resume=again, base=base, on_event=listener)
     except Interrupted as error:
         _write(out, outcomes)
         raise Interrupted(

@@ -18,11 +18,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "events", "settings", "config/", "files/", "execution/", "kernels/"),
+    ("errors", "events", "figures", "settings", "config/", "files/", "execution/", "kernels/"),
     ("model/", "quant/", "data/"),
     ("base/", "methods/", "adapter", "tasks/", "formats/", "inference/"),
-    ("train/", "planning/", "run/", "recipe", "report/"),
-    ("merging/", "serve/", "sweeps", "__init__", "cli/"),
+    ("train/", "planning/", "run/", "record", "recipe"),
+    ("merging/", "report/", "serve/", "sweeps", "__init__", "cli/"),
 )
 """Bottom first: peftkit/<name>.py, or a package `x/`. Modules of a layer may import each other."""
 

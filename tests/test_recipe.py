@@ -103,7 +103,6 @@ def test_a_run_learns_and_its_folder_is_an_adapter(trained: Trained) -> None:
         "README.md",
         "recipe.yaml",
         "metrics.jsonl",
-        "report.html",
         "run.json",
         "checkpoints",
         ".locks",

@@ -18,7 +18,7 @@ base = typer.Typer(
 def list_(as_json: Json = False) -> None:
     """List the packed bases: their sizes, and any problem with them."""
     from peftkit.base.store import store_folder, stored_bases
-    from peftkit.report.figures import size
+    from peftkit.figures import size
     from peftkit_cli.render import print_table
 
     found = stored_bases()
@@ -47,7 +47,7 @@ def remove(
 ) -> None:
     """Remove packed bases. The original models stay."""
     from peftkit.base.store import remove_stored
-    from peftkit.report.figures import size
+    from peftkit.figures import size
 
     for each in remove_stored(name):
         note(f"Removed {each.folder.name} ({size(each.num_bytes)}).")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peftkit.events import EvalDone, Event, Listener, Notice, Table
+from peftkit.events import EvalDone, Event, Listener, Notice, Table, to_all
 from peftkit_cli.arguments import Overrides, Overwrite, Resume, note
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def distill(
     """Turn a prompt into an adapter that answers as the base does with it. Prints its folder."""
     from peftkit.data.load import iterate_records
     from peftkit.recipe import run
+    from peftkit.report.page import LiveReport
     from peftkit.tasks.distill.prompt import read_prompt
     from peftkit.train.checkpoints.checkpoint import StartPolicy, prepare_output
     from peftkit_cli.render import Renderer
@@ -71,16 +72,12 @@ def distill(
     with Renderer() as on_event:
         file = data or _made(prompt, base, out / QUESTIONS, questions, on_event)
         recipe = _recipe(prompt, base, file, out, overrides or [])
-        measured: list[EvalDone] = []
-
-        def listen(event: Event) -> None:
-            on_event(event)
-            if isinstance(event, EvalDone):
-                measured.append(event)
-
-        result = run(recipe, resume=resume, overwrite=overwrite, on_event=listen)
+        report, events = LiveReport(out, on_event), list[Event]()
+        listener = to_all(on_event, report.on_event, events.append)
+        result = run(recipe, resume=resume, overwrite=overwrite, on_event=listener)
     if result.is_main:
-        for line in _reached(measured, result.metrics):
+        evaluations = [event for event in events if isinstance(event, EvalDone)]
+        for line in _reached(evaluations, result.metrics):
             note(line)
         typer.echo(recipe.train.output_dir)
         note(f"Next: {recipe.task.command.format(folder=recipe.train.output_dir)}")
@@ -132,14 +129,14 @@ def _made(prompt: Path, base: str, file: Path, number: int, on_event: Listener) 
     return str(file)
 
 
-def _reached(measured: Sequence[EvalDone], metrics: Mapping[str, float]) -> Iterator[str]:
+def _reached(evaluations: Sequence[EvalDone], metrics: Mapping[str, float]) -> Iterator[str]:
     """Yield what was reached, in words: of the first and the last evaluation."""
     names = {
         "agreement": "whole answers equal to the prompted base's",
         "same_token": "tokens on which both agree",
         "exact_match": "answers equal to the file's own",
     }
-    first, last = (measured[0], measured[-1]) if measured else (None, None)
+    first, last = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
     for name, words in names.items():
         if first is not None and last is not None and name in last.metrics:
             before = f"{first.metrics[name]:.0%} -> " if first.step == 0 else ""

@@ -258,7 +258,7 @@ def starred(path: str) -> str:
 
 def show(facts: Mapping[str, Any], groups: Sequence[Group]) -> None:
     """Print the facts as lines and the groups as a table, on stdout."""
-    from peftkit.report.figures import count, size
+    from peftkit.figures import count, size
     from peftkit_cli.render import print_table
 
     texts = {name: _text(value) for name, value in facts.items() if value not in (None, {}, [])}
@@ -306,7 +306,7 @@ def show_methods(methods: Sequence[MethodFacts], num_parameters: int) -> None:
 
 def method_rows(methods: Sequence[MethodFacts], num_parameters: int) -> list[tuple[str, ...]]:
     """Return the table's rows as text."""
-    from peftkit.report.figures import count
+    from peftkit.figures import count
 
     return [
         (

@@ -67,7 +67,7 @@ def _show(plan: Plan, ranks: bool) -> None:
     from rich.console import Console
 
     from peftkit.events import Table
-    from peftkit.report.figures import count
+    from peftkit.figures import count
     from peftkit_cli.render import show_table
 
     console = Console(highlight=False)
@@ -125,7 +125,7 @@ def _cards(plan: Plan) -> Table:
 
 
 def _facts(plan: Plan) -> Mapping[str, str]:
-    from peftkit.report.figures import duration
+    from peftkit.figures import duration
 
     chosen = plan.chosen
     found = {

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from peftkit import events
 from peftkit.events import Event, Listener
-from peftkit.report.figures import count, duration, metric, size
+from peftkit.figures import count, duration, metric, size
 
 SHOWN = ("accuracy", "margin", "reward", "entropy")  # of a task's; metrics.jsonl has all
 PLAIN_LINES = 40  # about as many lines of steps as a log should hold

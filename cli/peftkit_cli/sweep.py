@@ -51,7 +51,7 @@ def sweep(
     if not recipe.exists():
         raise unknown_recipe_file(recipe)
     from peftkit import sweeps
-    from peftkit.report.live import REPORT
+    from peftkit.report.page import REPORT
     from peftkit.sweeps import BEST, SWEEP
     from peftkit_cli.render import Renderer
 

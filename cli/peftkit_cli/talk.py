@@ -124,9 +124,9 @@ def evaluate(
     assert data is not None
     _check_there(data)
     opened = _open(adapter, base, force)
+    from peftkit.figures import metric
     from peftkit.formats.continued import before_training
     from peftkit.inference.evaluate import evaluate as measure
-    from peftkit.report.figures import metric
     from peftkit_cli.render import Renderer
 
     with Renderer(transient=True) as on_event:

@@ -57,17 +57,20 @@ def train(
     """Train an adapter from a recipe. Prints the adapter's folder."""
     file = _recipe_file(recipe, run_folder)
     settings = _load(file, [*(overrides or ()), *_output_dir(out)])
+    from peftkit.events import to_all
     from peftkit.recipe import run
+    from peftkit.report.page import LiveReport
     from peftkit_cli.render import Renderer
 
-    with Renderer(brief=True, quiet=quiet) as on_event:
+    with Renderer(brief=True, quiet=quiet) as screen:
+        report = LiveReport(settings.train.output_dir, screen)
         result = run(
             settings,
             resume=resume,
             overwrite=overwrite,
             allow_changes=allow_changes or (),
             metrics={name: _function(name) for name in metrics or ()},
-            on_event=on_event,
+            on_event=to_all(screen, report.on_event),
         )
     if result.is_main:  # under `accelerate launch` each process comes here
         typer.echo(settings.train.output_dir)

@@ -1,20 +1,30 @@
-"""What a picture shows, whoever draws it: lines over steps, as few points as the eye can tell."""
+"""Charts of curves over steps: what they show, and how they are drawn.
+
+A chart is inline SVG: the curves stretch with the page, the text next to them does not. The script
+of the page reads the values under the pointer off the lines.
+"""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-from peftkit.report.figures import count, metric, round_ticks, size
-from peftkit.report.history import History, Series
+from peftkit.figures import count, metric, size
+from peftkit.report.history import Curve, History, smoothed
+from peftkit.report.html import text
 
 COLUMNS = 500
-"""A line keeps the lowest and the highest of so many spans of steps."""
-Style = Literal["raw", "line", "points"]
+"""A line keeps the minimum and the maximum of so many spans of steps."""
+WIDTH, HEIGHT = 1000, 300
+"""Units of the drawing, which is stretched."""
+NUM_COLORS = 8
+MAX_DOTS = 60
+"""With more points only the last has a dot."""
 TITLES = {
     "learning_rate": "Learning rate",
     "grad_norm": "Gradient norm",
@@ -22,145 +32,200 @@ TITLES = {
     "peak_bytes": "Peak memory",
 }
 SMOOTH = ("learning_rate", "peak_bytes")
-"""Curves that are so by themselves."""
+"""Curves that need no smoothing."""
+Point = tuple[int, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a picture.
+    """A line of a chart.
 
     Attributes:
-        points: (step, value), in the order of steps.
-        color: Number of a colour.
+        label: What the legend calls it. color: Number of a colour.
         style: raw: faint, behind the others; points: each point is marked.
     """
 
     label: str
-    points: Sequence[tuple[int, float]]
+    points: Sequence[Point]
     color: int
-    style: Style = "line"
+    style: Literal["raw", "line", "points"] = "line"
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture: lines, seams where runs were resumed, and what the y axis counts."""
+    """Lines over steps; seams are steps at which the run was resumed."""
 
     title: str
     lines: Sequence[Line]
     seams: Sequence[int] = ()
 
-    def text(self, value: float) -> str:
-        """Return a value as the y axis tells it."""
-        return size(value) if self.title == TITLES["peak_bytes"] else _short(value)
+    @property
+    def counts_bytes(self) -> bool:
+        """Whether its values are sizes."""
+        return self.title == TITLES["peak_bytes"]
 
     @cached_property
-    def _range(self) -> tuple[float, float]:
-        """What the y axis spans: all but the lowest and highest hundredth of raw values."""
-        smooth = [value for line in self.lines if line.style != "raw" for _, value in line.points]
+    def span(self) -> tuple[float, float]:
+        """Both ends of the y axis, without the lowest and the highest hundredth of raw values."""
+        clean = [value for line in self.lines if line.style != "raw" for _, value in line.points]
         raw = sorted(v for line in self.lines if line.style == "raw" for _, v in line.points)
         inner = raw[len(raw) // 100 : len(raw) - len(raw) // 100]
-        ends = [*smooth, *inner[:1], *inner[-1:]]
+        ends = [*clean, *inner[:1], *inner[-1:]]
         low, high = min(ends), max(ends)
         if 0 < low < 0.5 * high:
             low = 0.0
         margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
         return (0.0 if low == 0 else low - margin), high + margin
 
-    @property
-    def low(self) -> float:
-        """The lowest value that has room."""
-        return self._range[0]
-
-    @property
-    def high(self) -> float:
-        """The highest value that has room."""
-        return self._range[1]
-
     @cached_property
-    def last(self) -> int:
-        """The last step."""
+    def last_step(self) -> int:
+        """The end of the x axis."""
         return max(1, *(line.points[-1][0] for line in self.lines if line.points))
 
     def x(self, step: float) -> float:
-        """Return a step's place, from 0 to 1."""
-        return step / self.last
+        """Return where a step is, from 0 to 1."""
+        return step / self.last_step
 
     def y(self, value: float) -> float:
-        """Return a value's place, from 0 (below) to 1; what lies far out is put on the edge."""
-        return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
+        """Return where a value is, from 0 (bottom) to 1; outliers are put on the edge."""
+        low, high = self.span
+        return min(1.0, max(0.0, (value - low) / (high - low)))
 
     def y_ticks(self) -> list[float]:
-        """Return the round values to write beside it."""
-        return round_ticks(self.low, self.high)
+        """Return the round values that are written next to the y axis."""
+        return round_ticks(*self.span)
 
     def x_ticks(self) -> list[int]:
-        """Return the round steps to write below it."""
-        return sorted({round(step) for step in round_ticks(0, self.last) if step == round(step)})
+        """Return the round steps that are written below the x axis."""
+        ticks = round_ticks(0, self.last_step)
+        return sorted({round(step) for step in ticks if step == round(step)})
+
+    def text(self, value: float) -> str:
+        """Return a value as the y axis shows it."""
+        if self.counts_bytes:
+            return size(value)
+        if abs(value) >= 1000:
+            return count(value) if abs(value) >= 100_000 else f"{value:,.0f}"
+        return metric("", value) if abs(value) >= 1e-3 or value == 0 else f"{value:.1e}"
+
+
+def round_ticks(low: float, high: float, number: int = 4) -> list[float]:
+    """Return about so many round numbers between two others, for an axis."""
+    width = high - low
+    if not (math.isfinite(width) and width > 0):
+        return [low]
+    power = 10.0 ** math.floor(math.log10(width / number))
+    steps = [factor * power for factor in (1, 2, 2.5, 5, 10)]
+    step = next((step for step in steps if width / step <= number + 0.5), steps[-1])
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [n * step for n in range(first, last + 1)]
 
 
 def charts(runs: Sequence[History]) -> list[Chart]:
-    """Return the pictures of runs: one run in all detail, several laid over each other."""
-    alone = len(runs) == 1
-    losses = _smoothed(runs, [run.curves["loss"] for run in runs], "loss")
-    for color, run in enumerate(runs):
-        label = "eval loss" if alone else f"{run.name}, eval (dashed)"
-        losses.append(Line(label, points(run.eval_loss), 1 if alone else color, "points"))
-    found = {"Loss": losses}
-    for name in _names(run.evals for run in runs):
-        if name != "loss":
-            found[f"Eval: {_words(name)}"] = [
-                Line(run.name, points(run.evals.get(name, Series())), color, "points")
-                for color, run in enumerate(runs)
-            ]
-    for name in _names(run.figures for run in runs):
-        series = [run.figures.get(name, Series()) for run in runs]
-        found[f"Train: {_words(name)}"] = _smoothed(runs, series, name)
+    """Return the charts of runs: one run in all detail, several overlaid."""
+    names = dict.fromkeys(name for run in runs for name in run.curves)
+    of_titles = {"Loss": ["loss", "eval/loss"]}
+    for prefix, title in (("eval/", "Eval"), ("train/", "Train")):
+        for name in names:
+            if name.startswith(prefix) and name != "eval/loss":
+                of_titles[f"{title}: {name.removeprefix(prefix).replace('_', ' ')}"] = [name]
     for name, title in TITLES.items():
-        series = [run.curves[name] for run in runs]
-        if not any(any(one.values) for one in series):
-            continue
-        if name in SMOOTH:
-            pairs = enumerate(zip(runs, series, strict=True))
-            found[title] = [Line(run.name, points(one), color) for color, (run, one) in pairs]
+        if any(any(run.curves[name].values()) for run in runs):
+            of_titles[title] = [name]
+    seams = runs[0].seams if len(runs) == 1 else ()
+    found = []
+    for title, group in of_titles.items():
+        lines = [line for name in group for line in _lines(runs, name) if line.points]
+        found += [Chart(title, lines, seams)] if lines else []
+    return found
+
+
+def _lines(runs: Sequence[History], name: str) -> Iterator[Line]:
+    """Yield the lines of a curve: smoothed where it is noisy, of one run the raw values too."""
+    is_alone, is_eval = len(runs) == 1, name.startswith("eval/")
+    for color, run in enumerate(runs):
+        curve = run.curves[name]
+        if is_eval:
+            label = "eval" if is_alone else f"{run.name}, eval"
+            yield Line(label, points(curve), color + is_alone, "points")
+        elif name in SMOOTH:
+            yield Line("" if is_alone else run.name, points(curve), color)
         else:
-            found[title] = _smoothed(runs, series, name)
-    seams = runs[0].seams if alone else []
-    shown = {title: [line for line in lines if line.points] for title, lines in found.items()}
-    return [Chart(title, lines, seams) for title, lines in shown.items() if lines]
+            if is_alone:
+                yield Line("each step", points(curve), color, "raw")
+            yield Line("smoothed" if is_alone else run.name, points(smoothed(curve)), color)
 
 
-def _smoothed(runs: Sequence[History], series: Sequence[Series], name: str) -> list[Line]:
-    """Return each run's curve smoothed, over the raw one if it is alone."""
-    if len(runs) == 1:
-        raw = Line(name.split("_")[0], points(series[0]), 0, "raw")
-        return [raw, Line("smoothed", points(series[0].smoothed()), 0)]
-    pairs = enumerate(zip(runs, series, strict=True))
-    return [Line(run.name, points(one.smoothed()), color) for color, (run, one) in pairs]
-
-
-def _names(found: Iterable[Mapping[str, Series]]) -> list[str]:
-    return list(dict.fromkeys(name for known in found for name in known))
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
-
-
-def points(series: Series, columns: int = COLUMNS) -> list[tuple[int, float]]:
-    """Return a series' lowest and highest points of each of so many equal spans of steps."""
-    steps, values = series.steps, series.values
+def points(curve: Curve, columns: int = COLUMNS) -> list[Point]:
+    """Return the minimum and the maximum of each of so many equal spans of steps."""
+    steps, values = list(curve), list(curve.values())
     if len(steps) <= 2 * columns:
-        return list(zip(steps, values, strict=True))
-    first, spread = steps[0], steps[-1] - steps[0] + 1
-    edges = [bisect_left(steps, first + spread * n // columns) for n in range(columns + 1)]
-    chosen: set[int] = {0, len(steps) - 1}
+        return list(curve.items())
+    first, width = steps[0], steps[-1] - steps[0] + 1
+    edges = [bisect_left(steps, first + width * n // columns) for n in range(columns + 1)]
+    chosen = {0, len(steps) - 1}
     for start, stop in pairwise(edges):
         if span := values[start:stop]:
             chosen |= {start + span.index(min(span)), start + span.index(max(span))}
     return [(steps[n], values[n]) for n in sorted(chosen)]
 
 
-def _short(value: float) -> str:
-    if abs(value) >= 1000:
-        return count(value) if abs(value) >= 100_000 else f"{value:,.0f}"
-    return metric("", value) if abs(value) >= 1e-3 or value == 0 else f"{value:.1e}"
+def drawn(chart: Chart) -> str:
+    """Return a chart as a figure of HTML."""
+    lines = sorted(chart.lines, key=lambda line: line.style != "raw")
+    rules = (f"M0 {_y(chart, value)}H{WIDTH}" for value in chart.y_ticks())
+    seams = (f"M{_x(chart, step)} 0V{HEIGHT}" for step in chart.seams)
+    y_axis = (
+        f'<span style="bottom:{100 * chart.y(value):.2f}%">{text(chart.text(value))}</span>'
+        for value in chart.y_ticks()
+    )
+    x_axis = (
+        f'<span{" class=end" * (chart.x(step) > 0.95)} style="left:{100 * chart.x(step):.2f}%">'
+        f"{step:,}</span>"
+        for step in chart.x_ticks()
+    )
+    keys = (
+        f'<span class="key {_kind(line)}">{text(line.label)}</span>'
+        for line in chart.lines
+        if line.label
+    )
+    low, high = chart.span
+    return f"""<figure>
+<figcaption><b>{text(chart.title)}</b>{"".join(keys)}<output></output></figcaption>
+<div class="frame"><div class="y">{"".join(y_axis)}</div>
+<div class="plot" data-low="{low:.6g}" data-high="{high:.6g}"
+ data-last="{chart.last_step}" data-kind="{"bytes" if chart.counts_bytes else "number"}">
+<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img"
+ aria-label="{text(chart.title)}, by step"><path class="rule" d="{"".join(rules)}"></path>
+<path class="seam" d="{"".join(seams)}"></path>
+{"".join(_polyline(chart, line) for line in lines)}</svg>
+{"".join(_dots(chart, line) for line in lines)}<div class="pointer"></div></div></div>
+<div class="x">{"".join(x_axis)}</div>
+</figure>
+"""
+
+
+def _polyline(chart: Chart, line: Line) -> str:
+    places = " ".join(f"{_x(chart, step)},{_y(chart, value)}" for step, value in line.points)
+    label = text(line.label)
+    return f'<polyline class="{_kind(line)}" points="{places}" data-label="{label}"></polyline>'
+
+
+def _dots(chart: Chart, line: Line) -> str:
+    """Return marks of points, as HTML: a stretched drawing would make them ovals."""
+    shown = line.points if len(line.points) <= MAX_DOTS else line.points[-1:]
+    places = (f"left:{100 * chart.x(s):.2f}%;bottom:{100 * chart.y(v):.2f}%" for s, v in shown)
+    dots = (f'<i class="dot {_kind(line)}" style="{place}"></i>' for place in places)
+    return "".join(dots) if line.style == "points" else ""
+
+
+def _kind(line: Line) -> str:
+    return f"{line.style} c{line.color % NUM_COLORS}"
+
+
+def _x(chart: Chart, step: int) -> str:
+    return f"{WIDTH * chart.x(step):.1f}"
+
+
+def _y(chart: Chart, value: float) -> str:
+    return f"{HEIGHT * (1 - chart.y(value)):.2f}"

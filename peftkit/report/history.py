@@ -1,45 +1,48 @@
-"""A run's past, read from the files in its folder while it goes on or when it is over.
+"""Runs, read from the files in their folders while they go on or when they are over.
 
-Whatever a crash left half written is passed over: a torn line costs that line.
+What a crash left half written is skipped: a torn line costs that line.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from array import array
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
 from peftkit.errors import DataError, first_few
 from peftkit.events import Table
+from peftkit.train.checkpoints.identity import flat
 
 METRICS, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
-FACTS, DIAGNOSIS = "run.json", "diagnosis.json"
-TASKS = "tasks.json"
-"""What `peftkit eval RUN --tasks` found."""
-STILL_SECONDS = 120.0
-"""A run that wrote nothing for so long, or for ten times its usual pause, goes on no more."""
+FACTS, TASKS = "run.json", "tasks.json"
+IDLE_SECONDS = 120.0
+"""A run that wrote nothing for so long, and for ten times its usual pause, has stopped."""
 CURVES = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "peak_bytes")
-M = TypeVar("M", bound=BaseModel)
+MAX_DEPTH = 4
+SKIPPED_FOLDERS = {"checkpoints", "node_modules", "__pycache__"}
 State = Literal["finished", "running", "stopped", "failed", "not begun"]
+Curve = dict[int, float]
+"""Value by step, in the order of steps."""
 
 
 class RunFacts(BaseModel):
-    """run.json: what a run says of itself before its first step.
+    """run.json: what `peftkit.record` writes as training starts.
 
     Attributes:
         tables: Of files of rows (those with a source), of the base and of the adapter.
-        lengths: Of each split (tokens, documents): spans of lengths by their lower edge.
-        row: (kind, text) of the pieces of a row as the loss sees it; row_source: where it is from.
+        lengths: By split, (lower edge, number of documents) of a histogram of token counts.
+        row: (kind, text) of the spans of one row as the loss sees it. row_source: its file, line.
         machine: Versions, and what the numbers of the run depend on.
-        command: What to do with the adapter, "{folder}" in the place of its folder.
+        command: How to use the adapter; "{folder}" stands for its folder.
     """
 
     recipe: dict[str, Any] = {}
@@ -54,175 +57,99 @@ class RunFacts(BaseModel):
     mergeable: bool = True
 
 
-class TaskScore(BaseModel):
-    """What base and adapter reach in a task of lm-evaluation-harness."""
-
-    task: str
-    metric: str
-    base: float | None = None
-    adapter: float | None = None
-    stderr: float | None = None
-    num_rows: int | None = None
-
-
-class TaskScores(BaseModel):
-    """tasks.json."""
-
-    scores: tuple[TaskScore, ...] = ()
-
-
-@dataclass(slots=True)
-class Series:
-    """Numbers over steps; 16 bytes each."""
-
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    values: array[float] = field(default_factory=lambda: array("d"))
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def add(self, step: int, value: Any) -> None:
-        """Add a step's value; what is no finite number leaves a gap."""
-        if isinstance(value, int | float) and math.isfinite(value):
-            self.cut(step - 1)  # of two lines for one step the later counts
-            self.steps.append(step)
-            self.values.append(float(value))
-
-    def cut(self, last: int) -> None:
-        """Forget what came after a step."""
-        keep = bisect_right(self.steps, last)
-        del self.steps[keep:]
-        del self.values[keep:]
-
-    def best(self) -> tuple[int, float] | None:
-        """Return the step and the value of the lowest; None of no value."""
-        at = min(range(len(self)), key=lambda n: self.values[n], default=None)
-        return None if at is None else (self.steps[at], self.values[at])
-
-    def smoothed(self) -> Series:
-        """Return the mean around each step, over a fiftieth of all steps and at least five.
-
-        At both ends the window is cut off, to no less than its half.
-        """
-        number = len(self)
-        half = max(2, number // 100)
-        sums = [0.0]
-        for value in self.values:
-            sums.append(sums[-1] + value)
-        made = Series(steps=self.steps)
-        for at in range(number):
-            start, stop = max(0, at - half), min(number, at + half + 1)
-            made.values.append((sums[stop] - sums[start]) / (stop - start))
-        return made
-
-
 @dataclass(slots=True)
 class History:
-    """All that is known of a run.
+    """A run, as far as its files tell.
 
     Attributes:
-        name: How the run is called: its folder.
-        curves: By name, over steps (CURVES).
-        evals: By metric, over steps. figures: What else the task tells of each step, by name.
+        name: What the report calls the run.
+        curves: By name: those of CURVES, "eval/METRIC", and "train/FIGURE" for the task's figures.
         seams: Steps at which the run was resumed.
-        notices: (after which step, what was said).
-        started: The newest RunStarted line. done: The RunDone line, if the run came to its end.
-        ended: "failed" or "stopped", if it ended before; and why.
-        diagnosis: diagnosis.json. samples: Lines of samples.jsonl.
-        answers: By step, of the model's answers in answers.jsonl the best and the worst.
+        notices: (last step before it, text).
+        started: The newest RunStarted line.
+        ended: How the run ended, if it did; reason: why it failed or stopped.
+        samples: Lines of samples.jsonl. scores: Entries of tasks.json.
+        answers: By step, the lines of answers.jsonl with the highest and the lowest reward.
         changed: When metrics.jsonl was last written, in seconds since 1970.
     """
 
     folder: Path
     name: str
-    curves: dict[str, Series] = field(default_factory=lambda: {name: Series() for name in CURVES})
-    evals: dict[str, Series] = field(default_factory=dict)
-    figures: dict[str, Series] = field(default_factory=dict)
+    curves: defaultdict[str, Curve] = field(default_factory=lambda: defaultdict(dict))
     seams: list[int] = field(default_factory=list)
     notices: list[tuple[int, str]] = field(default_factory=list)
     started: dict[str, Any] = field(default_factory=dict)
-    done: dict[str, Any] | None = None
-    ended: Literal["failed", "stopped"] | None = None
-    why: str = ""
+    ended: State | None = None
+    reason: str = ""
     facts: RunFacts = field(default_factory=RunFacts)
-    diagnosis: dict[str, Any] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
-    scores: tuple[TaskScore, ...] = ()
+    scores: list[dict[str, Any]] = field(default_factory=list)
     answers: dict[int, tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
     num_tokens: int = 0
     began: float = 0.0
     changed: float = 0.0
+    training_seconds: float = 0.0
 
     @property
     def step(self) -> int:
         """The last step that was done."""
-        steps = self.curves["loss"].steps
-        return steps[-1] if steps else 0
+        return next(reversed(self.curves["loss"]), 0)
 
     @property
     def num_steps(self) -> int:
-        """The steps that were planned."""
+        """The planned number of steps."""
         return self.started.get("num_steps") or self.step
 
     @property
     def seconds(self) -> float:
-        """How long the run took so far, pauses between its parts included unless it is done."""
-        return (self.done or {}).get("seconds") or max(0.0, self.changed - self.began)
-
-    @property
-    def eval_loss(self) -> Series:
-        """The loss of the eval rows; without values if none was measured."""
-        return self.evals.get("loss", Series())
+        """Duration so far; until the run is done with the pauses between its parts."""
+        return self.training_seconds or max(0.0, self.changed - self.began)
 
     def state(self, now: float | None = None) -> State:
-        """Return how the run stands."""
-        if self.done is not None:
-            return "finished"
-        if self.diagnosis:
-            return "failed"
-        if not self.started:
-            return "not begun"
-        if self.ended is not None:
-            return self.ended
+        """Return whether the run goes on, or how it ended."""
+        if self.ended or not self.started:
+            return self.ended or "not begun"
         pause = (self.changed - self.began) / max(self.step, 1)
         quiet = (time.time() if now is None else now) - self.changed
-        return "running" if quiet < max(STILL_SECONDS, 10 * pause) else "stopped"
+        return "running" if quiet < max(IDLE_SECONDS, 10 * pause) else "stopped"
 
-    def take(self, line: dict[str, Any]) -> None:
-        """Take a line of metrics.jsonl: an event of the run."""
-        kind, step = line.get("event"), line.get("step")
-        if kind == "RunStarted":
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add an event, as a line of metrics.jsonl."""
+        event, step = line.get("event"), line.get("step")
+        if event == "RunStarted":
             self._start(line)
-        elif kind == "Notice":
+        elif event == "Notice":
             self.notices.append((self.step, str(line.get("text"))))
-        elif kind == "StepDone" and isinstance(step, int):
-            for name in CURVES:
-                self.curves[name].add(step, line.get(name))
-            for name, value in line.get("figures", {}).items():
-                self.figures.setdefault(name, Series()).add(step, value)
+        elif event == "StepDone" and isinstance(step, int):
+            self._add_values(step, {name: line.get(name) for name in CURVES})
+            self._add_values(step, line.get("figures", {}), prefix="train/")
             self.num_tokens = line.get("num_tokens", 0)
-        elif kind == "EvalDone" and isinstance(step, int):
-            for name, value in line.get("metrics", {}).items():
-                self.evals.setdefault(name, Series()).add(step, value)
-        elif kind == "RunDone":
-            self.done = line
-        elif kind == "RunStopped":
+        elif event == "EvalDone" and isinstance(step, int):
+            self._add_values(step, line.get("metrics", {}), prefix="eval/")
+        elif event == "RunDone":
+            self.ended, self.training_seconds = "finished", line.get("seconds", 0.0)
+        elif event == "RunStopped":
             self.ended = "stopped" if line.get("state") == "stopped" else "failed"
-            self.why = str(line.get("text"))
+            self.reason = str(line.get("text"))
 
-    def _start(self, line: dict[str, Any]) -> None:
+    def _add_values(self, step: int, values: Mapping[str, Any], prefix: str = "") -> None:
+        for name, value in values.items():
+            if isinstance(value, int | float) and math.isfinite(value):  # else a gap
+                self.curves[prefix + name][step] = float(value)
+
+    def _start(self, line: Mapping[str, Any]) -> None:
+        """Begin anew, or go on from the step that the run is resumed at."""
         start = line.get("start_step", 0)
-        self.done, self.ended, self.why = None, None, ""
+        self.started = dict(line)
+        self.ended, self.reason, self.training_seconds = None, "", 0.0
         if start == 0:
-            self.notices.clear()
-            self.seams.clear()
             self.began = line.get("time", 0.0)
-        else:
-            self.seams = [*(seam for seam in self.seams if seam < start), start]
-        for series in (*self.curves.values(), *self.evals.values(), *self.figures.values()):
-            series.cut(start - (start == 0))
-        self.evals = {name: series for name, series in self.evals.items() if series}
-        self.started = line
+            for part in (self.curves, self.seams, self.notices):
+                part.clear()
+            return
+        self.seams = [*(seam for seam in self.seams if seam < start), start]
+        for name, curve in self.curves.items():
+            self.curves[name] = {step: value for step, value in curve.items() if step <= start}
 
 
 def read_history(folder: str | Path) -> History:
@@ -231,46 +158,40 @@ def read_history(folder: str | Path) -> History:
     Raises:
         DataError: There is no run in it.
     """
-    place = Path(folder)
-    if not place.is_dir():
-        raise DataError(f"there is no run '{place}'", found="There is no such folder.")
-    if not is_run(place):
-        inside = [str(path.parent) for path in sorted(place.glob(f"*/{METRICS}"))]
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"there is no run '{folder}'", found="There is no such folder.")
+    if not is_run(folder):
+        inside = [str(path.parent) for path in sorted(folder.glob(f"*/{METRICS}"))]
         raise DataError(
-            f"'{place}' holds no run",
+            f"'{folder}' holds no run",
             found=f"It holds no {METRICS}, which every run writes.",
             fix=f"Runs in it: {first_few(inside, 8, ', ')}." if inside else "",
         )
-    run = History(place, str(place))
-    for line in _lines(place / METRICS):
-        run.take(line)
-    run.changed = (place / METRICS).stat().st_mtime
-    run.facts = _model(RunFacts, place / FACTS)
-    diagnosis = place / DIAGNOSIS
-    if diagnosis.is_file() and diagnosis.stat().st_mtime >= run.began:  # else of an earlier run
-        run.diagnosis = next(iter(_lines(diagnosis, whole=True)), {})
-    samples = {(s["step"], s["prompt"]): s for s in _lines(place / SAMPLES) if "step" in s}
+    run = History(folder, str(folder))
+    for line in _lines(folder / METRICS):
+        run.add(line)
+    run.changed = (folder / METRICS).stat().st_mtime
+    with suppress(OSError, ValidationError):  # absent, or being written
+        run.facts = RunFacts.model_validate_json((folder / FACTS).read_bytes())
+    samples = {(s["step"], s["prompt"]): s for s in _lines(folder / SAMPLES) if "step" in s}
     run.samples = list(samples.values())
-    run.scores = _model(TaskScores, place / TASKS).scores
-    run.answers = _answers(place / ANSWERS)
+    scores = _parsed(_read(folder / TASKS)).get("scores")
+    run.scores = scores if isinstance(scores, list) else []
+    run.answers = _best_and_worst(folder / ANSWERS)
     return run
 
 
 def read_histories(folders: Sequence[str | Path]) -> list[History]:
-    """Read several runs; each is called by the end of its path that no other has."""
+    """Read several runs; each is named by its path below the folder that they share."""
     runs = [read_history(folder) for folder in folders]
-    shorten_names(runs)
+    if len(runs) > 1:
+        paths = [Path(folder).absolute() for folder in folders]
+        with suppress(ValueError):  # two drives of Windows share none
+            top = os.path.commonpath([path.parent for path in paths])
+            for run, path in zip(runs, paths, strict=True):
+                run.name = path.relative_to(top).as_posix()
     return runs
-
-
-def shorten_names(runs: Sequence[History]) -> None:
-    """Call each of several runs by the end of its path that no other has."""
-    for length in range(1, 1 + max(len(run.folder.parts) for run in runs)):
-        names = ["/".join(run.folder.parts[-length:]) for run in runs]
-        if len(runs) > 1 and len(set(names)) == len(names):
-            for run, name in zip(runs, names, strict=True):
-                run.name = name
-            return
 
 
 def is_run(folder: Path) -> bool:
@@ -278,38 +199,142 @@ def is_run(folder: Path) -> bool:
     return (folder / METRICS).is_file()
 
 
-def _answers(path: Path) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
-    found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-    last = 0
+def _best_and_worst(path: Path) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
+    answers: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+    previous = 0
     for line in _lines(path):
-        step, reward = line["step"], line.get("reward")
-        if step < last:  # a resumed run makes these answers again
-            found = {known: pair for known, pair in found.items() if known < step}
-        last = step
+        step, reward = line.get("step", 0), line.get("reward")
+        if step < previous:  # a resumed run makes these answers again
+            answers = {earlier: pair for earlier, pair in answers.items() if earlier < step}
+        previous = step
         if isinstance(reward, int | float):
-            best, worst = found.get(step, (line, line))
+            best, worst = answers.get(step, (line, line))
             best = line if reward > best["reward"] else best
-            found[step] = best, line if reward < worst["reward"] else worst
-    return found
+            answers[step] = best, line if reward < worst["reward"] else worst
+    return answers
 
 
-def _lines(path: Path, *, whole: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file's lines, or the one that the whole file is."""
-    if not path.is_file():
-        return
-    raw = path.read_bytes()
-    for text in [raw] if whole else raw.splitlines():
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):  # torn, or being written
-            continue
-        if isinstance(found, dict):
-            yield found
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Return the JSON objects among a file's lines."""
+    return filter(None, map(_parsed, _read(path).splitlines()))
 
 
-def _model(kind: type[M], path: Path) -> M:
-    """Return what a JSON file holds; nothing of one that is not there or not whole."""
+def _read(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
     try:
-        return kind.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError):
-        return kind()
+        value = json.loads(text)
+    except (ValueError, RecursionError):  # torn, or being written
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def smoothed(curve: Curve) -> Curve:
+    """Return the mean around each step, over a fiftieth of all steps and at least five.
+
+    At both ends the window is cut off, to no less than its half.
+    """
+    half = max(2, len(curve) // 100)
+    sums = [0.0]
+    for value in curve.values():
+        sums.append(sums[-1] + value)
+    means = {}
+    for place, step in enumerate(curve):
+        start, stop = max(0, place - half), min(len(curve), place + half + 1)
+        means[step] = (sums[stop] - sums[start]) / (stop - start)
+    return means
+
+
+def lowest(curve: Curve) -> tuple[int, float] | tuple[None, None]:
+    """Return the step and the value of a curve's minimum."""
+    return min(curve.items(), key=lambda point: point[1], default=(None, None))
+
+
+def last(curve: Curve) -> float | None:
+    """Return a curve's last value."""
+    return curve[next(reversed(curve))] if curve else None
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A run in one row of a table.
+
+    Attributes:
+        loss: Of the last steps, smoothed. best_eval_loss, best_step: The minimum, and where.
+        changed: When it last wrote, in seconds since 1970.
+        differs: The settings in which not all runs of the table agree.
+    """
+
+    run: str
+    state: str
+    step: int
+    num_steps: int
+    loss: float | None
+    eval_loss: float | None
+    best_eval_loss: float | None
+    best_step: int | None
+    seconds: float
+    changed: float
+    differs: dict[str, str] = field(default_factory=dict)
+
+
+def row_of(run: History, differs: dict[str, str] | None = None) -> RunRow:
+    """Return the row of a run."""
+    best_step, best = lowest(run.curves["eval/loss"])
+    return RunRow(
+        run=run.name,
+        state=run.state(),
+        step=run.step,
+        num_steps=run.num_steps,
+        loss=last(smoothed(run.curves["loss"])),
+        eval_loss=last(run.curves["eval/loss"]),
+        best_eval_loss=best,
+        best_step=best_step,
+        seconds=run.seconds,
+        changed=run.changed,
+        differs=differs or {},
+    )
+
+
+def list_runs(folder: str | Path = "runs") -> list[RunRow]:
+    """Return the runs at or below a folder, up to four levels deep, the newest first.
+
+    Raises:
+        DataError: There is no such folder, or no run in it.
+    """
+    top = Path(folder)
+    if not top.is_dir():
+        raise DataError(f"there is no folder '{top}'", fix="Name the folder that your runs are in.")
+    runs = []
+    for path, names, files in os.walk(top):
+        deep = len(Path(path).relative_to(top).parts) >= MAX_DEPTH
+        names[:] = [n for n in names if not (deep or n in SKIPPED_FOLDERS or n.startswith("."))]
+        if METRICS in files:
+            runs.append(read_history(path))
+    if not runs:
+        raise DataError(
+            f"there are no runs in '{top}'", found=f"No folder in it holds a {METRICS}."
+        )
+    runs.sort(key=lambda run: -run.changed)
+    return [row_of(run, settings) for run, settings in zip(runs, differing(runs), strict=True)]
+
+
+def differing(runs: Sequence[History]) -> list[dict[str, str]]:
+    """Return each run's settings in which not all runs agree; runs without a recipe count not."""
+    recipes = [as_texts(run.facts.recipe) for run in runs]
+    keys = dict.fromkeys(key for recipe in recipes for key in recipe if key != "train.output_dir")
+    shown = [key for key in keys if len({recipe.get(key) for recipe in recipes if recipe}) > 1]
+    return [{key: recipe[key] for key in shown if key in recipe} for recipe in recipes]
+
+
+def as_texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return nested settings as one mapping of texts, names joined by dots."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:.6g}"
+        return value if isinstance(value, str) else json.dumps(value)
+
+    return {name: text(value) for name, value in flat(settings).items()}

@@ -1,27 +1,44 @@
-"""The report of one run or of several, as one HTML file that needs nothing else."""
+"""The report of one run or of several, as one HTML file that needs nothing else.
+
+`peftkit report` writes it of any run; `LiveReport` writes it anew while a run goes on.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
+from shlex import quote
+from typing import Any
 
-from peftkit.report import sections
-from peftkit.report.chart import charts
-from peftkit.report.figures import count, duration, size
-from peftkit.report.history import History, read_histories
-from peftkit.report.html import drawn, paragraph, table, text
-from peftkit.report.runs import row_of
-from peftkit.report.verdict import verdict, warnings
+from peftkit.events import EvalDone, Event, Listener, Notice, RunStopped, Sampled, Saved, StepDone
+from peftkit.figures import count, duration, short, size
+from peftkit.files.disk import write_text
+from peftkit.report.chart import charts, drawn
+from peftkit.report.history import (
+    History,
+    as_texts,
+    differing,
+    read_histories,
+    read_history,
+    row_of,
+)
+from peftkit.report.html import code, histogram, paragraph, table, text
 
+REPORT = "report.html"
 REFRESH_SECONDS = 30
 """How often a browser reloads the report of a run that is going on."""
-STYLE, SCRIPT, LIVE = (
+SHARE = 0.02
+"""Part of the run's time that writing its report may take."""
+MAX_SAMPLE_STEPS = 12
+STYLE, SCRIPT = (
     files("peftkit.report").joinpath(name).read_text(encoding="utf-8")
-    for name in ("report.css", "report.js", "live.js")
+    for name in ("report.css", "report.js")
 )
 
 
@@ -36,41 +53,78 @@ def write_report(runs: Sequence[str | Path], out: str | Path) -> Path:
         DataError: A folder holds no run.
         OutputError, RunError: The file cannot be written.
     """
-    from peftkit.files.disk import write_text  # torch comes with it
-
     write_text(page(read_histories(runs)), Path(out))
     return Path(out)
 
 
-def page(runs: Sequence[History], *, live: bool = False) -> str:
-    """Return the report as HTML, with no script but ours and no request to anywhere.
+class LiveReport:
+    """Listener that writes a run's report after evaluations, samples and saves, and at its end.
+
+    A failure costs one Notice and the report, not the run.
 
     Args:
-        live: It asks its server for what is new; else a file that a browser loads again.
+        folder: The folder of the run.
+        on_event: Receives that Notice.
     """
-    one = len(runs) == 1
-    title = runs[0].name if one else f"{len(runs)} runs"
-    again = f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">\n'
-    is_running = one and runs[0].state() == "running"
-    script = SCRIPT + LIVE if live else SCRIPT
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+    def __init__(
+        self, folder: Path, on_event: Listener, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.folder, self._report, self._clock = folder, on_event, clock
+        self._is_due = self._is_broken = False
+        self._spent, self._began = 0.0, clock()
+
+    def on_event(self, event: Event) -> None:
+        """Write the report if the event is worth it."""
+        if isinstance(event, RunStopped) or (isinstance(event, Saved) and event.kind == "adapter"):
+            self._write(event)
+        elif isinstance(event, EvalDone | Sampled | Saved):
+            self._is_due = True  # at the next step: metrics.jsonl does not have this event yet
+        elif isinstance(event, StepDone) and self._is_due and self._has_time():
+            self._write(event)
+
+    def _has_time(self) -> bool:
+        return self._spent <= SHARE * (self._clock() - self._began)
+
+    def _write(self, event: Event) -> None:
+        if self._is_broken:
+            return
+        self._is_due, began = False, self._clock()
+        try:
+            run = read_history(self.folder)
+            run.add({"event": type(event).__name__, **asdict(event)})
+            write_text(page([run]), self.folder / REPORT)
+        except Exception as error:  # whatever it is
+            self._is_broken = True
+            self._report(Notice(f"{REPORT} is no longer written: {error}"))
+        self._spent += self._clock() - began
+
+
+def page(runs: Sequence[History]) -> str:
+    """Return the report as HTML, with no script but ours and no request to anywhere."""
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    body = _one(runs[0]) if len(runs) == 1 else _several(runs)
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = (
         "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
-        f"script-src 'sha256-{digest}'" + ("; connect-src 'self'" if live else "")
+        f"script-src 'sha256-{digest}'"
     )
+    refresh = ""
+    if len(runs) == 1 and runs[0].state() == "running":
+        refresh = f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">\n'
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{text(policy)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-{again if is_running and not live else ""}<title>{text(title)} - peftkit</title>
+{refresh}<title>{text(title)} - peftkit</title>
 <link rel="icon" href="data:,">
 <style>{STYLE}</style>
 </head>
 <body>
-{_one(runs[0]) if one else _several(runs)}
-<script>{script}</script>
+{body}
+<script>{SCRIPT}</script>
 </body>
 </html>
 """
@@ -81,20 +135,18 @@ def _one(run: History) -> str:
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime())
     parts = [
         f'<h1>{text(run.name)} <span class="state {state.replace(" ", "-")}">{state}</span></h1>',
-        paragraph(verdict(run), "verdict"),
-        *(paragraph(warning, "warning") for warning in warnings(run)),
+        _end(run),
         _tiles(run),
-        "<h2>Curves</h2>",
         _curves([run]),
-        sections.tasks(run),
-        sections.samples(run),
-        sections.answers(run),
-        sections.data(run),
-        sections.model(run),
-        sections.recipe(run),
-        sections.machine(run),
-        sections.notices(run),
-        sections.commands(run),
+        _scores(run),
+        _samples(run),
+        _answers(run),
+        _data(run),
+        _base(run),
+        f"<h2>Recipe</h2>{code(run.facts.recipe_yaml)}" if run.facts.recipe_yaml else "",
+        _section("Machine, versions, hashes", ("", ""), as_texts(run.facts.machine).items()),
+        _notices(run),
+        _commands(run),
         paragraph(f"Written by peftkit, {written}."),
     ]
     return "\n".join(filter(None, parts))
@@ -104,50 +156,169 @@ def _several(runs: Sequence[History]) -> str:
     rows = []
     for run in runs:
         row = row_of(run)
-        losses = (row.loss, row.best_eval_loss, row.eval_loss)
-        told = ("-" if loss is None else f"{loss:.4g}" for loss in losses)
-        rows.append((row.run, row.state, f"{row.step:,}", *told, duration(row.seconds)))
+        losses = map(short, (row.loss, row.best_eval_loss, row.eval_loss))
+        rows.append((row.run, row.state, f"{row.step:,}", *losses, duration(row.seconds)))
     columns = ("run", "state", "steps", "loss", "eval loss, best", "eval loss, last", "time")
-    links = (f'<a href="#run-{n}">{text(run.name)}</a>' for n, run in enumerate(runs))
+    settings = differing(runs)
+    keys = dict.fromkeys(key for differences in settings for key in differences)
+    compared = [(key, *(differences.get(key, "-") for differences in settings)) for key in keys]
     parts = [
         f"<h1>{len(runs)} runs</h1>",
         table(columns, rows, numbers=True),
-        f"<p>{' · '.join(links)}</p>",
-        "<h2>What differs</h2>",
-        sections.differences(runs),
-        "<h2>Curves</h2>",
+        _section("What differs", ("setting", *(run.name for run in runs)), compared),
+        "" if compared else paragraph("The recipes are the same."),
         _curves(runs),
     ]
-    for number, run in enumerate(runs):
-        parts += [
-            f'<h2 id="run-{number}">{text(run.name)}</h2>',
-            paragraph(verdict(run), "said"),
-            *(paragraph(warning, "warning") for warning in warnings(run)),
-            sections.commands(run, title="h3"),
-        ]
-    return "\n".join(parts)
+    for run in runs:
+        parts += [f"<h2>{text(run.name)}</h2>", _end(run), _commands(run)]
+    return "\n".join(filter(None, parts))
 
 
-def _curves(runs: Sequence[History]) -> str:
-    figures = "".join(drawn(chart) for chart in charts(runs))
-    if not figures:
-        return paragraph("No step is done yet.")
-    seams = ", ".join(f"{step:,}" for step in runs[0].seams) if len(runs) == 1 else ""
-    note = paragraph(f"Resumed after step {seams} (dotted lines).") if seams else ""
-    return f'<div class="charts">\n{figures}</div>{note}'
+def _section(title: str, columns: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """Return a heading and a table; nothing without rows."""
+    rows = list(rows)
+    return f"<h2>{text(title)}</h2>{table(columns, rows)}" if rows else ""
+
+
+def _end(run: History) -> str:
+    """Return why the run ended before its last step; nothing if it did not."""
+    if run.state() not in ("stopped", "failed"):
+        return ""
+    reason = f": {run.reason}" if run.reason else "."
+    sentence = f"The run {run.state()} after step {run.step:,} of {run.num_steps:,}{reason}"
+    return paragraph(sentence, "warning")
 
 
 def _tiles(run: History) -> str:
-    """Return the figures that the sentence above does not tell."""
-    trained, total = (run.started.get(f"num_{name}", 0) for name in ("trainable", "parameters"))
-    peak = max(run.curves["peak_bytes"].values, default=0.0)
-    best = run.eval_loss.best()
+    trainable, total = (run.started.get(f"num_{name}", 0) for name in ("trainable", "parameters"))
+    row, peak = row_of(run), max(run.curves["peak_bytes"].values(), default=0.0)
     tiles = {
-        "best eval loss": f"{best[1]:.4g} at step {best[0]:,}" if best else "",
-        "trained": f"{count(trained)} ({100 * trained / total:.2f}\u202f%)" if total else "",
+        "steps": f"{run.step:,} of {run.num_steps:,}" if run.num_steps else "",
+        "time": duration(run.seconds) if run.step else "",
+        "loss": short(row.loss),
+        f"best eval loss, step {row.best_step}": short(row.best_eval_loss),
+        "trained": f"{count(trainable)} ({100 * trainable / total:.2f}\u202f%)" if total else "",
+        "rows": f"{run.started['num_rows']:,}" if "num_rows" in run.started else "",
         "tokens": count(run.num_tokens) if run.num_tokens else "",
         "peak memory": size(peak) if peak else "",
         "device": run.started.get("device", ""),
     }
-    shown = (f"<div><span>{a}</span><b>{text(b)}</b></div>" for a, b in tiles.items() if b)
+    shown = (
+        f"<div><span>{a}</span><b>{text(b)}</b></div>"
+        for a, b in tiles.items()
+        if b not in ("", "-")
+    )
     return f'<div class="tiles">{"".join(shown)}</div>'
+
+
+def _curves(runs: Sequence[History]) -> str:
+    figures = "".join(map(drawn, charts(runs))) or paragraph("No step is done yet.")
+    seams = ", ".join(f"{step:,}" for step in runs[0].seams) if len(runs) == 1 else ""
+    note = paragraph(f"Resumed after step {seams} (dotted lines).") if seams else ""
+    return f'<h2>Curves</h2><div class="charts">\n{figures}</div>{note}'
+
+
+def _scores(run: History) -> str:
+    columns = ("task", "metric", "base", "adapter", "standard error", "rows")
+    keys = ("task", "metric", "base", "adapter", "stderr", "num_rows")
+    return _section("Tasks", columns, ([_cell(s.get(key)) for key in keys] for s in run.scores))
+
+
+def _cell(value: Any) -> str:
+    return short(value) if isinstance(value, float | None) else str(value)
+
+
+def _samples(run: History) -> str:
+    """Return the answers of the model to the same prompts before, during and after training."""
+    steps = _some(sorted({line["step"] for line in run.samples}))
+    prompts: dict[str, list[dict[str, Any]]] = {}
+    for line in sorted(run.samples, key=lambda line: int(line["step"])):
+        if line["step"] in steps:
+            prompts.setdefault(str(line["prompt"]), []).append(line)
+    parts = ["<h2>Samples</h2>"] if prompts else []
+    for prompt, lines in prompts.items():
+        reference = lines[-1].get("reference")
+        rows = [("reference", reference)] if reference else []
+        for line in lines:
+            when = f"step {line['step']:,}" if line["step"] else "before"
+            rows.append((when, str(line.get("completion", ""))))
+        parts.append(f"{code(prompt)}<blockquote>{table(('', ''), rows)}</blockquote>")
+    return "\n".join(parts)
+
+
+def _answers(run: History) -> str:
+    """Return the best and the worst answer of steps that were trained on answers of the model."""
+    rows = []
+    for step in _some(sorted(run.answers)):
+        best, worst = run.answers[step]
+        for line in (best, worst) if worst is not best else (best,):
+            parts = line.get("parts") or {}
+            named = [f"{name} {_cell(v)}" for name, v in parts.items() if len(parts) > 1]
+            rewards = "\n".join([short(line["reward"]), *named])
+            prompt, answer = str(line.get("prompt", ""))[-300:], str(line.get("completion", ""))
+            rows.append((f"{step:,}", rewards, prompt, answer))
+    columns = ("step", "reward", "prompt", "answer: the best and the worst of the step")
+    return _section("Answers and their rewards", columns, rows)
+
+
+def _some(steps: Sequence[int]) -> list[int]:
+    """Return the first and the last step, and some between."""
+    last = len(steps) - 1
+    places = {n * last // (MAX_SAMPLE_STEPS - 1) for n in range(MAX_SAMPLE_STEPS)}
+    return [steps[place] for place in sorted(places)] if steps else []
+
+
+def _data(run: History) -> str:
+    """Return what became of the rows, how long they are, and one as the loss sees it."""
+    parts = _tables(run, of_files=True)
+    for name, bars in run.facts.lengths.items():
+        label = f"Lengths of the {name} rows, in tokens"
+        parts += [f"<h3>{text(label)}</h3>{histogram(bars, label)}"] if bars else []
+    if spans := run.facts.row:
+        shown, note = table(("", "text"), spans), "Its parts, as the task names them."
+        if {kind for kind, _ in spans if kind} <= {"learnt"}:
+            marked = (f"<mark>{text(part)}</mark>" if kind else text(part) for kind, part in spans)
+            shown = f"<pre>{''.join(marked)}</pre>"
+            note = "The loss is on what is marked; the rest is context."
+        title = text(f"A row as the loss sees it: {run.facts.row_source}")
+        parts.append(f"<h3>{title}</h3>{shown}{paragraph(note)}")
+    return "\n".join(["<h2>Data</h2>", *parts]) if parts else ""
+
+
+def _base(run: History) -> str:
+    """Return the audit of the base, the adapter's layers, and the kernels that compute them."""
+    parts, paths = _tables(run, of_files=False), run.started.get("paths")
+    parts += [paragraph(f"Computed by: {paths}.")] if paths else []
+    return "\n".join(["<h2>Base and adapter</h2>", *parts]) if parts else ""
+
+
+def _tables(run: History, *, of_files: bool) -> list[str]:
+    return [
+        f"<h3>{text(one.title)}</h3>{table(one.columns, one.rows)}"
+        for one in run.facts.tables
+        if bool(one.source) is of_files
+    ]
+
+
+def _notices(run: History) -> str:
+    """Return the notices of the run, repeated ones once."""
+    notices = [*((0, notice) for notice in run.facts.notices), *run.notices]
+    rows = []
+    for notice, same in groupby(notices, key=lambda pair: pair[1]):
+        step, _ = next(same)
+        rows.append((f"step {step:,}" if step else "before", notice))
+    return _section("Notices", ("", ""), rows)
+
+
+def _commands(run: History) -> str:
+    """Return what to type next."""
+    folder = str(run.folder)
+    lines = [f"peftkit train RECIPE.yaml --resume --out {quote(folder)}"]
+    if run.state() == "finished":
+        lines = [run.facts.command.replace("{folder}", quote(folder))]
+        if run.facts.mergeable:
+            lines.append(f"peftkit merge {quote(folder)} --out {quote(f'{folder}-merged')}")
+        recipe, again = quote(str(run.folder / "recipe.yaml")), quote(f"{folder}-again")
+        lines.append(f"peftkit train {recipe} --out {again}")
+    shown = "\n".join(filter(None, lines))
+    return f"<h3>Next</h3>{code(shown)}"

@@ -1,59 +1,36 @@
-// The values of a chart under the pointer, or where the arrow keys are.
+// Shows the values of a chart under the pointer.
 "use strict";
-function read(plot) {
-  const low = +plot.dataset.low, high = +plot.dataset.high, last = +plot.dataset.last;
+function shown(value, kind) {
+  if (kind === "bytes") {
+    const unit = Math.min(3, Math.max(0, Math.floor(Math.log2(value) / 10)));
+    return (value / 1024 ** unit).toFixed(1) + " " + ["B", "KiB", "MiB", "GiB"][unit];
+  }
+  if (Math.abs(value) >= 10000) return Math.round(value).toLocaleString("en");
+  return Math.abs(value) < 0.001 && value !== 0 ? value.toExponential(1) : value.toPrecision(4);
+}
+for (const plot of document.querySelectorAll(".plot")) {
+  const {low, high, last, kind} = plot.dataset;
   const out = plot.closest("figure").querySelector("output");
   const pointer = plot.querySelector(".pointer");
-  const lines = [...plot.querySelectorAll("polyline")];
-  let place = 500;
-  const number = value => {
-    if (plot.dataset.kind === "bytes") {
-      let n = 0;
-      while (value >= 1024 && n < 3) { value /= 1024; n += 1; }
-      return value.toFixed(1) + " " + ["B", "KiB", "MiB", "GiB"][n];
-    }
-    if (Math.abs(value) >= 10000) return Math.round(value).toLocaleString("en");
-    return Math.abs(value) < 0.001 && value !== 0 ? value.toExponential(1) : value.toPrecision(4);
-  };
-  const at = (line, x) => {
-    const points = line.points;
-    let first = 0, end = points.numberOfItems - 1;
-    if (end < 0) return null;
-    while (end - first > 1) {
-      const middle = (first + end) >> 1;
-      if (points.getItem(middle).x < x) first = middle; else end = middle;
-    }
-    const one = points.getItem(first), two = points.getItem(end);
-    return x - one.x < two.x - x ? one : two;
-  };
-  const show = x => {
-    place = Math.min(1000, Math.max(0, x));
-    pointer.style.display = "block";
-    pointer.style.left = place / 10 + "%";
-    const said = ["step " + Math.round(place / 1000 * last).toLocaleString("en")];
-    for (const line of lines) {
-      const point = at(line, place);
-      if (point) {
-        const value = number(low + (1 - point.y / 300) * (high - low));
-        said.push(lines.length > 1 ? line.dataset.label + " " + value : value);
-      }
-    }
-    out.textContent = said.join(" \u00b7 ");
-  };
-  const hide = () => {
-    pointer.style.display = "none";
-    out.textContent = "";
-  };
+  const lines = [...plot.querySelectorAll("polyline")].map(line => ({
+    label: line.dataset.label,
+    points: line.getAttribute("points").split(" ").map(point => point.split(",").map(Number)),
+  }));
   plot.addEventListener("pointermove", event => {
     const box = plot.getBoundingClientRect();
-    show(1000 * (event.clientX - box.left) / box.width);
+    const x = Math.min(1000, Math.max(0, 1000 * (event.clientX - box.left) / box.width));
+    const values = lines.map(({label, points}) => {
+      const [, y] = points.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a);
+      const value = shown(+low + (1 - y / 300) * (high - low), kind);
+      return lines.length > 1 ? label + " " + value : value;
+    });
+    const step = Math.round(x / 1000 * last).toLocaleString("en");
+    out.textContent = ["step " + step, ...values].join(" \u00b7 ");
+    pointer.style.display = "block";
+    pointer.style.left = x / 10 + "%";
   });
-  plot.addEventListener("pointerleave", hide);
-  plot.addEventListener("blur", hide);
-  plot.addEventListener("keydown", event => {
-    const places = {ArrowLeft: place - 10, ArrowRight: place + 10, Home: 0, End: 1000};
-    if (event.key in places) { show(places[event.key]); event.preventDefault(); }
-    if (event.key === "Escape") hide();
+  plot.addEventListener("pointerleave", () => {
+    pointer.style.display = "none";
+    out.textContent = "";
   });
 }
-document.querySelectorAll(".plot").forEach(read);

@@ -63,7 +63,7 @@ COMMANDS: dict[str, list[str]] = {
         "FILE", "--hard-negatives", "--out", "--candidates", "--negatives", "--margin", "--for",
         "--json",
     ],
-    "report": ["RUN...", "--out", "--serve", "--port"],
+    "report": ["RUN...", "--out"],
     "runs": ["DIR", "--json"],
     "base ls": ["--json"],
     "base rm": ["NAME"],

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from peftkit import events
+from peftkit import events, figures
 from peftkit.events import Event
-from peftkit.report import figures
 from peftkit_cli import render
 from peftkit_cli.render import LiveScreen, PlainScreen, Renderer
 

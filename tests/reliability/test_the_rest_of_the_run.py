@@ -16,7 +16,7 @@ from peftkit import recipe
 from peftkit.errors import OutputError
 from peftkit.events import Event, Notice, Saved
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.run import results
+from peftkit.record import RunRecord
 from peftkit.run.config import Recipe, load
 from peftkit_cli.render import Renderer
 from tests.train.children import exit_code, start
@@ -35,7 +35,7 @@ def notices(events: list[Event]) -> list[str]:
 def test_a_card_that_cannot_be_made_costs_one_notice(
     asked: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "_card", fail)
+    monkeypatch.setattr(RunRecord, "card", fail)
     events: list[Event] = []
     recipe.run(asked, on_event=events.append)
     (text,) = notices(events)

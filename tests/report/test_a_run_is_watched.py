@@ -14,6 +14,8 @@ from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError, DataError, RunError
 from peftkit.events import EvalDone, Event, Notice, RunStarted, Sampled, StepDone
 from peftkit.inference import evaluate
+from peftkit.report.history import RunFacts
+from peftkit.report.page import write_report
 from peftkit.run.config import Recipe
 from peftkit_cli.train import _function
 
@@ -80,10 +82,12 @@ def test_watching_changes_no_weight(settings: dict[str, Any], tmp_path: Path) ->
     assert len(lines) == 3 * 3  # three times the three eval rows, though they share a packed row
     assert "Say yes 0." in lines[0]["prompt"]
     assert lines[0]["reference"] == "yes 0"
-    text = (tmp_path / "watched" / "report.html").read_text()
+    text = write_report([tmp_path / "watched"], tmp_path / "report.html").read_text()
     assert "Say no 0." in text
     assert "Lengths of the train rows" in text
     assert "A row as the loss sees it" in text
+    facts = json.loads((tmp_path / "watched" / "run.json").read_text())
+    assert facts.keys() == RunFacts.model_fields.keys()
 
 
 @pytest.mark.parametrize("fits", [1, 0])

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from peftkit.errors import DataError
-from peftkit.report.history import History, Series, read_history, shorten_names
+from peftkit.report.history import read_histories, read_history, smoothed
+from peftkit.report.page import page
 from tests.report.story import STARTED, done, evaluation, step, write_run
 
 
@@ -16,9 +17,9 @@ def test_a_resumed_run_is_one_curve_with_a_seam(tmp_path: Path) -> None:
     again = {**STARTED, "start_step": 3}
     lines = [STARTED, *(step(n, loss=9.0) for n in range(1, 6)), again, step(4), step(5), step(6)]
     run = read_history(write_run(tmp_path / "run", lines))
-    assert list(run.curves["loss"].steps) == [1, 2, 3, 4, 5, 6]
-    assert list(run.curves["loss"].values)[:3] == [9.0, 9.0, 9.0]
-    assert run.curves["loss"].values[3] < 9.0
+    assert list(run.curves["loss"]) == [1, 2, 3, 4, 5, 6]
+    assert list(run.curves["loss"].values())[:3] == [9.0, 9.0, 9.0]
+    assert run.curves["loss"][4] < 9.0
     assert run.seams == [3]
 
 
@@ -26,8 +27,8 @@ def test_a_run_from_the_start_replaces_the_one_before_it(tmp_path: Path) -> None
     lines = [STARTED, step(1), evaluation(1, 5.0), done(1), STARTED, evaluation(0, 3.0), step(1)]
     run = read_history(write_run(tmp_path / "run", lines))
     assert len(run.curves["loss"]) == 1
-    assert list(run.evals["loss"].steps) == [0]
-    assert run.done is None
+    assert run.curves["eval/loss"] == {0: 3.0}
+    assert run.ended is None
     assert run.seams == []
 
 
@@ -38,8 +39,8 @@ def test_torn_and_foreign_lines_are_passed_over(tmp_path: Path) -> None:
         file.write(json.dumps(step(2, loss=None, grad_norm="x")).encode() + b"\n")
         file.write(b'{"event": "StepDone", "step": 3')  # being written
     run = read_history(folder)
-    assert list(run.curves["loss"].steps) == [1]
-    assert list(run.curves["learning_rate"].steps) == [1, 2]
+    assert list(run.curves["loss"]) == [1]
+    assert list(run.curves["learning_rate"]) == [1, 2]
 
 
 def test_the_state_of_a_run(tmp_path: Path) -> None:
@@ -49,9 +50,16 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
     assert run.state(now=run.changed + 130) == "stopped"
     run.changed = run.began + 40.0  # 20 seconds a step
     assert run.state(now=run.changed + 130) == "running"
-    (run.folder / "diagnosis.json").write_text('{"step": 3, "loss": "nan"}')
-    assert read_history(run.folder).state() == "failed"
     assert read_history(write_run(tmp_path / "done")).state() == "finished"
+
+
+@pytest.mark.parametrize("state", ["failed", "stopped"])
+def test_a_run_that_ended_early_says_so_and_why(state: str, tmp_path: Path) -> None:
+    end = {"event": "RunStopped", "step": 2, "state": state, "text": "the disk is full.\n  free: 0"}
+    run = read_history(write_run(tmp_path / "run", [STARTED, step(1), step(2), end]))
+    assert run.state() == state
+    assert f"The run {state} after step 2 of 40: the disk is full.\n  free: 0" in page([run])
+    assert f'class="state {state}"' in page([run])
 
 
 def test_a_folder_without_a_run_names_the_runs_in_it(tmp_path: Path) -> None:
@@ -63,16 +71,13 @@ def test_a_folder_without_a_run_names_the_runs_in_it(tmp_path: Path) -> None:
 
 
 def test_smoothing_is_the_mean_around_a_step() -> None:
-    series = Series()
-    for n in range(100):
-        series.add(n + 1, float(n % 2))
-    smooth = series.smoothed()
-    assert smooth.steps is series.steps
-    assert smooth.values[50] == pytest.approx(0.4)
-    assert smooth.values[0] == pytest.approx(1 / 3)
+    smooth = smoothed({n + 1: float(n % 2) for n in range(100)})
+    assert list(smooth) == list(range(1, 101))
+    assert smooth[51] == pytest.approx(0.4)
+    assert smooth[1] == pytest.approx(1 / 3)
 
 
-def test_names_are_the_shortest_ends_of_paths_that_differ() -> None:
-    runs = [History(Path(p), p) for p in ("/runs/a/x", "/runs/b/x", "/runs/b/y")]
-    shorten_names(runs)
-    assert [run.name for run in runs] == ["a/x", "b/x", "b/y"]
+def test_runs_are_named_by_their_paths_below_the_folder_they_share(tmp_path: Path) -> None:
+    names = ["a/x", "b/x", "b/y"]
+    runs = read_histories([write_run(tmp_path / name, [STARTED]) for name in names])
+    assert [run.name for run in runs] == names

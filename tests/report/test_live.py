@@ -10,32 +10,31 @@ import pytest
 from typer.testing import CliRunner
 
 from peftkit.errors import DataError
-from peftkit.events import EvalDone, Event, Notice, StepDone
-from peftkit.report.live import LiveReport
-from peftkit.report.runs import list_runs
+from peftkit.events import EvalDone, Event, RunStopped, Saved, StepDone, ignore
+from peftkit.report.history import list_runs
+from peftkit.report.page import LiveReport
 from peftkit_cli.app import app
 from tests.report.story import STARTED, step, write_run
 
 STEP = StepDone(1, 9, 0.1, 1.0, 1e-4, 1.0, 10, 10.0, 0, 1.0)
 EVAL = EvalDone(1, {"loss": 1.0}, True)
+SAVED = Saved("adapter", Path("run"))
 
 
 def test_it_is_written_at_the_step_after_an_evaluation(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [STARTED, step(1)])
-    heard: list[Event] = []
-    live = LiveReport(folder, heard.append, lambda: None)
+    live = LiveReport(folder, ignore)
     live.on_event(STEP)
     live.on_event(EVAL)
     assert not (folder / "report.html").exists()
     live.on_event(STEP)
     assert "smollm2-135m" in (folder / "report.html").read_text()
-    assert heard == [STEP, EVAL, STEP]
 
 
 def test_it_takes_a_small_share_of_the_time(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [STARTED, step(1)])
     ticks = iter([0.0, 10.0, 10.0, 12.0, 20.0, 99.0, 1000.0, 1000.0, 1001.0])
-    live = LiveReport(folder, lambda event: None, lambda: None, clock=lambda: next(ticks))
+    live = LiveReport(folder, ignore, clock=lambda: next(ticks))
     written = []
     for _ in range(3):
         live.on_event(EVAL)
@@ -50,13 +49,22 @@ def test_it_takes_a_small_share_of_the_time(tmp_path: Path) -> None:
 def test_what_goes_wrong_costs_one_notice(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [STARTED, step(1)])
     (folder / "report.html").mkdir()
-    heard: list[Event] = []
-    live = LiveReport(folder, heard.append, lambda: None)
+    notices: list[Event] = []
+    live = LiveReport(folder, notices.append)
     for _ in range(3):
         live.on_event(EVAL)
         live.on_event(STEP)
-    live.write()
-    assert len([event for event in heard if isinstance(event, Notice)]) == 1
+    live.on_event(SAVED)
+    assert len(notices) == 1
+
+
+def test_it_is_written_at_the_end_whatever_the_end_is(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [STARTED, step(1)])
+    LiveReport(folder, ignore).on_event(RunStopped(1, "failed", "the disk is full"))
+    assert "after step 1 of 40: the disk is full" in (folder / "report.html").read_text()
+    folder = write_run(tmp_path / "run")
+    LiveReport(folder, ignore).on_event(SAVED)
+    assert 'class="state finished"' in (folder / "report.html").read_text()
 
 
 def test_runs_are_listed_newest_first_with_what_differs(tmp_path: Path) -> None:

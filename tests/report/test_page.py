@@ -17,7 +17,7 @@ import pytest
 
 from peftkit.errors import DataError
 from peftkit.report.chart import charts, points
-from peftkit.report.history import History, Series, read_history
+from peftkit.report.history import CURVES, History, read_history
 from peftkit.report.page import page, write_report
 from tests.report.story import FACTS, STARTED, evaluation, step, write_run
 
@@ -58,10 +58,10 @@ def test_a_report_runs_no_script_of_its_data(tmp_path: Path) -> None:
         step(2),
         evaluation(2, 1.0, **{BAD: 0.5}),
         {"event": "Notice", "text": BAD},
+        {"event": "RunStopped", "step": 2, "state": "failed", "text": BAD},
     ]
     samples = [{"step": 0, "prompt": BAD, "reference": BAD, "completion": BAD, "source": BAD}]
     folder = write_run(tmp_path / "<b>run", lines, facts=marked(FACTS), samples=samples)
-    (folder / "diagnosis.json").write_text('{"step": 3, "loss": "<b>", "module": "<i>"}')
     for runs in ([folder], [folder, write_run(tmp_path / "other")]):
         text = write_report(runs, tmp_path / "report.html").read_text(encoding="utf-8")
         seen = Tags(text)
@@ -85,10 +85,12 @@ def test_only_the_script_of_the_report_may_run_and_no_request_leaves(tmp_path: P
 def test_it_tells_all_that_the_files_do(tmp_path: Path) -> None:
     text = page([read_history(write_run(tmp_path / "run", samples=SAMPLES))])
     for told in (
-        "smollm2-135m learnt causal lm from 640 rows of train.jsonl in 40 steps (42 s)",
-        "eval loss 0.2 → 0.05",
-        "eval exact match 0.25 → 1",
-        "10 of 650 rows",
+        "<span>steps</span><b>40 of 40</b>",
+        "<span>time</span><b>42 s</b>",
+        "<span>best eval loss, step 40</span><b>0.05</b>",
+        "<span>rows</span><b>640</b>",
+        "Eval: exact match",
+        "<td>rows read</td><td>650</td>",
         "20 yes",
         "<mark>yes&lt;|im_end|&gt;</mark>",
         "sha256:1",
@@ -112,9 +114,8 @@ def test_scores_of_tasks_stand_side_by_side(tmp_path: Path) -> None:
 
 def test_a_hundred_thousand_steps_are_less_than_a_megabyte() -> None:
     run, rng = History(Path("run"), "run", started=STARTED), random.Random(0)
-    for series in run.curves.values():
-        series.steps.extend(range(1, 100_001))
-        series.values.extend(rng.random() for _ in range(100_000))
+    for name in CURVES:
+        run.curves[name] = {step: rng.random() for step in range(1, 100_001)}
     began = time.process_time()
     text = page([run])
     assert len(text) < 500_000
@@ -122,10 +123,8 @@ def test_a_hundred_thousand_steps_are_less_than_a_megabyte() -> None:
 
 
 def test_few_points_keep_the_lowest_and_the_highest() -> None:
-    series = Series()
-    for n in range(1, 50_001):
-        series.add(n, 100.0 if n == 31_415 else -5.0 if n == 27_182 else 1.0 + n % 7)
-    found = points(series, columns=100)
+    curve = {n: 1.0 + n % 7 for n in range(1, 50_001)} | {31_415: 100.0, 27_182: -5.0}
+    found = points(curve, columns=100)
     assert len(found) <= 202
     assert (31_415, 100.0) in found
     assert (27_182, -5.0) in found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 
 def count(value: float) -> str:
     """Return a count as a text: 4.88M, 135.2M."""
@@ -24,10 +22,10 @@ def size(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """Return seconds as a text: 42 s, 3:07, 1:02:45."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, left = divmod(whole, 60)
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    minutes, left = divmod(total, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
 
@@ -39,15 +37,6 @@ def metric(name: str, value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 2 else f"{value:.4g}"
 
 
-def round_ticks(low: float, high: float, wanted: int = 4) -> list[float]:
-    """Return round numbers between two others, about as many as wanted, for an axis."""
-    spread = high - low
-    if not (math.isfinite(spread) and spread > 0):
-        return [low]
-    power = 10.0 ** math.floor(math.log10(spread / wanted))
-    step = next(
-        (f * power for f in (1, 2, 2.5, 5, 10) if spread / (f * power) <= wanted + 0.5), 10 * power
-    )
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [n * step for n in range(first, last + 1)]
+def short(value: float | None) -> str:
+    """Return a loss or a score with four figures; "-" for None."""
+    return "-" if value is None else f"{value:.4g}"

@@ -1,0 +1,263 @@
+"""The record of a run, and the files that are written from it.
+
+| file | view of `RunRecord` |
+|---|---|
+| `checkpoints/` | `adapter_folder`, and `identity`: what a resumed run must share with it |
+| `run.json`, as training starts | `facts`: what the report shows next to `metrics.jsonl` |
+| `peftkit.json`, with the adapter | `provenance` |
+| `recipe.yaml`, `README.md`, at the end | `recipe`, `card` |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from peftkit.config import schema
+from peftkit.data.pack import tokens_of_each
+from peftkit.events import Event, Listener, Notice, RunStarted, Saved, Table, ignore
+from peftkit.execution.state import Result
+from peftkit.files.disk import write_text
+from peftkit.formats.card import CARD, Card, adapter_usage, render_card, training_card
+from peftkit.formats.continued import AdapterFolder
+from peftkit.formats.peft.notes import Provenance
+from peftkit.formats.peft.targets import refused_by_peft
+from peftkit.formats.serving import served_rank
+from peftkit.model.modes import evaluating
+from peftkit.run.config import Recipe
+from peftkit.run.prepare import Prepared
+from peftkit.train.checkpoints.manifest import versions
+
+FACTS, RECIPE = "run.json", "recipe.yaml"
+NUM_BARS = 24
+MAX_SPAN_CHARS, MAX_SPANS = 4_000, 32
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run as the files in its folder describe it.
+
+    Attributes:
+        run: The recipe with its defaults as they are used, the base, the adapter and the rows.
+        events: Reported while it was prepared; run.json keeps the tables and notices.
+    """
+
+    run: Prepared
+    events: Sequence[Event] = ()
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe, with its defaults as they are used."""
+        return self.run.recipe
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the run writes to."""
+        return self.recipe.train.output_dir
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a resumed run must have in common with this one, as plain JSON."""
+        run, recipe = self.run, self.recipe
+        return {
+            "base": {
+                **recipe.base.model_dump(mode="json", exclude={"store", "placement"}),
+                "fingerprint": run.base.fingerprint,
+            },
+            "method": recipe.method.model_dump(mode="json"),
+            "data": recipe.data.model_dump(mode="json"),
+            "task": run.settings.model_dump(mode="json"),
+            **run.task.identity,
+            **({"start": run.continued.digest} if run.continued else {}),
+        }
+
+    def adapter_folder(self) -> AdapterFolder:
+        """Return what a checkpoint holds of the model: an adapter folder."""
+        run, start = self.run, self.run.continued
+        has_tokens = self.recipe.base.new_tokens or (start and start.has_tokens)
+        return AdapterFolder(
+            run.adapter,
+            self.provenance(),
+            base=run.base if has_tokens else None,
+            start=start.start if start and run.settings.needs_reference else None,
+        )
+
+    def provenance(self) -> Provenance:
+        """Return what peftkit.json says of the base, the task and the execution plan."""
+        run, config = self.run, self.recipe.base
+        loading = config.model_dump(
+            mode="json", exclude={"model", "revision", "new_tokens", "store", "placement"}
+        )
+        if run.base.stored:
+            loading["stored"] = run.base.stored
+        if config.rope_scaling:  # all of it, with the parameters of the base's own config
+            loading["rope_scaling"] = dict(run.base.model.config.get_text_config().rope_parameters)
+        return Provenance(
+            base=run.base.name,
+            hub_id=run.base.hub_id,
+            revision=run.base.revision,
+            fingerprint=run.base.fingerprint,
+            loading=loading,
+            prompt_style=run.task.style,
+            task_type=run.settings.task_type,
+            task=run.settings.saved(),
+            plan=run.plan.as_dict(),
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Return run.json, which peftkit.report.history reads as `RunFacts`."""
+        run, recipe, base = self.run, self.recipe, self.run.base
+        row = run.train[0]
+        spans = [(kind, text[:MAX_SPAN_CHARS]) for kind, text in run.task.spans(row)]
+        return {
+            "recipe": recipe.model_dump(mode="json"),
+            "recipe_yaml": schema.dump_yaml(recipe),
+            "tables": [asdict(event) for event in self.events if isinstance(event, Table)],
+            "notices": [event.text for event in self.events if isinstance(event, Notice)],
+            "lengths": {"train": length_histogram(run.train), "eval": length_histogram(run.eval)},
+            "row_source": str(getattr(row, "source", "")),
+            "row": spans[:MAX_SPANS],
+            "machine": {
+                "base": base.name,
+                "revision": base.revision,
+                "fingerprint": base.fingerprint,
+                "seed": recipe.train.seed,
+                "cores": os.cpu_count(),
+                "system": platform.platform(),
+                "python": platform.python_version(),
+                "versions": dict(versions()),
+            },
+            "command": run.settings.command,
+            "mergeable": not recipe.method.unmergeable,
+        }
+
+    def card(self, result: Result) -> Card:
+        """Return the model card of the trained adapter."""
+        run, recipe = self.run, self.recipe
+        usage = adapter_usage(
+            run.base.hub_id or run.base.name,
+            str(self.folder),
+            rank=served_rank(run.adapter.method),
+            command=run.settings.command,
+            purpose=run.settings.purpose,
+        )
+        return training_card(
+            run.base,
+            run.adapter,
+            data=f"{recipe.data.train_name}, {len(run.train):,} rows after packing and filtering",
+            steps=result.step,
+            metrics=result.metrics,
+            recipe=schema.dump_yaml(recipe),
+            usage=usage,
+        )
+
+
+def length_histogram(rows: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    """Return (lower edge, number of documents) for spans of equal width of document lengths."""
+    lengths: Tensor | None = getattr(rows, "document_lengths", None)  # several may share a row
+    if lengths is None:
+        lengths = tokens_of_each(rows)
+    if not len(lengths):
+        return ()
+    low, high = int(lengths.min()), int(lengths.max())
+    width = max(1, -(-(high - low + 1) // NUM_BARS))
+    counts = ((lengths - low) // width).bincount().tolist()
+    return tuple((low + width * n, count) for n, count in enumerate(counts))
+
+
+def facts_writer(record: RunRecord, on_event: Listener) -> Listener:
+    """Return a listener that writes run.json as training starts.
+
+    A run that is refused before that, such as a resume with other settings, changes no file.
+    """
+
+    def write(event: Event) -> None:
+        if isinstance(event, RunStarted):
+            path = record.folder / FACTS
+            _try_to_write(path, lambda: json.dumps(record.facts(), indent=2), on_event)
+
+    return write
+
+
+def save_result(record: RunRecord, result: Result, *, on_event: Listener = ignore) -> Result:
+    """Write the adapter, the recipe and the model card; return the result with its metrics.
+
+    With a sharded base all processes must call this; the main one writes.
+    """
+    weights = record.adapter_folder()
+    result = _with_best(record.recipe, result, weights, on_event)
+    if not result.is_main:
+        return _with_metrics(record.run, result, ignore)
+    weights.save(record.folder)
+    if warning := refused_by_peft(record.run.adapter):
+        on_event(Notice(warning))
+    result = _with_metrics(record.run, result, on_event)
+    folder = record.folder
+    _try_to_write(folder / RECIPE, lambda: schema.dump_yaml(record.recipe), on_event)
+    _try_to_write(folder / CARD, lambda: render_card(record.card(result)), on_event)
+    on_event(Saved("adapter", record.folder))
+    return result
+
+
+def _with_best(
+    recipe: Recipe, result: Result, weights: AdapterFolder, on_event: Listener
+) -> Result:
+    """Load the best checkpoint's weights if train.keep_best is set."""
+    best = result.best_step
+    if not recipe.train.keep_best or result.best_checkpoint is None or best is None:
+        return result
+    if best != result.step:
+        weights.load(result.best_checkpoint)
+        on_event(
+            Notice(
+                f"The adapter has the weights of step {best}, the best of the eval rows (loss "
+                f"{result.metrics['best_eval_loss']:.4g}); those of the last step, {result.step}, "
+                f"are in {result.checkpoint}."
+            )
+        )
+    return replace(result, metrics={**result.metrics, "adapter_step": float(best)})
+
+
+def _try_to_write(path: Path, content: Callable[[], str], on_event: Listener) -> None:
+    """Write a file that the adapter does not need; a failure costs a Notice, not the run."""
+    try:
+        write_text(content(), path)
+    except Exception as error:  # whatever it is
+        on_event(Notice(f"{path.name} was not written; the adapter does not need it. {error}"))
+
+
+def _with_metrics(run: Prepared, result: Result, on_event: Listener) -> Result:
+    """Add the task's metrics on the eval rows, where the training loop has not computed them."""
+    skip = run.task.predicts_tokens and not run.settings.measures_before
+    if not run.eval or skip:
+        return result
+    metrics = run.task.metrics(run.base.model, run.eval, on_event=on_event)
+    if not metrics:  # the evaluations of the run have them
+        return result
+    on_event(_metrics_table("The eval rows", metrics))
+    named = {f"eval_{name}": value for name, value in metrics.items()}
+    return replace(result, metrics={**result.metrics, **named})
+
+
+def metrics_before_training(run: Prepared, on_event: Listener) -> dict[str, float]:
+    """Return the metrics of the untrained model on the eval rows, for tasks that report them.
+
+    With a sharded base all processes must call this.
+    """
+    if not run.settings.measures_before or not run.eval:
+        return {}
+    with evaluating(run.base.model):
+        metrics = run.task.metrics(run.base.model, run.eval, on_event=on_event)
+    on_event(_metrics_table("The eval rows before training", metrics))
+    return {f"before_{name}": value for name, value in metrics.items()}
+
+
+def _metrics_table(title: str, metrics: Mapping[str, float]) -> Table:
+    rows = tuple((name, f"{value:.4g}") for name, value in metrics.items())
+    return Table(title, ("metric", "value"), rows)
